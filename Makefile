@@ -1,0 +1,50 @@
+# Everything runs in a virtual environment of its own; nothing outside this folder is changed.
+VENV   ?= .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+
+MODEL   := examples/tiny-llama
+PROMPTS := "A list display is" \
+           "The import statement combines two operations; it searches for the named module, then" \
+           "Class" \
+           "If an exception occurs in the try clause, the rest of the clause is skipped. Then, if its type"
+CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' 2>/dev/null)
+
+.PHONY: demo test test-gpu lint format install
+
+demo: install
+	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 48
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+	    --cov --cov-report=term:skip-covered --cov-fail-under=90
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu
+
+lint: install $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+
+format: install $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+
+install: $(VENV)/.installed
+
+# A strict editable install links each file by name, so it is renewed when a file comes or goes:
+# that is when its folder's time stamp changes.
+SOURCE_FOLDERS := $(shell find runtime graphs -type d -not -name __pycache__)
+
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCE_FOLDERS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
+	touch $@
