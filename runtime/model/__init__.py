@@ -1,0 +1,24 @@
+"""The decoder of the Llama family and the paged KV cache it runs over."""
+
+from ostinato.model.cache import PagedKVCache, SwappedSequence
+from ostinato.model.config import ModelConfig
+from ostinato.model.layers import AnyLinear, Linear, W8A8Linear
+from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama
+from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
+from ostinato.model.rope import RopeConfig, UnsupportedModelError
+
+__all__ = [
+    "DUMMY_PAGE",
+    "AnyLinear",
+    "AttentionInputs",
+    "DecoderLayer",
+    "Linear",
+    "Llama",
+    "ModelConfig",
+    "OutOfPagesError",
+    "PagedKVCache",
+    "RopeConfig",
+    "SwappedSequence",
+    "UnsupportedModelError",
+    "W8A8Linear",
+]

@@ -1,0 +1,254 @@
+"""The paged KV cache: its memory, and which pages of it each sequence holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from ostinato.model.config import ModelConfig
+from ostinato.model.pages import DUMMY_PAGE, PagePool
+
+
+@dataclass
+class _SequencePages:
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SwappedSequence:
+    """A sequence's keys and values, moved to host memory bit for bit."""
+
+    length: int
+    storage: torch.Tensor  # [layers, 2, pages, page_size, heads_kv, dim] on the CPU
+
+
+class PagedKVCache:
+    """Keys and values of all layers in pages of `page_size` tokens.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: shape of the model.
+        num_pages: pages per layer, the dummy page 0 included.
+        page_size: tokens per page, at least 1.
+        dtype, device: of the keys and values.
+
+    Raises:
+        ValueError: for a size below 1, or fewer than 2 pages.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        sizes = {
+            "num_layers": num_layers,
+            "page_size": page_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: got {size}, expected at least 1")
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._sequences: dict[int, _SequencePages] = {}
+        # Zeros, not garbage: padding rows of a captured step may read the dummy page.
+        self.storage = torch.zeros(
+            num_layers, 2, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device
+        )
+
+    @staticmethod
+    def for_model(
+        config: ModelConfig, *, num_pages: int, page_size: int, device: torch.device | str
+    ) -> PagedKVCache:
+        """Return a cache of `num_pages` pages that fits the model."""
+        return PagedKVCache(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=config.dtype,
+            device=device,
+        )
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that sequences can hold, the dummy page not counted."""
+        return self._pool.num_pages - 1
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that could be reserved now."""
+        return self._pool.available
+
+    def pages_for(self, length: int) -> int:
+        """Return how many pages `length` tokens fill."""
+        return -(-length // self.page_size)
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (k, v) of one layer, each [pages, page_size, heads_kv, dim]."""
+        return self.storage[index, 0], self.storage[index, 1]
+
+    def add(self, sequence: int, prefix: Sequence[int] = (), *, multiple_of: int = 1) -> int:
+        """Start a sequence, sharing the pages of other sequences that begin with `prefix`.
+
+        Args:
+            sequence: the caller's id for it.
+            prefix: tokens it will begin with; only whole pages of them can be shared.
+            multiple_of: round the number of shared tokens down to a multiple of this.
+
+        Returns:
+            How many leading tokens of `prefix` are in the cache already.
+
+        Raises:
+            ValueError: when the id is in use.
+
+        """
+        if sequence in self._sequences:
+            raise ValueError(f"sequence: got id {sequence}, which is in use; expected a new one")
+        pages = self._pool.match(prefix, self.page_size)
+        while len(pages) * self.page_size % multiple_of:
+            pages.pop()
+        self._pool.share(pages)
+        length = len(pages) * self.page_size
+        self._sequences[sequence] = _SequencePages(length, pages)
+        return length
+
+    def fork(self, parent: int, child: int) -> None:
+        """Start `child` as a copy of `parent`; their pages are shared until one writes to them.
+
+        Raises:
+            ValueError: when `parent` is unknown or `child` is in use.
+
+        """
+        if child in self._sequences:
+            raise ValueError(f"child: got id {child}, which is in use; expected a new one")
+        held = self._held(parent)
+        self._pool.share(held.pages)
+        self._sequences[child] = _SequencePages(held.length, list(held.pages))
+
+    def reserve(self, sequence: int, length: int) -> None:
+        """Grow a sequence to `length` tokens, so that its new tokens have slots to write to.
+
+        Raises:
+            ValueError: when the sequence is unknown or longer already.
+            OutOfPagesError: when the pages do not suffice. Nothing is changed then.
+
+        """
+        held = self._held(sequence)
+        if length < held.length:
+            raise ValueError(f"length: got {length}, expected at least {held.length}")
+        if length == held.length:
+            return
+        # New tokens go into the last page first, which must then belong to this sequence alone.
+        copied = held.length % self.page_size and self._pool.references(held.pages[-1]) > 1
+        missing = self.pages_for(length) - len(held.pages)
+        taken = self._pool.take(missing + bool(copied))
+        if copied:
+            page = taken.pop()
+            self.storage[:, :, page] = self.storage[:, :, held.pages[-1]]
+            self._pool.release(held.pages[-1:])
+            held.pages[-1] = page
+        held.pages.extend(taken)
+        held.length = length
+
+    def free(self, sequence: int) -> None:
+        """Give a sequence's pages back.
+
+        Raises:
+            ValueError: when the sequence is unknown.
+
+        """
+        self._pool.release(self._held(sequence).pages)
+        del self._sequences[sequence]
+
+    def publish(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Let later sequences share the full pages of this one, whose first tokens are `tokens`.
+
+        Raises:
+            ValueError: when the sequence is unknown or shorter than `tokens`.
+
+        """
+        held = self._held(sequence)
+        if len(tokens) > held.length:
+            raise ValueError(f"tokens: got {len(tokens)}, expected at most {held.length}")
+        self._pool.publish(held.pages, tokens, self.page_size)
+
+    def length(self, sequence: int) -> int:
+        """Return how many tokens are reserved for a sequence."""
+        return self._held(sequence).length
+
+    def pages(self, sequence: int) -> list[int]:
+        """Return the ids of a sequence's pages: its row of the page table."""
+        return list(self._held(sequence).pages)
+
+    def slots(self, sequence: int, start: int, stop: int) -> list[int]:
+        """Return the slots (page * page_size + offset) of positions `start` to `stop` - 1.
+
+        Raises:
+            ValueError: when the sequence is unknown or not that long.
+
+        """
+        held = self._held(sequence)
+        if not 0 <= start <= stop <= held.length:
+            raise ValueError(
+                f"start, stop: got {start}, {stop}, expected 0 <= start <= stop <= {held.length}"
+            )
+        size = self.page_size
+        return [held.pages[at // size] * size + at % size for at in range(start, stop)]
+
+    def swap_out(self, sequence: int) -> SwappedSequence:
+        """Copy a sequence to host memory and free its pages.
+
+        Raises:
+            ValueError: when the sequence is unknown.
+
+        """
+        held = self._held(sequence)
+        swapped = SwappedSequence(held.length, self.storage[:, :, held.pages].cpu())
+        self.free(sequence)
+        return swapped
+
+    def swap_in(self, sequence: int, swapped: SwappedSequence) -> None:
+        """Start a sequence from host memory.
+
+        Raises:
+            ValueError: when the id is in use.
+            OutOfPagesError: when the pages do not suffice. Nothing is changed then.
+
+        """
+        if sequence in self._sequences:
+            raise ValueError(f"sequence: got id {sequence}, which is in use; expected a new one")
+        pages = self._pool.take(swapped.storage.shape[2])
+        self.storage[:, :, pages] = swapped.storage.to(self.storage.device)
+        self._sequences[sequence] = _SequencePages(swapped.length, pages)
+
+    def page_table(self, sequences: Sequence[int], width: int) -> torch.Tensor:
+        """Return the page table [len(sequences), width] int32 on the CPU, filled with the dummy.
+
+        Raises:
+            ValueError: when a sequence is unknown or holds more than `width` pages.
+
+        """
+        table = torch.full((len(sequences), width), DUMMY_PAGE, dtype=torch.int32)
+        for row, sequence in enumerate(sequences):
+            pages = self._held(sequence).pages
+            if len(pages) > width:
+                raise ValueError(f"width: got {width}, expected at least {len(pages)} pages")
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        return table
+
+    def _held(self, sequence: int) -> _SequencePages:
+        if sequence not in self._sequences:
+            raise ValueError(f"sequence: got id {sequence}, which is not in the cache")
+        return self._sequences[sequence]

@@ -1,0 +1,107 @@
+"""Linear layers in the two precisions a checkpoint may hold: 16/32-bit, and W8A8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from ostinato import ops
+
+
+@dataclass
+class Linear:
+    """y = x·Wᵀ + b with 16- or 32-bit weights.
+
+    `weight` [N, K] and `bias` [N] share x's dtype.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [M, K] to [M, N]."""
+        return ops.linear(x, self.weight, bias=self.bias)
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
+
+        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
+        """
+        if residual is None:
+            return self(ops.rms_norm(x, norm, eps)), x
+        normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
+        return self(normed), residual
+
+    def after_silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
+        return self(ops.silu_mul(gate_up))
+
+
+@dataclass
+class W8A8Linear:
+    """y = s_x·s_w·(q_x·Wᵀ) + b with 8-bit weights and activations quantised on the way in.
+
+    `weight` [N, K] int8 or float8_e4m3fn; `weight_scale` [N] fp32; `bias` [N] in `out_dtype`.
+    Activations are quantised per token at run time, or by the fixed fp32 scalar `input_scale`
+    (with `input_zero_point`, an int32 scalar, for asymmetric INT8; `weight_sum` [N] int32 then
+    holds the row sums of `weight`).
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    out_dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    input_zero_point: torch.Tensor | None = None
+    weight_sum: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [M, K] (16- or 32-bit) to [M, N] in `out_dtype`."""
+        if self.input_scale is None:
+            return self._matmul(*ops.quantize_per_token(x, self.weight.dtype))
+        quantized = ops.quantize_per_tensor(
+            x, self.input_scale, self.weight.dtype, zero_point=self.input_zero_point
+        )
+        return self._matmul(quantized, self.input_scale)
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `residual` [M, K] to x [M, K], normalise and quantise the sum, apply the layer.
+
+        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
+        """
+        quantized, scale, *total = ops.rms_norm_quantize(
+            x,
+            norm,
+            eps,
+            self.weight.dtype,
+            residual=residual,
+            scale=self.input_scale,
+            zero_point=self.input_zero_point,
+        )
+        return self._matmul(quantized, scale), total[0] if total else x
+
+    def after_silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to the quantised silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
+        quantized, scale = ops.silu_mul_quantize(
+            gate_up, self.weight.dtype, scale=self.input_scale, zero_point=self.input_zero_point
+        )
+        return self._matmul(quantized, scale)
+
+    def _matmul(self, quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ops.w8a8_linear(
+            quantized,
+            self.weight,
+            scale,
+            self.weight_scale,
+            bias=self.bias,
+            x_zero_point=self.input_zero_point,
+            w_sum=self.weight_sum,
+            out_dtype=self.out_dtype,
+        )
+
+
+AnyLinear = Linear | W8A8Linear

@@ -1,0 +1,187 @@
+"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3 differ only in which parts are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from ostinato import ops
+from ostinato.model.cache import PagedKVCache
+from ostinato.model.config import ModelConfig
+from ostinato.model.layers import AnyLinear
+
+
+@dataclass
+class AttentionInputs:
+    """Where this call's tokens sit in the paged KV cache; all tensors on the model's device.
+
+    `slot_mapping` [T] int64: cache slot (page * page_size + offset) of each token, -1 to skip.
+    `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
+    `cu_seqlens_q` [B + 1] int32: row offsets of the sequences; None when every sequence has
+    exactly `max_seqlen_q` tokens, as in decode.
+    """
+
+    slot_mapping: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    max_seqlen_q: int = 1
+
+
+@dataclass
+class DecoderLayer:
+    """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up]."""
+
+    input_norm: torch.Tensor
+    qkv: AnyLinear
+    o: AnyLinear
+    post_attention_norm: torch.Tensor
+    gate_up: AnyLinear
+    down: AnyLinear
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+class Llama:
+    """A decoder over a paged KV cache. It holds weights and no state between calls.
+
+    Args:
+        config: shape of the model.
+        embedding: [vocab_size, hidden_size].
+        layers: one `DecoderLayer` per layer.
+        norm: weight of the final RMS norm, [hidden_size].
+        lm_head: output projection; its weight is `embedding` itself when the two are tied.
+        max_context: longest sequence served; sizes the RoPE table.
+
+    Raises:
+        ValueError: when `max_context` exceeds the model's trained positions.
+
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        norm: torch.Tensor,
+        lm_head: AnyLinear,
+        *,
+        max_context: int | None = None,
+    ) -> None:
+        max_context = max_context or config.max_position_embeddings
+        if not 1 <= max_context <= config.max_position_embeddings:
+            raise ValueError(
+                f"max_context: got {max_context}, expected 1 to max_position_embeddings "
+                f"= {config.max_position_embeddings}"
+            )
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.lm_head = lm_head
+        self.max_context = max_context
+        table = config.rope.cos_sin_table(config.head_dim, max_context)
+        self.cos_sin = table.to(embedding.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor the model owns once, tied weights included once."""
+        seen: set[int] = set()
+        roots = [self.embedding, self.norm, self.cos_sin, *_tensors_of(self.lm_head)]
+        for layer in self.layers:
+            roots.extend(_tensors_of(layer))
+        for tensor in roots:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+        *,
+        logits_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Append the tokens' keys and values to `cache` and return next-token logits.
+
+        Args:
+            tokens: [T] int64 ids, the sequences one after another.
+            positions: [T] int64 position of each token in its sequence.
+            attention: where the sequences sit in `cache`.
+            logits_rows: [R] int64 rows of `tokens` wanted; all T by default.
+
+        Returns:
+            logits [R, vocab_size] fp32.
+
+        """
+        eps = self.config.rms_norm_eps
+        x, residual = self.embedding[tokens], None
+        for index, layer in enumerate(self.layers):
+            qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps)
+            x = layer.o(self._attend(index, layer, qkv, positions, attention, cache))
+            gate_up, residual = layer.gate_up.after_norm(
+                x, residual, layer.post_attention_norm, eps
+            )
+            x = layer.down.after_silu_mul(gate_up)
+        if logits_rows is not None:
+            x = x[logits_rows]
+            residual = None if residual is None else residual[logits_rows]
+        logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps)
+        return logits.float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+    ) -> torch.Tensor:
+        config = self.config
+        q, k, v = (
+            part.unflatten(1, (-1, config.head_dim))
+            for part in qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
+        )
+        k_cache, v_cache = cache.layer(index)
+        q = ops.append_kv(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            attention.slot_mapping,
+            positions=positions,
+            cos_sin=self.cos_sin,
+            q=q,
+            q_norm_weight=layer.q_norm,
+            k_norm_weight=layer.k_norm,
+            norm_eps=config.rms_norm_eps,
+        )
+        window = config.sliding_windows[index]
+        out = ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            attention.page_table,
+            attention.seq_lens,
+            cu_seqlens_q=attention.cu_seqlens_q,
+            max_seqlen_q=attention.max_seqlen_q,
+            # A window of w keys counts the query's own position; the op counts those before it.
+            window=None if window is None else (window - 1, 0),
+        )
+        return out.flatten(1)
+
+
+def _tensors_of(part: object) -> Iterator[torch.Tensor]:
+    for field in fields(part):  # type: ignore[arg-type]
+        value = getattr(part, field.name)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif hasattr(value, "__dataclass_fields__"):
+            yield from _tensors_of(value)

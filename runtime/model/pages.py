@@ -1,0 +1,114 @@
+"""Page bookkeeping of the KV cache: reference counts, the free list, and pages kept for reuse."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+DUMMY_PAGE = 0
+
+
+class OutOfPagesError(RuntimeError):
+    """The cache has too few free pages; nothing was changed."""
+
+
+class PagePool:
+    """Hands out page ids and remembers which full pages hold the keys and values of which tokens.
+
+    Page 0 is the dummy page that padding rows point at; it is never handed out. A page is *used*
+    (one reference per sequence that holds it), *free*, or *kept*: unused, but its tokens are
+    known, so a later sequence with the same prefix may take it back. Kept pages count as free
+    and are given up least recently used first.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(
+                f"num_pages: got {num_pages}, expected at least 2 (page 0 is the dummy page)"
+            )
+        self.num_pages = num_pages
+        self._references = [0] * num_pages
+        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` could hand out now."""
+        return len(self._free) + len(self._kept)
+
+    def references(self, page: int) -> int:
+        """Return how many sequences hold `page`."""
+        return self._references[page]
+
+    def take(self, count: int) -> list[int]:
+        """Return `count` pages with one reference each.
+
+        Raises:
+            OutOfPagesError: when fewer are available; nothing is taken then.
+
+        """
+        if count > self.available:
+            raise OutOfPagesError(
+                f"KV cache: {count} pages needed, {self.available} of {self.num_pages - 1} free"
+            )
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._references[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page, taking kept ones back into use."""
+        for page in pages:
+            self._references[page] += 1
+            self._kept.pop(page, None)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference to each page."""
+        # The end of a prefix goes first: it is useless once its beginning has been evicted.
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                if page in self._digest_of:
+                    self._kept[page] = None
+                else:
+                    self._free.append(page)
+
+    def publish(self, pages: Sequence[int], tokens: Sequence[int], page_size: int) -> None:
+        """Make the full pages of `tokens` findable by `match`; known content keeps its page."""
+        for page, digest in zip(pages, _digests(tokens, page_size), strict=False):
+            if digest not in self._page_of and page not in self._digest_of:
+                self._page_of[digest] = page
+                self._digest_of[page] = digest
+
+    def match(self, tokens: Sequence[int], page_size: int) -> list[int]:
+        """Return the pages that hold the longest known prefix of `tokens`, in whole pages.
+
+        They are not referenced yet: call `share` before anything else can evict them.
+        """
+        pages = []
+        for digest in _digests(tokens, page_size):
+            if digest not in self._page_of:
+                break
+            pages.append(self._page_of[digest])
+        return pages
+
+    def _evict(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        del self._page_of[self._digest_of.pop(page)]
+        return page
+
+
+def _digests(tokens: Sequence[int], page_size: int) -> list[bytes]:
+    """Digest of every prefix of `tokens` that ends at a page boundary."""
+    digests = []
+    running = hashlib.blake2b(digest_size=16)
+    for end in range(page_size, len(tokens) + 1, page_size):
+        running.update(array("q", tokens[end - page_size : end]).tobytes())
+        digests.append(running.digest())
+    return digests

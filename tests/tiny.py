@@ -1,0 +1,98 @@
+"""Small random models and a byte-level tokenizer for tests that need no checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from ostinato.model import (
+    AnyLinear,
+    DecoderLayer,
+    Linear,
+    Llama,
+    ModelConfig,
+    RopeConfig,
+    W8A8Linear,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=257,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None, None),
+    rope=RopeConfig(),
+    dtype=torch.float32,
+    bos_token_id=None,
+    eos_token_ids=(256,),
+)
+
+
+def tiny_llama(
+    device: torch.device | str = "cpu", scheme: str = "plain", **overrides: object
+) -> Llama:
+    """Return a random decoder of `CONFIG` with `overrides`; scheme is plain, int8 or fp8.
+
+    The same weights come out on every device.
+    """
+    config = replace(CONFIG, **overrides)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        # Large enough that logits differ clearly and greedy text does not settle on one token.
+        return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
+
+    def linear(rows: int, columns: int, quantized: str = scheme) -> AnyLinear:
+        weight = random(rows, columns)
+        if quantized == "plain":
+            return Linear(weight.to(device, config.dtype))
+        top, dtype = (127.0, torch.int8) if quantized == "int8" else (448.0, torch.float8_e4m3fn)
+        scale = weight.abs().amax(1) / top
+        scaled = weight / scale[:, None]
+        stored = (scaled.round() if quantized == "int8" else scaled).to(dtype)
+        return W8A8Linear(stored.to(device), scale.to(device), config.dtype)
+
+    def norm(size: int) -> torch.Tensor:
+        return (1 + random(size) * 0.1).to(device, config.dtype)
+
+    hidden, head_dim = config.hidden_size, config.head_dim
+    layers = [
+        DecoderLayer(
+            input_norm=norm(hidden),
+            qkv=linear(config.q_size + 2 * config.kv_size, hidden),
+            o=linear(hidden, config.q_size),
+            post_attention_norm=norm(hidden),
+            gate_up=linear(2 * config.intermediate_size, hidden),
+            down=linear(hidden, config.intermediate_size),
+            q_norm=norm(head_dim) if config.qk_norm else None,
+            k_norm=norm(head_dim) if config.qk_norm else None,
+        )
+        for _ in range(config.num_layers)
+    ]
+    embedding = random(config.vocab_size, hidden).to(device, config.dtype)
+    return Llama(
+        config, embedding, layers, norm(hidden), linear(config.vocab_size, hidden, "plain")
+    )
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one id per byte and 256 for the end of the text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
