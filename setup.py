@@ -1,4 +1,4 @@
-"""Maps the top-level folders onto the import package: runtime/ -> ostinato, graphs/ -> ostinato.graphs.
+"""Maps the top-level folders onto the import package: runtime/ is ostinato, graphs/ its graphs.
 
 Everything else about the distribution is declared in pyproject.toml.
 """

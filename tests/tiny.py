@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from ostinato.model import (
     AnyLinear,
     DecoderLayer,
@@ -14,7 +16,6 @@ from ostinato.model import (
     RopeConfig,
     W8A8Linear,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CONFIG = ModelConfig(
     family="llama",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from ostinato.model.config import ModelConfig
 from ostinato.model.pages import DUMMY_PAGE, PagePool
 

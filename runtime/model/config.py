@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from ostinato.model.rope import RopeConfig, UnsupportedModelError
 
 _ARCHITECTURES = {

@@ -1,4 +1,4 @@
-"""The Llama-family decoder: Llama, Mistral, Qwen2 and Qwen3 differ only in which parts are there."""
+"""The decoder of the Llama family; its members differ only in which parts are there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
+
 from ostinato import ops
 from ostinato.model.cache import PagedKVCache
 from ostinato.model.config import ModelConfig
@@ -113,7 +114,8 @@ class Llama:
         Args:
             tokens: [T] int64 ids, the sequences one after another.
             positions: [T] int64 position of each token in its sequence.
-            attention: where the sequences sit in `cache`.
+            attention: where the sequences sit in the cache.
+            cache: keys and values of the sequences so far.
             logits_rows: [R] int64 rows of `tokens` wanted; all T by default.
 
         Returns:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from ostinato.model import DUMMY_PAGE, OutOfPagesError, PagedKVCache
 
 
@@ -159,8 +160,8 @@ def test_page_table_is_padded_with_the_dummy_page() -> None:
     table = cache.page_table([2, 1], 4)
     assert table.dtype == torch.int32
     assert table.tolist() == [
-        cache.pages(2) + [DUMMY_PAGE] * 3,
-        cache.pages(1) + [DUMMY_PAGE],
+        [*cache.pages(2), *[DUMMY_PAGE] * 3],
+        [*cache.pages(1), DUMMY_PAGE],
     ]
     with pytest.raises(ValueError, match="width: got 2, expected at least 3"):
         cache.page_table([1], 2)

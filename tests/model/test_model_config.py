@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from ostinato.model import ModelConfig, RopeConfig, UnsupportedModelError
 
 SIZES: dict[str, Any] = {
@@ -89,7 +90,7 @@ def test_llama_defaults() -> None:
     assert config.head_dim == 8
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == (2,)
-    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm)
+    assert [config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm] == [False] * 4
     assert config.sliding_windows == (None, None, None)
 
 
