@@ -6,6 +6,7 @@ from ostinato.model.layers import AnyLinear, Linear, W8A8Linear
 from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama
 from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
 from ostinato.model.rope import RopeConfig, UnsupportedModelError
+from ostinato.model.scoring import sequence_logits
 
 __all__ = [
     "DUMMY_PAGE",
@@ -21,4 +22,5 @@ __all__ = [
     "SwappedSequence",
     "UnsupportedModelError",
     "W8A8Linear",
+    "sequence_logits",
 ]

@@ -70,7 +70,8 @@ class Llama:
         *,
         max_context: int | None = None,
     ) -> None:
-        max_context = max_context or config.max_position_embeddings
+        if max_context is None:
+            max_context = config.max_position_embeddings
         if not 1 <= max_context <= config.max_position_embeddings:
             raise ValueError(
                 f"max_context: got {max_context}, expected 1 to max_position_embeddings "
@@ -113,7 +114,7 @@ class Llama:
 
         Args:
             tokens: [T] int64 ids, the sequences one after another.
-            positions: [T] int64 position of each token in its sequence.
+            positions: [T] int32 position of each token in its sequence.
             attention: where the sequences sit in the cache.
             cache: keys and values of the sequences so far.
             logits_rows: [R] int64 rows of `tokens` wanted; all T by default.

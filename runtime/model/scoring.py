@@ -1,0 +1,40 @@
+"""Logits of a whole sequence at once: for perplexity and for comparing models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.model.cache import PagedKVCache
+from ostinato.model.llama import AttentionInputs, Llama
+
+_PAGE_SIZE = 16
+
+
+def sequence_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits after each token of one sequence, [len(tokens), vocab_size] fp32.
+
+    The sequence is computed in one call, in a cache of its own.
+
+    Raises:
+        ValueError: for no tokens, or more than the model's `max_context`.
+
+    """
+    if not 1 <= len(tokens) <= model.max_context:
+        raise ValueError(f"tokens: got {len(tokens)}, expected 1 to {model.max_context}")
+    device, length = model.device, len(tokens)
+    pages = -(-length // _PAGE_SIZE)
+    cache = PagedKVCache.for_model(
+        model.config, num_pages=pages + 1, page_size=_PAGE_SIZE, device=device
+    )
+    cache.add(0)
+    cache.reserve(0, length)
+    attention = AttentionInputs(
+        slot_mapping=torch.tensor(cache.slots(0, 0, length), device=device),
+        page_table=cache.page_table([0], pages).to(device),
+        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
+        max_seqlen_q=length,
+    )
+    positions = torch.arange(length, dtype=torch.int32, device=device)
+    return model(torch.tensor(tokens, device=device), positions, attention, cache)
