@@ -1,0 +1,157 @@
+"""The decode step that is captured: one token per request in, the next one sampled out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+import torch
+
+from ostinato import ops
+from ostinato.engine.request import Request
+from ostinato.graphs import BatchView, BufferSpec
+from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache
+
+Example = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
+
+
+class SeenTokens:
+    """Which tokens each slot's request has read or written, for the repetition penalty.
+
+    One row per slot and one more, `padding_slot`, that padding rows own.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.padding_slot = num_slots
+        self.mask = torch.zeros(num_slots + 1, vocab_size, dtype=torch.bool, device=device)
+
+    def reset(self, slot: int, tokens: Sequence[int]) -> None:
+        """Start a slot anew with the tokens of its prompt and text so far."""
+        self.mask[slot] = False
+        self.mask[slot, torch.tensor(tokens, device=self.mask.device)] = True
+
+
+class DecodeStep:
+    """A step function for `GraphRunner`: embed, decode, mark as seen, sample.
+
+    Outputs `tokens` [B] int64 and `logits` [B, vocab_size] fp32.
+
+    Args:
+        model, cache: what the step runs on.
+        seen: per-slot state of the repetition penalty.
+        max_pages: columns of the page table: the pages of the longest context.
+
+    """
+
+    def __init__(self, model: Llama, cache: PagedKVCache, seen: SeenTokens, max_pages: int) -> None:
+        self._model = model
+        self._cache = cache
+        self._seen = seen
+        self.max_pages = max_pages
+
+    def buffer_specs(self) -> dict[str, BufferSpec]:
+        """Return the step's inputs; padding rows attend to nothing and write to no slot."""
+        vocab_size = self._model.config.vocab_size
+        max_length = min(self._model.max_context, self.max_pages * self._cache.page_size)
+        return {
+            "tokens": BufferSpec((), torch.int64, 0, _integers(0, vocab_size)),
+            "positions": BufferSpec((), torch.int32, 0, _integers(0, max_length)),
+            "seq_lens": BufferSpec((), torch.int32, 0, _integers(1, max_length + 1)),
+            "slot_mapping": BufferSpec((), torch.int64, -1),
+            "page_table": BufferSpec((self.max_pages,), torch.int32, DUMMY_PAGE),
+            "slots": BufferSpec((), torch.int64, self._seen.padding_slot),
+            "temperature": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.7, 1.3)),
+            "top_k": BufferSpec((), torch.int32, 0, _integers(0, vocab_size + 1)),
+            "top_p": BufferSpec((), torch.float32, 1.0, _one_of(0.5, 0.9, 1.0)),
+            "min_p": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.05)),
+            # Example rows share one slot, so a penalty would let them see each other.
+            "repetition_penalty": BufferSpec((), torch.float32, 1.0),
+            "seeds": BufferSpec((), torch.int64, 0, _integers(0, 2**62)),
+            "counters": BufferSpec((), torch.int64, 0, _integers(0, max_length)),
+        }
+
+    def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
+        """Run the step over a batch of the buffers above."""
+        attention = AttentionInputs(
+            slot_mapping=batch.slot_mapping, page_table=batch.page_table, seq_lens=batch.seq_lens
+        )
+        logits = self._model(batch.tokens, batch.positions, attention, self._cache)
+        # The input tokens, not the sampled ones: marking them twice changes nothing, so a
+        # replay can be repeated and verified.
+        self._seen.mask[batch.slots, batch.tokens] = True
+        tokens = ops.sample(
+            logits,
+            temperature=batch.temperature,
+            top_k=batch.top_k,
+            top_p=batch.top_p,
+            min_p=batch.min_p,
+            seeds=batch.seeds,
+            counters=batch.counters,
+            repetition_penalty=batch.repetition_penalty,
+            seen=self._seen.mask[batch.slots],
+        )
+        return {"tokens": tokens, "logits": logits}
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, object]:
+        """Return the step's inputs for one more token of each request (its slot reserved)."""
+        lengths = [request.length for request in requests]
+        ids = [request.id for request in requests]
+        slots = [
+            self._cache.slots(request, at, at + 1)[0]
+            for request, at in zip(ids, lengths, strict=True)
+        ]
+        return {
+            "tokens": torch.tensor([request.generated[-1] for request in requests]),
+            "positions": torch.tensor(lengths, dtype=torch.int32),
+            "seq_lens": torch.tensor([at + 1 for at in lengths], dtype=torch.int32),
+            "slot_mapping": torch.tensor(slots),
+            "page_table": self._cache.page_table(ids, self.max_pages),
+            "slots": torch.tensor([request.slot for request in requests]),
+            **sampling_inputs(requests),
+        }
+
+
+class SamplingInputs(TypedDict):
+    """Per-row arguments of `ops.sample`, each [B]."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repetition_penalty: torch.Tensor
+    seeds: torch.Tensor
+    counters: torch.Tensor
+
+
+def sampling_inputs(
+    requests: Sequence[Request], device: torch.device | str = "cpu"
+) -> SamplingInputs:
+    """Return how each request wants its next token sampled."""
+    params = [request.params for request in requests]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return {
+        "temperature": column([p.temperature for p in params], torch.float32),
+        "top_k": column([p.top_k for p in params], torch.int32),
+        "top_p": column([p.top_p for p in params], torch.float32),
+        "min_p": column([p.min_p for p in params], torch.float32),
+        "repetition_penalty": column([p.repetition_penalty for p in params], torch.float32),
+        "seeds": column([request.seed for request in requests], torch.int64),
+        "counters": column([len(request.generated) for request in requests], torch.int64),
+    }
+
+
+def _integers(low: int, high: int) -> Example:
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    return draw
+
+
+def _one_of(*values: float) -> Example:
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), shape, generator=generator)]
+
+    return draw

@@ -1,0 +1,96 @@
+"""What a caller asks of one generation, and what comes back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Args:
+        max_tokens: tokens to generate at most, >= 1; the context may end the text earlier.
+        temperature: >= 0; 0 is greedy.
+        top_k: keep the k likeliest tokens, 0 for all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this, in (0, 1].
+        min_p: drop tokens less likely than this share of the likeliest, in [0, 1].
+        repetition_penalty: > 0; above 1 makes tokens of prompt and text less likely
+            (CTRL, arXiv 1909.05858).
+        seed: of this request's own random numbers, in [0, 2**63); None draws one.
+        stop: strings that end the text, themselves left out of it.
+        stop_token_ids: ids that end the text, besides the model's end-of-sequence ids.
+        ignore_eos: go on after an end-of-sequence id.
+
+    Raises:
+        ValueError: when a value is outside its range, naming it.
+        TypeError: when `stop` is one string instead of several.
+
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise TypeError(f"stop: got the string {self.stop!r}, expected a sequence of strings")
+        finite_and = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (self.temperature >= 0, "a finite number >= 0"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "a number in [0, 1]"),
+            "repetition_penalty": (self.repetition_penalty > 0, "a finite number > 0"),
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "None or in [0, 2**63)"),
+            "stop": (all(self.stop), "no empty string"),
+        }
+        for name, (holds, expected) in finite_and.items():
+            value = getattr(self, name)
+            if not holds or (isinstance(value, float) and not math.isfinite(value)):
+                raise ValueError(f"{name}: got {value!r}, expected {expected}")
+
+
+class FinishReason(str, Enum):
+    """Why a text ended."""
+
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One generated token of one request.
+
+    `text` is what the token adds to the text shown so far: "" while a character is incomplete or
+    might begin a stop string. `finish_reason` is set on a request's last event; a cancelled
+    request's last event has no token (`token_id` None).
+    """
+
+    request_id: int
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The finished text of one request; `seed` reproduces it."""
+
+    request_id: int
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    seed: int

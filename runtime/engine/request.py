@@ -1,0 +1,71 @@
+"""The life of one request inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ostinato.engine.params import Completion, FinishReason, SamplingParams, TokenEvent
+from ostinato.engine.text import TextStream
+from ostinato.model import SwappedSequence
+
+
+@dataclass
+class Request:
+    """A prompt on its way to a text.
+
+    `computed` counts the prompt tokens whose keys and values are in the cache; `swapped` holds
+    the sequence while it has been preempted; `slot` is its row of per-request device state.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_new_tokens: int
+    stop_ids: frozenset[int]
+    stream: TextStream
+    generated: list[int] = field(default_factory=list)
+    computed: int = 0
+    slot: int = -1
+    swapped: SwappedSequence | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the whole prompt is in the cache, so that decode steps can follow."""
+        return self.computed == len(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values a decode step needs: all but the last generated one."""
+        return len(self.prompt) + max(len(self.generated) - 1, 0)
+
+    def accept(self, token: int) -> TokenEvent:
+        """Add a sampled token, decide whether it is the last, and return its event."""
+        self.generated.append(token)
+        text = self.stream.push(token)
+        if token in self.stop_ids or self.stream.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif len(self.generated) == self.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None:
+            text += self.stream.finish()
+        return TokenEvent(self.id, token, text, self.finish_reason)
+
+    def cancel(self) -> TokenEvent:
+        """End the request where it stands and return its last event."""
+        self.finish_reason = FinishReason.CANCELLED
+        return TokenEvent(self.id, None, self.stream.finish(), self.finish_reason)
+
+    def completion(self) -> Completion:
+        """Return the result of a finished request."""
+        if self.finish_reason is None:
+            raise RuntimeError(f"request {self.id} has not finished")
+        return Completion(
+            request_id=self.id,
+            prompt_tokens=len(self.prompt),
+            token_ids=tuple(self.generated),
+            text=self.stream.text,
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+        )

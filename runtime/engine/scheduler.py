@@ -1,0 +1,157 @@
+"""Who runs next: admission, chunked prefill, and preemption when pages run out. Host logic only."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ostinato.engine.request import Request
+from ostinato.model import OutOfPagesError, PagedKVCache
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prompt positions `start` to `stop` - 1 of a request, to be computed in this step."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+class Scheduler:
+    """First come, first served, over a fixed number of slots and pages.
+
+    The oldest running request can always go on, because the newest gives way: its keys and values
+    move to host memory and come back bit for bit, so that a preempted text does not change.
+    With every request small enough to fit alone (the engine checks), no load deadlocks.
+
+    Args:
+        cache: pages for the running requests.
+        max_batch: requests that run at once; also the number of slots.
+        prefill_chunk: tokens of a prompt computed at once. Chunks begin at multiples of it
+            whatever else runs, so that their rounding does not depend on the load either.
+
+    """
+
+    def __init__(self, cache: PagedKVCache, *, max_batch: int, prefill_chunk: int) -> None:
+        self.cache = cache
+        self.prefill_chunk = prefill_chunk
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._free_slots = list(range(max_batch - 1, -1, -1))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return not self.waiting and not self.running
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def admit(self) -> list[Request]:
+        """Move waiting requests into free slots while their pages last; return those moved."""
+        admitted = []
+        while self.waiting and self._free_slots and self._place(self.waiting[0]):
+            request = self.waiting.popleft()
+            request.slot = self._free_slots.pop()
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def prefill_chunks(self, max_tokens: int) -> list[PrefillChunk]:
+        """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
+
+        The first chunk is returned whatever its size.
+        """
+        chunks: list[PrefillChunk] = []
+        for request in self.running:
+            if request.prefilled:
+                continue
+            stop = min(request.computed + self.prefill_chunk, len(request.prompt))
+            max_tokens -= stop - request.computed
+            if chunks and max_tokens < 0:
+                break
+            chunks.append(PrefillChunk(request, request.computed, stop))
+        return chunks
+
+    def computed(self, chunk: PrefillChunk) -> None:
+        """Record that a chunk's keys and values are in the cache."""
+        request = chunk.request
+        request.computed = chunk.stop
+        # Whole chunks only: the last bits of keys computed in a partial chunk (or by a decode
+        # step) differ from those a longer prompt would compute for itself.
+        whole = chunk.stop - chunk.stop % self.prefill_chunk
+        self.cache.publish(request.id, request.prompt[:whole])
+
+    def decode_batch(self) -> list[Request]:
+        """Reserve a slot for one more token of every running request, and return them.
+
+        When pages run out, the newest request is preempted.
+        """
+        batch = []
+        for request in list(self.running):
+            if request.slot >= 0 and request.prefilled and self._grow(request):
+                batch.append(request)
+        return batch
+
+    def finish(self, request: Request) -> None:
+        """Forget a request and free what it holds, wherever it is."""
+        if request.slot >= 0:
+            self.cache.free(request.id)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+            request.swapped = None
+
+    def _place(self, request: Request) -> bool:
+        """Give a waiting request its pages, unless running ones would soon need them back."""
+        # One page per running request: what all of them may ask for in the very next step.
+        headroom = len(self.running)
+        cache = self.cache
+        if request.swapped is not None:
+            if cache.free_pages < cache.pages_for(request.length) + headroom:
+                return False
+            cache.swap_in(request.id, request.swapped)
+            request.swapped = None
+            return True
+        # The last prompt token is always computed: its logits are what is sampled from.
+        request.computed = cache.add(
+            request.id, request.prompt[:-1], multiple_of=self.prefill_chunk
+        )
+        try:
+            cache.reserve(request.id, len(request.prompt))
+        except OutOfPagesError:
+            cache.free(request.id)
+            return False
+        if cache.free_pages < headroom:
+            cache.free(request.id)
+            return False
+        return True
+
+    def _grow(self, request: Request) -> bool:
+        while True:
+            try:
+                self.cache.reserve(request.id, request.length + 1)
+                return True
+            except OutOfPagesError:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return False
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        if request.prefilled:
+            request.swapped = self.cache.swap_out(request.id)
+        else:
+            # Half a prompt is computed again: cheaper than moving it, and to the same bits.
+            self.cache.free(request.id)
+        self._release(request)
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1

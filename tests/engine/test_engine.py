@@ -1,0 +1,336 @@
+"""The engine end to end: texts, events, limits, and independence of what runs beside a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
+from ostinato.graphs import NotCapturedError
+from ostinato.model import Llama, sequence_logits
+from tiny import byte_tokenizer, tiny_llama
+
+TOKENIZER = byte_tokenizer()
+SCHEMES = ("plain", "int8", "fp8")
+
+
+def make_engine(
+    device: torch.device | str = "cpu",
+    scheme: str = "plain",
+    batch_sizes: Sequence[int] | None = None,
+    model: Llama | None = None,
+    **options: Any,
+) -> Engine:
+    defaults: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_chunk": 8}
+    engine = Engine(model or tiny_llama(device, scheme), TOKENIZER, **{**defaults, **options})
+    engine.capture(batch_sizes, progress=False)
+    return engine
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_greedy_text_follows_the_largest_logit(scheme: str, device: torch.device) -> None:
+    engine = make_engine(device, scheme)
+    prompts = ["a", "some prompt", "a prompt longer than a chunk of eight"]
+    for completion in engine.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True)):
+        prompt = TOKENIZER.encode(prompts[completion.request_id]).ids
+        for count, token in enumerate(completion.token_ids):
+            logits = sequence_logits(engine.model, [*prompt, *completion.token_ids[:count]])[-1]
+            # Ties within rounding may go either way when the prompt is computed in one go.
+            assert logits[token] >= logits.max() - 1e-3
+        assert completion.text == TOKENIZER.decode(list(completion.token_ids))
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.prompt_tokens == len(prompt)
+
+
+def test_events_add_up_to_the_completions() -> None:
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
+    prompts = ["one", "two", "three", "four", "five", "six"]
+    engine = make_engine()
+    completions = engine.generate(prompts, params)
+    texts = [""] * len(prompts)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    ends: list[FinishReason | None] = [None] * len(prompts)
+    for event in engine.stream(prompts, params):
+        assert ends[event.request_id] is None
+        assert event.token_id is not None
+        texts[event.request_id] += event.text
+        tokens[event.request_id].append(event.token_id)
+        ends[event.request_id] = event.finish_reason
+    assert texts == [c.text for c in completions]
+    assert [tuple(t) for t in tokens] == [c.token_ids for c in completions]
+    assert ends == [c.finish_reason for c in completions]
+    assert engine.idle
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.text(alphabet="abcdef ", min_size=1, max_size=24),
+        st.builds(
+            SamplingParams,
+            max_tokens=st.integers(1, 14),
+            temperature=st.sampled_from([0.0, 0.8, 1.5]),
+            top_k=st.sampled_from([0, 5, 300]),
+            top_p=st.sampled_from([0.6, 1.0]),
+            min_p=st.sampled_from([0.0, 0.02]),
+            repetition_penalty=st.sampled_from([1.0, 1.3]),
+            seed=st.integers(0, 2**40),
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+class Pair:
+    """One engine with room for everything one by one, one that is crowded and short of pages."""
+
+    def __init__(self, device: torch.device, scheme: str) -> None:
+        model = tiny_llama(device, scheme)
+        self.alone = make_engine(model=model, max_batch=1, batch_sizes=[1])
+        self.crowded = make_engine(model=model, batch_sizes=[1, 3], max_context=48, num_pages=14)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[dict[tuple[str, str], Pair]]:
+    made: dict[tuple[str, str], Pair] = {}
+    yield made
+    for pair in made.values():
+        pair.alone.close()
+        pair.crowded.close()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(requests=REQUESTS)
+def test_tokens_do_not_depend_on_neighbours_load_or_preemption(
+    scheme: str,
+    device: torch.device,
+    pairs: dict[tuple[str, str], Pair],
+    requests: list[tuple[str, SamplingParams]],
+) -> None:
+    key = (device.type, scheme)
+    pair = pairs.setdefault(key, Pair(device, scheme)) if key not in pairs else pairs[key]
+    prompts = [prompt for prompt, _ in requests]
+    params = [p for _, p in requests]
+    together = pair.crowded.generate(prompts, params)
+    for prompt, p, completion in zip(prompts, params, together, strict=True):
+        (expected,) = pair.alone.generate([prompt], p)
+        assert completion.token_ids == expected.token_ids
+        assert completion.text == expected.text
+
+
+def test_forced_preemption_changes_no_token(device: torch.device) -> None:
+    model = tiny_llama(device, "int8")
+    params = SamplingParams(max_tokens=20, temperature=1.0, seed=5, repetition_penalty=1.2)
+    prompts = [f"prompt {i}" for i in range(6)]
+    roomy = make_engine(model=model)
+    tight = make_engine(model=model, max_context=32, num_pages=12)
+    expected = roomy.generate(prompts, params)
+    got = tight.generate(prompts, params)
+    assert tight.stats.preemptions > 0
+    assert roomy.stats.preemptions == 0
+    assert [c.token_ids for c in got] == [c.token_ids for c in expected]
+
+
+def test_shared_prefixes_save_work_and_change_no_token(device: torch.device) -> None:
+    model = tiny_llama(device, "int8")
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    prefix = "0123456789abcdef"
+    prompts = [prefix + "x", prefix + "y and more", prefix]
+    fresh = [make_engine(model=model).generate([prompt], params)[0] for prompt in prompts]
+    engine = make_engine(model=model)
+    shared = [engine.generate([prompt], params)[0] for prompt in prompts]
+    assert [c.token_ids for c in shared] == [c.token_ids for c in fresh]
+    # The last prompt computes its second chunk again: logits of its last token are needed.
+    assert engine.stats.prefill_tokens == 17 + 10 + 8
+
+
+def test_more_requests_than_slots_and_than_the_largest_bucket_are_served_in_turn() -> None:
+    engine = make_engine(max_batch=4, batch_sizes=[1, 2])
+    prompts = [f"{i}" for i in range(11)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    completions = engine.generate(prompts, params)
+    alone = [make_engine(max_batch=1).generate([p], params)[0] for p in prompts]
+    assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
+
+
+def test_sampling_is_reproduced_by_the_seed_that_a_completion_reports() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True)
+    first, second = engine.generate(["same", "same"], params)
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    (again,) = engine.generate(["same"], replace(params, seed=first.seed))
+    assert again.token_ids == first.token_ids
+
+
+def greedy(engine: Engine, prompt: str, count: int) -> tuple[int, ...]:
+    (completion,) = engine.generate([prompt], SamplingParams(max_tokens=count, ignore_eos=True))
+    return completion.token_ids
+
+
+def test_stop_token_ends_the_text() -> None:
+    engine = make_engine()
+    tokens = greedy(engine, "abc", 12)
+    stop = tokens[5]
+    (completion,) = engine.generate(["abc"], SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.token_ids == tokens[: tokens.index(stop) + 1]
+
+
+def test_end_of_sequence_id_of_the_model_ends_the_text_unless_ignored() -> None:
+    base = make_engine()
+    tokens = greedy(base, "abc", 12)
+    eos = tokens[3]
+    model = tiny_llama(eos_token_ids=(eos,))
+    engine = make_engine(model=model)
+    (completion,) = engine.generate(["abc"], SamplingParams(max_tokens=12))
+    assert completion.token_ids == tokens[: tokens.index(eos) + 1]
+    assert greedy(engine, "abc", 12) == tokens
+
+
+def test_stop_string_ends_the_text_before_it() -> None:
+    engine = make_engine()
+    (plain,) = engine.generate(["abc"], SamplingParams(max_tokens=12, ignore_eos=True))
+    stop = plain.text[4:6]
+    (completion,) = engine.generate(
+        ["abc"], SamplingParams(max_tokens=12, ignore_eos=True, stop=(stop,))
+    )
+    assert completion.text == plain.text[: plain.text.index(stop)]
+    assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_context_ends_the_text() -> None:
+    engine = make_engine(max_context=16)
+    (completion,) = engine.generate(["0123456789"], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(completion.token_ids) == 6
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_repetition_penalty_counts_prompt_and_text() -> None:
+    engine = make_engine()
+    tokens = engine.generate(
+        ["abc"], SamplingParams(max_tokens=40, ignore_eos=True, repetition_penalty=1e6)
+    )[0].token_ids
+    assert len(set(tokens)) == 40
+    assert not set(tokens) & set(TOKENIZER.encode("abc").ids)
+
+
+def test_requests_arrive_and_are_cancelled_while_others_run() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = {p: greedy(engine, p, 10) for p in ("first", "second", "third")}
+    first = engine.submit("first", params)
+    engine.step()
+    second = engine.submit("second", params)
+    third = engine.submit("third", params)
+    engine.step()
+    event = engine.cancel(second)
+    assert event == TokenEvent(second, None, event.text, FinishReason.CANCELLED)
+    while not engine.idle:
+        assert all(event.request_id != second for event in engine.step())
+    assert engine.result(first).token_ids == expected["first"]
+    assert engine.result(third).token_ids == expected["third"]
+    cancelled = engine.result(second)
+    assert cancelled.finish_reason is FinishReason.CANCELLED
+    assert cancelled.token_ids == expected["second"][: len(cancelled.token_ids)]
+    assert engine.cache.free_pages == engine.cache.num_pages
+
+
+def test_closing_a_stream_cancels_what_is_unfinished() -> None:
+    engine = make_engine()
+    stream = engine.stream(["abc", "def"], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert engine.idle
+    assert engine.cache.free_pages == engine.cache.num_pages
+
+
+def test_an_interrupt_leaves_the_engine_usable() -> None:
+    engine = make_engine()
+    expected = greedy(engine, "abc", 8)
+    stream = engine.stream(["abc", "xyz"], SamplingParams(max_tokens=8, ignore_eos=True))
+    next(stream)
+    with pytest.raises(KeyboardInterrupt):
+        stream.throw(KeyboardInterrupt())
+    assert greedy(engine, "abc", 8) == expected
+
+
+def test_prompts_are_refused_before_any_is_served() -> None:
+    engine = make_engine(max_context=16, num_pages=4, max_batch=1)
+    params = SamplingParams(max_tokens=4)
+    for prompts, match in (
+        ([], "prompts: got none, expected at least one"),
+        (["ok", ""], "prompt: got no tokens"),
+        (["ok", "0123456789abcdef"], "got 16 tokens, expected fewer than max_context = 16"),
+        (["ok", "0123456789abc"], "13 tokens, which with 3 more need 4 pages; .* cache's 3"),
+        ([[1, 257]], "prompt: got token id 257, expected 0 to 256"),
+        ([[-1]], "prompt: got token id -1"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.generate(prompts, params)
+        assert engine.idle
+    with pytest.raises(TypeError, match="prompts: got one string"):
+        engine.generate("abc", params)
+    with pytest.raises(ValueError, match="params: got 2, expected one or 1"):
+        engine.generate(["a"], [params, params])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("max_batch", 0, "max_batch: got 0, expected at least 1"),
+        ("page_size", 0, "page_size: got 0, expected at least 1"),
+        ("max_prefill_tokens", 0, "max_prefill_tokens: got 0"),
+        ("max_context", 1, "max_context: got 1, expected 2 to the model's 128"),
+        ("max_context", 129, "max_context: got 129, expected 2 to the model's 128"),
+        ("prefill_chunk", 6, "prefill_chunk: got 6, expected a multiple of page_size=4"),
+        ("prefill_chunk", 0, "prefill_chunk: got 0"),
+        ("num_pages", 1, "num_pages: got 1, expected at least 2"),
+    ],
+)
+def test_engine_options_out_of_range_are_named(option: str, value: int, match: str) -> None:
+    options: dict[str, Any] = {"max_batch": 4, "page_size": 4, option: value}
+    with pytest.raises(ValueError, match=match):
+        Engine(tiny_llama(), TOKENIZER, **options)
+
+
+def test_serving_before_capture_is_refused_and_loses_nothing() -> None:
+    engine = Engine(tiny_llama(), TOKENIZER, max_batch=2, page_size=4, prefill_chunk=8)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    request = engine.submit("abc", params)
+    with pytest.raises(NotCapturedError):
+        engine.step()
+    with pytest.raises(NotCapturedError):
+        engine.generate(["abc"], params)
+    engine.capture([1], progress=False)
+    while not engine.idle:
+        engine.step()
+    completion = engine.result(request)
+    assert isinstance(completion, Completion)
+    assert completion.token_ids == greedy(engine, "abc", 3)
+
+
+def test_ids_of_no_live_or_finished_request_are_refused() -> None:
+    engine = make_engine()
+    request = engine.submit("abc", SamplingParams(max_tokens=2))
+    with pytest.raises(ValueError, match="expected that of a finished request"):
+        engine.result(request)
+    engine.cancel(request)
+    with pytest.raises(ValueError, match="expected that of a live request"):
+        engine.cancel(request)
+    engine.result(request)
+    with pytest.raises(ValueError, match="expected that of a finished request"):
+        engine.result(request)
+    with pytest.raises(ValueError, match="got 99, expected that of a live request"):
+        engine.cancel(99)

@@ -1,0 +1,46 @@
+"""Sampling parameters are checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from ostinato.engine import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("temperature", -0.1, "a finite number >= 0"),
+        ("temperature", math.nan, "a finite number >= 0"),
+        ("temperature", math.inf, "a finite number >= 0"),
+        ("top_k", -1, "0 .off. or more"),
+        ("top_k", 2**31, "0 .off. or more"),
+        ("top_p", 0.0, "a number in .0, 1."),
+        ("top_p", 1.01, "a number in .0, 1."),
+        ("top_p", math.nan, "a number in .0, 1."),
+        ("min_p", -0.5, "a number in .0, 1."),
+        ("min_p", 1.5, "a number in .0, 1."),
+        ("repetition_penalty", 0.0, "a finite number > 0"),
+        ("repetition_penalty", math.inf, "a finite number > 0"),
+        ("seed", -1, "None or in"),
+        ("seed", 2**63, "None or in"),
+        ("stop", ("a", ""), "no empty string"),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: got .*, expected {expected}"):
+        SamplingParams(**{name: value})
+
+
+def test_one_string_as_stop_is_refused() -> None:
+    with pytest.raises(TypeError, match="stop: got the string 'end'"):
+        SamplingParams(stop="end")  # type: ignore[arg-type]
+
+
+def test_limits_themselves_are_accepted() -> None:
+    SamplingParams(max_tokens=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+    SamplingParams(top_k=2**31 - 1, top_p=1e-6, min_p=1.0, seed=2**63 - 1)

@@ -1,0 +1,198 @@
+"""Scheduling: order, atomic admission, preemption, and that no load deadlocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.engine import SamplingParams
+from ostinato.engine.request import Request
+from ostinato.engine.scheduler import Scheduler
+from ostinato.engine.text import TextStream
+from ostinato.model import PagedKVCache
+from tiny import byte_tokenizer
+
+PAGE = 4
+TOKENIZER = byte_tokenizer()
+
+
+def make_scheduler(pages: int, max_batch: int = 4, chunk: int = 8) -> Scheduler:
+    cache = PagedKVCache(
+        num_layers=1,
+        num_pages=pages + 1,
+        page_size=PAGE,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    return Scheduler(cache, max_batch=max_batch, prefill_chunk=chunk)
+
+
+def make_request(number: int, prompt: int, new_tokens: int, fill: int | None = None) -> Request:
+    tokens = tuple((number if fill is None else fill) for _ in range(prompt))
+    return Request(
+        id=number,
+        prompt=tokens,
+        params=SamplingParams(),
+        seed=0,
+        max_new_tokens=new_tokens,
+        stop_ids=frozenset(),
+        stream=TextStream(TOKENIZER, tokens, ()),
+    )
+
+
+@dataclass
+class Step:
+    admitted: list[int]
+    decoded: list[int]
+    prefilled: list[tuple[int, int, int]]
+
+
+def step(scheduler: Scheduler, budget: int = 16) -> Step:
+    """Do what the engine does, with token 1 for every token sampled."""
+    admitted = [request.id for request in scheduler.admit()]
+    batch = scheduler.decode_batch()
+    chunks = scheduler.prefill_chunks(budget)
+    for chunk in chunks:
+        scheduler.computed(chunk)
+    last = [chunk.request for chunk in chunks if chunk.request.prefilled]
+    for request in [*batch, *last]:
+        request.accept(1)
+        if request.finish_reason:
+            scheduler.finish(request)
+    return Step(
+        admitted,
+        [request.id for request in batch],
+        [(chunk.request.id, chunk.start, chunk.stop) for chunk in chunks],
+    )
+
+
+def test_first_come_first_served_within_slots() -> None:
+    scheduler = make_scheduler(pages=20, max_batch=2)
+    for number in range(3):
+        scheduler.submit(make_request(number, prompt=3, new_tokens=2))
+    first = step(scheduler)
+    assert first == Step([0, 1], [], [(0, 0, 3), (1, 0, 3)])
+    assert step(scheduler).decoded == [0, 1]
+    assert step(scheduler).admitted == [2]
+
+
+def test_prompts_are_computed_in_chunks_at_multiples_of_the_chunk_whatever_the_budget() -> None:
+    scheduler = make_scheduler(pages=30, chunk=8)
+    scheduler.submit(make_request(0, prompt=19, new_tokens=1))
+    scheduler.submit(make_request(1, prompt=5, new_tokens=1))
+    assert step(scheduler, budget=9).prefilled == [(0, 0, 8)]
+    assert step(scheduler, budget=13).prefilled == [(0, 8, 16), (1, 0, 5)]
+    assert step(scheduler, budget=1).prefilled == [(0, 16, 19)]
+    assert scheduler.idle
+
+
+def test_the_newest_gives_way_and_comes_back_when_the_older_is_done() -> None:
+    scheduler = make_scheduler(pages=5)
+    for number in range(2):
+        scheduler.submit(make_request(number, prompt=7, new_tokens=6))
+    assert step(scheduler).admitted == [0, 1]
+    assert step(scheduler).decoded == [0, 1]
+    # Position 8 needs a third page for each of them; one is left.
+    assert step(scheduler).decoded == [0]
+    assert [r.id for r in scheduler.waiting] == [1]
+    while scheduler.running:
+        last = step(scheduler)
+        assert (last.admitted, last.decoded) == ([], [0])
+    assert step(scheduler) == Step([1], [1], [])
+    while not scheduler.idle:
+        step(scheduler)
+    assert scheduler.preemptions == 1
+    assert scheduler.cache.free_pages == 5
+
+
+def test_a_request_waits_while_admitting_it_would_starve_the_running_ones() -> None:
+    scheduler = make_scheduler(pages=4)
+    scheduler.submit(make_request(0, prompt=4, new_tokens=8))
+    scheduler.submit(make_request(1, prompt=12, new_tokens=1))
+    assert step(scheduler).admitted == [0]
+    free = scheduler.cache.free_pages
+    assert step(scheduler).admitted == []
+    assert scheduler.cache.free_pages >= free - 1
+    while not scheduler.idle:
+        step(scheduler)
+    assert scheduler.preemptions == 0
+
+
+def test_only_whole_chunks_of_a_prompt_are_shared() -> None:
+    scheduler = make_scheduler(pages=30, chunk=8)
+    scheduler.submit(make_request(0, prompt=15, new_tokens=1, fill=7))
+    while not scheduler.idle:
+        step(scheduler)
+    scheduler.submit(make_request(1, prompt=20, new_tokens=1, fill=7))
+    assert step(scheduler).prefilled == [(1, 8, 16)]
+    # All of the prompt is known now, but its last token must be computed for its logits.
+    while not scheduler.idle:
+        step(scheduler)
+    scheduler.submit(make_request(2, prompt=16, new_tokens=1, fill=7))
+    assert step(scheduler).prefilled == [(2, 8, 16)]
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling", "decoding", "swapped"])
+def test_finishing_frees_everything_wherever_the_request_is(phase: str) -> None:
+    scheduler = make_scheduler(pages=5)
+    request = make_request(1, prompt=12, new_tokens=4)
+    if phase == "swapped":
+        older = make_request(0, prompt=7, new_tokens=12)
+        request = make_request(1, prompt=3, new_tokens=12)
+        scheduler.submit(older)
+        scheduler.submit(request)
+        for _ in range(11):
+            step(scheduler)
+        assert request.swapped is not None
+        scheduler.finish(older)
+    else:
+        scheduler.submit(request)
+        for _ in range(["waiting", "prefilling", "decoding"].index(phase)):
+            step(scheduler, budget=1)
+        assert (request.computed > 0) == (phase != "waiting")
+        assert request.prefilled == (phase == "decoding")
+    scheduler.finish(request)
+    assert scheduler.idle
+    assert scheduler.cache.free_pages == 5
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pages=st.integers(4, 9),
+    max_batch=st.integers(1, 5),
+    budget=st.integers(1, 40),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 5), st.integers(0, 2), st.integers(0, 6)),
+        min_size=1,
+        max_size=10,
+    ),
+)
+def test_every_load_ends(
+    pages: int, max_batch: int, budget: int, shapes: list[tuple[int, int, int, int]]
+) -> None:
+    """Requests of (prompt, new tokens, fill, arrival step), each small enough to fit alone."""
+    scheduler = make_scheduler(pages, max_batch)
+    requests = [
+        (arrival, make_request(number, prompt, new, fill))
+        for number, (prompt, new, fill, arrival) in enumerate(shapes)
+    ]
+    pending = sorted(requests, key=lambda pair: pair[0])
+    for now in range(2000):
+        while pending and pending[0][0] <= now:
+            scheduler.submit(pending.pop(0)[1])
+        held = {page for r in scheduler.running for page in scheduler.cache.pages(r.id)}
+        assert scheduler.cache.free_pages + len(held) == pages
+        assert len({r.slot for r in scheduler.running}) == len(scheduler.running) <= max_batch
+        if scheduler.idle and not pending:
+            break
+        step(scheduler, budget)
+    assert scheduler.idle
+    assert not pending
+    assert all(len(r.generated) == r.max_new_tokens for _, r in requests)
+    assert scheduler.cache.free_pages == pages

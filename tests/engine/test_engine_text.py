@@ -1,0 +1,71 @@
+"""Incremental text: whole characters, nothing of a stop string, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.engine.text import TextStream
+from tiny import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def run(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    stream = TextStream(TOKENIZER, encode("A prompt"), stop)
+    pieces = []
+    for token in ids:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces)
+    return pieces, stream.stopped
+
+
+def cut(text: str, stop: tuple[str, ...]) -> str:
+    ends = [text.find(s) for s in stop if s in text]
+    return text[: min(ends)] if ends else text
+
+
+@given(st.text(alphabet="aé漢🙂 ", max_size=12))
+def test_pieces_are_whole_characters(text: str) -> None:
+    pieces, stopped = run(encode(text))
+    assert "".join(pieces) == text
+    assert not stopped
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(0, 255), max_size=20))
+def test_any_bytes_decode_to_what_the_tokenizer_makes_of_them(ids: list[int]) -> None:
+    pieces, _ = run(ids)
+    assert "".join(pieces) == TOKENIZER.decode(ids)
+
+
+@given(
+    st.text(alphabet="abc", max_size=16),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+    stop = tuple(stops)
+    pieces, stopped = run(encode(text), stop)
+    assert "".join(pieces) == cut(text, stop)
+    assert stopped == any(s in text for s in stop)
+
+
+def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_known() -> None:
+    stream = TextStream(TOKENIZER, [], ("END",))
+    assert [stream.push(token) for token in encode("aENxEN")] == ["a", "", "", "ENx", "", ""]
+    assert stream.finish() == "EN"
+
+
+@pytest.mark.parametrize("prompt", ["", "é", "some longer prompt text"])
+def test_special_tokens_show_nothing(prompt: str) -> None:
+    stream = TextStream(TOKENIZER, encode(prompt), ())
+    assert [stream.push(t) for t in [*encode("hi"), 256]] == ["h", "i", ""]
+    assert stream.finish() == ""
