@@ -24,6 +24,12 @@ class SeenTokens:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.padding_slot = num_slots
         self.mask = torch.zeros(num_slots + 1, vocab_size, dtype=torch.bool, device=device)
+        # Assigning Python's True would copy it from the host, which no capture allows.
+        self._true = torch.ones((), dtype=torch.bool, device=device)
+
+    def mark(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add one token per row [B] to its slot's."""
+        self.mask[slots, tokens] = self._true
 
     def reset(self, slot: int, tokens: Sequence[int]) -> None:
         """Start a slot anew with the tokens of its prompt and text so far."""
@@ -40,7 +46,6 @@ class DecodeStep:
         model, cache: what the step runs on.
         seen: per-slot state of the repetition penalty.
         max_pages: columns of the page table: the pages of the longest context.
-
     """
 
     def __init__(self, model: Llama, cache: PagedKVCache, seen: SeenTokens, max_pages: int) -> None:
@@ -78,7 +83,7 @@ class DecodeStep:
         logits = self._model(batch.tokens, batch.positions, attention, self._cache)
         # The input tokens, not the sampled ones: marking them twice changes nothing, so a
         # replay can be repeated and verified.
-        self._seen.mask[batch.slots, batch.tokens] = True
+        self._seen.mark(batch.slots, batch.tokens)
         tokens = ops.sample(
             logits,
             temperature=batch.temperature,

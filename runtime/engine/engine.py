@@ -59,7 +59,6 @@ class Engine:
 
     Raises:
         ValueError: when an argument is out of range or the cache could not hold one sequence.
-
     """
 
     def __init__(
@@ -131,7 +130,6 @@ class Engine:
         Raises:
             ValueError: for a prompt that is empty, has ids outside the vocabulary, fills the
                 context, or whose text might not fit into the cache even alone.
-
         """
         return self._enqueue(self._request(prompt, params or SamplingParams()))
 
@@ -140,7 +138,6 @@ class Engine:
 
         Raises:
             ostinato.graphs.NotCapturedError: before `capture`; nothing is changed then.
-
         """
         self.runner.require_captured()
         scheduler = self._scheduler
@@ -159,7 +156,6 @@ class Engine:
 
         Raises:
             ValueError: when the id is not that of a waiting or running request.
-
         """
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is not None:
@@ -173,7 +169,6 @@ class Engine:
 
         Raises:
             ValueError: when the id is unknown or the request has not finished.
-
         """
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is None:
@@ -197,7 +192,6 @@ class Engine:
 
         Raises:
             ValueError: for no prompts, or a prompt that `submit` refuses; none is served then.
-
         """
         ids = self._submit_all(prompts, params)
         for _ in self._drain(ids):

@@ -28,7 +28,6 @@ class SamplingParams:
     Raises:
         ValueError: when a value is outside its range, naming it.
         TypeError: when `stop` is one string instead of several.
-
     """
 
     max_tokens: int = 128

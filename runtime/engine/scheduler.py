@@ -30,7 +30,6 @@ class Scheduler:
         max_batch: requests that run at once; also the number of slots.
         prefill_chunk: tokens of a prompt computed at once. Chunks begin at multiples of it
             whatever else runs, so that their rounding does not depend on the load either.
-
     """
 
     def __init__(self, cache: PagedKVCache, *, max_batch: int, prefill_chunk: int) -> None:

@@ -19,7 +19,6 @@ class TextStream:
         tokenizer: of the model.
         prompt: ids before the text.
         stop: strings that end the text.
-
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:

@@ -36,7 +36,6 @@ class PagedKVCache:
 
     Raises:
         ValueError: for a size below 1, or fewer than 2 pages.
-
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when the id is in use.
-
         """
         if sequence in self._sequences:
             raise ValueError(f"sequence: got id {sequence}, which is in use; expected a new one")
@@ -130,7 +128,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when `parent` is unknown or `child` is in use.
-
         """
         if child in self._sequences:
             raise ValueError(f"child: got id {child}, which is in use; expected a new one")
@@ -144,7 +141,6 @@ class PagedKVCache:
         Raises:
             ValueError: when the sequence is unknown or longer already.
             OutOfPagesError: when the pages do not suffice. Nothing is changed then.
-
         """
         held = self._held(sequence)
         if length < held.length:
@@ -168,7 +164,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when the sequence is unknown.
-
         """
         self._pool.release(self._held(sequence).pages)
         del self._sequences[sequence]
@@ -178,7 +173,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when the sequence is unknown or shorter than `tokens`.
-
         """
         held = self._held(sequence)
         if len(tokens) > held.length:
@@ -198,7 +192,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when the sequence is unknown or not that long.
-
         """
         held = self._held(sequence)
         if not 0 <= start <= stop <= held.length:
@@ -213,7 +206,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when the sequence is unknown.
-
         """
         held = self._held(sequence)
         swapped = SwappedSequence(held.length, self.storage[:, :, held.pages].cpu())
@@ -226,7 +218,6 @@ class PagedKVCache:
         Raises:
             ValueError: when the id is in use.
             OutOfPagesError: when the pages do not suffice. Nothing is changed then.
-
         """
         if sequence in self._sequences:
             raise ValueError(f"sequence: got id {sequence}, which is in use; expected a new one")
@@ -239,7 +230,6 @@ class PagedKVCache:
 
         Raises:
             ValueError: when a sequence is unknown or holds more than `width` pages.
-
         """
         table = torch.full((len(sequences), width), DUMMY_PAGE, dtype=torch.int32)
         for row, sequence in enumerate(sequences):

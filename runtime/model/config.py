@@ -83,6 +83,21 @@ class ModelConfig:
         """Elements of one token's keys (or values): num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    def context(self, wanted: int | None) -> int:
+        """Return the longest sequence to serve: `wanted`, by default all trained positions.
+
+        Raises:
+            ValueError: when `wanted`, the caller's `max_context`, exceeds the trained positions.
+        """
+        trained = self.max_position_embeddings
+        if wanted is None:
+            return trained
+        if not 1 <= wanted <= trained:
+            raise ValueError(
+                f"max_context: got {wanted}, expected 1 to max_position_embeddings = {trained}"
+            )
+        return wanted
+
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         """Translate the contents of `config.json`, of transformers 4 or 5.
@@ -90,7 +105,6 @@ class ModelConfig:
         Raises:
             UnsupportedModelError: for an architecture, activation, RoPE scaling or field that
                 this runtime does not implement, or a field that is missing.
-
         """
         family = config.get("model_type")
         if family not in _ARCHITECTURES:

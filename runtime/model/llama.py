@@ -57,7 +57,6 @@ class Llama:
 
     Raises:
         ValueError: when `max_context` exceeds the model's trained positions.
-
     """
 
     def __init__(
@@ -70,20 +69,13 @@ class Llama:
         *,
         max_context: int | None = None,
     ) -> None:
-        if max_context is None:
-            max_context = config.max_position_embeddings
-        if not 1 <= max_context <= config.max_position_embeddings:
-            raise ValueError(
-                f"max_context: got {max_context}, expected 1 to max_position_embeddings "
-                f"= {config.max_position_embeddings}"
-            )
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.lm_head = lm_head
-        self.max_context = max_context
-        table = config.rope.cos_sin_table(config.head_dim, max_context)
+        self.max_context = config.context(max_context)
+        table = config.rope.cos_sin_table(config.head_dim, self.max_context)
         self.cos_sin = table.to(embedding.device)
 
     @property
@@ -121,7 +113,6 @@ class Llama:
 
         Returns:
             logits [R, vocab_size] fp32.
-
         """
         eps = self.config.rms_norm_eps
         x, residual = self.embedding[tokens], None

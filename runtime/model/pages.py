@@ -49,7 +49,6 @@ class PagePool:
 
         Raises:
             OutOfPagesError: when fewer are available; nothing is taken then.
-
         """
         if count > self.available:
             raise OutOfPagesError(

@@ -44,7 +44,6 @@ class RopeConfig:
 
         Raises:
             UnsupportedModelError: for a scaling type other than `ROPE_TYPES`.
-
         """
         fields: dict[str, Any] = dict(config.get("rope_scaling") or {})
         fields.update(config.get("rope_parameters") or {})

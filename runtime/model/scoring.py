@@ -19,7 +19,6 @@ def sequence_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
 
     Raises:
         ValueError: for no tokens, or more than the model's `max_context`.
-
     """
     if not 1 <= len(tokens) <= model.max_context:
         raise ValueError(f"tokens: got {len(tokens)}, expected 1 to {model.max_context}")
