@@ -1,0 +1,99 @@
+"""The header of a safetensors file: which tensors it holds, and whether they are all there.
+
+Format: https://github.com/huggingface/safetensors#format. The library that reads the data would
+refuse a damaged file too, but without saying which tensor is hit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato.checkpoint.errors import CheckpointError
+
+# Spelling of dtypes in the file. Others exist; they are kept as text and never asked for.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+}
+_ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file describes it; `dtype` is spelt as in the file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name, reading none of their data.
+
+    Raises:
+        CheckpointError: naming the file, and the tensor if there is one, when the file is
+            missing or truncated or its header is damaged.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            data_size = size - _LENGTH_BYTES - length
+            if size < _LENGTH_BYTES or data_size < 0 or length > _MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{file}: truncated, or not a safetensors file: its {size} bytes cannot "
+                    f"hold the header of {length} bytes that it announces"
+                )
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: corrupt safetensors header: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{file}: corrupt safetensors header: it is no JSON object")
+    return {
+        name: _stored(file, name, entry, data_size)
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+def _stored(file: Path, name: str, entry: Any, data_size: int) -> StoredTensor:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        begin, end = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: corrupt safetensors header: {name}: got {entry!r}, expected dtype, shape "
+            "and data_offsets"
+        ) from error
+    expected = prod(shape) * _ITEM_SIZES.get(dtype, 0)
+    damaged = begin < 0 or end < begin or min(shape, default=0) < 0
+    if damaged or (dtype in _ITEM_SIZES and end - begin != expected):
+        raise CheckpointError(
+            f"{file}: corrupt safetensors header: {name}: {dtype} {list(shape)} cannot occupy "
+            f"bytes {begin} to {end}"
+        )
+    if end > data_size:
+        raise CheckpointError(
+            f"{file}: truncated: {name} ends at byte {end} of the data, of which there are only "
+            f"{data_size}"
+        )
+    return StoredTensor(file, name, dtype, shape)

@@ -1,0 +1,183 @@
+"""Builds a model from a checkpoint folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ostinato.checkpoint.config import load_config
+from ostinato.checkpoint.errors import CheckpointError
+from ostinato.checkpoint.formats import load_quantization
+from ostinato.checkpoint.layout import (
+    DENSE_DTYPES,
+    Fused,
+    LayerLayout,
+    ModelLayout,
+    Projection,
+    TensorSpec,
+    model_layout,
+)
+from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.scales import merge_asymmetric, read_scale, read_zero_point, require_zero
+from ostinato.model import AnyLinear, DecoderLayer, Linear, Llama, ModelConfig, W8A8Linear
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    max_context: int | None = None,
+) -> Llama:
+    """Load a Hugging Face checkpoint folder: Llama, Mistral, Qwen2 or Qwen3.
+
+    Reads plain bf16, fp16 and fp32 weights; compressed-tensors W8A8 INT8 and FP8; Hugging Face
+    `fp8` and ModelOpt FP8 with a scale per tensor. q, k, v and gate, up are joined into one layer
+    each: their weights keep their scales (one per output row from then on), and a static
+    activation scale becomes the largest of the parts', so that nothing saturates that did not
+    before. FP8 activations without a static scale are quantised per token, whatever granularity
+    the file names. No tensor shares memory with the files.
+
+    Args:
+        path: folder with `config.json` and safetensors files.
+        device: where the tensors go.
+        dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
+        max_context: longest sequence to serve, at most (and by default) the model's own.
+
+    Raises:
+        CheckpointError: naming the file and the tensor, when something is missing, damaged,
+            contradictory or not a number. Headers of all files are checked before any data.
+        UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
+        UnsupportedModelError: for a model that is not implemented.
+        TypeError, ValueError: for `dtype` or `max_context`.
+    """
+    folder = Path(path)
+    config = load_config(folder)
+    if dtype is not None:
+        if dtype not in DENSE_DTYPES:
+            expected = ", ".join(str(item) for item in DENSE_DTYPES)
+            raise TypeError(f"dtype: got {dtype}, expected one of {expected}")
+        config = replace(config, dtype=dtype)
+    max_context = config.context(max_context)
+    layout = model_layout(config, load_quantization(folder))
+    with CheckpointReader(folder) as reader:
+        reader.check(layout.tensors())
+        builder = _Builder(reader, config.dtype, torch.device(device))
+        return builder.model(config, layout, max_context)
+
+
+class _Builder:
+    def __init__(self, reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
+        self._reader = reader
+        self._dtype = dtype
+        self._device = device
+
+    def model(self, config: ModelConfig, layout: ModelLayout, max_context: int) -> Llama:
+        embedding = self._stack([layout.embedding], self._dtype)
+        check_tied(self._reader, layout)
+        return Llama(
+            config,
+            embedding,
+            [self._layer(layer) for layer in layout.layers],
+            self._stack([layout.norm], self._dtype),
+            self._linear((layout.lm_head,)) if layout.lm_head else Linear(embedding),
+            max_context=max_context,
+        )
+
+    def _layer(self, layout: LayerLayout) -> DecoderLayer:
+        return DecoderLayer(
+            input_norm=self._stack([layout.input_norm], self._dtype),
+            qkv=self._linear(layout.qkv),
+            o=self._linear(layout.o),
+            post_attention_norm=self._stack([layout.post_attention_norm], self._dtype),
+            gate_up=self._linear(layout.gate_up),
+            down=self._linear(layout.down),
+            q_norm=self._stack([layout.q_norm], self._dtype) if layout.q_norm else None,
+            k_norm=self._stack([layout.k_norm], self._dtype) if layout.k_norm else None,
+        )
+
+    def _linear(self, parts: Fused) -> AnyLinear:
+        scheme = parts[0].scheme
+        biases = [part.bias for part in parts if part.bias is not None]
+        bias = self._stack(biases, self._dtype) if biases else None
+        weights = [part.weight for part in parts]
+        if scheme is None:
+            return Linear(self._stack(weights, self._dtype), bias)
+        for part in parts:
+            for spec in part.unused_zero_points:
+                require_zero(self._reader, spec)
+        weight = self._stack(weights, scheme.dtype)
+        input_scale, zero_point = self._input_quantization(parts)
+        return W8A8Linear(
+            weight=weight,
+            weight_scale=self._weight_scale(parts),
+            out_dtype=self._dtype,
+            bias=bias,
+            input_scale=input_scale,
+            input_zero_point=zero_point,
+            weight_sum=None if zero_point is None else weight.sum(1, dtype=torch.int32),
+        )
+
+    def _weight_scale(self, parts: Sequence[Projection]) -> torch.Tensor:
+        scales = [
+            read_scale(self._reader, part.weight_scale).expand(part.rows)
+            for part in parts
+            if part.weight_scale
+        ]
+        return torch.cat(scales).to(self._device)
+
+    def _input_quantization(
+        self, parts: Sequence[Projection]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the fp32 scale and int32 zero point that serve all parts, None where absent."""
+        scales = [
+            read_scale(self._reader, part.input_scale, positive=True)
+            for part in parts
+            if part.input_scale
+        ]
+        zero_points = [
+            read_zero_point(self._reader, part.input_zero_point)
+            for part in parts
+            if part.input_zero_point
+        ]
+        if not scales:
+            return None, None
+        if not zero_points:
+            return torch.cat(scales).max().to(self._device), None
+        scale, zero_point = merge_asymmetric(torch.cat(scales), torch.cat(zero_points))
+        return scale.to(self._device), zero_point.to(self._device)
+
+    def _stack(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensors one under another, in memory of their own."""
+        rows = sum(spec.shape[0] for spec in specs)
+        shape = (rows, *specs[0].shape[1:])
+        stacked = torch.empty(shape, dtype=dtype, device=self._device)
+        for spec, part in zip(specs, stacked.split([spec.shape[0] for spec in specs]), strict=True):
+            stored = self._reader.read(spec)
+            part.copy_(stored)
+            if dtype is torch.float16 and stored.dtype is not dtype and not part.isfinite().all():
+                raise CheckpointError(
+                    f"{self._reader.where(spec)}: holds values beyond the range of float16; "
+                    "load it as torch.bfloat16 or torch.float32"
+                )
+        return stacked
+
+
+def check_tied(reader: CheckpointReader, layout: ModelLayout) -> None:
+    """Check that a stored copy of a tied embedding, if there is one, equals the embedding.
+
+    Raises:
+        CheckpointError: naming the tensor, when it differs.
+    """
+    spec = layout.tied_output
+    if spec is None or not reader.has(spec):
+        return
+    if not torch.equal(reader.read(spec), reader.read(layout.embedding)):
+        raise CheckpointError(
+            f"{reader.where(spec)}: differs from {layout.embedding.name}, although config.json "
+            "says that they are tied (tie_word_embeddings)"
+        )

@@ -1,0 +1,207 @@
+"""Quantises a plain checkpoint folder to W8A8, in compressed-tensors format."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from ostinato.checkpoint.compressed_tensors import describe, matches
+from ostinato.checkpoint.config import load_config
+from ostinato.checkpoint.errors import CheckpointError, UnsupportedCheckpointError
+from ostinato.checkpoint.formats import CONFIG_FILE, quantization_config
+from ostinato.checkpoint.layout import ModelLayout, TensorSpec, model_layout
+from ostinato.checkpoint.load import check_tied
+from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.scheme import LinearScheme, unquantized
+from ostinato.checkpoint.section import Section
+from ostinato.checkpoint.weights import quantize_weight
+from ostinato.checkpoint.writer import CheckpointWriter, PlannedTensor, force_to_disk
+from ostinato.model import ModelConfig
+
+SCHEMES = {
+    "int8": LinearScheme(torch.int8, per_channel=True, static_input=False),
+    "fp8": LinearScheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
+}
+
+# Everything else of a folder that a runtime reads, and the terms under which it may be passed on.
+_COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+
+
+def quantize_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    scheme: str,
+    ignore: Sequence[str] = ("lm_head",),
+    progress: bool = True,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Quantise the linear layers of a checkpoint: 8-bit weights, activations per token at run time.
+
+    The new folder is in compressed-tensors format and holds the weights with a scale per output
+    row (in the model's dtype), every other tensor as it was, the tokenizer and the generation
+    settings. It appears whole or not at all: it is written beside `dst` under a temporary name,
+    forced to disk, and renamed; on an error or Ctrl-C nothing is left. Memory use is that of the
+    largest tensor, not of the model.
+
+    Args:
+        src: folder with a plain checkpoint.
+        dst: folder to create; it must not exist, its parent must.
+        scheme: "int8" or "fp8" (e4m3).
+        ignore: modules to leave as they are: full names, "re:" and a regular expression, or the
+            class name "Linear". Modules that the model joins (q, k, v; gate, up) go together.
+        progress: show a progress bar, on a terminal only.
+        max_shard_bytes: how much data one safetensors file may hold.
+
+    Raises:
+        CheckpointError: naming the file and the tensor, when something in `src` is missing,
+            damaged or not a number.
+        UnsupportedCheckpointError: when `src` is quantised already, or `ignore` separates
+            modules that the model joins.
+        UnsupportedModelError: for a model that is not implemented.
+        ValueError: for another argument, `dst` existing among them.
+    """
+    source, target = Path(src), Path(dst)
+    _check_arguments(target, scheme, ignore, max_shard_bytes)
+    config = load_config(source)
+    quantized = quantization_config(source)
+    if quantized is not None:
+        raise UnsupportedCheckpointError(
+            f"{quantized.where}: the checkpoint is quantised already "
+            f"({quantized.get('quant_method')}); expected a plain one"
+        )
+    layout = model_layout(config, unquantized)
+    chosen = _choose(config, SCHEMES[scheme], ignore)
+    # Beside the target, so that the rename stays within one file system.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    with CheckpointReader(source) as reader:
+        reader.check(layout.tensors())
+        check_tied(reader, layout)
+        try:
+            temporary.mkdir()
+            conversion = _Conversion(reader, SCHEMES[scheme].dtype, config.dtype, chosen)
+            conversion.run(layout, temporary, max_shard_bytes, progress)
+            _write_config(source, temporary, describe(SCHEMES[scheme], ignore))
+            _copy_rest(source, temporary)
+            for path in (*temporary.iterdir(), temporary):
+                force_to_disk(path)
+            temporary.rename(target)
+        finally:
+            # After the rename there is nothing here; before it, everything must go.
+            shutil.rmtree(temporary, ignore_errors=True)
+    force_to_disk(target.parent)
+
+
+def _check_arguments(
+    target: Path, scheme: str, ignore: Sequence[str], max_shard_bytes: int
+) -> None:
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme: got {scheme!r}, expected {' or '.join(map(repr, SCHEMES))}")
+    if isinstance(ignore, str):
+        raise TypeError(f"ignore: got the string {ignore!r}, expected a sequence of strings")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes: got {max_shard_bytes}, expected at least 1")
+    if os.path.lexists(target):
+        raise ValueError(f"dst: got {target}, which exists; expected a new folder")
+    if not target.parent.is_dir():
+        raise ValueError(f"dst: got {target}, expected a new folder in an existing one")
+
+
+def _choose(config: ModelConfig, scheme: LinearScheme, ignore: Sequence[str]) -> frozenset[str]:
+    """Return the names of the weights to quantise, refusing an `ignore` that makes no sense."""
+
+    def scheme_of(module: str) -> LinearScheme | None:
+        return None if any(matches(pattern, module, "ignore") for pattern in ignore) else scheme
+
+    layout = model_layout(config, scheme_of)
+    modules = [*(projection.name for projection in layout.projections()), "lm_head"]
+    for pattern in ignore:
+        # A misspelt name would let a module be quantised that was meant to stay as it is.
+        if not any(matches(pattern, module, "ignore") for module in modules):
+            raise ValueError(
+                f"ignore: got {pattern!r}, which matches no linear module of the model; "
+                f"expected names such as {modules[0]}"
+            )
+    return frozenset(
+        projection.weight.name for projection in layout.projections() if projection.scheme
+    )
+
+
+@dataclass
+class _Conversion:
+    """Reads tensors and writes them again, those called `chosen` in 8 bits."""
+
+    reader: CheckpointReader
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    chosen: frozenset[str]
+
+    def run(self, layout: ModelLayout, folder: Path, max_shard_bytes: int, progress: bool) -> None:
+        specs = [
+            spec
+            for spec in layout.tensors()
+            if spec is not layout.tied_output and self.reader.has(spec)
+        ]
+        planned = [tensor for spec in specs for tensor in self._plan(spec)]
+        writer = CheckpointWriter(folder, planned, max_shard_bytes)
+        for spec in tqdm(
+            specs, desc="Quantising", unit="tensor", disable=None if progress else True
+        ):
+            self._convert(spec, writer)
+
+    def _plan(self, spec: TensorSpec) -> Iterator[PlannedTensor]:
+        if spec.name in self.chosen:
+            yield PlannedTensor(spec.name, self.dtype, spec.shape)
+            yield PlannedTensor(_scale_name(spec), self.scale_dtype, (spec.shape[0], 1))
+        else:
+            yield PlannedTensor(spec.name, self.reader.read(spec).dtype, spec.shape)
+
+    def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
+        tensor = self.reader.read(spec)
+        if spec.name not in self.chosen:
+            writer.write(spec.name, tensor)
+            return
+        try:
+            values, scale = quantize_weight(tensor, self.dtype, self.scale_dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self.reader.where(spec)}: {error}") from error
+        writer.write(spec.name, values)
+        writer.write(_scale_name(spec), scale)
+
+
+def _scale_name(weight: TensorSpec) -> str:
+    return f"{weight.name}_scale"
+
+
+def _write_config(source: Path, target: Path, quantization: dict[str, object]) -> None:
+    config = {
+        **Section.read(source / CONFIG_FILE).fields,
+        "quantization_config": quantization,
+    }
+    (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_rest(source: Path, target: Path) -> None:
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)

@@ -1,0 +1,172 @@
+"""Reads the safetensors files of a checkpoint folder, one or many, and checks what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ostinato.checkpoint.errors import CheckpointError
+from ostinato.checkpoint.header import DTYPE_NAMES, StoredTensor, read_header
+from ostinato.checkpoint.layout import TensorSpec
+from ostinato.checkpoint.section import Section
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Tensors that old exporters wrote though they follow from the configuration, by suffix.
+HARMLESS = (".rotary_emb.inv_freq",)
+
+_NAMES_SHOWN = 5
+
+
+class CheckpointReader:
+    """The tensors of a checkpoint folder. Use it as a context manager: it holds files open.
+
+    Args:
+        folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+
+    Raises:
+        CheckpointError: naming the file, when one is missing, truncated or damaged, or when the
+            index and its shards disagree. No tensor data has been read then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = ExitStack()
+        self._opened: dict[Path, Any] = {}
+        single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+        if single.exists():
+            self._source = single
+            self._stored = read_header(single)
+        elif index.exists():
+            self._source = index
+            self._stored = _read_shards(index)
+        else:
+            raise CheckpointError(
+                f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; weights in other "
+                "formats (.bin, .gguf, .pth) are not read"
+            )
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._opened.clear()
+        self._files.close()
+
+    def check(self, specs: Iterable[TensorSpec]) -> None:
+        """Check that the checkpoint holds these tensors and no others, reading no data.
+
+        Raises:
+            CheckpointError: naming file and tensor, for one that is missing, unknown, or of
+                another shape or dtype.
+        """
+        known: set[str] = set()
+        missing: list[str] = []
+        for spec in specs:
+            if self.has(spec):
+                stored = self._located(spec)
+                known.add(stored.name)
+                _check_tensor(stored, spec)
+            elif spec.required:
+                missing.append(spec.name)
+        if missing:
+            raise CheckpointError(f"{self._source}: missing {_some(missing)}")
+        extra = [
+            stored
+            for name, stored in self._stored.items()
+            if name not in known and not name.endswith(HARMLESS)
+        ]
+        if extra:
+            names = [stored.name for stored in extra]
+            raise CheckpointError(
+                f"{extra[0].file}: {_some(names)} not part of the model that config.json describes"
+            )
+
+    def has(self, spec: TensorSpec) -> bool:
+        """Return whether the checkpoint holds a tensor."""
+        return any(name in self._stored for name in spec.names)
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        """Return a tensor of a checked checkpoint, on the CPU.
+
+        The result is backed by the file: copy what must outlive the reader.
+
+        Raises:
+            CheckpointError: when the data cannot be read.
+        """
+        stored = self._located(spec)
+        try:
+            if stored.file not in self._opened:
+                self._opened[stored.file] = self._files.enter_context(
+                    safe_open(stored.file, framework="pt", device="cpu")
+                )
+            tensor: torch.Tensor = self._opened[stored.file].get_tensor(stored.name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{_where(stored)}: {error}") from error
+        return tensor
+
+    def where(self, spec: TensorSpec) -> str:
+        """Return the file and the name of a tensor, for messages."""
+        return _where(self._located(spec))
+
+    def _located(self, spec: TensorSpec) -> StoredTensor:
+        for name in spec.names:
+            if name in self._stored:
+                return self._stored[name]
+        raise CheckpointError(f"{self._source}: missing {spec.name}")
+
+
+def _read_shards(index: Path) -> dict[str, StoredTensor]:
+    weight_map = Section.read(index).child("weight_map").fields
+    headers: dict[str, dict[str, StoredTensor]] = {}
+    stored: dict[str, StoredTensor] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(
+                f"{index}: weight_map: {name}: got {shard!r}, expected the name of a file beside it"
+            )
+        if shard not in headers:
+            headers[shard] = read_header(index.with_name(shard))
+        if name not in headers[shard]:
+            raise CheckpointError(f"{index.with_name(shard)}: missing {name}, which {index} lists")
+        stored[name] = headers[shard][name]
+    for shard, header in headers.items():
+        for name in header:
+            if weight_map.get(name) != shard:
+                raise CheckpointError(
+                    f"{index.with_name(shard)}: {name} is not listed for this file in {index}"
+                )
+    return stored
+
+
+def _check_tensor(stored: StoredTensor, spec: TensorSpec) -> None:
+    dtypes = [DTYPE_NAMES[dtype] for dtype in spec.dtypes]
+    if stored.dtype not in dtypes:
+        raise CheckpointError(
+            f"{_where(stored)}: got dtype {stored.dtype}, expected {' or '.join(dtypes)}"
+        )
+    if stored.shape not in spec.shapes:
+        shapes = " or ".join(str(list(shape)) for shape in spec.shapes)
+        raise CheckpointError(
+            f"{_where(stored)}: got shape {list(stored.shape)}, expected {shapes}"
+        )
+
+
+def _where(stored: StoredTensor) -> str:
+    return f"{stored.file}: {stored.name}"
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

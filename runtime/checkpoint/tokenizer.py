@@ -1,0 +1,30 @@
+"""Reads the tokenizer of a checkpoint folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from ostinato.checkpoint.errors import CheckpointError
+
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Read `tokenizer.json` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: naming the file, when it is missing or damaged. Folders that hold only a
+            SentencePiece model (`tokenizer.model`) must be converted to `tokenizer.json` first.
+    """
+    file = Path(path) / _TOKENIZER_FILE
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises this class itself
+        raise CheckpointError(f"{file}: not a tokenizer: {error}") from error

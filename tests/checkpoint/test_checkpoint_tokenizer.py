@@ -1,0 +1,32 @@
+"""Reading tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from ostinato.checkpoint import CheckpointError, load_tokenizer
+
+
+def test_a_tokenizer_is_read(tmp_path: Path) -> None:
+    vocabulary = {letter: index for index, letter in enumerate("abc")}
+    Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).encode("cab").ids == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"tokenizer\.json: cannot be read: .*No such file"),
+        (b"{}", r"tokenizer\.json: not a tokenizer: "),
+        (b"\xff\xff", r"tokenizer\.json: cannot be read: "),
+    ],
+)
+def test_a_bad_tokenizer_is_named(content: bytes | None, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=words):
+        load_tokenizer(tmp_path)
