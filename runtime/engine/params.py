@@ -21,7 +21,7 @@ class SamplingParams:
         repetition_penalty: > 0; above 1 makes tokens of prompt and text less likely
             (CTRL, arXiv 1909.05858).
         seed: of this request's own random numbers, in [0, 2**63); None draws one.
-        stop: strings that end the text, themselves left out of it.
+        stop: strings that end the text, which is cut before the one that is complete first.
         stop_token_ids: ids that end the text, besides the model's end-of-sequence ids.
         ignore_eos: go on after an end-of-sequence id.
 

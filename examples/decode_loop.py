@@ -1,0 +1,75 @@
+"""GraphRunner in somebody's own decode loop: a small recurrent step, and no engine or model.
+
+Run it with `python examples/decode_loop.py`: on a GPU the step is replayed from CUDA graphs, on a
+CPU it is called, and the loop is the same. The weights are random, and so are the tokens.
+"""
+
+import torch
+
+from ostinato.graphs import BatchView, BufferSpec, GraphRunner, StaticBuffers
+
+VOCAB, HIDDEN, MAX_LENGTH, SLOTS = 64, 128, 32, 6
+PROMPTS = [[5, 17, 3], [42], [9, 9, 8, 7], [30, 2], [1, 2, 3, 4, 5], [60]]
+
+
+class RecurrentStep:
+    """One token per sequence in, the likeliest next token out."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.embedding = torch.randn(VOCAB, HIDDEN, device=device)
+        self.head = torch.randn(HIDDEN, VOCAB, device=device)
+        self.recurrent = torch.randn(HIDDEN, HIDDEN, device=device) / HIDDEN**0.5
+        # Static state, read at one position and written at the next, as a KV cache is: a step that
+        # changed what it reads could not be called twice, so not be verified. Slot 0 is padding's.
+        self.states = torch.zeros(SLOTS + 1, MAX_LENGTH + 1, HIDDEN, device=device)
+
+    def buffer_specs(self) -> dict[str, BufferSpec]:
+        """Return the inputs; a padding row reads and writes slot 0."""
+        return {
+            "tokens": BufferSpec(
+                (), torch.int64, 0, lambda rng, shape: torch.randint(VOCAB, shape, generator=rng)
+            ),
+            "positions": BufferSpec((), torch.int64, 0),
+            "slots": BufferSpec((), torch.int64, 0),
+        }
+
+    def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
+        """Advance every row of the batch by one token."""
+        state = self.states[batch.slots, batch.positions]
+        state = torch.tanh(state @ self.recurrent + self.embedding[batch.tokens])
+        self.states[batch.slots, batch.positions + 1] = state
+        logits = state @ self.head
+        return {"tokens": logits.argmax(-1), "logits": logits}
+
+
+def main() -> None:
+    """Decode all prompts together; sequences of different lengths leave the batch as they end."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    step = RecurrentStep(device)
+    buffers = StaticBuffers(step.buffer_specs(), max_batch=SLOTS, device=device)
+    sequences = [list(prompt) for prompt in PROMPTS]
+    lengths = [len(prompt) + 4 * (i + 1) for i, prompt in enumerate(PROMPTS)]
+    with GraphRunner(step, buffers) as runner:
+        print(runner.capture())
+        for position in range(MAX_LENGTH):
+            rows = [i for i, sequence in enumerate(sequences) if position < lengths[i] - 1]
+            if not rows:
+                break
+            inputs = {
+                "tokens": [sequences[i][position] for i in rows],
+                "positions": [position] * len(rows),
+                "slots": [i + 1 for i in rows],
+            }
+            outputs = runner.run(len(rows), inputs)
+            for i, token in zip(rows, outputs["tokens"].tolist(), strict=True):
+                if position + 1 == len(sequences[i]):  # past the prompt
+                    sequences[i].append(token)
+        for prompt, sequence in zip(PROMPTS, sequences, strict=True):
+            print(prompt, "->", sequence[len(prompt) :])
+        stats = runner.stats()
+        print(f"{stats.hits} steps, {stats.padding_waste:.0%} of rows were padding")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Capture any step function once per batch size, and replay it.
+
+`GraphRunner` takes a step and the `StaticBuffers` it reads. It warms the step up, captures it as
+CUDA graphs in one memory pool, verifies that replays equal the step bit for bit, and then serves
+every batch from the smallest captured size that holds it. Without CUDA it does the same with the
+step itself. This package knows nothing of models: only torch is needed. See `docs/graphs.md`.
+"""
+
+from ostinato.graphs.buckets import default_batch_sizes
+from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.errors import (
+    BusyError,
+    CaptureError,
+    ClosedError,
+    GraphError,
+    InvalidatedError,
+    NotCapturedError,
+    VerificationError,
+)
+from ostinato.graphs.outputs import Step, StepOutput
+from ostinato.graphs.report import CaptureReport, GraphReport
+from ostinato.graphs.runner import GraphRunner
+from ostinato.graphs.spec import BufferSpec
+from ostinato.graphs.stats import BucketStats, RunnerStats
+
+__all__ = [
+    "BatchView",
+    "BucketStats",
+    "BufferSpec",
+    "BusyError",
+    "CaptureError",
+    "CaptureReport",
+    "ClosedError",
+    "GraphError",
+    "GraphReport",
+    "GraphRunner",
+    "InvalidatedError",
+    "NotCapturedError",
+    "RunnerStats",
+    "StaticBuffers",
+    "Step",
+    "StepOutput",
+    "VerificationError",
+    "default_batch_sizes",
+]

@@ -1,0 +1,152 @@
+"""What capturing needs of a device, and how the CPU provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.errors import GraphError
+from ostinato.graphs.outputs import Outputs, Step
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Device memory in bytes: reserved by the graphs' pool, and free according to the driver."""
+
+    pool_bytes: int
+    free_bytes: int
+
+
+class Graph(Protocol):
+    """A step captured for one batch size."""
+
+    @property
+    def outputs(self) -> Outputs:
+        """Where every replay writes."""
+
+    def replay(self) -> None:
+        """Run the step on what its buffers hold now, on the current stream."""
+
+    def release(self) -> None:
+        """Give back what the driver holds for the graph."""
+
+
+class Backend(Protocol):
+    """How steps are run, captured and replayed on one device.
+
+    Between `scope` and `release`, methods are called inside `scope`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The device's name, as a person knows it."""
+
+    def check_idle(self) -> None:
+        """Raise BusyError where nothing may be run: the caller is capturing a graph itself."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Enter the place where everything runs, ordered after and before the caller's work."""
+
+    def synchronize(self) -> None:
+        """Wait for what has been run."""
+
+    def prepare_capture(self) -> None:
+        """Make ready for a series of captures, after their warm-up."""
+
+    def capture(self, step: Step, batch: BatchView) -> Graph:
+        """Capture one call of the step. A step that raises leaves the backend usable."""
+
+    def owned(self, outputs: Outputs) -> Sequence[int]:
+        """Return which of a graph's outputs, by index, are in its own memory, not the step's."""
+
+    def memory(self) -> MemoryUse | None:
+        """Measure device memory; None where graphs take none."""
+
+    def release(self, graphs: list[Graph]) -> None:
+        """Wait for replays, then give back the graphs, emptying the list, and their memory."""
+
+
+class CpuBackend:
+    """Captures nothing: a replay calls the step and copies what it returns to where outputs live.
+
+    Outputs of all batch sizes share memory, so that a program which holds on to them for too long
+    goes wrong on a CPU as it would on a GPU.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[str, torch.dtype, torch.Size], torch.Tensor] = {}
+
+    def check_idle(self) -> None:
+        """Find nothing wrong: a CPU cannot be capturing."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Enter nothing: a CPU runs in program order."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait for nothing: every call has finished when it returns."""
+
+    def prepare_capture(self) -> None:
+        """Forget the outputs of earlier captures."""
+        self._shared = {}
+
+    def capture(self, step: Step, batch: BatchView) -> Graph:
+        """Call the step once and keep memory for its outputs."""
+        outputs = Outputs.of(step(batch), batch)
+        places = [self._place(*layout) for layout in outputs.layout()]
+        graph = _CpuGraph(step, batch, outputs.like(places))
+        graph.write(outputs)
+        return graph
+
+    def owned(self, outputs: Outputs) -> Sequence[int]:
+        """Return all: outputs are copied into memory of the backend."""
+        return range(len(outputs.tensors))
+
+    def memory(self) -> MemoryUse | None:
+        """Return None: there is no device memory."""
+        return None
+
+    def release(self, graphs: list[Graph]) -> None:
+        """Forget the graphs and the memory of their outputs."""
+        while graphs:
+            graphs.pop().release()
+        self._shared = {}
+
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        key = (name, dtype, shape[1:])
+        shared = self._shared.get(key)
+        if shared is None or shared.size(0) < shape[0]:
+            with torch.inference_mode(False):
+                shared = self._shared[key] = torch.empty(shape, dtype=dtype)
+        return shared[: shape[0]]
+
+
+class _CpuGraph:
+    def __init__(self, step: Step, batch: BatchView, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self._layout = outputs.layout()
+        self._step = step
+        self._batch = batch
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            self.write(Outputs.of(self._step(self._batch), self._batch))
+
+    def write(self, fresh: Outputs) -> None:
+        if fresh.layout() != self._layout:
+            raise GraphError(
+                f"step: returned {fresh.layout()}, but {self._layout} when captured; "
+                "a captured step cannot change what it returns"
+            )
+        for place, tensor in zip(self.outputs.tensors, fresh.tensors, strict=True):
+            place.copy_(tensor)
+
+    def release(self) -> None:
+        """Give nothing back: no driver holds anything."""

@@ -1,0 +1,142 @@
+"""The capture protocol: warm up every size, then capture largest first, then verify.
+
+`docs/graphs.md` says which failure each step of it prevents.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from tqdm import tqdm
+
+from ostinato.graphs.backend import Backend, Graph, MemoryUse
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.errors import CaptureError, GraphError
+from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.report import CaptureReport, GraphReport
+from ostinato.graphs.verify import verify_graph
+
+# The first call may compile, autotune or allocate; the second shows that it has settled.
+_WARMUP_CALLS = 2
+
+
+def capture_graphs(
+    step: Step,
+    buffers: StaticBuffers,
+    backend: Backend,
+    batch_sizes: Sequence[int],
+    *,
+    progress: bool,
+    verify: bool,
+) -> tuple[dict[int, Graph], CaptureReport]:
+    """Capture `step` for each of the increasing `batch_sizes`; all of them, or none.
+
+    Raises:
+        CaptureError: when the step fails; from its own exception.
+        VerificationError: when a replay differs from the step.
+    """
+    started = time.perf_counter()
+    graphs: dict[int, Graph] = {}
+    costs = _Costs(backend)
+    largest_first = sorted(batch_sizes, reverse=True)
+    try:
+        with backend.scope(), torch.no_grad():
+            for size in _bar(largest_first, "Warming up", backend, progress):
+                with costs.measured("warm up", size):
+                    _warm_up(step, buffers, size)
+            backend.prepare_capture()
+            with _garbage_collection_paused():
+                for size in _bar(largest_first, "Capturing graphs", backend, progress):
+                    with costs.measured("capture", size):
+                        buffers.stage_padding(size)
+                        graphs[size] = backend.capture(step, buffers.view(size))
+            if verify:
+                for size in _bar(largest_first, "Verifying graphs", backend, progress):
+                    with costs.measured("verify", size):
+                        verify_graph(step, buffers, backend, graphs[size], size)
+            buffers.stage_padding(largest_first[0])
+    except BaseException:
+        captured = list(graphs.values())
+        graphs.clear()
+        backend.release(captured)
+        raise
+    reports = tuple(costs.report(size) for size in batch_sizes)
+    total_ms = 1e3 * (time.perf_counter() - started)
+    return graphs, CaptureReport(device=backend.name, total_ms=total_ms, graphs=reports)
+
+
+def _warm_up(step: Step, buffers: StaticBuffers, size: int) -> None:
+    batch = buffers.view(size)
+    for _ in range(_WARMUP_CALLS):
+        # Padding is harmless by definition: a warm-up must not write into anybody's state.
+        buffers.stage_padding(size)
+        Outputs.of(step(batch), batch)
+
+
+class _Costs:
+    """Measures what each batch size costs in each phase, and names the phase that failed."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._ms: dict[tuple[str, int], float] = {}
+        self._memory: dict[int, tuple[MemoryUse, MemoryUse]] = {}
+
+    @contextmanager
+    def measured(self, phase: str, size: int) -> Iterator[None]:
+        # Only graphs stay; what the other phases allocate is given back.
+        before = self._backend.memory() if phase == "capture" else None
+        started = time.perf_counter()
+        try:
+            yield
+            self._backend.synchronize()
+        except GraphError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"could not {phase} batch size {size}: {type(error).__name__}: {error}"
+            ) from error
+        self._ms[phase, size] = 1e3 * (time.perf_counter() - started)
+        if before is not None and (after := self._backend.memory()) is not None:
+            self._memory[size] = (before, after)
+
+    def report(self, size: int) -> GraphReport:
+        pool_mib = device_mib = None
+        if size in self._memory:
+            before, after = self._memory[size]
+            pool_mib = (after.pool_bytes - before.pool_bytes) / 2**20
+            device_mib = (before.free_bytes - after.free_bytes) / 2**20
+        verify_ms = self._ms.get(("verify", size))
+        return GraphReport(
+            batch_size=size,
+            warmup_ms=self._ms["warm up", size],
+            capture_ms=self._ms["capture", size],
+            verify_ms=verify_ms,
+            pool_mib=pool_mib,
+            device_mib=device_mib,
+            verdict="not verified" if verify_ms is None else "bit-equal",
+        )
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _bar(sizes: Iterable[int], label: str, backend: Backend, progress: bool) -> Iterator[int]:
+    # None shows the bar on a terminal only.
+    with tqdm(sizes, disable=None if progress else True, leave=False) as bar:
+        for size in bar:
+            memory = None if bar.disable else backend.memory()
+            free = "" if memory is None else f" | avail_mem = {memory.free_bytes / 2**30:.2f} GiB"
+            bar.set_description(f"{label}: bs = {size}{free}")
+            yield size

@@ -1,0 +1,210 @@
+"""CUDA graphs through torch: one stream, one memory pool, and recovery from failed captures."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import cast
+
+import torch
+
+from ostinato.graphs.backend import Graph, MemoryUse
+from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.errors import BusyError, GraphError
+from ostinato.graphs.outputs import Outputs, Step
+
+PoolHandle = tuple[int, int]
+# Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.
+_CAPTURE_MODE = "thread_local"
+_CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+
+
+class CudaBackend:
+    """Runs, captures and replays on a stream of its own.
+
+    Args:
+        device: a CUDA device with its index.
+        pool: memory pool of all graphs, from `torch.cuda.graph_pool_handle()`. Runners that share
+            one must share the stream, since a replay overwrites the others' intermediate values.
+            To capture into it again, drop the outputs of earlier runs first. By default each series
+            of captures gets a new pool.
+        stream: a stream of the device, not its default stream. By default a new one.
+
+    Raises:
+        TypeError, ValueError: when an argument is of the wrong kind or on another device.
+    """
+
+    def __init__(
+        self, device: torch.device, pool: PoolHandle | None, stream: torch.cuda.Stream | None
+    ) -> None:
+        _check_pool(pool)
+        _check_stream(stream, device)
+        self.name = torch.cuda.get_device_name(device)
+        self._device = device
+        self._given_pool = pool
+        self._pool: PoolHandle | None = pool
+        self._stream = torch.cuda.Stream(device) if stream is None else stream
+        self._scope = _StreamScope(self._stream)
+
+    def check_idle(self) -> None:
+        """Refuse to work inside a capture of the caller's, which it would break."""
+        if torch.cuda.is_current_stream_capturing():
+            raise BusyError(
+                "the current stream is being captured: call the runner outside of that capture"
+            )
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Make the backend's stream current, ordered with the caller's stream both ways."""
+        return self._scope
+
+    def synchronize(self) -> None:
+        """Wait for the backend's stream."""
+        self._stream.synchronize()
+
+    def prepare_capture(self) -> None:
+        """Take a pool, and return memory that only the warm-up needed to the driver."""
+        self._pool = self._given_pool or torch.cuda.graph_pool_handle()
+        gc.collect()  # dead reference cycles may hold device memory
+        torch.cuda.empty_cache()
+
+    def capture(self, step: Step, batch: BatchView) -> Graph:
+        """Capture one call of the step and instantiate the graph."""
+        # Kept, a graph is instantiated apart from the end of its capture: whatever fails up to
+        # that end is mended by `_abandon`, and nothing after it needs to be.
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        pool = cast("torch.cuda._POOL_HANDLE", self._pool)
+        graph.capture_begin(pool=pool, capture_error_mode=_CAPTURE_MODE)
+        try:
+            outputs = Outputs.of(step(batch), batch)
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        graph.instantiate()
+        return _CudaGraph(graph, outputs)
+
+    def owned(self, outputs: Outputs) -> Sequence[int]:
+        """Return which outputs the capture allocated, by index: those in the pool."""
+        segments = self._pool_segments()
+        return [
+            index
+            for index, tensor in enumerate(outputs.tensors)
+            if any(start <= tensor.data_ptr() < start + size for start, size in segments)
+        ]
+
+    def memory(self) -> MemoryUse | None:
+        """Measure the pool through torch's allocator, and free memory through the driver."""
+        pool_bytes = sum(size for _, size in self._pool_segments())
+        return MemoryUse(pool_bytes, torch.cuda.mem_get_info(self._device)[0])
+
+    def release(self, graphs: list[Graph]) -> None:
+        """Wait for the stream, destroy the graphs and their outputs, then free the pool."""
+        self._stream.synchronize()
+        while graphs:
+            graphs.pop().release()
+        # A pool without graphs stays reserved until the allocator's cache is emptied.
+        torch.cuda.empty_cache()
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture so that the stream, the allocators and the generators are usable.
+
+        `capture_end` raises at the driver's first complaint, before it tells torch's allocators
+        and random generators that the capture is over: they would refuse the next capture, and
+        random numbers outside of it. So the failed capture is ended here, and an empty one begun
+        in its place for `capture_end` to end.
+        """
+        driver, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(self._stream.cuda_stream)
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            _end_capture(driver, stream)
+            status = driver.cuStreamBeginCapture_v2(stream, _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            if status:
+                raise GraphError(
+                    f"the stream is unusable after a failed capture: CUresult {status}"
+                )
+            try:
+                graph.capture_end()
+            finally:
+                _end_capture(driver, stream)
+        graph.reset()
+
+    def _pool_segments(self) -> list[tuple[int, int]]:
+        return [
+            (segment["address"], segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment["segment_pool_id"]) == self._pool
+            and segment["device"] == self._device.index
+        ]
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
+        self.outputs = outputs
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def release(self) -> None:
+        self._graph.reset()
+
+
+class _StreamScope(AbstractContextManager[None]):
+    """Makes a stream current between two events that order it with the caller's stream.
+
+    Entered for every run, so that it and its events are made once.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._current = torch.cuda.stream(stream)
+        self._ready = torch.cuda.Event()
+        self._done = torch.cuda.Event()
+        self._caller = stream
+
+    def __enter__(self) -> None:
+        self._caller = torch.cuda.current_stream(self._stream.device)
+        self._ready.record(self._caller)
+        self._stream.wait_event(self._ready)
+        self._current.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._current.__exit__(kind, error, traceback)
+        self._done.record(self._stream)
+        self._caller.wait_event(self._done)
+
+
+def _end_capture(driver: ctypes.CDLL, stream: ctypes.c_void_p) -> None:
+    """End whatever capture the stream is in, valid, failed or none, and drop its graph."""
+    graph = ctypes.c_void_p()
+    # The status repeats why the capture failed, which the caller is raising already.
+    driver.cuStreamEndCapture(stream, ctypes.byref(graph))
+    if graph:
+        driver.cuGraphDestroy(graph)
+
+
+def _check_pool(pool: PoolHandle | None) -> None:
+    if pool is None:
+        return
+    if not isinstance(pool, tuple) or len(pool) != 2 or not all(isinstance(i, int) for i in pool):
+        raise TypeError(f"pool: got {pool!r}, expected what torch.cuda.graph_pool_handle() returns")
+
+
+def _check_stream(stream: torch.cuda.Stream | None, device: torch.device) -> None:
+    if stream is None:
+        return
+    if not isinstance(stream, torch.cuda.Stream):
+        raise TypeError(f"stream: got {type(stream).__name__}, expected a torch.cuda.Stream")
+    if stream.device != device:
+        raise ValueError(f"stream: got one of {stream.device}, expected one of {device}")
+    if stream == torch.cuda.default_stream(device):
+        raise ValueError("stream: got the default stream, which cannot be captured")

@@ -1,0 +1,31 @@
+"""What the graph manager raises beside ValueError and TypeError for bad arguments."""
+
+from __future__ import annotations
+
+
+class GraphError(RuntimeError):
+    """Base of every error below."""
+
+
+class NotCapturedError(GraphError):
+    """A run was asked for before a capture succeeded."""
+
+
+class InvalidatedError(GraphError):
+    """A run was asked for after the captured graphs had been declared out of date."""
+
+
+class ClosedError(GraphError):
+    """The runner has been closed."""
+
+
+class BusyError(GraphError):
+    """A runner or a stream was asked for one thing while it was in the middle of another."""
+
+
+class CaptureError(GraphError):
+    """The step failed while it was warmed up, captured or verified; the cause is chained."""
+
+
+class VerificationError(GraphError):
+    """A replay did not give what the step itself gives for the same inputs."""

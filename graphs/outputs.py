@@ -1,0 +1,86 @@
+"""What a step returns: one tensor, a tuple or a dict of them, with a row per row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ostinato.graphs.buffers import BatchView
+
+StepOutput = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
+Step = Callable[[BatchView], StepOutput]
+_Pack = Callable[[list[torch.Tensor]], Any]
+
+
+class Outputs:
+    """The tensors that one call of a step returned, and how they were packed.
+
+    Attributes:
+        names: of each tensor, as written in messages: `output`, `output[0]`, `output['logits']`.
+        tensors: in the same order; the first dimension is the batch size.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor], pack: _Pack) -> None:
+        self.names = tuple(names)
+        self.tensors = tuple(tensors)
+        self._pack = pack
+
+    @classmethod
+    def of(cls, value: object, batch: BatchView) -> Outputs:
+        """Wrap what a step returned for `batch`.
+
+        Raises:
+            TypeError: unless it is a tensor, or a non-empty tuple or dict of tensors.
+            ValueError: when a tensor lacks the batch dimension or is on another device.
+        """
+        if isinstance(value, torch.Tensor):
+            outputs = cls(("output",), (value,), itemgetter(0))
+        elif isinstance(value, tuple):
+            names = [f"output[{index}]" for index in range(len(value))]
+            outputs = cls(names, value, getattr(type(value), "_make", tuple))  # or a NamedTuple
+        elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            names = [f"output[{key!r}]" for key in value]
+            keys = tuple(value)
+            outputs = cls(
+                names, tuple(value.values()), lambda rows: dict(zip(keys, rows, strict=True))
+            )
+        else:
+            raise TypeError(
+                f"step: returned {type(value).__name__}, expected a tensor, a tuple of tensors, or "
+                "a dict of strings to tensors"
+            )
+        if not outputs.tensors:
+            raise TypeError("step: returned no tensor, expected at least one")
+        for name, tensor in zip(outputs.names, outputs.tensors, strict=True):
+            _check_output(name, tensor, batch)
+        return outputs
+
+    def like(self, tensors: Sequence[torch.Tensor]) -> Outputs:
+        """Return other tensors packed as these are."""
+        return Outputs(self.names, tensors, self._pack)
+
+    def rows(self, n: int) -> Any:
+        """Return the first `n` rows of each tensor, packed as the step packed them."""
+        return self._pack([tensor[:n] for tensor in self.tensors])
+
+    def layout(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """Return the name, shape and dtype of each tensor."""
+        return [
+            (name, tensor.shape, tensor.dtype)
+            for name, tensor in zip(self.names, self.tensors, strict=True)
+        ]
+
+
+def _check_output(name: str, tensor: object, batch: BatchView) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"step: {name} is {type(tensor).__name__}, expected a tensor")
+    if tensor.dim() == 0 or tensor.size(0) != batch.size:
+        raise ValueError(
+            f"step: {name} has shape {tuple(tensor.shape)}, expected a row for each of "
+            f"{batch.size} rows of the batch"
+        )
+    if tensor.device != batch.n_active.device:
+        raise ValueError(f"step: {name} is on {tensor.device}, expected {batch.n_active.device}")

@@ -1,0 +1,305 @@
+"""GraphRunner: captures a step once per batch size, and replays it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import torch
+
+from ostinato.graphs.backend import Backend, CpuBackend, Graph
+from ostinato.graphs.buckets import check_batch_sizes, default_batch_sizes, smallest_bucket
+from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.capture import capture_graphs
+from ostinato.graphs.cuda_backend import CudaBackend, PoolHandle
+from ostinato.graphs.errors import (
+    BusyError,
+    ClosedError,
+    GraphError,
+    InvalidatedError,
+    NotCapturedError,
+)
+from ostinato.graphs.outputs import StepOutput
+from ostinato.graphs.report import CaptureReport
+from ostinato.graphs.stats import BucketStats, RunnerStats
+
+OutputT = TypeVar("OutputT", bound=StepOutput)
+
+_NOT_CAPTURED = (NotCapturedError, "nothing has been captured: call capture() first")
+_CLOSED = (ClosedError, "the runner is closed: make a new GraphRunner")
+
+
+class GraphRunner(Generic[OutputT]):
+    """Runs a step function from graphs captured once per batch size.
+
+    On a CUDA device a run copies its inputs into the static buffers and replays the CUDA graph of
+    the smallest captured batch size that holds them. On a CPU it calls the step instead, with the
+    same padding, lifetimes and refusals, so that a program runs unchanged on both.
+
+    The step must be repeatable: called twice on the same inputs, it returns the same, bit for bit,
+    and leaves its state as one call would. It runs without autograd. What it reads besides the
+    buffers (weights, caches) must stay where it is; the values there may change.
+
+    Calls from several threads at once are refused, not queued.
+
+    Args:
+        step: takes a `BatchView` and returns a tensor, or a tuple or dict of tensors, with one row
+            per row of the batch.
+        buffers: the inputs; their device is the runner's.
+        pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`; by default a new
+            one for each capture. Runners that share a pool must share `stream` too. To capture into
+            a given pool again, drop the outputs of earlier runs first. CUDA only.
+        stream: where everything runs; by default one of its own. CUDA only.
+        group: processes that begin a capture together, after a barrier.
+
+    Raises:
+        TypeError, ValueError: when an argument is of the wrong kind, or for another device.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[BatchView], OutputT],
+        buffers: StaticBuffers,
+        *,
+        pool: PoolHandle | None = None,
+        stream: torch.cuda.Stream | None = None,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        if not callable(step):
+            raise TypeError(f"step: got {type(step).__name__}, expected a callable")
+        if not isinstance(buffers, StaticBuffers):
+            raise TypeError(f"buffers: got {type(buffers).__name__}, expected StaticBuffers")
+        if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+            raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup")
+        self._step = step
+        self._buffers = buffers
+        self._group = group
+        self._backend = _make_backend(buffers.device, pool, stream)
+        self._graphs: dict[int, Graph] = {}
+        self._batch_sizes: tuple[int, ...] = ()
+        self._last_batch_sizes: tuple[int, ...] = ()
+        self._counts: dict[int, list[int]] = {}
+        self._refusal: tuple[type[GraphError], str] | None = _NOT_CAPTURED
+        self._lock = threading.Lock()
+        self._busy_with = ""
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The captured batch sizes, increasing; empty before a capture."""
+        return self._batch_sizes
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest captured batch size.
+
+        Raises:
+            GraphError: when nothing can be run; see `require_captured`.
+        """
+        self.require_captured()
+        return self._batch_sizes[-1]
+
+    def capture(
+        self,
+        batch_sizes: Iterable[int] | None = None,
+        *,
+        progress: bool = True,
+        verify: bool = True,
+    ) -> CaptureReport:
+        """Capture the step for each batch size; graphs captured before are released first.
+
+        The step is called twice per size for warm-up, on padding rows only, then once to be
+        captured; verification calls it on example inputs. A failure leaves nothing captured, and
+        the runner as ready as a new one.
+
+        Args:
+            batch_sizes: strictly increasing, at most the buffers' `max_batch`. By default 1, 2, 4,
+                8, 16, 32, 64, the multiples of 128, and `max_batch`.
+            progress: show a bar, where standard error is a terminal.
+            verify: compare replays with the step, bit for bit.
+
+        Raises:
+            ValueError: for bad batch sizes, with the corrected list; nothing is changed then.
+            CaptureError: when the step fails.
+            VerificationError: when a replay differs from the step.
+            ClosedError, BusyError: see `run`.
+        """
+        with self._exclusively("capture"):
+            self._require_open()
+            if batch_sizes is None:
+                sizes = default_batch_sizes(self._buffers.max_batch)
+            else:
+                sizes = check_batch_sizes(batch_sizes, self._buffers.max_batch)
+            return self._capture(sizes, progress, verify)
+
+    def recapture(self, *, progress: bool = True, verify: bool = True) -> CaptureReport:
+        """Capture the batch sizes of the last successful capture again.
+
+        Raises:
+            NotCapturedError: when there was none.
+            CaptureError, VerificationError, ClosedError, BusyError: as `capture`.
+        """
+        with self._exclusively("recapture"):
+            self._require_open()
+            if not self._last_batch_sizes:
+                raise NotCapturedError(_NOT_CAPTURED[1])
+            return self._capture(self._last_batch_sizes, progress, verify)
+
+    def run(self, n: int, inputs: Mapping[str, object]) -> OutputT:
+        """Run the step on `n` rows and return the first `n` rows of its outputs.
+
+        Never captures. On CUDA the call does not wait for the device, and is ordered with the
+        caller's current stream as any operation on that stream would be.
+
+        The outputs are views of memory that the next run, of any batch size, overwrites: use or
+        copy them before.
+
+        Args:
+            n: rows, from 1 to `max_batch_size`.
+            inputs: for each buffer `n` rows: a tensor on the CPU or the runner's device, of the
+                buffer's dtype, or a sequence of numbers.
+
+        Raises:
+            TypeError, ValueError: for a bad `n` or input; nothing is changed then.
+            NotCapturedError, InvalidatedError, ClosedError: when there is nothing to replay.
+            BusyError: when another capture or run of this runner is under way, or the caller's
+                current stream is being captured.
+        """
+        with self._exclusively("run"):
+            self.require_captured()
+            bucket = smallest_bucket(n, self._batch_sizes)
+            graph = self._graphs[bucket]
+            with self._backend.scope():
+                self._buffers.stage(inputs, n, bucket)
+                graph.replay()
+            count = self._counts[bucket]
+            count[0] += 1
+            count[1] += n
+            outputs: OutputT = graph.outputs.rows(n)
+            return outputs
+
+    def bucket_for(self, n: int) -> int:
+        """Return the batch size that a run of `n` rows would replay.
+
+        Raises:
+            TypeError, ValueError: for a bad `n`.
+            GraphError: when nothing can be run; see `require_captured`.
+        """
+        self.require_captured()
+        return smallest_bucket(n, self._batch_sizes)
+
+    def require_captured(self) -> None:
+        """Raise what `run` would raise now if there is nothing to replay.
+
+        Raises:
+            NotCapturedError, InvalidatedError, ClosedError: with the remedy.
+        """
+        if self._refusal is not None:
+            kind, message = self._refusal
+            raise kind(message)
+
+    def stats(self) -> RunnerStats:
+        """Return how often each bucket was used since the last capture."""
+        return RunnerStats(
+            tuple(
+                BucketStats(batch_size=size, hits=self._counts[size][0], rows=self._counts[size][1])
+                for size in self._batch_sizes
+            )
+        )
+
+    def invalidate(self, why: str) -> None:
+        """Refuse runs until the next capture, for instance because weights have moved.
+
+        Without captured graphs there is nothing to refuse, and nothing happens.
+
+        Args:
+            why: the reason, which the refusals show.
+
+        Raises:
+            ValueError: when the reason is empty.
+            BusyError: when a capture or run is under way.
+        """
+        if not why:
+            raise ValueError("why: got an empty string, expected the reason")
+        with self._exclusively("invalidate"):
+            if self._graphs:
+                message = f"the captured graphs are out of date: {why}; call recapture()"
+                self._refusal = (InvalidatedError, message)
+
+    def close(self) -> None:
+        """Wait for the last run, release the graphs, then their memory pool; again does nothing.
+
+        Raises:
+            BusyError: when a capture or run is under way.
+        """
+        with self._exclusively("close"):
+            if self._refusal is not _CLOSED:
+                self._release()
+                self._refusal = _CLOSED
+
+    def __enter__(self) -> GraphRunner[OutputT]:
+        """Return the runner, which is closed on exit."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the runner."""
+        self.close()
+
+    def _capture(self, sizes: tuple[int, ...], progress: bool, verify: bool) -> CaptureReport:
+        self._release()
+        if self._group is not None:
+            # Ranks whose step communicates must warm up and capture in step with each other.
+            torch.distributed.barrier(group=self._group)
+        graphs, report = capture_graphs(
+            self._step, self._buffers, self._backend, sizes, progress=progress, verify=verify
+        )
+        self._graphs = graphs
+        self._batch_sizes = self._last_batch_sizes = sizes
+        self._counts = {size: [0, 0] for size in sizes}
+        self._refusal = None
+        return report
+
+    def _release(self) -> None:
+        graphs = list(self._graphs.values())
+        self._graphs.clear()
+        self._batch_sizes = ()
+        self._counts = {}
+        self._refusal = _NOT_CAPTURED
+        if graphs:
+            self._backend.release(graphs)
+
+    def _require_open(self) -> None:
+        if self._refusal is _CLOSED:
+            raise ClosedError(_CLOSED[1])
+
+    @contextmanager
+    def _exclusively(self, what: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise BusyError(
+                f"{what}: the runner is in the middle of {self._busy_with}; "
+                "one call at a time, and none from inside the step"
+            )
+        self._busy_with = what
+        try:
+            self._backend.check_idle()
+            yield
+        finally:
+            self._lock.release()
+
+
+def _make_backend(
+    device: torch.device, pool: PoolHandle | None, stream: torch.cuda.Stream | None
+) -> Backend:
+    if device.type == "cuda":
+        return CudaBackend(device, pool, stream)
+    for name, value in (("pool", pool), ("stream", stream)):
+        if value is not None:
+            raise ValueError(f"{name}: got {value!r}, expected None for buffers on {device}")
+    return CpuBackend()

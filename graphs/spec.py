@@ -1,0 +1,120 @@
+"""What one input of a step looks like, and the check of a caller's value against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Example = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One input of a step: a row of it per sequence of the batch.
+
+    Args:
+        shape: of one row, without the batch dimension; `()` for one number per row.
+        dtype: a boolean, integer or floating-point dtype.
+        pad: what padding rows hold. It must make a row harmless: it attends to nothing and writes
+            to no place that a real row reads.
+        example: makes plausible rows for verification, from a CPU generator and the shape
+            `(rows, *shape)`; converted to `dtype`. Without it verification uses `pad`.
+
+    Raises:
+        TypeError, ValueError: when an argument is of the wrong kind, or `pad` does not fit `dtype`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pad: float | int | bool
+    example: Example | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if not isinstance(self.shape, tuple) or not all(isinstance(d, int) for d in self.shape):
+            raise TypeError(f"shape: got {self.shape!r}, expected a tuple of integers")
+        if any(d < 1 for d in self.shape):
+            raise ValueError(f"shape: got {self.shape}, expected dimensions of at least 1")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype: got {self.dtype!r}, expected a torch.dtype")
+        if self.dtype.is_complex:
+            raise ValueError(f"dtype: got {self.dtype}, expected booleans, integers or floats")
+        if self.example is not None and not callable(self.example):
+            raise TypeError(f"example: got {self.example!r}, expected a callable or None")
+        self._check_pad()
+
+    def _check_pad(self) -> None:
+        is_bool, floating = isinstance(self.pad, bool), self.dtype.is_floating_point
+        is_number = isinstance(self.pad, (int, float) if floating else int) and not is_bool
+        if not (is_bool if self.dtype is torch.bool else is_number):
+            raise TypeError(f"pad: got {self.pad!r}, expected a value of {self.dtype}")
+        if self.dtype is torch.bool:
+            return
+        if floating:
+            largest = torch.finfo(self.dtype).max
+            fits = abs(self.pad) <= largest or self.pad in (float("inf"), -float("inf"))
+            fits = fits or self.pad != self.pad  # NaN
+        else:
+            limits = torch.iinfo(self.dtype)
+            fits = limits.min <= self.pad <= limits.max
+        if not fits:
+            raise ValueError(f"pad: got {self.pad!r}, which {self.dtype} cannot hold")
+
+
+def as_rows(
+    name: str, value: object, spec: BufferSpec, n: int, device: torch.device
+) -> torch.Tensor:
+    """Return a caller's input as a tensor `(n, *spec.shape)` of `spec.dtype`, on CPU or `device`.
+
+    Tensors are taken as they are; anything else goes through `torch.as_tensor`, and numbers may
+    change dtype where they keep their value's kind and range.
+
+    Raises:
+        TypeError: when the value is not a tensor or numbers, or has another dtype.
+        ValueError: when the shape, layout or device is another, or a number does not fit.
+    """
+    if not isinstance(value, torch.Tensor):
+        return _numbers_as_rows(name, value, spec, n)
+    if value.dtype is not spec.dtype:
+        raise TypeError(f"inputs[{name!r}]: got {value.dtype}, expected {spec.dtype}")
+    _check_shape(name, value, spec, n)
+    if not (value.is_cpu or value.device == device):
+        places = "cpu" if device.type == "cpu" else f"cpu or {device}"
+        raise ValueError(f"inputs[{name!r}]: got a tensor on {value.device}, expected {places}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"inputs[{name!r}]: got layout {value.layout}, expected torch.strided")
+    # A copy of it into a buffer would make the buffer part of an autograd graph.
+    return value.detach() if value.requires_grad else value
+
+
+def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torch.Tensor:
+    floating = spec.dtype.is_floating_point
+    try:
+        rows = torch.as_tensor(value, dtype=spec.dtype if floating else None)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"inputs[{name!r}]: got {type(value).__name__}, expected a tensor or numbers: {error}"
+        ) from error
+    _check_shape(name, rows, spec, n)
+    if rows.dtype is spec.dtype:
+        return rows
+    if not torch.can_cast(rows.dtype, spec.dtype):
+        raise TypeError(f"inputs[{name!r}]: got numbers of {rows.dtype}, expected {spec.dtype}")
+    if rows.dtype is not torch.bool:
+        limits = torch.iinfo(spec.dtype)
+        low, high = (int(bound) for bound in rows.aminmax())
+        if low < limits.min or high > limits.max:
+            raise ValueError(
+                f"inputs[{name!r}]: got numbers from {low} to {high}, "
+                f"expected {limits.min} to {limits.max} for {spec.dtype}"
+            )
+    return rows.to(spec.dtype)
+
+
+def _check_shape(name: str, value: torch.Tensor, spec: BufferSpec, n: int) -> None:
+    if value.shape != (n, *spec.shape):
+        raise ValueError(
+            f"inputs[{name!r}]: got shape {tuple(value.shape)}, expected {(n, *spec.shape)}"
+        )

@@ -1,0 +1,116 @@
+"""Verification: a replay must give what the step gives, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.graphs.backend import Backend, Graph
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.errors import VerificationError
+from ostinato.graphs.outputs import Outputs, Step
+
+_SEED = 0x0571A70
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def verify_graph(
+    step: Step, buffers: StaticBuffers, backend: Backend, graph: Graph, bucket: int
+) -> None:
+    """Compare replays of `graph` with calls of the step, for several numbers of real rows.
+
+    Inputs are drawn by the buffers' examples. Outputs are poisoned before each replay, so that one
+    that is not written is found; NaNs are equal to each other.
+
+    Raises:
+        VerificationError: when an output differs, naming bucket, rows, output and first place.
+        ValueError: when an example does not return rows of its buffer.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    owned = backend.owned(graph.outputs)
+    for n in sorted({1, (bucket + 1) // 2, max(bucket - 1, 1), bucket}):
+        inputs = _example_inputs(buffers, generator, n)
+        expected = _call(step, buffers, inputs, n, bucket)
+        _poison(graph.outputs, owned, expected)
+        # Again, since the step may have written to its inputs.
+        buffers.stage(inputs, n, bucket)
+        graph.replay()
+        difference = _first_difference(expected, graph.outputs, n)
+        if difference is None:
+            continue
+        again = _call(step, buffers, inputs, n, bucket)
+        if _first_difference(expected, again, n) is not None:
+            difference += (
+                "; the step itself gave two results for the same inputs: it draws random numbers, "
+                "or reads state that it also changes"
+            )
+        raise VerificationError(
+            f"batch size {bucket} with {n} real rows: the replay differs from the step: "
+            f"{difference}"
+        )
+
+
+def _example_inputs(
+    buffers: StaticBuffers, generator: torch.Generator, n: int
+) -> dict[str, torch.Tensor]:
+    inputs = {}
+    for name, spec in buffers.specs.items():
+        shape = (n, *spec.shape)
+        if spec.example is None:
+            inputs[name] = torch.full((1,), spec.pad, dtype=spec.dtype).expand(shape)
+            continue
+        rows = spec.example(generator, shape)
+        if not isinstance(rows, torch.Tensor) or rows.shape != shape:
+            got = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
+            raise ValueError(f"specs[{name!r}].example: returned {got}, expected a tensor {shape}")
+        inputs[name] = rows.to(spec.dtype)
+    return inputs
+
+
+def _call(
+    step: Step, buffers: StaticBuffers, inputs: dict[str, torch.Tensor], n: int, bucket: int
+) -> Outputs:
+    buffers.stage(inputs, n, bucket)
+    batch = buffers.view(bucket)
+    outputs = Outputs.of(step(batch), batch)
+    return outputs.like([tensor.clone() for tensor in outputs.tensors])
+
+
+def _poison(outputs: Outputs, owned: Sequence[int], expected: Outputs) -> None:
+    """Fill the outputs at the indices `owned` with NaN, or with integers other than expected."""
+    for index in owned:
+        tensor, values = outputs.tensors[index], expected.tensors[index]
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:  # an expanded dimension: one element seen many times
+                tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.copy_(values.bitwise_not())
+
+
+def _first_difference(expected: Outputs, got: Outputs, n: int) -> str | None:
+    names = zip(expected.names, expected.tensors, got.tensors, strict=True)
+    for name, eager, replayed in names:
+        unequal = _unequal(eager[:n], replayed[:n])
+        count = int(unequal.sum())
+        if count:
+            place = tuple(unequal.nonzero()[0].tolist())
+            return (
+                f"{name} in {count} of {unequal.numel()} values, first at {list(place)}: "
+                f"step {eager[place].item()}, replay {replayed[place].item()}"
+            )
+    return None
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return where two tensors differ in bits, other than between NaNs."""
+    if a.is_complex():
+        return _unequal(torch.view_as_real(a), torch.view_as_real(b)).any(-1)
+    integer = _INTEGERS[a.element_size()]
+    unequal = a.contiguous().view(integer) != b.contiguous().view(integer)
+    if a.is_floating_point():
+        # Through float32 since 8-bit floats have no comparisons of their own.
+        unequal &= ~(a.float().isnan() & b.float().isnan())
+    return unequal

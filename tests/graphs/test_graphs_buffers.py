@@ -1,0 +1,217 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from graphs_toys import PAD_TOKEN, SPECS, WIDTH, toy_inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato.graphs import BufferSpec, StaticBuffers
+
+NAN = float("nan")
+
+
+def zero(dtype: torch.dtype) -> float | int | bool:
+    return torch.zeros((), dtype=dtype).item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.bool, True),
+        (torch.uint8, 255),
+        (torch.int32, -(2**31)),
+        (torch.int64, 2**63 - 1),
+        (torch.float32, 1),
+        (torch.float16, 65504.0),
+        (torch.bfloat16, NAN),
+        (torch.float32, -float("inf")),
+        (torch.float8_e4m3fn, 0.0),
+    ],
+)
+def test_buffers_begin_as_padding(dtype, pad, device):
+    buffers = StaticBuffers({"x": BufferSpec((2,), dtype, pad)}, 4, device)
+    expected = torch.full((4, 2), pad, dtype=dtype).float()
+    torch.testing.assert_close(buffers.view(4).x.float().cpu(), expected, equal_nan=True)
+    assert buffers.n_active.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"shape": [3]}, TypeError, r"shape: got \[3\]"),
+        ({"shape": (2.0,)}, TypeError, "shape: got"),
+        ({"shape": (2, 0)}, ValueError, r"shape: got \(2, 0\)"),
+        ({"dtype": "float32"}, TypeError, "dtype: got 'float32'"),
+        ({"dtype": torch.complex64}, ValueError, "dtype: got torch.complex64"),
+        ({"example": 3}, TypeError, "example: got 3"),
+        ({"pad": 0.5}, TypeError, "pad: got 0.5"),
+        ({"pad": True}, TypeError, "pad: got True"),
+        ({"pad": 2**31}, ValueError, "pad: got 2147483648, which torch.int32"),
+        ({"dtype": torch.bool}, TypeError, "pad: got 0"),
+        ({"dtype": torch.float16, "pad": 1e6}, ValueError, "pad: got 1000000.0"),
+        ({"dtype": torch.float32, "pad": "0"}, TypeError, "pad: got '0'"),
+    ],
+)
+def test_bad_specs(arguments, error, match):
+    with pytest.raises(error, match=match):
+        BufferSpec(**{"shape": (), "dtype": torch.int32, "pad": 0, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("specs", "max_batch", "place", "error", "match"),
+    [
+        ({}, 8, "cpu", ValueError, "specs: got none"),
+        ([SPECS["tokens"]], 8, "cpu", TypeError, "specs: got list"),
+        ({"x": torch.int64}, 8, "cpu", TypeError, r"specs\['x'\]: got dtype"),
+        ({"two words": SPECS["tokens"]}, 8, "cpu", ValueError, "name 'two words'"),
+        ({3: SPECS["tokens"]}, 8, "cpu", ValueError, "name 3"),
+        ({"size": SPECS["tokens"]}, 8, "cpu", ValueError, "name 'size'"),
+        ({"n_active": SPECS["tokens"]}, 8, "cpu", ValueError, "name 'n_active'"),
+        ({"_x": SPECS["tokens"]}, 8, "cpu", ValueError, "name '_x'"),
+        (SPECS, 0, "cpu", ValueError, "max_batch: got 0"),
+        (SPECS, 2.0, "cpu", TypeError, "max_batch: got 2.0"),
+        (SPECS, 8, "meta", ValueError, "device: got meta"),
+    ],
+)
+def test_bad_buffers(specs, max_batch, place, error, match):
+    with pytest.raises(error, match=match):
+        StaticBuffers(specs, max_batch, place)
+
+
+def test_view_is_of_the_first_rows_and_never_moves(buffers):
+    addresses = {name: buffers.view(8)[name].data_ptr() for name in SPECS}
+    buffers.stage(toy_inputs(5), 5, 8)
+    view = buffers.view(3)
+    assert view is buffers.view(3)
+    assert view.size == 3
+    assert view.hidden.shape == (3, WIDTH)
+    assert {name: view[name].data_ptr() for name in SPECS} == addresses
+    assert view.n_active.data_ptr() == buffers.n_active.data_ptr()
+    assert view.n_active.tolist() == [5]
+
+
+def test_view_of_unknown_buffers_and_sizes(buffers):
+    view = buffers.view(2)
+    with pytest.raises(AttributeError, match=r"no buffer 'logits', only \['hidden', 'tokens'\]"):
+        _ = view.logits
+    with pytest.raises(KeyError, match="no buffer 'logits'"):
+        view["logits"]
+    for n in (0, 9):
+        with pytest.raises(ValueError, match=f"n: got {n}, expected 1 to the buffers' max_batch=8"):
+            buffers.view(n)
+    assert copy.copy(view).size == 2
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    runs=st.lists(
+        st.tuples(st.integers(1, 8), st.integers(0, 7), st.booleans()), min_size=1, max_size=8
+    )
+)
+def test_staged_rows_are_the_inputs_and_the_rest_is_padding(runs, buffers):
+    for n, more, on_device in runs:
+        bucket = min(n + more, 8)
+        inputs = toy_inputs(n, buffers.device if on_device else "cpu")
+        buffers.stage(inputs, n, bucket)
+        view = buffers.view(bucket)
+        assert torch.equal(view.tokens[:n].cpu(), inputs["tokens"].cpu())
+        assert torch.equal(view.hidden[:n].cpu(), inputs["hidden"].cpu())
+        assert (view.tokens[n:] == PAD_TOKEN).all()
+        assert (view.hidden[n:] == -1.0).all()
+        assert buffers.n_active.tolist() == [n]
+
+
+def test_staging_padding_only(buffers):
+    buffers.stage(toy_inputs(8), 8, 8)
+    buffers.stage_padding(4)
+    assert (buffers.view(4).tokens == PAD_TOKEN).all()
+    assert buffers.n_active.tolist() == [0]
+    with pytest.raises(ValueError, match="bucket: got 9"):
+        buffers.stage_padding(9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int64, [1, 2]),
+        (torch.int32, (1, 2)),
+        (torch.int32, range(1, 3)),
+        (torch.int32, np.array([1, 2])),
+        (torch.uint8, [255, 0]),
+        (torch.int32, [True, False]),
+        (torch.float32, [1, 2]),
+        (torch.float64, [0.1, 0.2]),
+        (torch.bfloat16, [0.5, NAN]),
+        (torch.bool, [True, False]),
+    ],
+)
+def test_sequences_of_numbers(dtype, value, device):
+    buffers = StaticBuffers({"x": BufferSpec((), dtype, zero(dtype))}, 4, device)
+    buffers.stage({"x": value}, 2, 2)
+    expected = torch.tensor(list(value), dtype=dtype)
+    torch.testing.assert_close(buffers.view(2).x.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "error", "match"),
+    [
+        (torch.int64, [0.5, 1.0], TypeError, r"inputs\['x'\]: got numbers of torch.float32"),
+        (torch.bool, [0, 1], TypeError, r"inputs\['x'\]: got numbers of torch.int64"),
+        (torch.int32, [0, 2**31], ValueError, r"inputs\['x'\]: got numbers from 0 to 2147483648"),
+        (torch.uint8, [-1, 0], ValueError, r"inputs\['x'\]: got numbers from -1 to 0"),
+        (torch.int64, [0, 2**80], TypeError, r"inputs\['x'\]: got list"),
+        (torch.int64, "ab", TypeError, r"inputs\['x'\]: got str"),
+        (torch.int64, None, TypeError, r"inputs\['x'\]: got NoneType"),
+        (torch.int64, [[1], [2, 3]], TypeError, r"inputs\['x'\]: got list"),
+        (torch.int64, [1], ValueError, r"inputs\['x'\]: got shape \(1,\), expected \(2,\)"),
+        (torch.int64, [], ValueError, r"inputs\['x'\]: got shape \(0,\), expected \(2,\)"),
+        (torch.int64, [[1], [2]], ValueError, r"inputs\['x'\]: got shape \(2, 1\)"),
+        (torch.int64, torch.zeros(2), TypeError, r"got torch.float32, expected torch.int64"),
+        (torch.int64, torch.zeros(3, dtype=torch.int64), ValueError, r"got shape \(3,\)"),
+        (torch.float32, torch.zeros(2, device="meta"), ValueError, "got a tensor on meta"),
+        (torch.float32, torch.zeros(2).to_sparse(), ValueError, "got layout torch.sparse_coo"),
+    ],
+)
+def test_bad_inputs_change_nothing(dtype, value, error, match, device):
+    specs = {"first": BufferSpec((), torch.int64, 3), "x": BufferSpec((), dtype, zero(dtype))}
+    buffers = StaticBuffers(specs, 4, device)
+    with pytest.raises(error, match=match):
+        buffers.stage({"first": [1, 2], "x": value}, 2, 4)
+    assert buffers.view(4).first.tolist() == [3, 3, 3, 3]
+    assert buffers.n_active.tolist() == [0]
+
+
+def test_missing_and_unknown_inputs(buffers):
+    with pytest.raises(ValueError, match=r"missing \['hidden'\], unknown \['hiden'\]"):
+        buffers.stage({"tokens": [1], "hiden": [[0.0] * WIDTH]}, 1, 1)
+    with pytest.raises(TypeError, match="inputs: got list"):
+        buffers.stage([1], 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "bucket", "match"),
+    [(0, 4, "n: got 0"), (5, 4, "n: got 5"), (1, 9, "bucket: got 9"), (1, 0, "bucket: got 0")],
+)
+def test_bad_staging_sizes(n, bucket, match, buffers):
+    with pytest.raises(ValueError, match=match):
+        buffers.stage(toy_inputs(max(n, 1)), n, bucket)
+
+
+def test_inputs_that_are_not_contiguous_or_require_grad(buffers):
+    hidden = torch.randn(WIDTH, 4, requires_grad=True).T
+    buffers.stage({"tokens": torch.arange(8)[::2], "hidden": hidden}, 4, 4)
+    view = buffers.view(4)
+    assert view.tokens.tolist() == [0, 2, 4, 6]
+    assert torch.equal(view.hidden.cpu(), hidden.detach())
+    assert not view.hidden.requires_grad
+
+
+def test_buffers_made_in_inference_mode_are_written_outside_it(device):
+    with torch.inference_mode():
+        buffers = StaticBuffers(SPECS, 8, device)
+        buffers.stage(toy_inputs(2), 2, 4)
+    inputs = toy_inputs(3)
+    buffers.stage(inputs, 3, 4)
+    assert torch.equal(buffers.view(3).tokens.cpu(), inputs["tokens"])

@@ -1,0 +1,242 @@
+"""Capture and replay: what a runner does and returns."""
+
+import gc
+import io
+from typing import NamedTuple
+
+import pytest
+import torch
+from graphs_toys import PAD_TOKEN, SPECS, toy_inputs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato.graphs import GraphRunner, StaticBuffers
+
+ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
+
+
+def assert_equals_step(outputs, step, inputs, bucket, buffers):
+    """Compare a run's outputs with a direct call of the step on buffers of its own."""
+    n = len(inputs["tokens"])
+    buffers.stage(inputs, n, bucket)
+    expected = step(buffers.view(bucket))
+    assert outputs.keys() == expected.keys()
+    for name, rows in outputs.items():
+        assert torch.equal(rows, expected[name][:n])
+
+
+@pytest.mark.parametrize("batch_sizes", [None, [8], [1, 8], [3, 5, 8]])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_run_equals_the_step_for_every_n(batch_sizes, on_device, step, make_runner, buffers):
+    runner = make_runner(step)
+    runner.capture(batch_sizes)
+    for n in range(1, 9):
+        inputs = toy_inputs(n, buffers.device if on_device else "cpu")
+        assert_equals_step(runner.run(n, inputs), step, inputs, runner.bucket_for(n), buffers)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=10))
+def test_no_run_sees_an_earlier_one(sizes, step, make_runner):
+    reads = {}
+
+    def reading_step(batch):
+        reads[batch.size] = batch
+        return step(batch)
+
+    runner = make_runner(reading_step)
+    runner.capture([2, 5, 8], verify=False)
+    for n in sizes:
+        inputs = toy_inputs(n)
+        out = runner.run(n, inputs)
+        assert out["tokens"].tolist() == [2 * t + 1 for t in inputs["tokens"].tolist()]
+        seen = reads[runner.bucket_for(n)]
+        assert seen.n_active.tolist() == [n]
+        assert seen.tokens.tolist()[n:] == [PAD_TOKEN] * (seen.size - n)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda t: t,
+        lambda t: (t,),
+        lambda t: (t, t + 1),
+        lambda t: Pair(t, t + 1),
+        lambda t: {"a": t, "b": t[:, None].expand(-1, 4)},
+    ],
+)
+def test_outputs_come_packed_as_the_step_packs_them(pack, make_runner, device):
+    runner = make_runner(lambda batch: pack(batch.tokens * 2))
+    runner.capture([1, 4])
+    outputs = runner.run(3, toy_inputs(3) | {"tokens": [4, 5, 6]})
+    expected = pack(torch.tensor([8, 10, 12], device=device))
+    assert type(outputs) is type(expected)
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+
+
+def test_outputs_are_overwritten_by_the_next_run_of_any_bucket(make_runner):
+    runner = make_runner(lambda batch: batch.tokens + 0)
+    runner.capture([2, 8])
+    large = runner.run(8, toy_inputs(8) | {"tokens": range(8)})
+    address = large.data_ptr()
+    again = runner.run(8, toy_inputs(8) | {"tokens": range(10, 18)})
+    assert again.data_ptr() == address
+    assert large.tolist() == list(range(10, 18))
+
+
+def test_buckets_share_the_memory_of_outputs_on_cpu():
+    runner = GraphRunner(lambda batch: batch.tokens + 0, StaticBuffers(SPECS, 8, "cpu"))
+    runner.capture([2, 8])
+    large = runner.run(8, toy_inputs(8) | {"tokens": range(8)})
+    runner.run(2, toy_inputs(2) | {"tokens": [50, 51]})
+    assert large.tolist() == [50, 51, 2, 3, 4, 5, 6, 7]
+
+
+def test_outputs_whose_rows_depend_on_the_batch_size(make_runner, device):
+    runner = make_runner(lambda batch: batch.tokens[:, None].expand(-1, batch.size) + 0)
+    runner.capture([2, 4])
+    assert runner.run(1, toy_inputs(1) | {"tokens": [5]}).tolist() == [[5, 5]]
+    assert runner.run(3, toy_inputs(3) | {"tokens": [5, 6, 7]}).shape == (3, 4)
+
+
+def test_protocol_warms_all_sizes_before_it_captures_largest_first(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([1, 2, 4], verify=False)
+    assert step.calls == [4, 4, 2, 2, 1, 1, 4, 2, 1]
+
+
+def test_warm_up_and_capture_see_padding_only(make_runner):
+    seen = []
+
+    def step(batch):
+        if len(seen) < 2:  # the warm-up, which may read the device
+            seen.append((batch.n_active.tolist(), batch.tokens.tolist()))
+        return batch.tokens + 0
+
+    make_runner(step).capture([2], verify=False)
+    assert seen == [([0], [PAD_TOKEN] * 2)] * 2
+
+
+def test_capture_pauses_garbage_collection_and_autograd(make_runner):
+    seen = []
+
+    def step(batch):
+        seen.append((gc.isenabled(), torch.is_grad_enabled()))
+        return batch.tokens + 0
+
+    make_runner(step).capture([2], verify=False)
+    assert seen == [(True, False), (True, False), (False, False)]
+    assert gc.isenabled()
+
+
+def test_step_runs_without_autograd(make_runner, device):
+    weight = torch.ones(3, device=device, requires_grad=True)
+    runner = make_runner(lambda batch: batch.hidden * weight)
+    runner.capture([1])
+    assert not runner.run(1, ONE_ROW).requires_grad
+
+
+def test_capture_in_inference_mode_run_outside(step, make_runner):
+    runner = make_runner(step)
+    with torch.inference_mode():
+        runner.capture([2])
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_default_batch_sizes_and_lookup(step, make_runner):
+    runner = make_runner(step)
+    assert runner.batch_sizes == ()
+    runner.capture()
+    assert runner.batch_sizes == (1, 2, 4, 8)
+    assert runner.max_batch_size == 8
+    assert [runner.bucket_for(n) for n in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
+
+
+def test_recapture_serves_a_step_whose_memory_moved(make_runner, device):
+    weights = {"w": torch.full((3,), 2.0, device=device)}
+    runner = make_runner(lambda batch: batch.hidden * weights["w"])
+    runner.capture([1])
+    weights["w"] = torch.full((3,), 5.0, device=device)
+    runner.recapture()
+    assert runner.run(1, ONE_ROW).tolist() == [[5.0, 10.0, 15.0]]
+
+
+def test_weights_changed_in_place_are_seen(make_runner, device):
+    weight = torch.full((3,), 2.0, device=device)
+    runner = make_runner(lambda batch: batch.hidden * weight)
+    runner.capture([1])
+    weight.fill_(5.0)
+    assert runner.run(1, ONE_ROW).tolist() == [[5.0, 10.0, 15.0]]
+
+
+def test_capture_again_with_other_sizes(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([1, 2])
+    runner.run(1, ONE_ROW)
+    runner.capture([4])
+    assert runner.batch_sizes == (4,)
+    assert runner.stats().hits == 0
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_stats_count_hits_rows_and_padding(step, make_runner):
+    runner = make_runner(step)
+    assert runner.stats().buckets == ()
+    assert runner.stats().padding_waste == 0.0
+    runner.capture([1, 4, 8])
+    for n in (1, 2, 3, 4, 4):
+        runner.run(n, toy_inputs(n))
+    stats = runner.stats()
+    assert [(b.batch_size, b.hits, b.rows, b.padded_rows) for b in stats.buckets] == [
+        (1, 1, 1, 0),
+        (4, 4, 13, 3),
+        (8, 0, 0, 0),
+    ]
+    assert [b.padding_waste for b in stats.buckets] == [0.0, 3 / 16, 0.0]
+    assert (stats.hits, stats.rows, stats.padded_rows) == (5, 14, 3)
+    assert stats.padding_waste == 3 / 17
+    with pytest.raises(AttributeError):
+        stats.buckets = ()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "progress", "shown"),
+    [(Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)],
+)
+def test_progress_is_shown_on_a_terminal_only(
+    stream, progress, shown, step, make_runner, monkeypatch
+):
+    monkeypatch.setattr("sys.stderr", stream)
+    make_runner(step).capture([1, 4], progress=progress)
+    assert ("Capturing graphs: bs = 4" in stream.getvalue()) == shown
+    assert shown or stream.getvalue() == ""
+
+
+def test_group_begins_a_capture_with_a_barrier(step, make_runner, monkeypatch):
+    order = []
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        barrier = torch.distributed.barrier
+
+        def recorded_barrier(group):
+            order.append(len(step.calls))
+            barrier(group=group)
+
+        monkeypatch.setattr(torch.distributed, "barrier", recorded_barrier)
+        runner = make_runner(step, group=torch.distributed.group.WORLD)
+        runner.capture([1])
+        assert order == [0]
+        assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+    finally:
+        torch.distributed.destroy_process_group()

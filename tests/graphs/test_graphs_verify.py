@@ -1,0 +1,171 @@
+"""Verification finds every way in which a replay can differ from the step."""
+
+import json
+
+import pytest
+import torch
+from graphs_toys import SPECS, toy_inputs
+
+from ostinato.graphs import (
+    BufferSpec,
+    CaptureError,
+    CaptureReport,
+    GraphReport,
+    GraphRunner,
+    NotCapturedError,
+    StaticBuffers,
+    VerificationError,
+)
+
+
+def test_random_numbers_are_found_and_named(make_runner):
+    def step(batch):
+        return {"tokens": batch.tokens + 0, "noise": torch.rand_like(batch.hidden)}
+
+    runner = make_runner(step)
+    with pytest.raises(VerificationError, match="batch size 4 with 1 real rows") as info:
+        runner.capture([2, 4])
+    assert "output['noise'] in 3 of 3 values, first at [0, 0]: step 0." in str(info.value)
+    assert "two results for the same inputs" in str(info.value)
+    with pytest.raises(NotCapturedError):
+        runner.run(1, toy_inputs(1))
+
+
+def test_state_that_is_read_and_changed_is_found(make_runner, device):
+    count = torch.zeros(1, dtype=torch.int64, device=device)
+    runner = make_runner(lambda batch: batch.tokens + count.add_(1))
+    with pytest.raises(VerificationError, match="reads state that it also changes"):
+        runner.capture([2])
+
+
+def test_python_state_is_found(make_runner):
+    calls = []
+
+    def step(batch):
+        calls.append(batch.size)
+        return batch.tokens + len(calls)
+
+    with pytest.raises(VerificationError, match="batch size 2 with 1 real rows"):
+        make_runner(step).capture([2])
+
+
+def test_without_verification_such_a_step_is_captured(make_runner):
+    runner = make_runner(lambda batch: torch.rand_like(batch.hidden))
+    report = runner.capture([2], verify=False)
+    assert [graph.verdict for graph in report.graphs] == ["not verified"]
+    assert runner.run(2, toy_inputs(2)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda batch: batch.hidden / 0,
+        lambda batch: (batch.hidden * float("nan"), batch.tokens == 3),
+        lambda batch: batch.tokens.to(torch.uint8),
+        lambda batch: batch.hidden.to(torch.float8_e4m3fn),
+        lambda batch: batch.hidden.to(torch.bfloat16),
+        lambda batch: batch.hidden.to(torch.complex64),
+        lambda batch: batch.hidden.double(),
+        lambda batch: batch.tokens[:, None].expand(-1, 5),
+        lambda batch: batch.tokens,
+        lambda batch: batch.tokens.add_(1),
+        lambda batch: (batch.hidden, batch.hidden[:, 0]),
+    ],
+)
+def test_every_dtype_and_view_is_verified(step, make_runner):
+    report = make_runner(step).capture([1, 4])
+    assert [graph.verdict for graph in report.graphs] == ["bit-equal"] * 2
+
+
+def test_signed_zeros_differ():
+    signs = iter([1.0, 1.0, 1.0] + [1.0, -1.0] + [1.0] * 9)
+    runner = GraphRunner(
+        lambda batch: batch.hidden * 0 * next(signs), StaticBuffers(SPECS, 8, "cpu")
+    )
+    with pytest.raises(VerificationError, match=r"step -?0.0, replay -?0.0$"):
+        runner.capture([1])
+
+
+def test_results_beyond_the_real_rows_may_differ(make_runner):
+    def step(batch):
+        index = torch.arange(batch.size, device=batch.tokens.device)
+        noise = torch.rand(batch.size, device=batch.tokens.device)
+        return torch.where(index < batch.n_active, batch.hidden[:, 0], noise)
+
+    make_runner(step).capture([1, 4])
+
+
+def test_verification_draws_examples_and_pads_the_rest(device):
+    drawn, seen = [], []
+
+    def example(generator, shape):
+        drawn.append(shape)
+        return torch.randint(50, 60, shape, generator=generator)
+
+    specs = {
+        "x": BufferSpec((2,), torch.int32, -1, example),
+        "y": BufferSpec((), torch.float32, 0.5),
+    }
+    buffers = StaticBuffers(specs, 4, device)
+
+    def step(batch):
+        if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+            seen.append((batch.n_active.item(), batch.x.tolist(), batch.y.tolist()))
+        return batch.x + 1
+
+    with GraphRunner(step, buffers) as runner:
+        runner.capture([4])
+    assert drawn == [(1, 2), (2, 2), (3, 2), (4, 2)]
+    assert {n for n, _, _ in seen} == {0, 1, 2, 3, 4}
+    for n, x, y in seen:
+        assert all(50 <= value < 60 for row in x[:n] for value in row)
+        assert x[n:] == [[-1, -1]] * (4 - n)
+        assert y == [0.5] * 4
+
+
+@pytest.mark.parametrize(
+    ("example", "match"),
+    [
+        (lambda generator, shape: [1, 2], r"specs\['x'\].example: returned list"),
+        (lambda generator, shape: torch.zeros(9), r"specs\['x'\].example: returned \(9,\)"),
+    ],
+)
+def test_bad_examples(example, match, device):
+    buffers = StaticBuffers({"x": BufferSpec((), torch.int64, 0, example)}, 2, device)
+    with (
+        GraphRunner(lambda batch: batch.x + 1, buffers) as runner,
+        pytest.raises(CaptureError, match=f"could not verify batch size 2: ValueError: {match}"),
+    ):
+        runner.capture([2])
+
+
+def test_report_has_what_was_measured(step, make_runner, device):
+    report = make_runner(step).capture([1, 4])
+    assert [graph.batch_size for graph in report.graphs] == [1, 4]
+    for graph in report.graphs:
+        assert graph.verdict == "bit-equal"
+        assert min(graph.warmup_ms, graph.capture_ms, graph.verify_ms) > 0
+        assert (graph.pool_mib is None) == (device.type == "cpu")
+        assert (graph.device_mib is None) == (device.type == "cpu")
+        assert report.total_ms > graph.warmup_ms + graph.capture_ms + graph.verify_ms
+    loaded = json.loads(report.to_json())
+    assert loaded["device"] == report.device
+    assert [graph["batch_size"] for graph in loaded["graphs"]] == [1, 4]
+    assert set(loaded["graphs"][0]) == set(GraphReport.__dataclass_fields__)
+
+
+def test_report_is_a_table():
+    report = CaptureReport(
+        device="NVIDIA H200",
+        total_ms=1234.56,
+        graphs=(
+            GraphReport(1, 10.0, 5.25, None, 2.0, 4.5, "not verified"),
+            GraphReport(128, 20.0, 6.0, 30.125, None, None, "bit-equal"),
+        ),
+    )
+    title, header, first, second = str(report).splitlines()
+    assert title == "2 batch sizes captured on NVIDIA H200 in 1234.6 ms"
+    assert header.split("  ")[-1] == "verdict"
+    assert first.split() == ["1", "10.00", "5.25", "-", "2.00", "4.50", "not", "verified"]
+    assert second.split() == ["128", "20.00", "6.00", "30.12", "-", "-", "bit-equal"]
+    assert len({line.index(end) for line, end in ((header, "verdict"), (first, "not"))}) == 1
