@@ -70,6 +70,9 @@ class Backend(Protocol):
     def release(self, graphs: list[Graph]) -> None:
         """Wait for replays, then give back the graphs, emptying the list, and their memory."""
 
+    def close(self) -> None:
+        """Let go of what is held between captures."""
+
 
 class CpuBackend:
     """Captures nothing: a replay calls the step and copies what it returns to where outputs live.
@@ -118,6 +121,9 @@ class CpuBackend:
         while graphs:
             graphs.pop().release()
         self._shared = {}
+
+    def close(self) -> None:
+        """Let go of nothing: nothing is held between captures."""
 
     def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         key = (name, dtype, shape[1:])

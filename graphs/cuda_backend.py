@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import cast
 
@@ -47,6 +47,7 @@ class CudaBackend:
         self._device = device
         self._given_pool = pool
         self._pool: PoolHandle | None = pool
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
         self._scope = _StreamScope(self._stream)
 
@@ -68,6 +69,8 @@ class CudaBackend:
     def prepare_capture(self) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
         self._pool = self._given_pool or torch.cuda.graph_pool_handle()
+        if self._given_pool is not None and self._anchor is None:
+            self._anchor = self._empty_graph()
         gc.collect()  # dead reference cycles may hold device memory
         torch.cuda.empty_cache()
 
@@ -76,8 +79,7 @@ class CudaBackend:
         # Kept, a graph is instantiated apart from the end of its capture: whatever fails up to
         # that end is mended by `_abandon`, and nothing after it needs to be.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        pool = cast("torch.cuda._POOL_HANDLE", self._pool)
-        graph.capture_begin(pool=pool, capture_error_mode=_CAPTURE_MODE)
+        self._begin(graph)
         try:
             outputs = Outputs.of(step(batch), batch)
             graph.capture_end()
@@ -109,6 +111,30 @@ class CudaBackend:
         # A pool without graphs stays reserved until the allocator's cache is emptied.
         torch.cuda.empty_cache()
 
+    def close(self) -> None:
+        """Let go of a pool of the caller's."""
+        if self._anchor is not None:
+            self._anchor.reset()
+            self._anchor = None
+            torch.cuda.empty_cache()
+
+    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        pool = cast("torch.cuda._POOL_HANDLE", self._pool)
+        graph.capture_begin(pool=pool, capture_error_mode=_CAPTURE_MODE)
+
+    def _empty_graph(self) -> torch.cuda.CUDAGraph:
+        """Return a graph of nothing in the pool.
+
+        A pool whose last graph is destroyed is refused by torch from then on (seen in 2.11: an
+        assertion in its host allocator). This one keeps a pool of the caller's usable while graphs
+        in it come and go.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with _no_warning_of_empty_graphs():
+            self._begin(graph)
+            graph.capture_end()
+        return graph
+
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture so that the stream, the allocators and the generators are usable.
 
@@ -118,8 +144,7 @@ class CudaBackend:
         in its place for `capture_end` to end.
         """
         driver, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(self._stream.cuda_stream)
-        with torch.cuda.stream(self._stream), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        with torch.cuda.stream(self._stream), _no_warning_of_empty_graphs():
             _end_capture(driver, stream)
             status = driver.cuStreamBeginCapture_v2(stream, _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
             if status:
@@ -190,6 +215,13 @@ def _end_capture(driver: ctypes.CDLL, stream: ctypes.c_void_p) -> None:
     driver.cuStreamEndCapture(stream, ctypes.byref(graph))
     if graph:
         driver.cuGraphDestroy(graph)
+
+
+@contextmanager
+def _no_warning_of_empty_graphs() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
 
 
 def _check_pool(pool: PoolHandle | None) -> None:

@@ -47,9 +47,7 @@ class CaptureReport:
 
     def __str__(self) -> str:
         """Return a table."""
-        title = (
-            f"{len(self.graphs)} batch sizes captured on {self.device} in {self.total_ms:.1f} ms"
-        )
+        title = f"{len(self.graphs)} batch size{'s'[: len(self.graphs) > 1]} captured on {self.device} in {self.total_ms:.1f} ms"
         if self.device == "cpu":
             title += " (without CUDA a replay calls the step)"
         header = ("batch", "warm-up ms", "capture ms", "verify ms", "pool MiB", "device MiB")

@@ -237,6 +237,7 @@ class GraphRunner(Generic[OutputT]):
         with self._exclusively("close"):
             if self._refusal is not _CLOSED:
                 self._release()
+                self._backend.close()
                 self._refusal = _CLOSED
 
     def __enter__(self) -> GraphRunner[OutputT]:

@@ -268,16 +268,10 @@ class Engine:
                 f"max_context = {self.max_context}"
             )
         max_new_tokens = min(params.max_tokens, self.max_context - len(tokens))
-        needed = self.cache.pages_for(len(tokens) + max_new_tokens - 1)
-        if needed > self.cache.num_pages:
-            raise ValueError(
-                f"prompt: got {len(tokens)} tokens, which with {max_new_tokens} more need {needed} "
-                f"pages; expected at most the cache's {self.cache.num_pages}"
-            )
         stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids.update(self.model.config.eos_token_ids)
-        return Request(
+        request = Request(
             id=-1,
             prompt=tokens,
             params=params,
@@ -286,6 +280,13 @@ class Engine:
             stop_ids=frozenset(stop_ids),
             stream=TextStream(self.tokenizer, tokens, params.stop),
         )
+        needed = self.cache.pages_for(request.final_length)
+        if needed > self.cache.num_pages:
+            raise ValueError(
+                f"prompt: got {len(tokens)} tokens, which with {max_new_tokens} more need {needed} "
+                f"pages; expected at most the cache's {self.cache.num_pages}"
+            )
+        return request
 
     def _enqueue(self, request: Request) -> int:
         request.id = self._next_id

@@ -40,6 +40,11 @@ class Request:
         """Tokens whose keys and values a decode step needs: all but the last generated one."""
         return len(self.prompt) + max(len(self.generated) - 1, 0)
 
+    @property
+    def final_length(self) -> int:
+        """Tokens whose keys and values are in the cache at most, before the last is sampled."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
     def accept(self, token: int) -> TokenEvent:
         """Add a sampled token, decide whether it is the last, and return its event."""
         self.generated.append(token)

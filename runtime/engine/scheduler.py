@@ -106,9 +106,13 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         """Give a waiting request its pages, unless running ones would soon need them back."""
-        # One page per running request: what all of them may ask for in the very next step.
-        headroom = len(self.running)
         cache = self.cache
+        # What all of them may ask for in the very next step, this request included.
+        headroom = sum(
+            cache.pages_for(r.final_length) > len(cache.pages(r.id)) for r in self.running
+        )
+        next_length = min(request.length + 1, request.final_length)
+        headroom += cache.pages_for(next_length) - cache.pages_for(request.length)
         if request.swapped is not None:
             if cache.free_pages < cache.pages_for(request.length) + headroom:
                 return False

@@ -82,6 +82,16 @@ def test_first_come_first_served_within_slots() -> None:
     assert step(scheduler).admitted == [2]
 
 
+def test_as_many_run_as_the_pages_hold_to_their_end() -> None:
+    scheduler = make_scheduler(pages=12)
+    for number in range(4):
+        scheduler.submit(make_request(number, prompt=5, new_tokens=8))
+    assert step(scheduler).admitted == [0, 1, 2, 3]
+    while not scheduler.idle:
+        step(scheduler)
+    assert scheduler.preemptions == 0
+
+
 def test_prompts_are_computed_in_chunks_at_multiples_of_the_chunk_whatever_the_budget() -> None:
     scheduler = make_scheduler(pages=30, chunk=8)
     scheduler.submit(make_request(0, prompt=19, new_tokens=1))

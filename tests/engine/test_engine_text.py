@@ -56,7 +56,9 @@ def test_any_bytes_decode_to_what_the_tokenizer_makes_of_them(ids: list[int]) ->
     st.text(alphabet="abc", max_size=16),
     st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_text_ends_before_the_stop_string_that_is_complete_first(text: str, stops: list[str]) -> None:
+def test_text_ends_before_the_stop_string_that_is_complete_first(
+    text: str, stops: list[str]
+) -> None:
     stop = tuple(stops)
     pieces, stopped = run(encode(text), stop)
     assert "".join(pieces) == cut(text, stop)

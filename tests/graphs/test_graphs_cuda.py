@@ -22,6 +22,12 @@ LONG = 200_000_000  # clock cycles, about a tenth of a second
 
 
 @pytest.fixture
+def device():
+    """Only CUDA: everything here runs under `make test-gpu` alone."""
+    return torch.device(CUDA)
+
+
+@pytest.fixture
 def layers():
     """Two bf16 layers wide enough for cuBLAS to choose kernels by batch size."""
     return [torch.randn(512, 512, dtype=torch.bfloat16, device=CUDA) / 23 for _ in range(2)]
