@@ -1,0 +1,36 @@
+"""`python -m ostinato`: the process around `ostinato.cli.main`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def _run() -> int:
+    try:
+        # Imported here, so that Ctrl-C is caught from the beginning.
+        from ostinato.cli.main import main
+
+        for stream in (sys.stdout, sys.stderr):
+            # A model may write what the terminal's encoding cannot show.
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        return main()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+if __name__ == "__main__":
+    # A shell script starts its background jobs with SIGINT ignored; Ctrl-C shall work there too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Read when torch is loaded. OpenMP threads that spin instead of sleeping keep each other off a
+    # busy processor: a small model's step took 70 times as long beside two other processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    code = _run()
+    if code == _INTERRUPTED:
+        # Everything has been flushed. A normal exit might print the traceback of a second Ctrl-C,
+        # or end by the signal instead of the code when the first one hit a module's import.
+        os._exit(code)
+    sys.exit(code)

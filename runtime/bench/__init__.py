@@ -1,0 +1,1 @@
+"""Latency benchmarks, and the JSON document that their results are kept in."""

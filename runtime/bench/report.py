@@ -1,0 +1,88 @@
+"""The document that results are kept in: rows, and what they were measured with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ostinato.bench import machine
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Args:
+        section: the benchmark: "gemm", "decode", "prefill", "graph" or "step".
+        case: what was computed, spelt as in the published comparisons.
+        impl: who computed it, ours being `ostinato_...`.
+        us: microseconds, the median.
+        tb_s: terabytes per second of unique bytes read and written.
+        tflop_s: 10^12 operations of the algorithm per second.
+    """
+
+    section: str
+    case: str
+    impl: str
+    us: float
+    tb_s: float
+    tflop_s: float
+
+    @staticmethod
+    def of(
+        section: str, case: str, impl: str, *, seconds: float, num_bytes: float, flops: float
+    ) -> Row:
+        """Return the row of a measured time and the work done in it."""
+        return Row(
+            section,
+            case,
+            impl,
+            us=round(seconds * 1e6, 2),
+            tb_s=float(f"{num_bytes / seconds / 1e12:.4g}"),
+            tflop_s=float(f"{flops / seconds / 1e12:.4g}"),
+        )
+
+
+@dataclass
+class Report:
+    """Rows with the GPU (the CPU where none was used), versions and commit they belong to.
+
+    `rows` are of `Row`, or of another dataclass where it is not time that was measured.
+    """
+
+    gpu: str
+    versions: dict[str, str | None]
+    commit: str | None
+    rows: list[DataclassInstance] = field(default_factory=list)
+
+    @staticmethod
+    def for_device(device: torch.device) -> Report:
+        """Return an empty report for measurements on `device`."""
+        versions = machine.versions()
+        if device.type != "cuda":
+            return Report(machine.cpu_model(), versions, machine.commit())
+        driver = next((gpu.driver for gpu in machine.gpus()), None)
+        versions |= {"cuda": torch.version.cuda, "driver": driver}
+        return Report(torch.cuda.get_device_name(device), versions, machine.commit())
+
+    def to_json(self) -> str:
+        """Return the document as JSON, one row per line so that changes of it can be read."""
+        head = {name: value for name, value in asdict(self).items() if name != "rows"}
+        fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        rows = ",\n".join("  " + json.dumps(asdict(row)) for row in self.rows)
+        return "{\n" + "".join(f"{f},\n" for f in fields) + f'"rows": [\n{rows}\n]\n}}\n'
+
+    def write(self, path: Path) -> None:
+        """Write the document to a file.
+
+        Raises:
+            OSError: when it cannot be written.
+        """
+        path.write_text(self.to_json(), encoding="utf-8")

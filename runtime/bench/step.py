@@ -1,0 +1,177 @@
+"""The decode step: latency of one replay of the engine's captured step, at a given KV length."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+
+from ostinato.bench.report import Row
+from ostinato.bench.timing import MIN_REPEATS, time_calls
+from ostinato.bench.weights import precision
+from ostinato.engine.decode import DecodeStep, SeenTokens
+from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.model import Llama, ModelConfig, PagedKVCache
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What to measure: every batch at every context.
+
+    Args:
+        batches: sequences decoded at once.
+        contexts: tokens of each sequence in the KV cache, this step's included.
+        page_size: tokens per KV page.
+        repeats: replays, whose median is the result.
+    """
+
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    page_size: int = 16
+    repeats: int = 30
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse what cannot be measured on a model.
+
+        Raises:
+            ValueError: for a number that is too small, or a context that the model does not have.
+        """
+        least = [("batch", batch, 1) for batch in self.batches]
+        least += [("context", context, 1) for context in self.contexts]
+        least += [("page_size", self.page_size, 1), ("repeats", self.repeats, MIN_REPEATS)]
+        for name, value, minimum in least:
+            if value < minimum:
+                raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        if max(self.contexts) > config.max_position_embeddings:
+            raise ValueError(
+                f"context: got {max(self.contexts)}, expected at most the model's "
+                f"{config.max_position_embeddings}"
+            )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A measured step: one token for each of `batch` sequences."""
+
+    batch: int
+    row: Row
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all sequences."""
+        return self.batch / self.row.us * 1e6
+
+
+def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
+    """Time the decode step, yielding results as they are measured.
+
+    A step is what the engine's runner does for one token of every sequence: inputs (on the
+    device already) copied into the static buffers, then the replay, sampling included. The
+    sequences' pages are scattered over a cache of just the size needed.
+
+    Args:
+        model: the decoder.
+        name: of the model, as the rows shall call it.
+        plan: what to measure.
+
+    Raises:
+        ValueError: at the call, for what `StepPlan.check` refuses.
+    """
+    plan.check(model.config)
+    contexts = sorted(set(plan.contexts))
+    # One generator per context, so that its cache is freed before the next one's is made.
+    return chain.from_iterable(_time_context(model, name, plan, context) for context in contexts)
+
+
+def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
+    batches = sorted(set(plan.batches))
+    pages_each = -(-context // plan.page_size)
+    cache = PagedKVCache.for_model(
+        model.config,
+        num_pages=1 + batches[-1] * pages_each,
+        page_size=plan.page_size,
+        device=model.device,
+    )
+    cache.storage.normal_()
+    seen = SeenTokens(batches[-1], model.config.vocab_size, model.device)
+    step = DecodeStep(model, cache, seen, max_pages=pages_each)
+    specs = step.buffer_specs()
+    buffers = StaticBuffers(specs, batches[-1], model.device)
+    with GraphRunner(step, buffers) as runner:
+        runner.capture(batches, progress=True, verify=False)
+        for batch in batches:
+            inputs = {
+                name: tensor.to(model.device, specs[name].dtype)
+                for name, tensor in _inputs(model, batch, context, plan.page_size).items()
+            }
+            replay = partial(runner.run, batch, inputs)
+            times = time_calls(replay, model.device, repeats=plan.repeats)
+            row = Row.of(
+                "step",
+                f"{name} b{batch} ctx{context}",
+                f"ostinato_{precision(model)}",
+                seconds=statistics.median(times),
+                num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
+                flops=step_flops(model, batch, context),
+            )
+            yield StepResult(batch, row)
+
+
+def weight_bytes(model: Llama) -> int:
+    """Bytes of the weights that one step reads: not the tables of which it gathers a few rows."""
+    gathered = [model.cos_sin]
+    if model.lm_head.weight is not model.embedding:
+        gathered.append(model.embedding)
+    return sum(
+        tensor.nbytes
+        for tensor in model.tensors()
+        if not any(tensor is table for table in gathered)
+    )
+
+
+def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
+    """Bytes of the keys and values that one step reads."""
+    return batch * _attended(config, context) * 2 * config.kv_size * config.dtype.itemsize
+
+
+def step_flops(model: Llama, batch: int, context: int) -> int:
+    """Multiplications and additions of one step's linear layers and attention."""
+    linears = [model.lm_head]
+    for layer in model.layers:
+        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
+    weights = sum(linear.weight.numel() for linear in linears)
+    attention = 2 * model.config.q_size * _attended(model.config, context)
+    return 2 * batch * (weights + attention)
+
+
+def _attended(config: ModelConfig, context: int) -> int:
+    """Keys that one query attends to, over all layers."""
+    return sum(min(context, window or context) for window in config.sliding_windows)
+
+
+def _inputs(model: Llama, batch: int, context: int, page_size: int) -> dict[str, torch.Tensor]:
+    """Return the step's inputs: random tokens at the end of sequences in scattered pages."""
+    generator = torch.Generator().manual_seed(0)
+    pages_each = -(-context // page_size)
+    # Page 0 is the dummy page.
+    pages = 1 + torch.randperm(batch * pages_each, generator=generator).view(batch, pages_each)
+    last = context - 1
+    return {
+        "tokens": torch.randint(model.config.vocab_size, (batch,), generator=generator),
+        "positions": torch.full((batch,), last),
+        "seq_lens": torch.full((batch,), context),
+        "slot_mapping": pages[:, -1] * page_size + last % page_size,
+        "page_table": pages,
+        "slots": torch.arange(batch),
+        "temperature": torch.ones(batch),
+        "top_k": torch.zeros(batch),
+        "top_p": torch.ones(batch),
+        "min_p": torch.zeros(batch),
+        "repetition_penalty": torch.ones(batch),
+        "seeds": torch.arange(batch),
+        "counters": torch.full((batch,), last),
+    }

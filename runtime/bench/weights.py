@@ -1,0 +1,74 @@
+"""A decoder of any shape with random weights, made on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.bench.shapes import PRECISIONS
+from ostinato.model import AnyLinear, DecoderLayer, Linear, Llama, ModelConfig, W8A8Linear
+
+_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
+_NAMES |= {torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def precision(model: Llama) -> str:
+    """Return how the linear layers compute: "int8", "fp8", "bf16", "fp16" or "fp32"."""
+    return _NAMES[model.layers[0].qkv.weight.dtype]
+
+
+def random_llama(
+    config: ModelConfig, precision: str, device: torch.device, *, max_context: int
+) -> Llama:
+    """Return a decoder with random weights that keep activations of order one.
+
+    Args:
+        config: shape of the model; only bf16 models are made, without biases.
+        precision: of the linear layers but `lm_head`, which stays bf16: one of `PRECISIONS`.
+        device: where the weights are made.
+        max_context: longest sequence served.
+
+    Raises:
+        ValueError: for another precision, or a `max_context` that the model does not have.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: got {precision!r}, expected one of {', '.join(PRECISIONS)}")
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return weight.normal_(std=columns**-0.5, generator=generator)
+
+    def linear(rows: int, columns: int) -> AnyLinear:
+        if precision == "bf16":
+            return Linear(normal(rows, columns))
+        shape = rows, columns
+        if precision == "int8":
+            weight = torch.empty(shape, dtype=torch.int8, device=device)
+            weight.random_(-127, 128, generator=generator)
+            deviation = 127 / 3**0.5
+        else:
+            weight = normal(rows, columns).mul_(columns**0.5).to(torch.float8_e4m3fn)
+            deviation = 1.0
+        scale = torch.full((rows,), columns**-0.5 / deviation, device=device)
+        return W8A8Linear(weight, scale, torch.bfloat16)
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16, device=device)
+
+    hidden, head_dim = config.hidden_size, config.head_dim
+    layers = [
+        DecoderLayer(
+            input_norm=ones(hidden),
+            qkv=linear(config.q_size + 2 * config.kv_size, hidden),
+            o=linear(hidden, config.q_size),
+            post_attention_norm=ones(hidden),
+            gate_up=linear(2 * config.intermediate_size, hidden),
+            down=linear(hidden, config.intermediate_size),
+            q_norm=ones(head_dim) if config.qk_norm else None,
+            k_norm=ones(head_dim) if config.qk_norm else None,
+        )
+        for _ in range(config.num_layers)
+    ]
+    embedding = normal(config.vocab_size, hidden)
+    head = embedding if config.tie_word_embeddings else normal(config.vocab_size, hidden)
+    return Llama(config, embedding, layers, ones(hidden), Linear(head), max_context=max_context)

@@ -1,0 +1,63 @@
+"""What every command shares: its shape, its parser, and how a user's mistake is reported."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """A mistake of the user: shown as one line, without a traceback; exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `UserError` where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see --help)")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: `summary` for the list of commands; `main` takes its arguments, gives the code."""
+
+    summary: str
+    main: Callable[[Sequence[str]], int]
+
+
+@contextmanager
+def user_errors(*types: type[Exception]) -> Iterator[None]:
+    """Report these errors as the user's; by default those of bad values and bad paths.
+
+    The default is for set-up only: a `ValueError` in the middle of the work is a bug of ours,
+    whose traceback belongs in the bug report.
+    """
+    expected = types or (ValueError, OSError)
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except expected as error:
+        raise UserError(_one_line(error)) from error
+
+
+def comma_separated(text: str) -> list[int]:
+    """Parse "1,2,4" for argparse; an empty text is an empty list."""
+    try:
+        return [int(item) for item in text.split(",")] if text else []
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected integers separated by commas"
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(filter(None, lines)) or type(error).__name__

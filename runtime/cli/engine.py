@@ -1,0 +1,95 @@
+"""The flags that size an engine, and the engine of that size."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ostinato.cli.command import comma_separated, user_errors
+from ostinato.cli.device import add_device_flag, resolve_device
+
+if TYPE_CHECKING:
+    from ostinato.engine import Engine
+
+_MAX_BATCH = 32
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; sizes that are not given follow from the prompts."""
+    add_device_flag(parser)
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--batch-sizes",
+        type=comma_separated,
+        metavar="B,...",
+        help="batch sizes to capture, such as 1,2,4 (default: chosen up to --max-batch)",
+    )
+    group.add_argument(
+        "--max-batch",
+        type=int,
+        metavar="N",
+        help="texts that grow at once (default: the largest of --batch-sizes, or the number of "
+        f"prompts up to {_MAX_BATCH})",
+    )
+    group.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt and its text (default: what the prompts need)",
+    )
+    group.add_argument(
+        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
+    )
+    group.add_argument(
+        "--num-pages",
+        type=int,
+        metavar="N",
+        help="pages of the KV cache (default: enough, as far as memory allows)",
+    )
+    group.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not compare replays with the step after capture",
+    )
+
+
+def make_engine(
+    args: argparse.Namespace, prompts: Sequence[str], max_tokens: int
+) -> tuple[Engine, list[list[int]]]:
+    """Return an engine of just the size that the prompts need, and their tokens.
+
+    Raises:
+        UserError, ValueError, OSError: for a checkpoint or a flag that cannot be used.
+    """
+    import torch
+
+    from ostinato.checkpoint import load_config, load_model, load_tokenizer
+    from ostinato.engine import Engine
+
+    device = resolve_device(args.device)
+    config = load_config(args.model)
+    tokenizer = load_tokenizer(args.model)
+    tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
+    max_context = args.max_context
+    if max_context is None:
+        needed = max(map(len, tokens)) + max_tokens
+        max_context = min(needed, config.max_position_embeddings)
+    max_batch = args.max_batch
+    if max_batch is None:
+        # At least 1, so that it is the sizes, if they are wrong, that the error is about.
+        max_batch = max([1, *(args.batch_sizes or [min(len(prompts), _MAX_BATCH)])])
+    with user_errors(ValueError, OSError, torch.OutOfMemoryError):
+        model = load_model(args.model, device=device, max_context=max_context)
+    # torch says RuntimeError when there is no memory for so many pages.
+    with user_errors(ValueError, RuntimeError, MemoryError):
+        engine = Engine(
+            model,
+            tokenizer,
+            max_batch=max_batch,
+            max_context=max_context,
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+        )
+    return engine, tokens

@@ -1,0 +1,173 @@
+"""`generate`: prompts in, text out, with the latencies of getting there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ostinato.cli.command import Command, Parser, UserError, user_errors
+from ostinato.cli.display import TextDisplay
+from ostinato.cli.engine import add_engine_flags, make_engine
+from ostinato.cli.interrupt import INTERRUPTED, deferred_interrupt
+from ostinato.cli.prompts import read_prompts
+from ostinato.cli.sampling import add_sampling_flags, sampling_params
+from ostinato.cli.summary import Summary
+
+if TYPE_CHECKING:
+    from ostinato.engine import Completion, Engine, SamplingParams
+    from ostinato.graphs import CaptureReport
+
+_EPILOG = """\
+Texts go to standard output, everything else to standard error. One text is written token by
+token; of several, each stands under a header, in the order of the prompts: the first unfinished
+one grows token by token, and the others appear when their turn comes. Ctrl-C ends all texts where
+they are; they are still shown, and the exit code is 130.
+"""
+
+
+@dataclass(frozen=True)
+class _Served:
+    completions: list[Completion]
+    summary: Summary
+    interrupted: bool
+
+
+def _main(argv: Sequence[str]) -> int:
+    # Intermixed, so that prompts may stand on either side of the options.
+    args = _parser().parse_intermixed_args(argv)
+    prompts = read_prompts(args.prompts, args.prompts_file)
+    with user_errors():
+        params = _params_each(sampling_params(args), len(prompts))
+        engine, tokens = make_engine(args, prompts, params[0].max_tokens)
+        # Before the capture, so that a prompt that cannot be served is refused at once.
+        ids = _submit(engine, tokens, params)
+        report = engine.capture(args.batch_sizes, verify=args.verify)
+    display = None
+    if not args.json:
+        print(report, end="\n\n", file=sys.stderr, flush=True)
+        display = TextDisplay(prompts, sys.stdout)
+    with closing(engine):
+        served = _serve(engine, ids, display)
+    if args.json:
+        print(json.dumps(_document(args, engine, prompts, report, served), indent=2))
+    else:
+        seed = f"\nseed      {params[0].seed}" if params[0].temperature > 0 else ""
+        print(f"\n{served.summary}{seed}", file=sys.stderr)
+    return INTERRUPTED if served.interrupted else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="ostinato generate",
+        usage="python -m ostinato generate MODEL [PROMPT ...] [options]",
+        description="Turn prompts into text, all of them at once.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        default=[],
+        metavar="PROMPT",
+        help="texts to continue; - reads them from standard input, one per line, "
+        "as does giving none when that is not a terminal",
+    )
+    parser.add_argument(
+        "--prompts-file",
+        metavar="F",
+        help="file with one prompt per line, blank lines skipped (- for standard input)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def _params_each(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return one set per prompt, with seeds that follow each other."""
+    # Equal seeds would give equal prompts equal texts. 32 bits: short enough to type again.
+    first = secrets.randbits(32) if params.seed is None else params.seed
+    return [replace(params, seed=first + index) for index in range(count)]
+
+
+def _submit(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[int]:
+    ids = []
+    for number, (prompt, wanted) in enumerate(zip(prompts, params, strict=True), start=1):
+        try:
+            ids.append(engine.submit(prompt, wanted))
+        except ValueError as error:
+            raise UserError(f"prompt {number}: {error}") from error
+    return ids
+
+
+def _serve(engine: Engine, ids: Sequence[int], display: TextDisplay | None) -> _Served:
+    """Step until all requests have finished or Ctrl-C is pressed, showing their texts."""
+    started = time.perf_counter()
+    index = {request_id: at for at, request_id in enumerate(ids)}
+    unfinished = set(ids)
+    with deferred_interrupt() as interrupted:
+        while unfinished and not interrupted():
+            for event in engine.step():
+                finished = event.finish_reason is not None
+                if finished:
+                    unfinished.remove(event.request_id)
+                if display is not None:
+                    display.add(index[event.request_id], event.text, finished=finished)
+    for request_id in sorted(unfinished):
+        held_back = engine.cancel(request_id).text
+        if display is not None:
+            display.add(index[request_id], held_back, finished=False)
+    if unfinished and display is not None:
+        display.cut_short()
+    completions = [engine.result(request_id) for request_id in ids]
+    summary = Summary.of(
+        engine.stats,
+        engine.runner.stats(),
+        seconds=time.perf_counter() - started,
+        tokens=sum(len(completion.token_ids) for completion in completions),
+    )
+    return _Served(completions, summary, interrupted())
+
+
+def _document(
+    args: argparse.Namespace,
+    engine: Engine,
+    prompts: Sequence[str],
+    report: CaptureReport,
+    served: _Served,
+) -> dict[str, Any]:
+    from ostinato.bench import machine
+
+    completions = [
+        {
+            "prompt": prompt,
+            "prompt_tokens": completion.prompt_tokens,
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason.value,
+            "seed": completion.seed,
+        }
+        for prompt, completion in zip(prompts, served.completions, strict=True)
+    ]
+    return {
+        "model": args.model,
+        "device": str(engine.model.device),
+        "versions": machine.versions(),
+        "capture": asdict(report),
+        "completions": completions,
+        "latencies": served.summary.to_dict(),
+        "interrupted": served.interrupted,
+    }
+
+
+COMMAND = Command("turn prompts into text", _main)

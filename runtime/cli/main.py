@@ -1,0 +1,69 @@
+"""The command line as a function: which commands there are, and how a run of one may end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from ostinato import __version__
+from ostinato.cli import bench, env, generate, quantize
+from ostinato.cli.command import Command, Parser, UserError
+from ostinato.cli.interrupt import INTERRUPTED
+
+COMMANDS: dict[str, Command] = {
+    "generate": generate.COMMAND,
+    "quantize": quantize.COMMAND,
+    "bench": bench.COMMAND,
+    "env": env.COMMAND,
+}
+USER_ERROR = 2
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the command and its arguments; those of the process by default.
+
+    Raises:
+        SystemExit: after --help and --version.
+    """
+    name = "ostinato"
+    try:
+        chosen = _parser().parse_args(argv)
+        if chosen.command not in COMMANDS:
+            raise UserError(f"got {chosen.command or 'nothing'}, expected {' or '.join(COMMANDS)}")
+        name = f"ostinato {chosen.command}"
+        code = COMMANDS[chosen.command].main(chosen.arguments)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away. What is still buffered must not fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:{width}}  {c.summary}" for name, c in COMMANDS.items())
+    parser = Parser(
+        prog="ostinato",
+        usage="python -m ostinato COMMAND ...",
+        description=f"LLM decode in which every step is captured once and replayed.\n\n"
+        f"commands:\n{commands}",
+        epilog="`python -m ostinato COMMAND --help` describes a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ostinato {__version__}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,47 @@
+"""`quantize`: a checkpoint with 8-bit weights from one with 16- or 32-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ostinato.cli.command import Command, Parser, user_errors
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="ostinato quantize",
+        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8} [--ignore NAME ...]",
+        description="Write a W8A8 checkpoint (weights scaled per output channel, activations "
+        "quantised per token at run time) in compressed-tensors format.",
+    )
+    parser.add_argument("source", metavar="SRC", help="folder of a checkpoint in bf16, fp16, fp32")
+    parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
+    parser.add_argument("--scheme", choices=("int8", "fp8"), required=True, help="type of weights")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        metavar="NAME",
+        help="leave this module as it is: a full name, or re: and a regular expression; may be "
+        "repeated (default: lm_head)",
+    )
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    from ostinato.checkpoint import quantize_checkpoint
+
+    ignore = ("lm_head",) if args.ignore is None else tuple(args.ignore)
+    with user_errors():
+        quantize_checkpoint(args.source, args.destination, scheme=args.scheme, ignore=ignore)
+    before, after = _weights_mib(args.source), _weights_mib(args.destination)
+    print(f"{args.destination}: {args.scheme} weights, {after:.2f} MiB (before: {before:.2f} MiB)")
+    return 0
+
+
+def _weights_mib(folder: str) -> float:
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / 2**20
+
+
+COMMAND = Command("write a checkpoint with 8-bit weights", _main)

@@ -1,0 +1,178 @@
+"""`bench step`: its table, its document, and how it counts work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.bench.report import Report, Row
+from ostinato.bench.shapes import PRECISIONS, SHAPES
+from ostinato.bench.step import StepPlan, kv_bytes, step_flops, time_steps, weight_bytes
+from ostinato.bench.timing import percentile, time_calls
+from ostinato.bench.weights import precision, random_llama
+from ostinato.cli.main import main
+from ostinato.model import ModelConfig
+
+TINY = ModelConfig.from_hf(SHAPES["tiny"])
+CPU = torch.device("cpu")
+
+
+def test_shapes_are_measured_in_every_precision(
+    tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    sizes = "--batch 2 1 --context 16 5 --repeats 10 --dtype int8 fp8 bf16"
+    flags = ["--json", str(file), "--device", str(device)]
+    assert main(["bench", "step", "--shape", "tiny", *sizes.split(), *flags]) == 0
+    document = json.loads(file.read_text())
+    assert list(document) == ["gpu", "versions", "commit", "rows"]
+    assert document["gpu"]
+    assert torch.__version__.startswith(document["versions"]["torch"])
+    assert [(row["case"], row["impl"]) for row in document["rows"]] == [
+        (f"tiny b{batch} ctx{context}", f"ostinato_{dtype}")
+        for dtype in ("int8", "fp8", "bf16")
+        for context in (5, 16)
+        for batch in (1, 2)
+    ]
+    for row in document["rows"]:
+        assert list(row) == ["section", "case", "impl", "us", "tb_s", "tflop_s"]
+        assert row["section"] == "step"
+        assert min(row["us"], row["tb_s"], row["tflop_s"]) > 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(document["gpu"])
+    assert all(row["case"] in printed for row in document["rows"])
+
+
+def test_a_checkpoint_is_measured_under_its_own_name(
+    checkpoint: Path, tmp_path: Path, device: torch.device
+) -> None:
+    file = tmp_path / "step.json"
+    flags = ["--repeats", "10", "--context", "8", "--json", str(file), "--device", str(device)]
+    assert main(["bench", "step", "--model", str(checkpoint), *flags]) == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert (row["case"], row["impl"]) == ("random-llama b1 ctx8", "ostinato_fp32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("", "one of the arguments --model --shape is required"),
+        ("--shape tiny --model x", "argument --model: not allowed with argument --shape"),
+        ("--shape giant", "argument --shape: invalid choice: 'giant'"),
+        ("--shape tiny --dtype int4", "argument --dtype: invalid choice: 'int4'"),
+        ("--model x --dtype int8", "--dtype goes with --shape"),
+        ("--model no-such-folder", "no-such-folder/config.json: cannot be read"),
+        ("--shape tiny --batch 0", "batch: got 0, expected at least 1"),
+        ("--shape tiny --context 0", "context: got 0, expected at least 1"),
+        ("--shape tiny --context 2049", "context: got 2049, expected at most the model's 2048"),
+        ("--shape tiny --page-size 0", "page_size: got 0, expected at least 1"),
+        ("--shape tiny --repeats 9", "repeats: got 9, expected at least 10"),
+        ("--shape tiny --json no-such-folder/f.json", "--json: no-such-folder is not a folder"),
+        ("--shape tiny --device tpu", "--device: got 'tpu'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    arguments: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "step", *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"ostinato bench: error: {error}")
+    assert printed.err.count("\n") == 1
+
+
+def test_a_document_that_cannot_be_written_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", "step", "--shape", "tiny", "--context", "2", "--json", str(tmp_path)]
+    assert main(argv) == 2
+    assert f"{tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+def test_a_plan_is_checked_before_anything_is_made() -> None:
+    model = random_llama(TINY, "bf16", CPU, max_context=8)
+    with pytest.raises(ValueError, match="batch: got -1"):
+        time_steps(model, "tiny", StepPlan([1, -1], [8]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_are_models(shape: str) -> None:
+    assert ModelConfig.from_hf(SHAPES[shape]).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_random_weights_give_finite_logits(name: str, device: torch.device) -> None:
+    model = random_llama(TINY, name, device, max_context=8)
+    assert precision(model) == name
+    assert all(tensor.device.type == device.type for tensor in model.tensors())
+    x = torch.randn(4, TINY.hidden_size, dtype=torch.bfloat16, device=device)
+    for layer in model.layers:
+        for linear in (layer.qkv, layer.o):
+            assert 0.5 < linear(x).float().std() < 2
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="precision: got 'int4', expected one of int8, fp8, bf16"):
+        random_llama(TINY, "int4", CPU, max_context=8)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("name", "size"), [("int8", 1), ("bf16", 2)])
+def test_the_work_of_a_step(tied: bool, name: str, size: int) -> None:
+    config = ModelConfig.from_hf({**SHAPES["tiny"], "tie_word_embeddings": tied})
+    model = random_llama(config, name, CPU, max_context=8)
+    # Per layer: qkv [128, 64], o [64, 64], gate_up [256, 64], down [64, 128]; lm_head [512, 64].
+    layer, head, rows = 128 * 64 + 64 * 64 + 256 * 64 + 64 * 128, 512 * 64, 128 + 64 + 256 + 64
+    scales = 4 * rows if name == "int8" else 0
+    norms = 2 * 64 * (2 * 2 + 1)
+    assert weight_bytes(model) == 2 * (layer * size + scales) + 2 * head + norms
+    # Per sequence and layer 7 keys and 7 values, of two heads of 16 in bf16 each.
+    assert kv_bytes(config, batch=3, context=7) == 3 * 2 * 7 * 2 * 32 * 2
+    # Attention: for each of 64 query elements a product with every key and every value.
+    assert step_flops(model, batch=3, context=7) == 2 * 3 * (2 * layer + head + 2 * 7 * 2 * 64)
+
+
+def test_a_sliding_window_bounds_the_keys_read() -> None:
+    windowed = {**SHAPES["tiny"], "model_type": "mistral", "sliding_window": 5}
+    config = ModelConfig.from_hf(windowed)
+    assert kv_bytes(config, batch=1, context=100) == kv_bytes(TINY, batch=1, context=5)
+    assert kv_bytes(config, batch=1, context=3) == kv_bytes(TINY, batch=1, context=3)
+
+
+def test_calls_are_timed_one_by_one(device: torch.device) -> None:
+    calls = []
+    times = time_calls(lambda: calls.append(1), device, repeats=12, warmup=4)
+    assert len(calls) == 16
+    assert len(times) == 12
+    assert all(0 <= time < 1 for time in times)
+    with pytest.raises(ValueError, match="repeats: got 9, expected at least 10"):
+        time_calls(lambda: None, device, repeats=9)
+
+
+@pytest.mark.parametrize(
+    ("percent", "value"), [(0, 1), (1, 1), (50, 3), (60, 3), (61, 4), (99, 5), (100, 5)]
+)
+def test_percentiles_are_values_of_the_sample(percent: float, value: float) -> None:
+    assert percentile([5, 3, 1, 2, 4], percent) == value
+
+
+def test_an_empty_sample_has_no_percentile() -> None:
+    with pytest.raises(ValueError, match="sample: got no values"):
+        percentile([], 50)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_report_survives_json(count: int, tmp_path: Path) -> None:
+    row = Row.of("gemm", "N1 K2 M3", "ostinato_int8", seconds=2e-6, num_bytes=4e6, flops=6e6)
+    assert (row.us, row.tb_s, row.tflop_s) == (2.0, 2.0, 3.0)
+    report = Report("Some GPU", {"torch": "2.13.0", "cuda": None}, None, [row] * count)
+    file = tmp_path / "report.json"
+    report.write(file)
+    document = json.loads(file.read_text())
+    assert document["gpu"] == "Some GPU"
+    assert document["versions"] == {"torch": "2.13.0", "cuda": None}
+    assert document["commit"] is None
+    assert [Row(**fields) for fields in document["rows"]] == [row] * count

@@ -1,0 +1,163 @@
+"""The command line as a whole: help, exit codes, errors in one line, Ctrl-C and broken pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ostinato import __version__
+from ostinato.cli.command import UserError, comma_separated, user_errors
+from ostinato.cli.main import COMMANDS, main
+
+LONG = ("--max-tokens", "50000", "--ignore-eos", "--no-verify")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    "command", [(), ("generate",), ("quantize",), ("env",), ("bench",), ("bench", "step")]
+)
+def test_help_of_every_command(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: python -m ostinato {' '.join(command)}".strip() in capsys.readouterr().out
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ostinato {__version__}\n"
+
+
+def test_commands_are_imported_without_torch() -> None:
+    code = "import sys, ostinato.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        ([], "ostinato: error: got nothing, expected generate or quantize or bench or env"),
+        (["sing"], "ostinato: error: got sing, expected generate or"),
+        (["--loud"], "ostinato: error: unrecognized arguments: --loud (see --help)"),
+        (["generate"], "ostinato generate: error: the following arguments are required: MODEL"),
+        (["bench"], "ostinato bench: error: the following arguments are required: SECTION"),
+        (["env", "now"], "ostinato env: error: unrecognized arguments: now"),
+    ],
+)
+def test_bad_command_lines_are_refused_in_one_line(
+    argv: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(error)
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("size: got 0,\n  expected 1"), "size: got 0, expected 1"),
+        (FileNotFoundError(2, "No such file", "a/b"), "a/b: No such file"),
+        (OSError("no space"), "no space"),
+        (MemoryError(), "out of memory"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_user_errors_become_one_line(error: Exception, message: str) -> None:
+    with (
+        pytest.raises(UserError) as raised,
+        user_errors(ValueError, OSError, MemoryError),
+    ):
+        raise error
+    assert str(raised.value) == message
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), BrokenPipeError(32, "Broken pipe")])
+def test_other_errors_pass_through(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, user_errors():
+        raise error
+    assert raised.value is error
+
+
+def test_comma_separated() -> None:
+    assert comma_separated("1,-2,30") == [1, -2, 30]
+    assert comma_separated("") == []
+
+
+@pytest.fixture
+def endless(checkpoint: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a generation far longer than any test waits for."""
+    command = [sys.executable, "-m", "ostinato", "generate", str(checkpoint), "Hello", *LONG]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_ctrl_c_ends_a_generation(endless: subprocess.Popen[bytes]) -> None:
+    shown = endless.stdout.read(1)
+    endless.send_signal(signal.SIGINT)
+    rest, errors = endless.communicate(timeout=60)
+    assert endless.returncode == 130
+    assert b"Traceback" not in errors
+    assert b"decode " in errors
+    assert (shown + rest).endswith(b"\n")
+
+
+def test_ctrl_c_works_in_a_background_job(checkpoint: Path) -> None:
+    # A shell without job control starts `command &` with SIGINT ignored.
+    script = (
+        f"{sys.executable} -m ostinato generate {checkpoint} Hello {' '.join(LONG)} >text & "
+        "while kill -0 $! && ! test -s text; do sleep 0.05; done; kill -INT $!; wait $!"
+    )
+    folder = checkpoint.parent
+    done = subprocess.run(["sh", "-c", script], cwd=folder, env=ENVIRONMENT, timeout=60)
+    assert done.returncode == 130
+
+
+def test_ctrl_c_before_anything_is_ready(checkpoint: Path) -> None:
+    # With a pipe for its prompts that nobody writes to, the command waits.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ostinato", "generate", str(checkpoint), "-", "--no-verify"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**ENVIRONMENT, "PYTHONVERBOSE": "1"},
+    )
+    try:
+        # Python names each module that it imports: this one is the last before the wait.
+        while b"ostinato.cli.main'" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+def test_a_closed_pipe_ends_a_generation_quietly(endless: subprocess.Popen[bytes]) -> None:
+    endless.stdout.read(1)
+    endless.stdout.close()
+    errors = endless.stderr.read()
+    assert endless.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert b"Error" not in errors
