@@ -314,7 +314,7 @@ def test_a_stream_of_the_callers(step):
         runner.capture([4])
         with torch.cuda.stream(stream):
             out = runner.run(4, toy_inputs(4) | {"tokens": range(4)})
-        assert out["tokens"].tolist() == [1, 3, 5, 7]
+            assert out["tokens"].tolist() == [1, 3, 5, 7]
     assert all(seen)
 
 

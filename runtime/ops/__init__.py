@@ -1,0 +1,41 @@
+"""Ops of Ostinato: attention, linear, quantisation, norms and sampling, on CPU and CUDA tensors.
+
+Common to all of them:
+
+- `stream`: a `torch.cuda.Stream` or its integer handle, on which the op is launched as if under
+  `torch.cuda.stream`; None means torch's current stream. CPU tensors take only None.
+- `out`, where there is one, is written and returned; it must not overlap the inputs unless the
+  op says so. The elements of every tensor's last dimension must be adjacent; other strides are
+  free.
+- Bad arguments raise TypeError or ValueError, naming the argument, before anything is written.
+- The result of a row, and of a sequence, does not depend on the others of the call, to the bit.
+- On CUDA nothing is read back to the host, so that every op can be captured in a graph. Values
+  that change between replays live in tensors; Python numbers are frozen by capture.
+- The ops are for inference: results carry no gradient.
+- Arithmetic is fp32 inside, rounded once to the output's dtype. `ostinato.ops.reference` has a
+  readable twin of every op.
+"""
+
+from ostinato.ops.append import append_kv
+from ostinato.ops.linear import linear, w8a8_linear
+from ostinato.ops.norm import rms_norm, rms_norm_quantize
+from ostinato.ops.paged import paged_attention
+from ostinato.ops.quantize import quantize_per_tensor, quantize_per_token
+from ostinato.ops.sampling import sample
+from ostinato.ops.silu import silu_mul, silu_mul_quantize
+from ostinato.ops.varlen import varlen_attention
+
+__all__ = [
+    "append_kv",
+    "linear",
+    "paged_attention",
+    "quantize_per_tensor",
+    "quantize_per_token",
+    "rms_norm",
+    "rms_norm_quantize",
+    "sample",
+    "silu_mul",
+    "silu_mul_quantize",
+    "varlen_attention",
+    "w8a8_linear",
+]

@@ -1,0 +1,299 @@
+"""Writing new keys and values into a paged cache, with q/k norm, RoPE and quantisation."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from ostinato.ops import attention_checks, checks
+from ostinato.ops.e4m3 import as_bytes
+from ostinato.ops.library import register
+from ostinato.ops.quantize import dynamic_scale, encode
+from ostinato.ops.rows import mean_square
+
+
+@overload
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    q: torch.Tensor,
+    q_out: torch.Tensor | None = None,
+    interleaved: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check_bounds: bool = False,
+    stream: checks.Stream = None,
+) -> torch.Tensor: ...
+@overload
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    q: None = None,
+    q_out: torch.Tensor | None = None,
+    interleaved: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check_bounds: bool = False,
+    stream: checks.Stream = None,
+) -> None: ...
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+    q_out: torch.Tensor | None = None,
+    interleaved: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    check_bounds: bool = False,
+    stream: checks.Stream = None,
+) -> torch.Tensor | None:
+    """Normalise and rotate q and k, write k and v into the cache's slots, return q.
+
+    Each head of q and k is divided by its root mean square if its norm weight is given, then
+    rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), all
+    in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of a negative slot
+    is not written, but its q is returned like any other's. Slots must not repeat.
+
+    Args:
+        k: [tokens, heads_kv, dim] bf16, fp16 or fp32.
+        v: like k.
+        k_cache: [pages, page_size, heads_kv, dim] of k's dtype, int8 or e4m3; written.
+        v_cache: like k_cache; written.
+        slot_mapping: [tokens] int64, -1 for tokens that are not written.
+        positions: [tokens] int32, rows of cos_sin; goes with it.
+        cos_sin: [max_positions, rotary_dim] fp32, rotary_dim even and at most dim: the cosines of
+            the rotary_dim / 2 angles, then their sines. Elements from rotary_dim on stay.
+        q: [tokens, heads_q, dim] of k's dtype.
+        q_out: like q, and may be q itself; allocated when None.
+        interleaved: rotate elements (2i, 2i + 1), not (i, i + rotary_dim / 2).
+        q_norm_weight: [dim] of k's dtype or fp32.
+        k_norm_weight: likewise.
+        norm_eps: added to the mean of squares, at least 0.
+        k_scale: fp32, for an int8 or e4m3 cache and only then. A scalar or [heads_kv] divides k;
+            into [pages, page_size, heads_kv] the scale of each token and head, computed as in
+            `quantize_per_token`, is written.
+        v_scale: likewise for v.
+        check_bounds: read slots and positions on the host and check them.
+        stream: see `ostinato.ops`.
+
+    Returns:
+        q_out, or None if q is None.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.tensor("k", k, checks.FLOAT_DTYPES, ("tokens", "heads_kv", "dim"))
+    device, dtype = k.device, k.dtype
+    tokens, _, dim = k.shape
+    attention_checks.caches(k_cache, v_cache, dtype, dim, device)
+    checks.tensor("k", k, (dtype,), (tokens, k_cache.size(2), dim))
+    checks.tensor("v", v, (dtype,), k.shape, device)
+    checks.tensor("slot_mapping", slot_mapping, (torch.int64,), (tokens,), device)
+    attention_checks.scales(k_cache, k_scale, v_scale)
+    _check_rotary(positions, cos_sin, tokens, dim, device)
+    norms = {"k_norm_weight": k_norm_weight, "q_norm_weight": q_norm_weight}
+    for name, weight in norms.items():
+        if weight is not None:
+            checks.tensor(name, weight, (dtype, torch.float32), (dim,), device)
+    checks.number("norm_eps", norm_eps, least=0.0)
+    checks.flag("interleaved", interleaved)
+    if q is not None:
+        checks.tensor("q", q, (dtype,), (tokens, "heads_q", dim), device)
+        if q_out is not None:
+            checks.tensor("q_out", q_out, (dtype,), q.shape, device)
+    for name, given in (("q_out", q_out), ("q_norm_weight", q_norm_weight)):
+        if q is None and given is not None:
+            raise ValueError(f"{name}: got a tensor, expected None without q")
+    with checks.launch_stream(stream, device):
+        if check_bounds:
+            _check_bounds(slot_mapping, k_cache, positions, cos_sin)
+        if q is not None and q_out is None:
+            q_out = torch.empty(q.shape, dtype=dtype, device=device)
+        _append_kv_op(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            positions,
+            cos_sin,
+            q,
+            q_out,
+            interleaved,
+            q_norm_weight,
+            k_norm_weight,
+            norm_eps,
+            k_scale,
+            v_scale,
+        )
+    return q_out
+
+
+def _check_rotary(
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    tokens: int,
+    dim: int,
+    device: torch.device,
+) -> None:
+    if (positions is None) != (cos_sin is None):
+        given, missing = "positions", "cos_sin"
+        if positions is None:
+            given, missing = missing, given
+        raise ValueError(f"{missing}: got None with {given}, expected both or neither")
+    if positions is None or cos_sin is None:
+        return
+    checks.tensor("positions", positions, (torch.int32,), (tokens,), device)
+    checks.tensor("cos_sin", cos_sin, (torch.float32,), ("max_positions", "rotary_dim"), device)
+    checks.not_empty("cos_sin", cos_sin, "max_positions", "rotary_dim")
+    rotary_dim = cos_sin.size(1)
+    if rotary_dim % 2 or rotary_dim > dim:
+        raise ValueError(
+            f"cos_sin: got rotary_dim = {rotary_dim}, expected an even number up to dim = {dim}"
+        )
+
+
+def _check_bounds(
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+) -> None:
+    slots = k_cache.size(0) * k_cache.size(1)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if not -1 <= slot < slots:
+            raise ValueError(
+                f"slot_mapping: got slot {slot} for token {token}, expected -1 to {slots - 1}"
+            )
+    if positions is None or cos_sin is None:
+        return
+    for token, position in enumerate(positions.tolist()):
+        if not 0 <= position < cos_sin.size(0):
+            raise ValueError(
+                f"positions: got {position} for token {token}, expected 0 to {cos_sin.size(0) - 1}"
+            )
+
+
+def _append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    q: torch.Tensor | None,
+    q_out: torch.Tensor | None,
+    interleaved: bool,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    if k.size(0) == 0:
+        return
+    keys = _normalized(k, k_norm_weight, norm_eps)
+    heads = keys if q is None else torch.cat([_normalized(q, q_norm_weight, norm_eps), keys], dim=1)
+    if positions is not None and cos_sin is not None:
+        heads = _rotated(heads, cos_sin.index_select(0, positions).unsqueeze(1), interleaved)
+    if q is not None and q_out is not None:
+        q_out.copy_(heads[:, : q.size(1)])
+        heads = heads[:, q.size(1) :]
+    places = _Places(slot_mapping, k_cache.size(1))
+    for x, cache, scale in ((heads, k_cache, k_scale), (v.float(), v_cache, v_scale)):
+        if scale is None:
+            places.write(cache, x.to(cache.dtype))
+            continue
+        if scale.ndim == 3:
+            token_scale = dynamic_scale(x, cache.dtype)
+            places.write(scale, token_scale)
+            scale = token_scale
+        divisor = scale.unsqueeze(-1) if scale.ndim else scale
+        places.write(cache, encode(x, divisor, cache.dtype))
+
+
+def _normalized(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    x = x.float()
+    if weight is None:
+        return x
+    squares = mean_square(x.reshape(-1, x.size(2))).view(x.size(0), x.size(1), 1)
+    return x / (squares + eps).sqrt_() * weight
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate x [tokens, heads, dim] by angles [tokens, 1, rotary_dim], cosines then sines."""
+    rotary_dim = angles.size(-1)
+    cos, sin = angles.chunk(2, dim=-1)
+    if interleaved:
+        first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
+    else:
+        first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    if rotary_dim == x.size(-1):
+        return rotated
+    return torch.cat([rotated, x[..., rotary_dim:]], dim=-1)
+
+
+class _Places:
+    """Where each token goes in a cache [pages, page_size, ...]."""
+
+    def __init__(self, slots: torch.Tensor, page_size: int) -> None:
+        written = slots >= 0
+        self._any_written: torch.Tensor | None = None
+        if slots.device.type == "cpu":
+            self._token = written.nonzero().squeeze(1)
+        else:
+            # The host does not know how many tokens have a slot, so all are written: those without
+            # one repeat the write of the first that has one or, if none has, write to slot 0 what
+            # is there already.
+            self._any_written = written.any()
+            every = torch.arange(slots.size(0), device=slots.device)
+            self._token = torch.where(written, every, written.int().argmax())
+        slot = slots.index_select(0, self._token).clamp_min_(0)
+        self._index = (slot // page_size, slot % page_size)
+
+    def write(self, cache: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values [tokens, ...], of cache's dtype, to their slots."""
+        cache, values = as_bytes(cache), as_bytes(values).index_select(0, self._token)
+        if self._any_written is not None:
+            values = torch.where(self._any_written, values, cache[self._index])
+        cache.index_put_(self._index, values)
+
+
+_append_kv_op = register(
+    "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    "Tensor? positions, Tensor? cos_sin, Tensor? q, Tensor(c!)? q_out, bool interleaved, "
+    "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, Tensor(d!)? k_scale, "
+    "Tensor(e!)? v_scale) -> ()",
+    _append_kv,
+)

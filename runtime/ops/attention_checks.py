@@ -1,0 +1,169 @@
+"""Checks of the attention ops' arguments, on shapes always and on device data when asked."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.attend import LogitRule
+
+_INT32 = (torch.int32,)
+_FLOAT32 = (torch.float32,)
+
+
+def paged(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+) -> None:
+    """Check the tensors of `paged_attention` and how their shapes agree."""
+    checks.tensor("q", q, checks.FLOAT_DTYPES, ("tokens", "heads_q", "dim"))
+    device = q.device
+    caches(k_cache, v_cache, q.dtype, q.size(2), device)
+    _groups(q, k_cache.size(2))
+    checks.tensor("page_table", page_table, _INT32, ("batch", "max_pages"), device)
+    checks.not_empty("page_table", page_table, "max_pages")
+    batch = page_table.size(0)
+    checks.tensor("seq_lens", seq_lens, _INT32, (batch,), device)
+    checks.integer("max_seqlen_q", max_seqlen_q, least=1)
+    if cu_seqlens_q is not None:
+        checks.tensor("cu_seqlens_q", cu_seqlens_q, _INT32, (batch + 1,), device)
+    elif q.size(0) != batch * max_seqlen_q:
+        raise ValueError(
+            f"q: got {q.size(0)} tokens, expected batch * max_seqlen_q = "
+            f"{batch} * {max_seqlen_q} when cu_seqlens_q is None"
+        )
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Check the tensors of `varlen_attention` and how their shapes agree."""
+    checks.tensor("q", q, checks.FLOAT_DTYPES, ("total_q", "heads_q", "dim"))
+    checks.not_empty("q", q, "heads_q", "dim")
+    device = q.device
+    dtypes = (q.dtype, *checks.QUANTIZED_DTYPES)
+    checks.tensor("k", k, dtypes, ("total_k", "heads_kv", q.size(2)), device)
+    checks.not_empty("k", k, "heads_kv", "dim")
+    checks.tensor("v", v, (k.dtype,), k.shape, device)
+    _groups(q, k.size(1))
+    checks.tensor("cu_seqlens_q", cu_seqlens_q, _INT32, ("batch + 1",), device)
+    checks.not_empty("cu_seqlens_q", cu_seqlens_q, "batch + 1")
+    checks.tensor("cu_seqlens_k", cu_seqlens_k, _INT32, (cu_seqlens_q.size(0),), device)
+    checks.integer("max_seqlen_q", max_seqlen_q, least=1)
+    checks.integer("max_seqlen_k", max_seqlen_k, least=1)
+
+
+def caches(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    dtype: torch.dtype,
+    dim: int,
+    device: torch.device,
+) -> None:
+    """Check a paged cache: of `dtype` or quantised, both parts alike, with at least one page."""
+    dtypes = (dtype, *checks.QUANTIZED_DTYPES)
+    shape = ("pages", "page_size", "heads_kv", dim)
+    checks.tensor("k_cache", k_cache, dtypes, shape, device)
+    checks.not_empty("k_cache", k_cache, "pages", "page_size", "heads_kv", "dim")
+    checks.tensor("v_cache", v_cache, (k_cache.dtype,), k_cache.shape, device)
+
+
+def scales(keys: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
+    """Check k_scale and v_scale against a cache or packed keys: needed just if quantised."""
+    quantized = keys.dtype in checks.QUANTIZED_DTYPES
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not quantized:
+            if scale is not None:
+                raise ValueError(f"{name}: got a tensor, expected None for {keys.dtype} keys")
+            continue
+        if scale is None:
+            raise ValueError(f"{name}: got None, expected an fp32 tensor for {keys.dtype} keys")
+        if getattr(scale, "ndim", 0) == keys.ndim - 1:
+            checks.tensor(name, scale, _FLOAT32, keys.shape[:-1], keys.device)
+        else:
+            checks.scalar_or_vector(name, scale, torch.float32, keys.size(-2), keys.device)
+
+
+def options(
+    q: torch.Tensor,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> LogitRule:
+    """Check what both attention ops take beside their tensors; return how logits are formed."""
+    if scale is None:
+        scale = q.size(2) ** -0.5
+    checks.number("scale", scale)
+    checks.flag("causal", causal)
+    checks.number("softcap", softcap, least=0.0)
+    left = right = -1
+    if window is not None:
+        if not isinstance(window, tuple) or len(window) != 2:
+            raise TypeError(f"window: got {window!r}, expected a tuple (left, right) or None")
+        left, right = window
+        checks.integer("window", left, least=-1)
+        checks.integer("window", right, least=-1)
+    if sinks is not None:
+        checks.tensor("sinks", sinks, _FLOAT32, (q.size(1),), q.device)
+    if out is not None:
+        checks.tensor("out", out, (q.dtype,), q.shape, q.device)
+    if workspace is not None:
+        checks.tensor("workspace", workspace, (torch.uint8,), ("bytes",), q.device)
+    return LogitRule(scale, causal, left, right, softcap)
+
+
+def pages(k_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Check the lengths and the live page ids, reading them on the host."""
+    count, page_size = k_cache.shape[:2]
+    capacity = page_table.size(1) * page_size
+    table = page_table.tolist()
+    for b, length in enumerate(seq_lens.tolist()):
+        if not 0 <= length <= capacity:
+            raise ValueError(
+                f"seq_lens: got {length} for sequence {b}, expected 0 to "
+                f"max_pages * page_size = {capacity}"
+            )
+        for entry, page in enumerate(table[b][: -(-length // page_size)]):
+            if not 0 <= page < count:
+                raise ValueError(
+                    f"page_table: got page {page} at [{b}, {entry}], expected 0 to {count - 1}"
+                )
+
+
+def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> None:
+    """Check that cu_seqlens rises from 0 to at most `total` in steps of at most `max_seqlen`."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"{name}: got {bounds[0]} first, expected 0")
+    for b, (start, stop) in enumerate(pairwise(bounds)):
+        if not 0 <= stop - start <= max_seqlen:
+            raise ValueError(
+                f"{name}: got length {stop - start} for sequence {b}, expected 0 to {max_seqlen}"
+            )
+    if bounds[-1] > total:
+        raise ValueError(f"{name}: got {bounds[-1]} last, expected at most {total} rows")
+
+
+def _groups(q: torch.Tensor, heads_kv: int) -> None:
+    checks.not_empty("q", q, "heads_q", "dim")
+    if q.size(1) % heads_kv:
+        raise ValueError(
+            f"q: got heads_q = {q.size(1)}, expected a multiple of heads_kv = {heads_kv}"
+        )

@@ -1,0 +1,139 @@
+"""Checks of arguments: each raises an error that names the argument, what was got and expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
+
+import torch
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+
+Stream: TypeAlias = torch.cuda.Stream | int | None
+
+_CURRENT_STREAM = nullcontext()
+
+
+def tensor(
+    name: str,
+    value: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str],
+    device: torch.device | None = None,
+) -> None:
+    """Check that `value` is a tensor of one of `dtypes`, of `shape`, on `device`.
+
+    A string in `shape` names a dimension of any size. The elements of the last dimension must be
+    adjacent in memory; every other stride is free.
+
+    Raises:
+        TypeError: if it is no tensor, or of another dtype.
+        ValueError: if the shape, the device or the layout differs.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {value.dtype}, expected {_one_of(dtypes)}")
+    sizes = value.shape
+    if not _matches(sizes, shape):
+        expected = ", ".join(map(str, shape))
+        raise ValueError(f"{name}: got shape {list(sizes)}, expected [{expected}]")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: got a tensor on {value.device}, expected one on {device}")
+    if sizes and sizes[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: got strides {list(value.stride())}, expected 1 in the last dimension"
+        )
+
+
+def scalar(name: str, value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that `value` is a tensor of one element, 0-d or [1], of `dtype` on `device`."""
+    shape: Sequence[int | str] = (1,) if getattr(value, "ndim", 0) else ()
+    tensor(name, value, (dtype,), shape, device)
+
+
+def scalar_or_vector(
+    name: str, value: torch.Tensor, dtype: torch.dtype, size: int, device: torch.device
+) -> None:
+    """Check that `value` is a `scalar`, or a vector [size], of `dtype` on `device`."""
+    if getattr(value, "ndim", 0) == 1 and value.size(0) != 1:
+        tensor(name, value, (dtype,), (size,), device)
+    else:
+        scalar(name, value, dtype, device)
+
+
+def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
+    """Check that none of the last dimensions of `value`, named here in order, has size 0."""
+    for dimension, size in zip(reversed(dimensions), reversed(value.shape), strict=False):
+        if size == 0:
+            raise ValueError(f"{name}: got {dimension} = 0, expected at least 1")
+
+
+def integer(name: str, value: int, *, least: int) -> None:
+    """Check that `value` is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, expected at least {least}")
+
+
+def number(name: str, value: float, *, least: float = -math.inf) -> None:
+    """Check that `value` is a finite Python number of at least `least`."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+    if not math.isfinite(value) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise ValueError(f"{name}: got {value}, expected a finite number{bound}")
+
+
+def flag(name: str, value: bool) -> None:
+    """Check that `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a bool")
+
+
+def option(name: str, value: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
+    """Check that the dtype `value` is one of `allowed`."""
+    if value not in allowed:
+        raise TypeError(f"{name}: got {value}, expected {_one_of(allowed)}")
+
+
+def launch_stream(stream: Stream, device: torch.device) -> AbstractContextManager[object]:
+    """Return a context that makes `stream` current on `device`; None keeps torch's own.
+
+    Raises:
+        TypeError: if `stream` is neither a torch.cuda.Stream, an integer handle nor None.
+        ValueError: if it is not None for a device without streams, or belongs to another device.
+    """
+    if stream is None:
+        return _CURRENT_STREAM
+    if device.type != "cuda":
+        raise ValueError(f"stream: got {stream!r}, expected None for tensors on {device}")
+    if isinstance(stream, torch.cuda.Stream):
+        if stream.device != device:
+            raise ValueError(f"stream: got one of {stream.device}, expected one of {device}")
+        return torch.cuda.stream(stream)
+    if not isinstance(stream, int) or isinstance(stream, bool):
+        raise TypeError(
+            f"stream: got {type(stream).__name__}, expected a torch.cuda.Stream, "
+            "its integer handle or None"
+        )
+    if stream == 0:
+        return torch.cuda.stream(torch.cuda.default_stream(device))
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+
+
+def _matches(sizes: Sequence[int], shape: Sequence[int | str]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    for size, want in zip(sizes, shape, strict=True):
+        if want != size and not isinstance(want, str):
+            return False
+    return True
+
+
+def _one_of(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)

@@ -1,0 +1,216 @@
+"""Linear layers y = x·Wᵀ + b: 16/32-bit, and W8A8 with INT8 or FP8 operands."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ostinato.ops import checks
+from ostinato.ops.e4m3 import to_float32
+from ostinato.ops.library import register
+from ostinato.ops.rows import in_row_blocks
+
+_CACHE_LINE = 64  # bytes
+
+
+def linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor:
+    """Multiply x by wᵀ and add `bias`, with fp32 accumulation.
+
+    A row of the result has the same bits whatever other rows are in the call.
+
+    Args:
+        x: [M, K] bf16, fp16 or fp32.
+        w: [N, K] of x's dtype.
+        bias: [N] of x's dtype.
+        out: [M, N] of x's dtype, written and returned; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
+    device = x.device
+    checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), device)
+    shape = (x.size(0), w.size(0))
+    if bias is not None:
+        checks.tensor("bias", bias, (x.dtype,), (shape[1],), device)
+    if out is not None:
+        checks.tensor("out", out, (x.dtype,), shape, device)
+    with checks.launch_stream(stream, device):
+        if out is None:
+            out = torch.empty(shape, dtype=x.dtype, device=device)
+        _linear_op(x, w, bias, out)
+    return out
+
+
+def w8a8_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    x_zero_point: torch.Tensor | None = None,
+    w_sum: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor:
+    """Multiply 8-bit x by 8-bit wᵀ and scale: y = x_scale · (w_scale · acc) + bias.
+
+    acc = x·wᵀ is exact (int32) for int8, and summed in fp32 for e4m3 (on NVIDIA GPUs by the tensor
+    cores, without "fast accumulation"). With `x_zero_point`, acc is x·wᵀ - x_zero_point · w_sum.
+    The epilogue is fp32, rounded once. A row of the result has the same bits whatever other rows
+    are in the call.
+
+    Args:
+        x: [M, K] int8 or float8_e4m3fn.
+        w: [N, K] of x's dtype.
+        x_scale: fp32, [M] per token or a scalar (0-d or [1]).
+        w_scale: fp32, [N] per output channel or a scalar.
+        bias: [N] of `out_dtype` or fp32.
+        x_zero_point: int32, [M] or a scalar, int8 only: asymmetric activations.
+        w_sum: [N] int32, the row sums of w; computed when None and needed.
+        out_dtype: bf16, fp16 or fp32.
+        out: [M, N] of `out_dtype`, written and returned; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.tensor("x", x, checks.QUANTIZED_DTYPES, ("M", "K"))
+    device = x.device
+    checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), device)
+    shape = rows, columns = x.size(0), w.size(0)
+    checks.scalar_or_vector("x_scale", x_scale, torch.float32, rows, device)
+    checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
+    checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
+    if bias is not None:
+        checks.tensor("bias", bias, (out_dtype, torch.float32), (columns,), device)
+    if x_zero_point is not None:
+        if x.dtype is not torch.int8:
+            raise ValueError(f"x_zero_point: got a tensor, expected None for {x.dtype}")
+        checks.scalar_or_vector("x_zero_point", x_zero_point, torch.int32, rows, device)
+    if w_sum is not None:
+        if x_zero_point is None:
+            raise ValueError("w_sum: got a tensor, expected None without x_zero_point")
+        checks.tensor("w_sum", w_sum, (torch.int32,), (columns,), device)
+    if out is not None:
+        checks.tensor("out", out, (out_dtype,), shape, device)
+    with checks.launch_stream(stream, device):
+        if out is None:
+            out = torch.empty(shape, dtype=out_dtype, device=device)
+        _w8a8_linear_op(x, w, x_scale, w_scale, bias, x_zero_point, w_sum, out)
+    return out
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if x.device.type == "cpu":
+        if x.dtype is torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            # Where oneDNN lacks the dtype, torch's own loops are slower than widening everything.
+            x, w, bias = x.float(), w.float(), None if bias is None else bias.float()
+        _float_product_cpu(x, w, bias, out)
+        return
+
+    def product(block: torch.Tensor) -> torch.Tensor:
+        # Asking for fp32 keeps cuBLAS from adding the partial sums of a split K in 16 bits.
+        if x.dtype is torch.float32:
+            acc = torch.mm(block, w.t())
+        else:
+            acc = torch.mm(block, w.t(), out_dtype=torch.float32)
+        return acc if bias is None else acc + bias
+
+    in_row_blocks(product, x, out)
+
+
+def _float_product_cpu(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    # MKL's order of summation depends on where in a cache line a row starts: all must start alike.
+    depth = _round_up(x.size(1), _CACHE_LINE // x.itemsize)
+    x, w = _zero_padded(x, x.size(0), depth), _zero_padded(w, w.size(0), depth)
+    in_row_blocks(lambda block: functional.linear(block, w, bias), x, out)
+
+
+def _w8a8_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_zero_point: torch.Tensor | None,
+    w_sum: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    if x.dtype is torch.int8:
+        acc = _int8_product(x, w)
+        if x_zero_point is not None:
+            if w_sum is None:
+                w_sum = w.sum(1, dtype=torch.int32)
+            acc = acc - x_zero_point.reshape(-1, 1) * w_sum
+        acc = acc.float()
+    else:
+        acc = torch.empty(out.shape, dtype=torch.float32, device=x.device)
+        if x.device.type == "cpu":
+            _float_product_cpu(to_float32(x), to_float32(w), None, acc)
+        else:
+            _fp8_product_cuda(x, w, acc)
+    scaled = x_scale.reshape(-1, 1) * (w_scale * acc)
+    out.copy_(scaled if bias is None else scaled + bias)
+
+
+def _int8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "cpu":
+        if x.size(1) == 1:
+            # torch (2.13) returns garbage for matrices of depth 1.
+            x, w = _zero_padded(x, x.size(0), 2), _zero_padded(w, w.size(0), 2)
+        return torch._int_mm(x, w.t())
+    # cuBLASLt multiplies int8 matrices of more than 16 rows whose K and N are multiples of 8.
+    rows, columns = x.size(0), w.size(0)
+    x = _zero_padded(x, _round_up(rows, 32), _round_up(x.size(1), 8))
+    w = _zero_padded(w, _round_up(columns, 8), _round_up(w.size(1), 8))
+    return torch._int_mm(x, w.t())[:rows, :columns]
+
+
+def _fp8_product_cuda(x: torch.Tensor, w: torch.Tensor, acc: torch.Tensor) -> None:
+    # The tensor cores want K and N in multiples of 16. All bits zero is 0.0 in e4m3, and bytes can
+    # be padded where torch does not yet pad FP8.
+    columns, depth = _round_up(w.size(0), 16), _round_up(w.size(1), 16)
+    weight = _zero_padded(w.view(torch.int8), columns, depth).view(w.dtype).t()
+    x = _zero_padded(x.view(torch.int8), x.size(0), depth).view(x.dtype)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+
+    def product(block: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(
+            block, weight, one, one, out_dtype=torch.float32, use_fast_accum=False
+        )[:, : w.size(0)]
+
+    in_row_blocks(product, x, acc)
+
+
+def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    if x.shape == (rows, columns):
+        return x.contiguous()
+    return functional.pad(x, (0, columns - x.size(1), 0, rows - x.size(0))).contiguous()
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return max(1, -(-size // multiple)) * multiple
+
+
+_linear_op = register(
+    "linear(Tensor x, Tensor w, Tensor? bias, Tensor(a!) out) -> ()",
+    _linear,
+)
+_w8a8_linear_op = register(
+    "w8a8_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "
+    "Tensor? x_zero_point, Tensor? w_sum, Tensor(a!) out) -> ()",
+    _w8a8_linear,
+)

@@ -1,0 +1,184 @@
+"""RMS norm, alone or fused with the quantisation that follows it."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.library import register
+from ostinato.ops.quantize import check_static, quantize_into
+from ostinato.ops.rows import mean_square
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: None = None,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Divide each row by its root mean square: x / sqrt(mean(x²) + eps) · weight.
+
+    With `residual`, the row is first x + residual, rounded to x's dtype (Zhang and Sennrich, "Root
+    Mean Square Layer Normalization", 2019, in the pre-norm residual block).
+
+    Args:
+        x: [M, K] bf16, fp16 or fp32.
+        weight: [K] of x's dtype or fp32.
+        eps: added to the mean of squares, at least 0.
+        residual: [M, K] of x's dtype.
+        out: [M, K] of x's dtype, written and returned; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Returns:
+        out, or (out, the sum x + residual) with `residual`; both of x's dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    _check_norm(x, weight, eps, residual)
+    if out is not None:
+        checks.tensor("out", out, (x.dtype,), x.shape, x.device)
+    with checks.launch_stream(stream, x.device):
+        if out is None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if residual is None:
+            _rms_norm_op(x, weight, eps, None, out, None)
+            return out
+        residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rms_norm_op(x, weight, eps, residual, out, residual_out)
+    return out, residual_out
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, ...]:
+    """Do `rms_norm`, then quantise its fp32 result without rounding it in between.
+
+    Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
+    whose `dtype`, `scale` and `zero_point` these are; all else is as for `rms_norm`.
+
+    Returns:
+        (values [M, K] of `dtype`, scale), then the sum x + residual if `residual` was given. scale
+        is fp32: [M] per token, else the `scale` that was passed.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
+    _check_norm(x, weight, eps, residual)
+    check_static(scale, zero_point, dtype, x.device)
+    with checks.launch_stream(stream, x.device):
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        dynamic = scale is None
+        if scale is None:
+            scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        residual_out = None
+        if residual is not None:
+            residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _rms_norm_quantize_op(
+            x,
+            weight,
+            eps,
+            residual,
+            None if dynamic else scale,
+            zero_point,
+            out,
+            scale if dynamic else None,
+            residual_out,
+        )
+    return (out, scale) if residual_out is None else (out, scale, residual_out)
+
+
+def _check_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> None:
+    checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
+    checks.not_empty("x", x, "K")
+    checks.tensor("weight", weight, (x.dtype, torch.float32), (x.size(1),), x.device)
+    checks.number("eps", eps, least=0.0)
+    if residual is not None:
+        checks.tensor("residual", residual, (x.dtype,), x.shape, x.device)
+
+
+def _normalized(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> torch.Tensor:
+    if residual is not None and residual_out is not None:
+        x = torch.add(x, residual, out=residual_out)
+    rows = x.float()
+    return rows / (mean_square(rows) + eps).sqrt_() * weight
+
+
+def _rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+) -> None:
+    out.copy_(_normalized(x, weight, eps, residual, residual_out))
+
+
+def _rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    out: torch.Tensor,
+    scale_out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> None:
+    rows = _normalized(x, weight, eps, residual, residual_out)
+    quantize_into(rows, scale, zero_point, out, scale_out)
+
+
+_rms_norm_op = register(
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor(a!) out, "
+    "Tensor(b!)? residual_out) -> ()",
+    _rms_norm,
+)
+_rms_norm_quantize_op = register(
+    "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? scale, "
+    "Tensor? zero_point, Tensor(a!) out, Tensor(b!)? scale_out, Tensor(c!)? residual_out) -> ()",
+    _rms_norm_quantize,
+)

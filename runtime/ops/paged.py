@@ -1,0 +1,205 @@
+"""Attention to a paged KV cache: decode, chunked prefill, and both in one batch."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from ostinato.ops import attention_checks, checks
+from ostinato.ops.attend import LogitRule
+from ostinato.ops.kv import PagedKV
+from ostinato.ops.library import register
+from ostinato.ops.sequences import attend_capacity, attend_live
+
+
+@overload
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+    workspace: torch.Tensor | None = None,
+    check_bounds: bool = False,
+    stream: checks.Stream = None,
+) -> torch.Tensor: ...
+@overload
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    workspace: torch.Tensor | None = None,
+    check_bounds: bool = False,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+    check_bounds: bool = False,
+    stream: checks.Stream = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys and values in a paged cache: decode, chunked prefill, or a mixed batch.
+
+    out = softmax(logits)·V with logits = scale·q·Kᵀ (Vaswani et al., "Attention Is All You Need",
+    2017), for each query over the keys it sees. A sequence's queries are its last tokens: query i
+    of Lq stands at key position Lk - Lq + i, where Lk is from `seq_lens`. If `causal` it sees no
+    key after its own position; with `window` only those from position - left to position + right.
+    Query head h reads KV head h // (heads_q // heads_kv). A query that sees no key gets out = 0 and
+    LSE = -inf.
+
+    Nothing is read into a result from slots past a sequence's length, table entries past its last
+    page, or pages in no table: they may hold NaN and any id. Rows of `out` that belong to no
+    sequence are left as they are, or zero if `out` is None.
+
+    Args:
+        q: [tokens, heads_q, dim] bf16, fp16 or fp32.
+        k_cache: [pages, page_size, heads_kv, dim] of q's dtype, int8 or e4m3.
+        v_cache: like k_cache.
+        page_table: [batch, max_pages] int32, the page ids of each sequence.
+        seq_lens: [batch] int32, each sequence's tokens in the cache, those of this call's q
+            included; clamped to 0 .. max_pages * page_size.
+        cu_seqlens_q: [batch + 1] int32, where each sequence's rows of q begin and end; None: each
+            sequence has exactly `max_seqlen_q` rows.
+        max_seqlen_q: capacity, the most rows of q that one sequence may have.
+        scale: factor of q·k; None is 1/sqrt(dim).
+        causal: hide the keys after the query's position.
+        window: (left, right), each at least 0, or -1 for no limit.
+        softcap: s > 0 turns each logit into s·tanh(logit / s); 0 does nothing.
+        sinks: [heads_q] fp32, one more logit in each head's softmax denominator, without a value.
+        k_scale: fp32 factor of an int8 or e4m3 k_cache, and only then: a scalar, [heads_kv] or
+            [pages, page_size, heads_kv].
+        v_scale: likewise of v_cache.
+        out: [tokens, heads_q, dim] of q's dtype, written and returned; allocated when None.
+        return_lse: return the LSE too.
+        workspace: [bytes] uint8, scratch memory on q's device; torch's ops need none.
+        check_bounds: check lengths, offsets and live page ids, which reads them on the host.
+            Without it offsets are checked on the CPU only, a live page id out of range is an
+            IndexError on the CPU, and on CUDA either is undefined.
+        stream: see `ostinato.ops`.
+
+    Returns:
+        out, or (out, lse) with lse [tokens, heads_q] fp32: the natural logarithm of the softmax
+        denominator, sink included.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    attention_checks.paged(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q)
+    attention_checks.scales(k_cache, k_scale, v_scale)
+    rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
+    with checks.launch_stream(stream, q.device):
+        if check_bounds:
+            attention_checks.pages(k_cache, page_table, seq_lens)
+        if cu_seqlens_q is not None and (check_bounds or q.device.type == "cpu"):
+            attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
+        if out is None:
+            out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        lse = None
+        if return_lse:
+            lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+        _paged_attention_op(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            cu_seqlens_q,
+            max_seqlen_q,
+            *rule,
+            sinks,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+        )
+    return out if lse is None else (out, lse)
+
+
+def _paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    scale: float,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
+    rule = LogitRule(scale, causal, left, right, softcap)
+    capacity = page_table.size(1) * k_cache.size(1)
+    batch = seq_lens.size(0)
+    if q.device.type == "cpu":
+        bounds = [b * max_seqlen_q for b in range(batch + 1)]
+        if cu_seqlens_q is not None:
+            bounds = cu_seqlens_q.tolist()
+        k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
+        attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
+        return
+    if cu_seqlens_q is None:
+        cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q
+    k_lens_device = seq_lens.clamp(0, capacity)
+    attend_capacity(
+        q, cu_seqlens_q, max_seqlen_q, k_lens_device, capacity, kv, rule, sinks, out, lse
+    )
+
+
+_paged_attention_op = register(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
+    "Tensor? cu_seqlens_q, int max_seqlen_q, float scale, bool causal, int left, int right, "
+    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
+    "Tensor(b!)? lse) -> ()",
+    _paged_attention,
+)

@@ -1,0 +1,180 @@
+"""Quantisation of activations to INT8 or FP8 (e4m3), per token or with a fixed scale."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.library import register
+
+# The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
+# the grid is symmetric.
+GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+# A scale this small still has a finite reciprocal, and no 8-bit grid over it is subnormal.
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scale [...] that maps the largest magnitude of each row of x [..., K] to the grid.
+
+    It is amax / `GRID_MAX`, and the smallest normal fp32 number for a row of zeros.
+    """
+    amax = x.abs().amax(-1)
+    # On CUDA torch turns division by a Python number into multiplication by its rounded inverse.
+    return (amax / torch.full_like(amax, GRID_MAX[dtype])).clamp_min_(_SMALLEST_SCALE)
+
+
+def encode(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, zero_point: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return x / scale (+ zero_point) on the grid of `dtype`: to nearest, ties to even, saturated.
+
+    `x` is fp32 and `scale` broadcasts against it. The asymmetric INT8 grid includes -128.
+    """
+    grid = x / scale
+    limit = GRID_MAX[dtype]
+    if dtype is torch.float8_e4m3fn:
+        return grid.clamp_(-limit, limit).to(dtype)
+    grid = grid.round_()
+    if zero_point is None:
+        return grid.clamp_(-limit, limit).to(dtype)
+    return (grid + zero_point).clamp_(-limit - 1, limit).to(dtype)
+
+
+def quantize_per_token(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row of x with a scale of its own.
+
+    scale = amax(|row|) / 127 for int8, / 448 for e4m3 (a row of zeros gets the smallest normal
+    fp32 number); values = row / scale, rounded to nearest, ties to even, saturated to ±127 or ±448.
+
+    Args:
+        x: [M, K] bf16, fp16 or fp32.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        out: [M, K] of `dtype`, written and returned; allocated when None.
+        scale_out: [M] fp32, likewise.
+        stream: see `ostinato.ops`.
+
+    Returns:
+        (values [M, K] of `dtype`, scale [M] fp32) with x ≈ values · scale.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    _check_input(x, dtype)
+    if out is not None:
+        checks.tensor("out", out, (dtype,), x.shape, x.device)
+    if scale_out is not None:
+        checks.tensor("scale_out", scale_out, (torch.float32,), (x.size(0),), x.device)
+    with checks.launch_stream(stream, x.device):
+        if out is None:
+            out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        if scale_out is None:
+            scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        _quantize_per_token_op(x, out, scale_out)
+    return out, scale_out
+
+
+def quantize_per_tensor(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    zero_point: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor:
+    """Quantise x with one fixed scale.
+
+    values = round(x / scale) + zero_point, ties to even, saturated to ±127 (to -128..127 with a
+    zero point) for int8, or x / scale saturated to ±448 and rounded for e4m3.
+
+    Args:
+        x: [M, K] bf16, fp16 or fp32.
+        scale: fp32 scalar tensor (0-d or [1]), positive.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        zero_point: int32 scalar tensor in -128..127, int8 only: asymmetric quantisation.
+        out: [M, K] of `dtype`, written and returned; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Returns:
+        values [M, K] of `dtype`, with x ≈ (values - zero_point) · scale.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    _check_input(x, dtype)
+    check_static(scale, zero_point, dtype, x.device)
+    if out is not None:
+        checks.tensor("out", out, (dtype,), x.shape, x.device)
+    with checks.launch_stream(stream, x.device):
+        if out is None:
+            out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        _quantize_per_tensor_op(x, scale, zero_point, out)
+    return out
+
+
+def check_static(
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Check the scale and zero point of static quantisation; None for both means dynamic."""
+    if scale is not None:
+        checks.scalar("scale", scale, torch.float32, device)
+    if zero_point is None:
+        return
+    if dtype is not torch.int8:
+        raise ValueError(f"zero_point: got a tensor, expected None for {dtype}")
+    if scale is None:
+        raise ValueError("zero_point: got a tensor without a scale, expected both or neither")
+    checks.scalar("zero_point", zero_point, torch.int32, device)
+
+
+def quantize_into(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    out: torch.Tensor,
+    scale_out: torch.Tensor | None,
+) -> None:
+    """Quantise x [M, K] fp32 into `out`, by `scale` or else per token, writing `scale_out`."""
+    if scale is not None:
+        out.copy_(encode(x, scale, out.dtype, zero_point))
+    elif scale_out is not None:
+        scale_out.copy_(dynamic_scale(x, out.dtype))
+        out.copy_(encode(x, scale_out.unsqueeze(1), out.dtype))
+
+
+def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
+    checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
+    checks.not_empty("x", x, "K")
+    checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
+
+
+def _quantize_per_token(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
+    quantize_into(x.float(), None, None, out, scale_out)
+
+
+def _quantize_per_tensor(
+    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    quantize_into(x.float(), scale, zero_point, out, None)
+
+
+_quantize_per_token_op = register(
+    "quantize_per_token(Tensor x, Tensor(a!) out, Tensor(b!) scale_out) -> ()",
+    _quantize_per_token,
+)
+_quantize_per_tensor_op = register(
+    "quantize_per_tensor(Tensor x, Tensor scale, Tensor? zero_point, Tensor(a!) out) -> ()",
+    _quantize_per_tensor,
+)

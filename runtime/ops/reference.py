@@ -1,0 +1,389 @@
+"""A readable twin of every op: what the op means, one sequence, row or token at a time.
+
+The functions take the arguments of their twins in `ostinato.ops`, less those that only say where
+the result goes, and `dtype`, the precision of the arithmetic. Floating-point results are returned
+in that precision, not yet rounded to the op's output dtype; both attention ops return (out, lse).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ostinato.ops.philox import uniform
+
+_GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from q [Lq, heads_q, dim], the last Lq tokens, to k and v [Lk, heads_kv, dim]."""
+    q_len, heads_q, dim = q.shape
+    k_len, heads_kv, _ = k.shape
+    group = heads_q // heads_kv
+    k = k.to(dtype).repeat_interleave(group, dim=1)
+    v = v.to(dtype).repeat_interleave(group, dim=1)
+
+    logits = torch.einsum("ihd,jhd->hij", q.to(dtype), k)
+    logits = logits * (1 / math.sqrt(dim) if scale is None else scale)
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+
+    position = torch.arange(k_len - q_len, k_len, device=q.device).unsqueeze(1)
+    key = torch.arange(k_len, device=q.device)
+    visible = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device)
+    if causal:
+        visible &= key <= position
+    if window is not None:
+        left, right = window
+        if left >= 0:
+            visible &= key >= position - left
+        if right >= 0:
+            visible &= key <= position + right
+    logits = logits.masked_fill(~visible, -math.inf)
+
+    denominator = logits
+    if sinks is not None:
+        column = sinks.to(dtype).view(-1, 1, 1).expand(heads_q, q_len, 1)
+        denominator = torch.cat([logits, column], dim=-1)
+    empty = ~visible.any(dim=-1)
+    lse = denominator.logsumexp(dim=-1).masked_fill(empty, -math.inf)
+    weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v), lse.t()
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather each sequence's pages and attend to them."""
+    page_size = k_cache.size(1)
+    capacity = page_table.size(1) * page_size
+    keys = _dequantized(k_cache, k_scale, dtype)
+    values = _dequantized(v_cache, v_scale, dtype)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
+    for b, length in enumerate(seq_lens.tolist()):
+        length = min(max(length, 0), capacity)
+        pages = page_table[b, : math.ceil(length / page_size)].long()
+        if cu_seqlens_q is None:
+            rows = slice(b * max_seqlen_q, (b + 1) * max_seqlen_q)
+        else:
+            rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        out[rows], lse[rows] = attention(
+            q[rows],
+            keys[pages].flatten(0, 1)[:length],
+            values[pages].flatten(0, 1)[:length],
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            dtype=dtype,
+        )
+    return out, lse
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut the packed sequences out and attend to each."""
+    keys, values = _dequantized(k, k_scale, dtype), _dequantized(v, v_scale, dtype)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
+    for b in range(cu_seqlens_q.numel() - 1):
+        rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+        live = slice(int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1]))
+        out[rows], lse[rows] = attention(
+            q[rows],
+            keys[live],
+            values[live],
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            dtype=dtype,
+        )
+    return out, lse
+
+
+def norm_and_rotate(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    *,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Apply to x [tokens, heads, dim] what `append_kv` does to q and k."""
+    x = x.to(dtype)
+    if norm_weight is not None:
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.to(dtype)
+    if positions is None or cos_sin is None:
+        return x
+    half = cos_sin.size(1) // 2
+    rotated = x.clone()
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        cos = cos_sin[positions.long(), i].to(dtype).unsqueeze(1)
+        sin = cos_sin[positions.long(), half + i].to(dtype).unsqueeze(1)
+        rotated[..., a] = x[..., a] * cos - x[..., b] * sin
+        rotated[..., b] = x[..., b] * cos + x[..., a] * sin
+    return rotated
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+    interleaved: bool = False,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor | None:
+    """Write k and v token by token, rounding to the caches' dtype, and return q."""
+    keys = norm_and_rotate(
+        k, k_norm_weight, norm_eps, positions, cos_sin, interleaved=interleaved, dtype=dtype
+    )
+    for x, cache, scale in ((keys, k_cache, k_scale), (v.to(dtype), v_cache, v_scale)):
+        for token, slot in enumerate(slot_mapping.tolist()):
+            if slot < 0:
+                continue
+            page, offset = divmod(slot, cache.size(1))
+            if scale is None:
+                cache[page, offset] = x[token].to(cache.dtype)
+                continue
+            if scale.ndim == 3:
+                scale[page, offset] = dynamic_scale(x[token], cache.dtype)
+                divisor = scale[page, offset]
+            else:
+                divisor = scale.expand(cache.size(2))
+            cache[page, offset] = on_grid(x[token] / divisor.unsqueeze(-1), None, cache.dtype)
+    if q is None:
+        return None
+    return norm_and_rotate(
+        q, q_norm_weight, norm_eps, positions, cos_sin, interleaved=interleaved, dtype=dtype
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return x·wᵀ + bias."""
+    y = x.to(dtype) @ w.to(dtype).t()
+    return y if bias is None else y + bias.to(dtype)
+
+
+def w8a8_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    x_zero_point: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return x_scale · (w_scale · acc) + bias; for int8 acc is exact."""
+    zero = 0 if x_zero_point is None else x_zero_point.reshape(-1, 1)
+    # fp64 holds every sum of fewer than 2^37 products of two int8 numbers.
+    acc = (x.double() - zero) @ w.double().t()
+    if x.dtype is not torch.int8:
+        acc = x.to(dtype) @ w.to(dtype).t()
+    y = x_scale.reshape(-1, 1).to(dtype) * (w_scale.to(dtype) * acc.to(dtype))
+    return y if bias is None else y + bias.to(dtype)
+
+
+def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scale of each row of x [..., K]: amax / grid maximum, and always positive."""
+    amax = x.abs().amax(-1)
+    scale = amax / torch.full_like(amax, _GRID_MAX[dtype])
+    return scale.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def on_grid(x: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Round x to the numbers of `dtype`, to nearest, ties to even, saturating."""
+    limit = _GRID_MAX[dtype]
+    if dtype is torch.float8_e4m3fn:
+        return x.clamp(-limit, limit).to(dtype)
+    if zero_point is None:
+        return x.round().clamp(-limit, limit).to(dtype)
+    return (x.round() + zero_point).clamp(-128, 127).to(dtype)
+
+
+def quantize_per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each row of x with a scale of its own."""
+    x = x.float()
+    scale = dynamic_scale(x, dtype)
+    return on_grid(x / scale.unsqueeze(1), None, dtype), scale
+
+
+def quantize_per_tensor(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    zero_point: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Quantise x with one fixed scale."""
+    return on_grid(x.float() / scale, zero_point, dtype)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x²) + eps) · weight, of the rounded sum x + residual if given."""
+    if residual is not None:
+        x = x + residual
+    x = x.to(dtype)
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+
+
+def silu_mul(x: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return silu(gate)·up of x = [gate | up]."""
+    gate, up = x.to(dtype).chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def rms_norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise in fp32, then quantise; return (values, scale)."""
+    normalized = rms_norm(x, weight, eps, residual=residual)
+    if scale is None:
+        return quantize_per_token(normalized, dtype)
+    return quantize_per_tensor(normalized, scale, dtype, zero_point=zero_point), scale
+
+
+def silu_mul_quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate in fp32, then quantise; return (values, scale)."""
+    gated = silu_mul(x)
+    if scale is None:
+        return quantize_per_token(gated, dtype)
+    return quantize_per_tensor(gated, scale, dtype, zero_point=zero_point), scale
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+    repetition_penalty: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Choose a token row by row, the candidates in order of falling logit and rising id."""
+    tokens = []
+    for b, row in enumerate(logits.float().cpu()):
+        if repetition_penalty is not None and seen is not None:
+            penalty = repetition_penalty[b].cpu()
+            penalized = torch.where(row > 0, row / penalty, row * penalty)
+            row = torch.where(seen[b].cpu(), penalized, row)
+        logit = row.tolist()
+        order = sorted(range(len(logit)), key=lambda token: (-logit[token], token))
+        if temperature[b] == 0:
+            tokens.append(order[0])
+            continue
+        if top_k[b] > 0:
+            order = order[: int(top_k[b])]
+        best, divisor = logit[order[0]], float(temperature[b])
+        weights = [math.exp((logit[token] - best) / divisor) for token in order]
+
+        if top_p[b] < 1:
+            wanted, nucleus, mass = float(top_p[b]) * sum(weights), 1, weights[0]
+            while nucleus < len(weights) and mass < wanted:
+                mass += weights[nucleus]
+                nucleus += 1
+            weights = weights[:nucleus]
+        least = float(min_p[b])
+        weights = [weight for weight in weights if weight >= least] or weights[:1]
+
+        threshold = float(uniform(seeds[b], counters[b])) * sum(weights)
+        index, passed = 0, weights[0]
+        while passed <= threshold and index + 1 < len(weights):
+            index += 1
+            passed += weights[index]
+        tokens.append(order[index])
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if scale is None:
+        return x.to(dtype)
+    per_token = scale.ndim == x.ndim - 1
+    return x.to(dtype) * (scale if scale.numel() == 1 and not per_token else scale.unsqueeze(-1))

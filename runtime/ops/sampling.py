@@ -1,0 +1,175 @@
+"""Choosing the next token from logits: greedy, or by temperature, top-k, top-p and min-p."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.library import register
+from ostinato.ops.philox import uniform
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+    repetition_penalty: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> torch.Tensor:
+    """Choose one token per row of logits [B, V]; nothing is read on the host of a GPU's data.
+
+    In this order: the repetition penalty divides the positive and multiplies the negative logits of
+    tokens seen before (Keskar et al., "CTRL", 2019); temperature divides; top-k keeps the k largest
+    logits; top-p the smallest set of the most probable tokens whose probability, among those left,
+    reaches p (Holtzman et al., 2020); min-p those with at least p times the largest probability.
+    One token always remains. Of those left, in order of falling logit and rising id, the token is
+    where the cumulative probability passes a uniform number that depends on nothing but the row's
+    seed and counter (`ostinato.ops.philox`). So a row's token is the same in every batch.
+
+    Args:
+        logits: [B, V] bf16, fp16 or fp32, V >= 1; a row of NaN or -inf alone gives some token.
+        temperature: [B] fp32; 0 is greedy: the largest logit, of equal ones the lowest id.
+        top_k: [B] int32 or int64; 0 keeps all.
+        top_p: [B] fp32; from 1 on keeps all, 0 keeps one.
+        min_p: [B] fp32 in 0..1; 0 keeps all.
+        seeds: [B] int64, any value.
+        counters: [B] int64, the index of the generated token in its request.
+        repetition_penalty: [B] fp32 > 0; 1 changes nothing.
+        seen: [B, V] bool, the tokens that the penalty is for; goes with repetition_penalty.
+        out: [B] int64, written and returned; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.tensor("logits", logits, checks.FLOAT_DTYPES, ("B", "V"))
+    checks.not_empty("logits", logits, "V")
+    device = logits.device
+    batch = (logits.size(0),)
+    checks.tensor("temperature", temperature, (torch.float32,), batch, device)
+    checks.tensor("top_k", top_k, (torch.int32, torch.int64), batch, device)
+    checks.tensor("top_p", top_p, (torch.float32,), batch, device)
+    checks.tensor("min_p", min_p, (torch.float32,), batch, device)
+    checks.tensor("seeds", seeds, (torch.int64,), batch, device)
+    checks.tensor("counters", counters, (torch.int64,), batch, device)
+    if (repetition_penalty is None) != (seen is None):
+        given, missing = "repetition_penalty", "seen"
+        if repetition_penalty is None:
+            given, missing = missing, given
+        raise ValueError(f"{missing}: got None with {given}, expected both or neither")
+    if repetition_penalty is not None and seen is not None:
+        checks.tensor("repetition_penalty", repetition_penalty, (torch.float32,), batch, device)
+        checks.tensor("seen", seen, (torch.bool,), logits.shape, device)
+    if out is not None:
+        checks.tensor("out", out, (torch.int64,), batch, device)
+    with checks.launch_stream(stream, device):
+        if out is None:
+            out = torch.empty(batch, dtype=torch.int64, device=device)
+        _sample_op(
+            logits,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            counters,
+            repetition_penalty,
+            seen,
+            out,
+        )
+    return out
+
+
+def _sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+    repetition_penalty: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    logits = _penalized(logits, repetition_penalty, seen)
+    greedy = logits.argmax(dim=1)
+    parameters = (temperature, top_k, top_p, min_p, seeds, counters)
+    if logits.device.type != "cpu":
+        torch.where(temperature > 0, _drawn(logits, *parameters), greedy, out=out)
+        return
+    out.copy_(greedy)
+    # Sorting is the costly part, and the CPU may look which rows need it.
+    random = (temperature > 0).nonzero().squeeze(1)
+    if random.numel():
+        out[random] = _drawn(logits[random], *(parameter[random] for parameter in parameters))
+
+
+def _penalized(
+    logits: torch.Tensor, penalty: torch.Tensor | None, seen: torch.Tensor | None
+) -> torch.Tensor:
+    logits = logits.float()
+    if penalty is None or seen is None:
+        return logits
+    penalty = penalty.unsqueeze(1)
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalized, logits)
+
+
+def _drawn(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+) -> torch.Tensor:
+    """Return one random token per row; a row of temperature 0 gets an arbitrary one."""
+    vocabulary = logits.size(1)
+    falling, ids = logits.sort(dim=1, descending=True, stable=True)
+    # In fp64, with 53 random bits, even the tokens of a tail of 2⁻³⁰ are drawn at their rate. The
+    # maximum is subtracted before dividing, so that no temperature overflows.
+    falling = falling.double()
+    weights = torch.exp((falling - falling[:, :1]) / temperature.double().unsqueeze(1))
+
+    # Every filter keeps a prefix of the sorted row, so it is enough to count.
+    limit = torch.where(top_k > 0, top_k, vocabulary).unsqueeze(1)
+    rank = torch.arange(vocabulary, device=logits.device)
+    weights = torch.where(rank < limit, weights, 0.0)
+    cumulative = _cumulative(weights)
+    above = cumulative.roll(1, dims=1)
+    above[:, 0] = 0.0
+    nucleus = top_p.double().unsqueeze(1)
+    kept = (rank < limit) & (weights >= min_p.unsqueeze(1))
+    kept &= (above < nucleus * cumulative[:, -1:]) | (nucleus >= 1.0)
+    last = (kept.sum(dim=1, keepdim=True) - 1).clamp_min_(0)
+
+    threshold = uniform(seeds, counters).unsqueeze(1) * cumulative.gather(1, last)
+    place = torch.searchsorted(cumulative, threshold, right=True)
+    return ids.gather(1, torch.minimum(place, last)).squeeze(1)
+
+
+def _cumulative(weights: torch.Tensor) -> torch.Tensor:
+    if weights.device.type == "cpu":
+        return weights.cumsum(dim=1)
+    # A GPU's scan adds in an order chosen by the number of rows: one row at a time fixes it.
+    out = torch.empty_like(weights)
+    for row, total in zip(weights.split(1), out.split(1), strict=True):
+        torch.cumsum(row, dim=1, out=total)
+    return out
+
+
+_sample_op = register(
+    "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+    "Tensor seeds, Tensor counters, Tensor? repetition_penalty, Tensor? seen, Tensor(a!) out) "
+    "-> ()",
+    _sample,
+)

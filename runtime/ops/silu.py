@@ -1,0 +1,103 @@
+"""SiLU-gating, alone or fused with the quantisation that follows it."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.library import register
+from ostinato.ops.quantize import check_static, quantize_into
+
+
+def silu_mul(
+    x: torch.Tensor, *, out: torch.Tensor | None = None, stream: checks.Stream = None
+) -> torch.Tensor:
+    """Gate: silu(gate) · up, where x = [gate | up] and silu(g) = g / (1 + exp(-g)).
+
+    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020.
+
+    Args:
+        x: [M, 2·I] bf16, fp16 or fp32.
+        out: [M, I] of x's dtype, written and returned; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    shape = _check_gated(x)
+    if out is not None:
+        checks.tensor("out", out, (x.dtype,), shape, x.device)
+    with checks.launch_stream(stream, x.device):
+        if out is None:
+            out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        _silu_mul_op(x, out)
+    return out
+
+
+def silu_mul_quantize(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    scale: torch.Tensor | None = None,
+    zero_point: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do `silu_mul`, then quantise its fp32 result without rounding it in between.
+
+    Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
+    whose `dtype`, `scale` and `zero_point` these are; all else is as for `silu_mul`.
+
+    Returns:
+        (values [M, I] of `dtype`, scale), scale fp32: [M] per token, else the one passed.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
+    shape = _check_gated(x)
+    check_static(scale, zero_point, dtype, x.device)
+    with checks.launch_stream(stream, x.device):
+        out = torch.empty(shape, dtype=dtype, device=x.device)
+        if scale is not None:
+            _silu_mul_quantize_op(x, scale, zero_point, out, None)
+            return out, scale
+        scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        _silu_mul_quantize_op(x, None, None, out, scale_out)
+    return out, scale_out
+
+
+def _check_gated(x: torch.Tensor) -> tuple[int, int]:
+    checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "2*I"))
+    checks.not_empty("x", x, "2*I")
+    if x.size(1) % 2:
+        raise ValueError(f"x: got {x.size(1)} columns, expected an even number, [gate | up]")
+    return x.size(0), x.size(1) // 2
+
+
+def _gated(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.float().chunk(2, dim=1)
+    # Not torch's silu: on the CPU its vectorised and its scalar code round differently, so that a
+    # row's bits would depend on where it lies in the batch. exp has no such seam.
+    return gate / (1.0 + torch.exp(-gate)) * up
+
+
+def _silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(_gated(x))
+
+
+def _silu_mul_quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    out: torch.Tensor,
+    scale_out: torch.Tensor | None,
+) -> None:
+    quantize_into(_gated(x), scale, zero_point, out, scale_out)
+
+
+_silu_mul_op = register("silu_mul(Tensor x, Tensor(a!) out) -> ()", _silu_mul)
+_silu_mul_quantize_op = register(
+    "silu_mul_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor(a!) out, "
+    "Tensor(b!)? scale_out) -> ()",
+    _silu_mul_quantize,
+)

@@ -1,0 +1,286 @@
+"""Writing keys and values into the cache against its reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import E4M3, FLOATS, assert_close, assert_same_bits, int32, laid_out
+
+from ostinato import ops
+from ostinato.ops import reference
+
+PAGES, PAGE_SIZE, HEADS_Q, HEADS_KV, DIM = 4, 5, 6, 2, 16
+SLOTS = [7, -1, 0, 19, 12, -1, 3]
+
+
+def build(
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    rotary_dim: int | None = DIM,
+    norm: bool = False,
+    scale: str | None = None,
+    layout: str = "dense",
+    slots: list[int] | None = None,
+) -> dict[str, Any]:
+    slots = SLOTS if slots is None else slots
+    tokens = len(slots)
+    fused = torch.randn(tokens, HEADS_Q + 2 * HEADS_KV, DIM).to(dtype).to(device)
+    q, k, v = fused.split([HEADS_Q, HEADS_KV, HEADS_KV], dim=1)
+    cache = torch.full((PAGES, PAGE_SIZE, HEADS_KV, DIM), 3.0).to(cache_dtype or dtype).to(device)
+    arguments: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "k_cache": laid_out(cache, layout),
+        "v_cache": laid_out(cache.clone(), layout),
+        "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),
+    }
+    if rotary_dim is not None:
+        angles = torch.randn(11, rotary_dim // 2)
+        arguments["cos_sin"] = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
+        arguments["positions"] = torch.randint(11, (tokens,), dtype=torch.int32).to(device)
+    if norm:
+        arguments["q_norm_weight"] = torch.randn(DIM).to(dtype).to(device)
+        arguments["k_norm_weight"] = torch.randn(DIM).to(dtype).to(device)
+        arguments["norm_eps"] = 1e-3
+    if scale is not None:
+        shape = {
+            "scalar": (),
+            "one": (1,),
+            "head": (HEADS_KV,),
+            "token": (PAGES, PAGE_SIZE, HEADS_KV),
+        }[scale]
+        arguments["k_scale"] = torch.full(shape, 0.03).to(device)
+        arguments["v_scale"] = (torch.rand(shape) / 50 + 0.01).to(device)
+    return arguments
+
+
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
+def check(arguments: dict[str, Any], **options: Any) -> None:
+    """Compare q_out and, where nothing is quantised, the caches with the fp64 reference."""
+    before = copied(arguments)
+    q_out = ops.append_kv(**arguments, **options)
+    for name in ("q", "k", "v", "slot_mapping"):
+        assert_same_bits(arguments[name], before[name])
+
+    def twin(name: str) -> Any:
+        def compute(dtype: torch.dtype) -> torch.Tensor:
+            fresh = copied(before)
+            for cache in ("k_cache", "v_cache"):
+                fresh[cache] = fresh[cache].to(dtype)
+            result = reference.append_kv(**fresh, **options, dtype=dtype)
+            return result if name == "q_out" else fresh[name]
+
+        return compute
+
+    assert q_out is not None
+    assert_close(q_out, twin("q_out"))
+    assert_close(arguments["k_cache"], twin("k_cache"))
+    assert_close(arguments["v_cache"], twin("v_cache"))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rotary_dim", [None, DIM, 6, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_error_is_within_twice_torchs(
+    dtype: torch.dtype,
+    rotary_dim: int | None,
+    interleaved: bool,
+    norm: bool,
+    device: torch.device,
+) -> None:
+    arguments = build(device, dtype=dtype, rotary_dim=rotary_dim, norm=norm)
+    check(arguments, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "strided"])
+def test_strided_caches(layout: str, device: torch.device) -> None:
+    check(build(device, layout=layout, norm=True))
+
+
+@pytest.mark.parametrize("slots", [[], [-1, -1], [-1, 4], [0], list(range(20))], ids=str)
+def test_slots(slots: list[int], device: torch.device) -> None:
+    check(build(device, slots=slots))
+
+
+def test_only_the_slots_are_written(device: torch.device) -> None:
+    arguments = build(device)
+    ops.append_kv(**arguments)
+    rest = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
+    rest[[slot for slot in SLOTS if slot >= 0]] = False
+    for name in ("k_cache", "v_cache"):
+        assert (arguments[name].flatten(0, 1)[rest] == 3.0).all()
+    untouched = build(device, slots=[-1, -1, -1])
+    ops.append_kv(**untouched)
+    assert (untouched["k_cache"] == 3.0).all()
+
+
+def test_tokens_without_a_slot_cannot_spoil_the_others(device: torch.device) -> None:
+    arguments = build(device)
+    clean = copied(arguments)
+    for name in ("k", "v"):
+        arguments[name][1] = math.nan
+    ops.append_kv(**arguments)
+    ops.append_kv(**clean)
+    for name in ("k_cache", "v_cache"):
+        assert_same_bits(arguments[name], clean[name])
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("scale", ["scalar", "one", "head", "token"])
+@pytest.mark.parametrize("layout", ["dense", "strided"])
+def test_quantized_caches(
+    cache_dtype: torch.dtype, scale: str, layout: str, device: torch.device
+) -> None:
+    arguments = build(
+        device, cache_dtype=cache_dtype, scale=scale, layout=layout, dtype=torch.bfloat16
+    )
+    expected = copied(arguments)
+    ops.append_kv(**arguments)
+    reference.append_kv(**expected)
+    for cache, scale_name in (("k_cache", "k_scale"), ("v_cache", "v_scale")):
+        torch.testing.assert_close(arguments[scale_name], expected[scale_name], rtol=1e-6, atol=0.0)
+        # A key on the edge between two steps may fall to either side.
+        ours, theirs = arguments[cache].float(), expected[cache].float()
+        assert ((ours - theirs).abs() <= theirs.abs().clamp(min=8) / 8).all()
+        assert (ours != theirs).sum() <= 2
+
+
+def test_scales_per_token_are_written_at_the_slots_only(device: torch.device) -> None:
+    arguments = build(device, cache_dtype=torch.int8, scale="token", rotary_dim=None)
+    ops.append_kv(**arguments)
+    scale = arguments["k_scale"].flatten(0, 1)
+    for token, slot in enumerate(SLOTS):
+        if slot >= 0:
+            expected = arguments["k"][token].cpu().abs().amax(-1) / 127
+            assert_same_bits(scale[slot].cpu(), expected)
+    assert (scale[[1, 2, 4]] == 0.03).all()
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
+def test_fixed_scales_saturate(cache_dtype: torch.dtype, device: torch.device) -> None:
+    arguments = build(device, cache_dtype=cache_dtype, scale="scalar", rotary_dim=None)
+    arguments["k"].fill_(1e30)
+    arguments["v"].fill_(-1e30)
+    ops.append_kv(**arguments)
+    limit = 127.0 if cache_dtype is torch.int8 else 448.0
+    assert (arguments["k_cache"][0, 0].float() == limit).all()
+    assert (arguments["v_cache"][0, 0].float() == -limit).all()
+
+
+def test_without_q_only_the_cache_is_written(device: torch.device) -> None:
+    arguments = build(device)
+    expected = copied(arguments)
+    del arguments["q"]
+    assert ops.append_kv(**arguments) is None
+    ops.append_kv(**expected)
+    assert_same_bits(arguments["k_cache"], expected["k_cache"])
+
+
+def test_q_out_may_be_q(device: torch.device) -> None:
+    arguments = build(device, norm=True)
+    expected = ops.append_kv(**copied(arguments))
+    returned = ops.append_kv(**arguments, q_out=arguments["q"])
+    assert returned is arguments["q"]
+    assert expected is not None
+    assert_same_bits(returned, expected)
+
+
+def test_rotation_keeps_the_angle_between_positions(device: torch.device) -> None:
+    arguments = build(device, slots=[0, 1])
+    inverse = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+    angles = torch.outer(torch.arange(40.0), inverse)
+    arguments["cos_sin"] = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
+    arguments["q"] = arguments["q"][:1].expand(2, -1, -1)
+    arguments["k"] = arguments["k"][:1].expand(2, -1, -1)
+    products = []
+    for positions in ([5, 9], [30, 34]):
+        arguments["positions"] = int32(positions, device)
+        q = ops.append_kv(**arguments)
+        assert q is not None
+        products.append((q[0, 0] * arguments["k_cache"][0, 1, 0]).sum())
+    torch.testing.assert_close(products[0], products[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, DIM])
+def test_check_bounds_accepts_what_is_right(rotary_dim: int | None, device: torch.device) -> None:
+    arguments = build(device, rotary_dim=rotary_dim)
+    unchecked = copied(arguments)
+    ops.append_kv(**arguments, check_bounds=True)
+    ops.append_kv(**unchecked)
+    assert_same_bits(arguments["k_cache"], unchecked["k_cache"])
+
+
+CPU = torch.device("cpu")
+BAD = [
+    ({"k": None}, TypeError, "k: got NoneType, expected a tensor"),
+    ({"k": torch.zeros(7, 3, 16)}, ValueError, r"k: got shape \[7, 3, 16\], expected \[7, 2, 16"),
+    ({"k": torch.zeros(7, 2, 8)}, ValueError, "k_cache: got shape"),
+    ({"v": torch.zeros(6, 2, 16)}, ValueError, "v: got shape"),
+    ({"v": torch.zeros(7, 2, 16).half()}, TypeError, "v: got dtype torch.float16"),
+    ({"k_cache": torch.zeros(4, 0, 2, 16)}, ValueError, "k_cache: got page_size = 0"),
+    ({"k_cache": torch.zeros(4, 5, 2, 16).half()}, TypeError, "k_cache: got dtype torch.float16"),
+    ({"v_cache": torch.zeros(4, 6, 2, 16)}, ValueError, "v_cache: got shape"),
+    ({"slot_mapping": int32(SLOTS, CPU)}, TypeError, "slot_mapping: got dtype torch.int32"),
+    ({"slot_mapping": torch.tensor([1])}, ValueError, r"slot_mapping: got shape \[1\]"),
+    ({"positions": None}, ValueError, "positions: got None with cos_sin"),
+    ({"cos_sin": None}, ValueError, "cos_sin: got None with positions"),
+    ({"positions": torch.zeros(7)}, TypeError, "positions: got dtype"),
+    ({"cos_sin": torch.zeros(11, 16).half()}, TypeError, "cos_sin: got dtype"),
+    ({"cos_sin": torch.zeros(11, 5)}, ValueError, "rotary_dim = 5, expected an even number"),
+    ({"cos_sin": torch.zeros(11, 18)}, ValueError, "rotary_dim = 18, expected .* dim = 16"),
+    ({"cos_sin": torch.zeros(0, 16)}, ValueError, "cos_sin: got max_positions = 0"),
+    ({"cos_sin": torch.zeros(11, 0)}, ValueError, "cos_sin: got rotary_dim = 0"),
+    ({"q": torch.zeros(7, 6, 8)}, ValueError, "q: got shape"),
+    ({"q": torch.zeros(7, 6, 16).half()}, TypeError, "q: got dtype"),
+    ({"q_out": torch.zeros(7, 6, 8)}, ValueError, "q_out: got shape"),
+    ({"q": None, "q_out": torch.zeros(7, 6, 16)}, ValueError, "q_out: got a tensor, expected None"),
+    ({"q": None, "q_norm_weight": torch.ones(16)}, ValueError, "q_norm_weight: got a tensor"),
+    ({"k_norm_weight": torch.ones(8)}, ValueError, "k_norm_weight: got shape"),
+    ({"q_norm_weight": torch.ones(16).half()}, TypeError, "q_norm_weight: got dtype"),
+    ({"interleaved": 0}, TypeError, "interleaved: got int, expected a bool"),
+    ({"norm_eps": -1.0}, ValueError, "norm_eps: got -1.0"),
+    ({"k_scale": torch.ones(2)}, ValueError, "k_scale: got a tensor, expected None"),
+    ({"stream": 1}, ValueError, "stream: got 1"),
+    (
+        {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 5, 20]), "check_bounds": True},
+        ValueError,
+        "slot_mapping: got slot 20 for token 6, expected -1 to 19",
+    ),
+    (
+        {"slot_mapping": torch.tensor([0, -2, 2, 3, 4, 5, 6]), "check_bounds": True},
+        ValueError,
+        "slot_mapping: got slot -2 for token 1",
+    ),
+    (
+        {"positions": int32([0, 0, 0, 0, 11, 0, 0], CPU), "check_bounds": True},
+        ValueError,
+        "positions: got 11 for token 4, expected 0 to 10",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), BAD, ids=[row[2] for row in BAD])
+def test_bad_input(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments = {**build(CPU), **changes}
+    with pytest.raises(error, match=match):
+        ops.append_kv(**arguments)
+    for name in ("k_cache", "v_cache"):
+        assert name in changes or (arguments[name] == 3.0).all()
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_quantized_cache_needs_scales(name: str) -> None:
+    arguments = build(CPU, cache_dtype=torch.int8, scale="head")
+    del arguments[name]
+    with pytest.raises(ValueError, match=f"{name}: got None"):
+        ops.append_kv(**arguments)

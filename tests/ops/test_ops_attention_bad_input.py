@@ -1,0 +1,163 @@
+"""What the attention ops refuse, and with which words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import E4M3, PagedCase, int32
+
+from ostinato import ops
+
+CPU = torch.device("cpu")
+
+
+def call_paged(changes: dict[str, Any], case: PagedCase | None = None) -> None:
+    (q, k_cache, v_cache, table, lens), options = (case or PagedCase()).build(CPU)
+    out = torch.full_like(q, 5.0)
+    arguments = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "page_table": table,
+        "seq_lens": lens,
+        "out": out,
+        **options,
+        **changes,
+    }
+    try:
+        ops.paged_attention(**arguments)
+    finally:
+        assert (out == 5.0).all()
+
+
+PAGED = [
+    ({"q": [1.0]}, TypeError, "q: got list, expected a tensor"),
+    ({"q": torch.zeros(4, 4, 16, dtype=torch.float64)}, TypeError, "q: got dtype torch.float64"),
+    ({"q": torch.zeros(4, 16)}, ValueError, r"q: got shape \[4, 16\], expected \[tokens, heads_q"),
+    ({"q": torch.zeros(3, 4, 16)}, ValueError, r"q: got 3 tokens, expected .* 4 \* 1"),
+    ({"q": torch.zeros(4, 5, 16)}, ValueError, "heads_q = 5, expected a multiple of heads_kv = 2"),
+    ({"q": torch.zeros(4, 0, 16)}, ValueError, "q: got heads_q = 0"),
+    (
+        {"q": torch.zeros(4, 4, 32)[..., ::2]},
+        ValueError,
+        "q: got strides .* expected 1 in the last",
+    ),
+    ({"k_cache": torch.zeros(9, 8, 2, 8)}, ValueError, r"k_cache: got shape \[9, 8, 2, 8\]"),
+    ({"k_cache": torch.zeros(0, 8, 2, 16)}, ValueError, "k_cache: got pages = 0"),
+    ({"k_cache": torch.zeros(9, 0, 2, 16)}, ValueError, "k_cache: got page_size = 0"),
+    ({"k_cache": torch.zeros(9, 8, 0, 16)}, ValueError, "k_cache: got heads_kv = 0"),
+    ({"k_cache": torch.zeros(9, 8, 2, 16).bfloat16()}, TypeError, "k_cache: got dtype torch.bfl"),
+    ({"v_cache": torch.zeros(9, 8, 2, 16)}, ValueError, r"v_cache: got shape \[9"),
+    ({"page_table": torch.zeros(4, 7, dtype=torch.int64)}, TypeError, "page_table: got dtype"),
+    ({"page_table": torch.zeros(4, 0, dtype=torch.int32)}, ValueError, "max_pages = 0"),
+    ({"seq_lens": int32([1, 2, 3], CPU)}, ValueError, r"seq_lens: got shape \[3\], expected \[4\]"),
+    ({"seq_lens": torch.ones(4)}, TypeError, "seq_lens: got dtype torch.float32"),
+    ({"max_seqlen_q": 0}, ValueError, "max_seqlen_q: got 0, expected at least 1"),
+    ({"max_seqlen_q": 1.0}, TypeError, "max_seqlen_q: got float, expected an int"),
+    ({"max_seqlen_q": True}, TypeError, "max_seqlen_q: got bool"),
+    ({"cu_seqlens_q": int32([0, 4], CPU)}, ValueError, r"cu_seqlens_q: got shape \[2\]"),
+    ({"cu_seqlens_q": int32([1, 1, 2, 3, 4], CPU)}, ValueError, "cu_seqlens_q: got 1 first"),
+    ({"cu_seqlens_q": int32([0, 2, 2, 3, 4], CPU)}, ValueError, "got length 2 for sequence 0"),
+    ({"cu_seqlens_q": int32([0, 1, 0, 1, 2], CPU)}, ValueError, "got length -1 for sequence 1"),
+    ({"cu_seqlens_q": int32([0, 1, 2, 3, 5], CPU), "max_seqlen_q": 2}, ValueError, "got 5 last"),
+    (
+        {"k_cache": torch.zeros(9, 8, 2, 16, device="meta")},
+        ValueError,
+        "k_cache: got a tensor on m",
+    ),
+    ({"causal": 1}, TypeError, "causal: got int, expected a bool"),
+    ({"scale": math.nan}, ValueError, "scale: got nan, expected a finite number"),
+    ({"scale": torch.ones(())}, TypeError, "scale: got Tensor, expected a number"),
+    ({"softcap": -1.0}, ValueError, "softcap: got -1.0, expected a finite number of at least 0"),
+    ({"softcap": math.inf}, ValueError, "softcap: got inf"),
+    ({"window": 4}, TypeError, r"window: got 4, expected a tuple \(left, right\)"),
+    ({"window": (1, 2, 3)}, TypeError, "window: got"),
+    ({"window": (-2, 0)}, ValueError, "window: got -2, expected at least -1"),
+    ({"window": (1, 0.5)}, TypeError, "window: got float"),
+    ({"sinks": torch.zeros(2)}, ValueError, r"sinks: got shape \[2\], expected \[4\]"),
+    ({"sinks": torch.zeros(4).half()}, TypeError, "sinks: got dtype torch.float16"),
+    ({"k_scale": torch.ones(2)}, ValueError, "k_scale: got a tensor, expected None for torch.fl"),
+    ({"out": torch.zeros(4, 4, 8)}, ValueError, "out: got shape"),
+    ({"out": torch.zeros(4, 4, 16).half()}, TypeError, "out: got dtype torch.float16"),
+    ({"workspace": torch.zeros(8)}, TypeError, "workspace: got dtype torch.float32"),
+    ({"workspace": torch.zeros(8, 8, dtype=torch.uint8)}, ValueError, "workspace: got shape"),
+    ({"stream": 3}, ValueError, "stream: got 3, expected None for tensors on cpu"),
+    ({"seq_lens": int32([1, 7, 57, 3], CPU), "check_bounds": True}, ValueError, "seq_lens: got 57"),
+    ({"seq_lens": int32([1, -1, 7, 3], CPU), "check_bounds": True}, ValueError, "seq_lens: got -1"),
+    (
+        {"seq_lens": int32([1, 7, 17, 3], CPU), "check_bounds": True},
+        ValueError,
+        r"page_table: got page 2147480000 at \[2, 2\], expected 0 to",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), PAGED, ids=[row[2] for row in PAGED])
+def test_paged_attention(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        call_paged(changes)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    ("scale", "error", "match"),
+    [
+        (None, ValueError, "got None, expected an fp32 tensor"),
+        (0.5, TypeError, "got float, expected a tensor"),
+        (torch.ones(3), ValueError, r"got shape \[3\], expected \[2\]"),
+        (torch.ones(8, 2), ValueError, r"got shape \[8, 2\]"),
+        (torch.ones(1, 8, 2), ValueError, r"got shape \[1, 8, 2\]"),
+        (torch.ones(2).bfloat16(), TypeError, "got dtype torch.bfloat16"),
+    ],
+    ids=str,
+)
+def test_scales(
+    cache_dtype: torch.dtype, name: str, scale: Any, error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=f"{name}: {match}"):
+        call_paged({name: scale}, PagedCase(cache_dtype=cache_dtype))
+
+
+def test_a_live_page_id_out_of_range_is_never_read() -> None:
+    (q, k_cache, v_cache, table, lens), options = PagedCase().build(CPU)
+    table[3, 0] = 1000
+    with pytest.raises(IndexError):
+        ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
+
+
+VARLEN = [
+    ({"k": torch.zeros(6, 2, 8)}, ValueError, r"k: got shape .* expected \[total_k, heads_kv, 16"),
+    ({"k": torch.zeros(6, 2, 16).half()}, TypeError, "k: got dtype torch.float16"),
+    ({"k": torch.zeros(6, 0, 16)}, ValueError, "k: got heads_kv = 0"),
+    ({"v": torch.zeros(5, 2, 16)}, ValueError, r"v: got shape \[5, 2, 16\], expected \[6, 2, 16"),
+    ({"q": torch.zeros(5, 3, 16)}, ValueError, "heads_q = 3, expected a multiple of heads_kv = 2"),
+    ({"cu_seqlens_q": int32([], CPU)}, ValueError, r"cu_seqlens_q: got batch \+ 1 = 0"),
+    ({"cu_seqlens_q": int32([0, 5], CPU)}, ValueError, r"cu_seqlens_k: got shape \[3\]"),
+    ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, TypeError, "cu_seqlens_q: got dtype torch.int64"),
+    ({"cu_seqlens_q": int32([0, 4, 5], CPU)}, ValueError, "cu_seqlens_q: got length 4"),
+    ({"cu_seqlens_k": int32([0, 3, 2], CPU)}, ValueError, "cu_seqlens_k: got length -1"),
+    ({"cu_seqlens_k": int32([0, 3, 7], CPU)}, ValueError, "cu_seqlens_k: got 7 last"),
+    ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k: got 0"),
+    ({"k_scale": torch.ones(2)}, ValueError, "k_scale: got a tensor, expected None"),
+    ({"out": torch.zeros(4, 4, 16)}, ValueError, "out: got shape"),
+    ({"stream": object()}, ValueError, "stream: got"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), VARLEN, ids=[row[2] for row in VARLEN])
+def test_varlen_attention(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(5, 4, 16),
+        "k": torch.zeros(6, 2, 16),
+        "v": torch.zeros(6, 2, 16),
+        "cu_seqlens_q": int32([0, 2, 5], CPU),
+        "cu_seqlens_k": int32([0, 2, 6], CPU),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+    }
+    with pytest.raises(error, match=match):
+        ops.varlen_attention(**{**arguments, **changes})

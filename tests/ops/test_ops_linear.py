@@ -1,0 +1,208 @@
+"""Linear layers, 16/32-bit and W8A8, against their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import E4M3, FLOATS, assert_close, assert_same_bits, quantized_randn
+
+from ostinato import ops
+from ostinato.ops import reference
+
+SHAPES = [(1, 1, 1), (0, 4, 8), (1, 33, 65), (7, 5, 130), (8, 64, 64), (9, 31, 16), (70, 24, 40)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(
+    dtype: torch.dtype, shape: tuple[int, int, int], bias: bool, device: torch.device
+) -> None:
+    rows, columns, depth = shape
+    x = torch.randn(rows, depth).to(dtype).to(device)
+    w = torch.randn(columns, depth).to(dtype).to(device)
+    b = torch.randn(columns).to(dtype).to(device) if bias else None
+    assert_close(ops.linear(x, w, bias=b), lambda dt: reference.linear(x, w, bias=b, dtype=dt))
+
+
+def test_linear_honours_strides(device: torch.device) -> None:
+    x = torch.randn(5, 3, 20, device=device)[:, 1, :12]
+    w = torch.randn(9, 30, device=device)[::2, 3:15]
+    out = torch.zeros(5, 11, device=device)[:, 4:9]
+    assert ops.linear(x, w, out=out) is out
+    assert_close(out, lambda dtype: reference.linear(x, w, dtype=dtype))
+    assert_same_bits(ops.linear(x, w), out)
+
+
+def test_linear_without_columns_or_depth(device: torch.device) -> None:
+    assert ops.linear(torch.ones(3, 4).to(device), torch.ones(0, 4).to(device)).shape == (3, 0)
+    empty = torch.ones(3, 0, device=device)
+    bias = torch.tensor([1.0, 2.0], device=device)
+    assert_same_bits(ops.linear(empty, empty[:2], bias=bias), bias.expand(3, 2))
+
+
+def w8a8(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, columns, depth = shape
+    return (
+        quantized_randn((rows, depth), dtype).to(device),
+        quantized_randn((columns, depth), dtype).to(device),
+        (torch.rand(rows) / 64 + 0.01).to(device),
+        (torch.rand(columns) / 64 + 0.01).to(device),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_w8a8(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    out_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    args = w8a8(shape, dtype, device)
+    for bias in (None, torch.randn(shape[1], device=device)):
+        y = ops.w8a8_linear(*args, bias=bias, out_dtype=out_dtype)
+        assert y.dtype is out_dtype
+        expected = reference.w8a8_linear(*args, bias=bias, dtype=torch.float64)
+        size = (args[0].double().abs() @ args[1].double().abs().t()).amax() if y.numel() else 0
+        # FP8 tensor cores keep about 13 bits of the running sum; torch's own error is theirs.
+        sums = 2.0**-12 if dtype is E4M3 and device.type == "cuda" else 2.0**-20
+        slack = sums * float(size) * float(args[2].amax() * args[3].amax() if y.numel() else 0)
+        torch.testing.assert_close(
+            y.double(), expected, rtol=torch.finfo(out_dtype).eps, atol=slack + 1e-6
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_accumulators_are_exact(shape: tuple[int, int, int], device: torch.device) -> None:
+    x, w, _, _ = w8a8(shape, torch.int8, device)
+    one = torch.ones((), device=device)
+    acc = ops.w8a8_linear(x, w, one, one, out_dtype=torch.float32)
+    expected = x.double() @ w.double().t()
+    assert_same_bits(acc, expected.float())
+
+
+@pytest.mark.parametrize("extreme", [-128, 127])
+def test_int8_extremes(extreme: int, device: torch.device) -> None:
+    x = torch.full((3, 4096), extreme, dtype=torch.int8, device=device)
+    one = torch.ones(1, device=device)
+    acc = ops.w8a8_linear(x, x, one, one, out_dtype=torch.float32)
+    assert (acc == 4096 * extreme * extreme).all()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("given_sum", [False, True])
+def test_asymmetric_int8(per_token: bool, given_sum: bool, device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((6, 10, 33), torch.int8, device)
+    shape = (6,) if per_token else ()
+    zero = torch.randint(-128, 128, shape, dtype=torch.int32, device=device)
+    w_sum = w.sum(1, dtype=torch.int32) if given_sum else None
+    bias = torch.randn(10, device=device)
+    y = ops.w8a8_linear(
+        x, w, x_scale, w_scale, bias=bias, x_zero_point=zero, w_sum=w_sum, out_dtype=torch.float32
+    )
+    real = x_scale[:, None] * (x.double() - zero.reshape(-1, 1))
+    expected = real @ (w_scale[:, None] * w.double()).t() + bias
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def test_scalar_scales_equal_vectors_of_them(dtype: torch.dtype, device: torch.device) -> None:
+    x, w, _, _ = w8a8((3, 5, 16), dtype, device)
+    x_scale, w_scale = torch.tensor(0.03, device=device), torch.tensor([0.2], device=device)
+    y = ops.w8a8_linear(x, w, x_scale, w_scale)
+    vectors = x_scale.expand(3).contiguous(), w_scale.expand(5).contiguous()
+    assert_same_bits(y, ops.w8a8_linear(x, w, *vectors))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def test_w8a8_honours_strides_and_out(dtype: torch.dtype, device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((4, 6, 50), dtype, device)
+    x, w = x[:, 3:40], w[:, 3:40]
+    out = torch.zeros(4, 20, dtype=torch.bfloat16, device=device)[:, 5:11]
+    assert ops.w8a8_linear(x, w, x_scale, w_scale, out=out) is out
+    assert_same_bits(out, ops.w8a8_linear(x.contiguous(), w.contiguous(), x_scale, w_scale))
+
+
+def test_fp8_nan_reaches_its_row_only(device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((3, 5, 16), E4M3, device)
+    poisoned = x.float()
+    poisoned[1, 2] = float("nan")
+    y = ops.w8a8_linear(poisoned.to(E4M3), w, x_scale, w_scale)
+    assert y[1].isnan().all()
+    assert_same_bits(y[[0, 2]], ops.w8a8_linear(x, w, x_scale, w_scale)[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"x": 1.0}, TypeError, "x: got float, expected a tensor"),
+        ({"x": torch.zeros(2, 4).long()}, TypeError, "x: got dtype torch.int64"),
+        ({"x": torch.zeros(4)}, ValueError, r"x: got shape \[4\], expected \[M, K\]"),
+        ({"x": torch.zeros(2, 8)[:, ::2]}, ValueError, "x: got strides"),
+        ({"w": torch.zeros(3, 5)}, ValueError, r"w: got shape \[3, 5\], expected \[N, 4\]"),
+        ({"w": torch.zeros(3, 4).half()}, TypeError, "w: got dtype torch.float16"),
+        ({"bias": torch.zeros(2)}, ValueError, r"bias: got shape \[2\], expected \[3\]"),
+        ({"bias": torch.zeros(3).half()}, TypeError, "bias: got dtype"),
+        ({"out": torch.zeros(2, 2)}, ValueError, "out: got shape"),
+        ({"out": torch.zeros(2, 3).half()}, TypeError, "out: got dtype"),
+        ({"stream": 7}, ValueError, "stream: got 7"),
+    ],
+)
+def test_linear_bad_input(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ops.linear(**{"x": torch.zeros(2, 4), "w": torch.zeros(3, 4), **changes})
+
+
+INT8 = torch.zeros(2, 4, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"x": torch.zeros(2, 4)}, TypeError, "x: got dtype torch.float32, expected torch.int8 or"),
+        ({"w": torch.zeros(3, 4).to(E4M3)}, TypeError, "w: got dtype torch.float8_e4m3fn"),
+        ({"w": INT8[:, :3]}, ValueError, r"w: got shape \[2, 3\]"),
+        ({"x_scale": torch.ones(3)}, ValueError, r"x_scale: got shape \[3\], expected \[2\]"),
+        ({"x_scale": torch.ones(2, 1)}, ValueError, "x_scale: got shape"),
+        ({"x_scale": 0.5}, TypeError, "x_scale: got float"),
+        ({"w_scale": torch.ones(2)}, ValueError, r"w_scale: got shape \[2\], expected \[3\]"),
+        ({"w_scale": torch.ones(3).bfloat16()}, TypeError, "w_scale: got dtype"),
+        ({"bias": torch.ones(3).half()}, TypeError, "bias: got dtype torch.float16"),
+        ({"bias": torch.ones(2)}, ValueError, "bias: got shape"),
+        ({"x_zero_point": torch.ones(())}, TypeError, "x_zero_point: got dtype torch.float32"),
+        ({"w_sum": torch.ones(3).int()}, ValueError, "w_sum: got a tensor, expected None without"),
+        (
+            {"x_zero_point": torch.ones(()).int(), "w_sum": torch.ones(3)},
+            TypeError,
+            "w_sum: got dtype torch.float32",
+        ),
+        (
+            {
+                "x": INT8.to(E4M3),
+                "w": torch.zeros(3, 4).to(E4M3),
+                "x_zero_point": torch.ones(()).int(),
+            },
+            ValueError,
+            "x_zero_point: got a tensor, expected None for torch.float8_e4m3fn",
+        ),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype: got torch.int32"),
+        ({"out": torch.zeros(2, 3)}, TypeError, "out: got dtype torch.float32"),
+        ({"out": torch.zeros(3, 3).bfloat16()}, ValueError, "out: got shape"),
+        ({"stream": 7}, ValueError, "stream: got 7"),
+    ],
+)
+def test_w8a8_bad_input(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments = {
+        "x": INT8,
+        "w": torch.zeros(3, 4, dtype=torch.int8),
+        "x_scale": torch.ones(2),
+        "w_scale": torch.ones(3),
+    }
+    with pytest.raises(error, match=match):
+        ops.w8a8_linear(**{**arguments, **changes})

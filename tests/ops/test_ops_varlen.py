@@ -1,0 +1,166 @@
+"""Attention over packed sequences against its reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import (
+    E4M3,
+    FLOATS,
+    PagedCase,
+    assert_close,
+    assert_same_bits,
+    int32,
+    laid_out,
+    quantized_randn,
+)
+
+from ostinato import ops
+from ostinato.ops import reference
+from ostinato.ops.attend import LogitRule
+from ostinato.ops.kv import PackedKV
+from ostinato.ops.sequences import attend_capacity
+
+
+def build(
+    q_lens: list[int],
+    k_lens: list[int],
+    device: torch.device,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    layout: str = "dense",
+) -> tuple[Any, ...]:
+    """Return q, k, v and both cu_seqlens; k and v end in rows of NaN that no sequence owns."""
+    q = torch.randn(sum(q_lens), heads[0], dim).to(dtype)
+    spare = torch.full((3, heads[1], dim), 127 if kv_dtype is torch.int8 else math.nan)
+    tensors = []
+    for _ in range(2):
+        live = quantized_randn((sum(k_lens), heads[1], dim), kv_dtype or dtype)
+        x = torch.cat([live.float(), spare]).to(kv_dtype or dtype)
+        tensors.append(laid_out(x.to(device), layout))
+    cu_seqlens = [
+        int32([sum(lens[:b]) for b in range(len(lens) + 1)], device) for lens in (q_lens, k_lens)
+    ]
+    return (q.to(device), *tensors, *cu_seqlens)
+
+
+def check(args: tuple[Any, ...], capacities: tuple[int, int], **options: Any) -> None:
+    out = ops.varlen_attention(*args, *capacities, **options)
+    assert_close(out, lambda dtype: reference.varlen_attention(*args, **options, dtype=dtype)[0])
+    again, lse = ops.varlen_attention(*args, *capacities, **options, return_lse=True)
+    assert_close(again, lambda dtype: reference.varlen_attention(*args, **options, dtype=dtype)[0])
+    _, expected = reference.varlen_attention(*args, **options, dtype=torch.float64)
+    torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": False},
+    {"scale": 0.5},
+    {"softcap": 1.0},
+    {"window": (3, -1)},
+    {"window": (2, 4), "causal": False},
+    {"window": (-1, 2), "causal": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_error_is_within_twice_torchs(
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    args = build([9, 0, 1, 5, 3], [9, 4, 12, 2, 0], device, dtype=dtype)
+    check(args, (9, 12), **options)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (10, 2), (4, 4)])
+@pytest.mark.parametrize("layout", ["dense", "heads first", "strided"])
+def test_groups_and_strides(heads: tuple[int, int], layout: str, device: torch.device) -> None:
+    check(build([5, 2], [7, 2], device, heads=heads, dim=6, layout=layout), (5, 7))
+
+
+def test_sinks(device: torch.device) -> None:
+    args = build([3, 2], [5, 1], device)
+    check(args, (3, 5), sinks=torch.tensor([0.0, 3.0, -5.0, -math.inf], device=device))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (20, 2)])
+def test_quantized_keys(
+    kv_dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    args = build([3, 6], [11, 6], device, kv_dtype=kv_dtype, dtype=torch.bfloat16)
+    k_scale, v_scale = (torch.rand(shape).to(device) / 32 + 0.01 for _ in range(2))
+    check(args, (6, 11), k_scale=k_scale, v_scale=v_scale)
+
+
+def test_no_keys_at_all(device: torch.device) -> None:
+    q, k, v, cu_q, _ = build([2, 1], [0, 0], device)
+    none = int32([0, 0, 0], device)
+    out, lse = ops.varlen_attention(q, k[:0], v[:0], cu_q, none, 2, 1, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    scale = torch.ones(0, 2, device=device)
+    k8 = torch.zeros(0, 2, 16, dtype=torch.int8, device=device)
+    out = ops.varlen_attention(q, k8, k8, cu_q, none, 2, 1, k_scale=scale, v_scale=scale)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, E4M3], ids=str)
+def test_working_through_capacities_needs_no_lengths(
+    kv_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """The way of CUDA, which reads nothing on the host, also runs where the CPU can check it."""
+    q, k, v, cu_q, cu_k = build([3, 0, 6], [11, 4, 6], device, kv_dtype=kv_dtype)
+    scale = None if kv_dtype is None else torch.rand(k.shape[:2]).to(device)
+    out = torch.zeros_like(q)
+    kv = PackedKV(k, v, scale, scale, cu_k)
+    rule = LogitRule(0.25, True, -1, -1, 0.0)
+    attend_capacity(q, cu_q, 9, cu_k.diff(), 20, kv, rule, None, out, None)
+
+    def twin(dtype: torch.dtype) -> torch.Tensor:
+        return reference.varlen_attention(
+            q, k, v, cu_q, cu_k, scale=0.25, k_scale=scale, v_scale=scale, dtype=dtype
+        )[0]
+
+    assert_close(out, twin)
+
+
+def test_no_queries_and_no_sequences(device: torch.device) -> None:
+    q, k, v, _, cu_k = build([0, 0], [3, 0], device)
+    assert ops.varlen_attention(q, k, v, int32([0, 0, 0], device), cu_k, 1, 3).shape == (0, 4, 16)
+    q, k, v, _, cu_k = build([], [], device)
+    assert ops.varlen_attention(q, k, v, cu_k, cu_k, 1, 1).shape == (0, 4, 16)
+
+
+def test_rows_of_no_sequence_are_left_alone(device: torch.device) -> None:
+    q, k, v, cu_q, cu_k = build([2, 1], [2, 4], device)
+    longer = torch.cat([q, torch.full_like(q[:2], math.nan)])
+    out = torch.full_like(longer, 3.0)
+    ops.varlen_attention(longer, k, v, cu_q, cu_k, 2, 4, out=out)
+    assert (out[3:] == 3.0).all()
+    assert_same_bits(out[:3], ops.varlen_attention(q, k, v, cu_q, cu_k, 2, 4))
+
+
+def test_packed_and_paged_keys_give_the_same_bits(device: torch.device) -> None:
+    case = PagedCase(k_lens=(9, 21), q_lens=(4, 21), window=(6, -1))
+    (q, k_cache, v_cache, table, _), options = case.build(device)
+    paged = ops.paged_attention(q, k_cache, v_cache, table, int32([9, 21], device), **options)
+    packed = [
+        torch.cat(
+            [
+                cache[table[0, :2].long()].flatten(0, 1)[:9],
+                cache[table[1, :3].long()].flatten(0, 1)[:21],
+            ]
+        )
+        for cache in (k_cache, v_cache)
+    ]
+    cu_k = int32([0, 9, 30], device)
+    varlen = ops.varlen_attention(q, *packed, options["cu_seqlens_q"], cu_k, 21, 21, window=(6, -1))
+    assert_same_bits(varlen, paged)
