@@ -47,7 +47,9 @@ class CaptureReport:
 
     def __str__(self) -> str:
         """Return a table."""
-        title = f"{len(self.graphs)} batch size{'s'[: len(self.graphs) > 1]} captured on {self.device} in {self.total_ms:.1f} ms"
+        count = len(self.graphs)
+        sizes = "1 batch size" if count == 1 else f"{count} batch sizes"
+        title = f"{sizes} captured on {self.device} in {self.total_ms:.1f} ms"
         if self.device == "cpu":
             title += " (without CUDA a replay calls the step)"
         header = ("batch", "warm-up ms", "capture ms", "verify ms", "pool MiB", "device MiB")
