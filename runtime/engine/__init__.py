@@ -1,7 +1,9 @@
 """Prefill and decode with continuous batching, over a `GraphRunner`."""
 
-from ostinato.engine.engine import Engine, EngineStats, Prompt
+from ostinato.engine.engine import Engine, Prompt
 from ostinato.engine.params import Completion, FinishReason, SamplingParams, TokenEvent
+from ostinato.engine.stats import EngineStats
+from ostinato.engine.stream import TokenStream
 
 __all__ = [
     "Completion",
@@ -11,4 +13,5 @@ __all__ = [
     "Prompt",
     "SamplingParams",
     "TokenEvent",
+    "TokenStream",
 ]

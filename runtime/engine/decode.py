@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypedDict
 
 import torch
@@ -12,6 +13,7 @@ from ostinato.engine.request import Request
 from ostinato.graphs import BatchView, BufferSpec
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache
 
+_REHEARSAL = -1  # the sequence that holds the pages of a rehearsal; requests count from 0
 Example = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
 
 
@@ -23,7 +25,9 @@ class SeenTokens:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.padding_slot = num_slots
-        self.mask = torch.zeros(num_slots + 1, vocab_size, dtype=torch.bool, device=device)
+        # Made in inference mode it could not be written outside it.
+        with torch.inference_mode(False):
+            self.mask = torch.zeros(num_slots + 1, vocab_size, dtype=torch.bool, device=device)
         # Assigning Python's True would copy it from the host, which no capture allows.
         self._true = torch.ones((), dtype=torch.bool, device=device)
 
@@ -53,24 +57,49 @@ class DecodeStep:
         self._cache = cache
         self._seen = seen
         self.max_pages = max_pages
+        self._rehearsal_pages: list[int] = []
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Lend the examples below free pages full of random numbers, while nothing is served.
+
+        A verification that read zeros and wrote nothing would pass with a frozen page table.
+        """
+        cache = self._cache
+        # A page table without repetitions, and a page of its own for each row to write to.
+        count = min(self.max_pages + self._seen.padding_slot, cache.free_pages)
+        cache.add(_REHEARSAL)
+        cache.reserve(_REHEARSAL, count * cache.page_size)
+        self._rehearsal_pages = cache.pages(_REHEARSAL)
+        try:
+            for page in self._rehearsal_pages:
+                cache.storage[:, :, page].normal_()
+            yield
+        finally:
+            self._rehearsal_pages = []
+            cache.free(_REHEARSAL)
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
-        """Return the step's inputs; padding rows attend to nothing and write to no slot."""
+        """Return the step's inputs; padding rows attend to nothing and write to no slot.
+
+        The examples need a `rehearsal` around them.
+        """
         vocab_size = self._model.config.vocab_size
         max_length = min(self._model.max_context, self.max_pages * self._cache.page_size)
         return {
             "tokens": BufferSpec((), torch.int64, 0, _integers(0, vocab_size)),
             "positions": BufferSpec((), torch.int32, 0, _integers(0, max_length)),
             "seq_lens": BufferSpec((), torch.int32, 0, _integers(1, max_length + 1)),
-            "slot_mapping": BufferSpec((), torch.int64, -1),
-            "page_table": BufferSpec((self.max_pages,), torch.int32, DUMMY_PAGE),
-            "slots": BufferSpec((), torch.int64, self._seen.padding_slot),
+            "slot_mapping": BufferSpec((), torch.int64, -1, self._example_slot_mapping),
+            "page_table": BufferSpec(
+                (self.max_pages,), torch.int32, DUMMY_PAGE, self._example_page_table
+            ),
+            "slots": BufferSpec((), torch.int64, self._seen.padding_slot, _distinct),
             "temperature": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.7, 1.3)),
             "top_k": BufferSpec((), torch.int32, 0, _integers(0, vocab_size + 1)),
             "top_p": BufferSpec((), torch.float32, 1.0, _one_of(0.5, 0.9, 1.0)),
             "min_p": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.05)),
-            # Example rows share one slot, so a penalty would let them see each other.
-            "repetition_penalty": BufferSpec((), torch.float32, 1.0),
+            "repetition_penalty": BufferSpec((), torch.float32, 1.0, _one_of(1.0, 1.3)),
             "seeds": BufferSpec((), torch.int64, 0, _integers(0, 2**62)),
             "counters": BufferSpec((), torch.int64, 0, _integers(0, max_length)),
         }
@@ -96,6 +125,23 @@ class DecodeStep:
             seen=self._seen.mask[batch.slots],
         )
         return {"tokens": tokens, "logits": logits}
+
+    def _example_page_table(
+        self, generator: torch.Generator, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        pages = torch.tensor(self._rehearsal_pages)
+        return pages[torch.randint(len(pages), shape, generator=generator)]
+
+    def _example_slot_mapping(
+        self, generator: torch.Generator, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        size = self._cache.page_size
+        slots = torch.tensor(self._rehearsal_pages)[:, None] * size + torch.arange(size)
+        chosen = slots.flatten()[torch.randperm(slots.numel(), generator=generator)]
+        # No two rows write to one slot; where there are more rows, the others write nothing.
+        rows = torch.full(shape, -1)
+        rows[: len(chosen)] = chosen[: len(rows)]
+        return rows
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, object]:
         """Return the step's inputs for one more token of each request (its slot reserved)."""
@@ -153,6 +199,10 @@ def _integers(low: int, high: int) -> Example:
         return torch.randint(low, high, shape, generator=generator)
 
     return draw
+
+
+def _distinct(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randperm(shape[0], generator=generator)
 
 
 def _one_of(*values: float) -> Example:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -13,26 +14,18 @@ from tokenizers import Tokenizer
 from ostinato import ops
 from ostinato.engine.decode import DecodeStep, SeenTokens, sampling_inputs
 from ostinato.engine.params import Completion, SamplingParams, TokenEvent
+from ostinato.engine.prefill import Prefill
 from ostinato.engine.request import Request
 from ostinato.engine.scheduler import PrefillChunk, Scheduler
+from ostinato.engine.stats import EngineStats
+from ostinato.engine.stream import TokenStream
 from ostinato.engine.text import TextStream
 from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
-from ostinato.model import AttentionInputs, Llama, PagedKVCache
+from ostinato.model import Llama, PagedKVCache
 
 Prompt = str | Sequence[int]
 _DEFAULT_CHUNK = 512
 _CPU_CACHE_BYTES = 4 << 30
-
-
-@dataclass
-class EngineStats:
-    """What the engine did since it was made; times in seconds of wall clock."""
-
-    prefill_seconds: list[float] = field(default_factory=list)
-    prefill_tokens: int = 0
-    decode_seconds: list[float] = field(default_factory=list)
-    decode_tokens: int = 0
-    preemptions: int = 0
 
 
 class Engine:
@@ -58,7 +51,7 @@ class Engine:
         max_prefill_tokens: prompt tokens computed in one step over all requests.
 
     Raises:
-        ValueError: when an argument is out of range or the cache could not hold one sequence.
+        TypeError, ValueError: when an argument is of the wrong kind or out of range.
     """
 
     def __init__(
@@ -78,23 +71,24 @@ class Engine:
             ("page_size", page_size),
             ("max_prefill_tokens", max_prefill_tokens),
         ):
-            if value < 1:
+            if _integer(name, value) < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
         if max_context is None:
             max_context = model.max_context
-        if not 2 <= max_context <= model.max_context:
+        if not 2 <= _integer("max_context", max_context) <= model.max_context:
             raise ValueError(
                 f"max_context: got {max_context}, expected 2 to the model's {model.max_context}"
             )
         if prefill_chunk is None:
             prefill_chunk = -(-_DEFAULT_CHUNK // page_size) * page_size
-        if prefill_chunk < 1 or prefill_chunk % page_size:
+        if _integer("prefill_chunk", prefill_chunk) < 1 or prefill_chunk % page_size:
             raise ValueError(
                 f"prefill_chunk: got {prefill_chunk}, expected a multiple of page_size={page_size}"
             )
         max_pages = -(-max_context // page_size)
         if num_pages is None:
             num_pages = _default_pages(model, max_batch * max_pages, page_size)
+        _integer("num_pages", num_pages)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context
@@ -108,7 +102,11 @@ class Engine:
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
         self.runner = GraphRunner(self._decode, buffers)
         self._scheduler = Scheduler(self.cache, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        self._prefill = Prefill(model, self.cache, max_pages, prefill_chunk)
         self._requests: dict[int, Request] = {}
+        # Events wait here for whoever asks next: requests of a stream have a queue of their own.
+        self._events: deque[TokenEvent] = deque()
+        self._queues: dict[int, deque[TokenEvent]] = {}
         self._next_id = 0
 
     def capture(
@@ -120,39 +118,44 @@ class Engine:
     ) -> CaptureReport:
         """Capture the decode step for each batch size; see `GraphRunner.capture`.
 
-        A step with more requests than the largest size is served in parts.
-        """
-        return self.runner.capture(batch_sizes, progress=progress, verify=verify)
-
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a request and return its id.
+        A step with more requests than the largest size is served in parts. Verification works on
+        free pages of the cache, filled with random numbers.
 
         Raises:
+            RuntimeError: while requests are running.
+            ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`.
+        """
+        if self._scheduler.running:
+            raise RuntimeError("capture: requests are running; finish or cancel them first")
+        with self._decode.rehearsal():
+            return self.runner.capture(batch_sizes, progress=progress, verify=verify)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a request and return its id. When it has finished, `result` forgets it.
+
+        Raises:
+            TypeError: for a prompt that is no text and no sequence of integers.
             ValueError: for a prompt that is empty, has ids outside the vocabulary, fills the
                 context, or whose text might not fit into the cache even alone.
         """
         return self._enqueue(self._request(prompt, params or SamplingParams()))
 
     def step(self) -> list[TokenEvent]:
-        """Admit requests, compute prompt chunks, decode one token each; return the new tokens.
+        """Admit requests, decode one token each, compute prompt chunks; return the new tokens.
+
+        These are the tokens of submitted requests. Those of `stream` and `generate` go to them,
+        whoever makes the step.
 
         Raises:
-            ostinato.graphs.NotCapturedError: before `capture`; nothing is changed then.
+            ostinato.graphs.GraphError: before `capture`; nothing is changed then.
         """
-        self.runner.require_captured()
-        scheduler = self._scheduler
-        for request in scheduler.admit():
-            self._seen.reset(request.slot, [*request.prompt, *request.generated])
-        # Decode first, so that a prompt finished in this step waits for the next like any other.
-        events = self._decode_step(scheduler.decode_batch())
-        chunks = scheduler.prefill_chunks(self._max_prefill_tokens)
-        if chunks:
-            events += self._prefill_step(chunks)
-        self.stats.preemptions = scheduler.preemptions
+        self._advance()
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def cancel(self, request_id: int) -> TokenEvent:
-        """End a request now and return its last event.
+        """End a request now and return its last event, which `step` does not return again.
 
         Raises:
             ValueError: when the id is not that of a waiting or running request.
@@ -162,6 +165,8 @@ class Engine:
             raise ValueError(f"request_id: got {request_id}, expected that of a live request")
         event = request.cancel()
         self._scheduler.finish(request)
+        if request_id in self._queues:
+            self._queues[request_id].append(event)
         return event
 
     def result(self, request_id: int) -> Completion:
@@ -191,71 +196,72 @@ class Engine:
             params: for all of them, or one each.
 
         Raises:
-            ValueError: for no prompts, or a prompt that `submit` refuses; none is served then.
+            TypeError, ValueError: for no prompts, or one that `submit` refuses; none is served.
         """
-        ids = self._submit_all(prompts, params)
-        for _ in self._drain(ids):
+        stream = self.stream(prompts, params)
+        for _ in stream:
             pass
-        return [self.result(request_id) for request_id in ids]
+        return stream.completions
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[TokenEvent]:
-        """Serve all prompts, yielding tokens as they come; `request_id` is the prompt's index.
+    ) -> TokenStream:
+        """Serve all prompts, yielding tokens as they come; see `TokenStream`.
 
-        Arguments and errors are those of `generate`, raised at the call. Closing the iterator
-        cancels what is unfinished.
+        Arguments and errors are those of `generate`, raised at the call.
         """
-        return self._renumbered(self._submit_all(prompts, params))
+        self.runner.require_captured()
+        requests = self._requests_of(prompts, params)
+        queue: deque[TokenEvent] = deque()
+        ids = [self._enqueue(request) for request in requests]
+        self._queues.update(dict.fromkeys(ids, queue))
+        return TokenStream(ids, queue, advance=self._advance, finish=self._finish_streamed)
 
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
         self.runner.close()
 
-    def _renumbered(self, ids: list[int]) -> Iterator[TokenEvent]:
-        index = {request_id: at for at, request_id in enumerate(ids)}
-        for event in self._drain(ids):
-            if event.finish_reason is not None:
-                self.result(event.request_id)
-            yield TokenEvent(
-                index[event.request_id], event.token_id, event.text, event.finish_reason
-            )
-
-    def _submit_all(
+    def _requests_of(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[int]:
-        if isinstance(prompts, str):
-            raise TypeError("prompts: got one string, expected a sequence of prompts")
+    ) -> list[Request]:
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+            kind = "one string" if isinstance(prompts, str) else type(prompts).__name__
+            raise TypeError(f"prompts: got {kind}, expected a sequence of prompts")
         if not prompts:
             raise ValueError("prompts: got none, expected at least one")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"params: got {len(each)}, expected one or {len(prompts)}")
-        self.runner.require_captured()
-        requests = [self._request(p, q) for p, q in zip(prompts, each, strict=True)]
-        return [self._enqueue(request) for request in requests]
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if not isinstance(params, Sequence):
+            raise TypeError(f"params: got {params!r}, expected SamplingParams, or one each")
+        if len(params) != len(prompts):
+            raise ValueError(f"params: got {len(params)}, expected one or {len(prompts)}")
+        return [self._request(p, q) for p, q in zip(prompts, params, strict=True)]
 
-    def _drain(self, ids: list[int]) -> Iterator[TokenEvent]:
-        pending = set(ids)
-        try:
-            while pending:
-                for event in self.step():
-                    if event.request_id in pending:
-                        if event.finish_reason is not None:
-                            pending.remove(event.request_id)
-                        yield event
-        finally:
-            for request_id in pending:
-                request = self._requests[request_id]
-                if request.finish_reason is None:
-                    self.cancel(request_id)
-                del self._requests[request_id]
+    def _finish_streamed(self, request_id: int) -> Completion:
+        if self._requests[request_id].finish_reason is None:
+            self.cancel(request_id)
+        del self._queues[request_id]
+        return self.result(request_id)
+
+    def _advance(self) -> None:
+        self.runner.require_captured()
+        scheduler = self._scheduler
+        for request in scheduler.admit():
+            self._seen.reset(request.slot, [*request.prompt, *request.generated])
+        # Decode first, so that a prompt finished in this step waits for the next like any other.
+        self._decode_step(scheduler.decode_batch())
+        chunks = scheduler.prefill_chunks(self._max_prefill_tokens)
+        if chunks:
+            self._prefill_step(chunks)
+        self.stats.preemptions = scheduler.preemptions
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         if isinstance(prompt, str):
             tokens = tuple(self.tokenizer.encode(prompt).ids)
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            tokens = tuple(_integer("prompt", token) for token in prompt)
         else:
-            tokens = tuple(int(token) for token in prompt)
+            raise TypeError(f"prompt: got {prompt!r}, expected a text or a sequence of token ids")
         if not tokens:
             raise ValueError("prompt: got no tokens, expected at least one")
         vocab_size = self.model.config.vocab_size
@@ -281,10 +287,10 @@ class Engine:
             stream=TextStream(self.tokenizer, tokens, params.stop),
         )
         needed = self.cache.pages_for(request.final_length)
-        if needed > self.cache.num_pages:
+        if needed > self.cache.usable_pages:
             raise ValueError(
                 f"prompt: got {len(tokens)} tokens, which with {max_new_tokens} more need {needed} "
-                f"pages; expected at most the cache's {self.cache.num_pages}"
+                f"pages; expected at most the cache's {self.cache.usable_pages}"
             )
         return request
 
@@ -295,9 +301,9 @@ class Engine:
         self._scheduler.submit(request)
         return request.id
 
-    def _prefill_step(self, chunks: Sequence[PrefillChunk]) -> list[TokenEvent]:
+    def _prefill_step(self, chunks: Sequence[PrefillChunk]) -> None:
         started = time.perf_counter()
-        finished = [c.request for c in chunks if c.stop == len(c.request.prompt)]
+        finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
         logits = self._prefill(chunks)
         for chunk in chunks:
             self._scheduler.computed(chunk)
@@ -310,43 +316,9 @@ class Engine:
             tokens = sampled.tolist()
         self.stats.prefill_seconds.append(time.perf_counter() - started)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
-        return self._accept(finished, tokens)
+        self._accept(finished, tokens)
 
-    def _prefill(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """Compute the chunks in one varlen call; return logits of the prompts' last tokens."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        cu_seqlens = [0]
-        last_rows = []
-        for chunk in chunks:
-            tokens += chunk.request.prompt[chunk.start : chunk.stop]
-            positions += range(chunk.start, chunk.stop)
-            slots += self.cache.slots(chunk.request.id, chunk.start, chunk.stop)
-            cu_seqlens.append(len(tokens))
-            if chunk.stop == len(chunk.request.prompt):
-                last_rows.append(len(tokens) - 1)
-        device = self.model.device
-        ids = [chunk.request.id for chunk in chunks]
-        seq_lens = [chunk.stop for chunk in chunks]
-        attention = AttentionInputs(
-            slot_mapping=torch.tensor(slots, device=device),
-            page_table=self.cache.page_table(ids, self._decode.max_pages).to(device),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
-            # The capacity, not this call's maximum: shapes must not depend on the neighbours.
-            max_seqlen_q=self._scheduler.prefill_chunk,
-        )
-        return self.model(
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, dtype=torch.int32, device=device),
-            attention,
-            self.cache,
-            logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
-        )
-
-    def _decode_step(self, batch: Sequence[Request]) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
+    def _decode_step(self, batch: Sequence[Request]) -> None:
         largest = self.runner.max_batch_size
         for at in range(0, len(batch), largest):
             part = batch[at : at + largest]
@@ -355,16 +327,14 @@ class Engine:
             tokens = outputs["tokens"].tolist()
             self.stats.decode_seconds.append(time.perf_counter() - started)
             self.stats.decode_tokens += len(part)
-            events += self._accept(part, tokens)
-        return events
+            self._accept(part, tokens)
 
-    def _accept(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[TokenEvent]:
-        events = []
+    def _accept(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         for request, token in zip(requests, tokens, strict=True):
-            events.append(request.accept(token))
+            event = request.accept(token)
+            self._queues.get(request.id, self._events).append(event)
             if request.finish_reason is not None:
                 self._scheduler.finish(request)
-        return events
 
 
 def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
@@ -375,4 +345,14 @@ def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
         budget = int(free * 0.8)
     else:
         budget = _CPU_CACHE_BYTES
+    if budget < page_bytes:
+        raise ValueError(
+            f"num_pages: got None, but {budget} bytes of memory hold no page of {page_bytes} bytes"
+        )
     return 1 + min(wanted, budget // page_bytes)
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: got {value!r}, expected an integer")
+    return operator.index(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+from types import NoneType
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SamplingParams:
 
     Raises:
         ValueError: when a value is outside its range, naming it.
-        TypeError: when `stop` is one string instead of several.
+        TypeError: when a value is of the wrong type, naming it.
     """
 
     max_tokens: int = 128
@@ -42,9 +43,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            raise TypeError(f"stop: got the string {self.stop!r}, expected a sequence of strings")
-        finite_and = {
+        self._check_types()
+        ranges = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "a finite number >= 0"),
             "top_k": (0 <= self.top_k < 2**31, "0 (off) or more"),
@@ -54,13 +54,43 @@ class SamplingParams:
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "None or in [0, 2**63)"),
             "stop": (all(self.stop), "no empty string"),
         }
-        for name, (holds, expected) in finite_and.items():
+        for name, (holds, expected) in ranges.items():
             value = getattr(self, name)
             if not holds or (isinstance(value, float) and not math.isfinite(value)):
                 raise ValueError(f"{name}: got {value!r}, expected {expected}")
 
+    def _check_types(self) -> None:
+        kinds: dict[str, type | tuple[type, ...]] = {
+            "max_tokens": int,
+            "temperature": (int, float),
+            "top_k": int,
+            "top_p": (int, float),
+            "min_p": (int, float),
+            "repetition_penalty": (int, float),
+            "seed": (int, NoneType),
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise _wrong_type(name, value, kind)
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            values = getattr(self, name)
+            if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+                raise TypeError(f"{name}: got {values!r}, expected a sequence of {kind.__name__}")
+            for value in values:
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise _wrong_type(name, value, kind)
+            # A list could change while the request runs.
+            object.__setattr__(self, name, tuple(values))
 
-class FinishReason(str, Enum):
+
+def _wrong_type(name: str, value: object, kind: type | tuple[type, ...]) -> TypeError:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    expected = " or ".join("None" if k is NoneType else k.__name__ for k in kinds)
+    return TypeError(f"{name}: got {value!r}, expected {expected}")
+
+
+class FinishReason(StrEnum):
     """Why a text ended."""
 
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string

@@ -55,6 +55,8 @@ class Request:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None:
             text += self.stream.finish()
+            if self.stream.stopped:
+                self.finish_reason = FinishReason.STOP
         return TokenEvent(self.id, token, text, self.finish_reason)
 
     def cancel(self) -> TokenEvent:

@@ -17,6 +17,11 @@ class PrefillChunk:
     start: int
     stop: int
 
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the chunk is the prompt's last."""
+        return self.stop == len(self.request.prompt)
+
 
 class Scheduler:
     """First come, first served, over a fixed number of slots and pages.
@@ -107,7 +112,7 @@ class Scheduler:
     def _place(self, request: Request) -> bool:
         """Give a waiting request its pages, unless running ones would soon need them back."""
         cache = self.cache
-        # What all of them may ask for in the very next step, this request included.
+        # What all may ask for in the very next step, this request included.
         headroom = sum(
             cache.pages_for(r.final_length) > len(cache.pages(r.id)) for r in self.running
         )
@@ -120,17 +125,17 @@ class Scheduler:
             request.swapped = None
             return True
         # The last prompt token is always computed: its logits are what is sampled from.
-        request.computed = cache.add(
-            request.id, request.prompt[:-1], multiple_of=self.prefill_chunk
-        )
+        prefix, chunk = request.prompt[:-1], self.prefill_chunk
+        # Asked before anything is taken: a try would evict prefixes kept for others.
+        needed = cache.pages_to_add(prefix, len(request.prompt), multiple_of=chunk)
+        if cache.free_pages < needed + headroom:
+            return False
+        request.computed = cache.add(request.id, prefix, multiple_of=chunk)
         try:
             cache.reserve(request.id, len(request.prompt))
-        except OutOfPagesError:
+        except BaseException:
             cache.free(request.id)
-            return False
-        if cache.free_pages < headroom:
-            cache.free(request.id)
-            return False
+            raise
         return True
 
     def _grow(self, request: Request) -> bool:

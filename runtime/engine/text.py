@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 # How many prompt tokens the decoder sees before the text, so that it knows whether the first
 # word begins with a space.
 _CONTEXT = 8
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
     """Incremental detokeniser of one request.
+
+    The library's own `DecodeStream` raises when a byte-fallback token makes the bytes before it
+    invalid, which a sampled text may do at any time.
 
     Args:
         tokenizer: of the model.
@@ -23,9 +26,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt[-_CONTEXT:])
-        self._stream = DecodeStream(ids=list(self._ids), skip_special_tokens=True)
-        self._base = tokenizer.decode(self._ids, skip_special_tokens=True)
+        # Ids from the last complete character but one on: what follows depends on them only.
+        self._window = list(prompt[-_CONTEXT:])
+        self._window_shown = len(self._window)
         self._stop = stop
         self._decoded = ""
         self._shown = 0
@@ -38,19 +41,31 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token and return what can be shown now; sets `stopped` at a stop string."""
-        self._ids.append(token)
-        self._decoded += self._stream.step(self._tokenizer, token) or ""
+        self._window.append(token)
+        fresh = self._undecoded()
+        if fresh and not fresh.endswith(_INCOMPLETE):
+            self._decoded += fresh
+            self._window = self._window[self._window_shown :]
+            self._window_shown = len(self._window)
         return self._show(self._safe_end())
 
     def finish(self) -> str:
-        """Return what was held back: the text has ended, so it begins no stop string."""
+        """Return what was held back, as the text has ended; may set `stopped` too."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if whole.startswith(self._base + self._decoded):
-            self._decoded = whole[len(self._base) :]
+        self._decoded += self._undecoded()
         end = self._stop_at()
+        self.stopped = end is not None
         return self._show(len(self._decoded) if end is None else end)
+
+    def _undecoded(self) -> str:
+        """Return the text of the window's new ids, its last character perhaps incomplete."""
+        shown = self._decode(self._window[: self._window_shown])
+        return self._decode(self._window)[len(shown) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def _safe_end(self) -> int:
         end = self._stop_at()
@@ -59,19 +74,19 @@ class TextStream:
             return end
         held = 0
         for stop in self._stop:
-            longest = min(len(stop) - 1, len(self._decoded))
+            longest = min(len(stop) - 1, len(self._decoded) - self._shown)
             for length in range(longest, held, -1):
                 if self._decoded.endswith(stop[:length]):
                     held = length
                     break
-        # A held-back tail may not reach into what has been shown.
-        return max(len(self._decoded) - held, self._shown)
+        return len(self._decoded) - held
 
     def _stop_at(self) -> int | None:
-        # Shown text holds no stop string, but one may have begun in it only if it was shown
-        # before its stop could be known, which holding back prevents: search the rest.
-        found = [at for at in (self._decoded.find(s, self._shown) for s in self._stop) if at >= 0]
-        return min(found, default=None)
+        """Return where the stop string begins that is complete first, if there is one."""
+        # A stop string never begins in what has been shown: its beginning was held back.
+        starts = ((self._decoded.find(stop, self._shown), len(stop)) for stop in self._stop)
+        found = [(start + length, start) for start, length in starts if start >= 0]
+        return min(found)[1] if found else None
 
     def _show(self, end: int) -> str:
         piece = self._decoded[self._shown : end]

@@ -61,10 +61,11 @@ class PagedKVCache:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _SequencePages] = {}
-        # Zeros, not garbage: padding rows of a captured step may read the dummy page.
-        self.storage = torch.zeros(
-            num_layers, 2, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device
-        )
+        shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
+        # Made in inference mode it could not be written outside it.
+        with torch.inference_mode(False):
+            # Zeros, not garbage: padding rows of a captured step may read the dummy page.
+            self.storage = torch.zeros(shape, dtype=dtype, device=device)
 
     @staticmethod
     def for_model(
@@ -82,8 +83,8 @@ class PagedKVCache:
         )
 
     @property
-    def num_pages(self) -> int:
-        """Pages that sequences can hold, the dummy page not counted."""
+    def usable_pages(self) -> int:
+        """Pages that sequences can hold: all but the dummy page."""
         return self._pool.num_pages - 1
 
     @property
@@ -111,17 +112,23 @@ class PagedKVCache:
             How many leading tokens of `prefix` are in the cache already.
 
         Raises:
-            ValueError: when the id is in use.
+            ValueError: when the id is in use, or `multiple_of` is below 1.
         """
-        if sequence in self._sequences:
-            raise ValueError(f"sequence: got id {sequence}, which is in use; expected a new one")
-        pages = self._pool.match(prefix, self.page_size)
-        while len(pages) * self.page_size % multiple_of:
-            pages.pop()
+        self._check_new("sequence", sequence)
+        pages = self._match(prefix, multiple_of)
         self._pool.share(pages)
         length = len(pages) * self.page_size
         self._sequences[sequence] = _SequencePages(length, pages)
         return length
+
+    def pages_to_add(self, prefix: Sequence[int], length: int, *, multiple_of: int = 1) -> int:
+        """Return how many of the free pages `add` and then `reserve` to `length` would take.
+
+        Raises:
+            ValueError: when `multiple_of` is below 1.
+        """
+        shared = self._match(prefix, multiple_of)
+        return self.pages_for(length) - sum(self._pool.references(page) > 0 for page in shared)
 
     def fork(self, parent: int, child: int) -> None:
         """Start `child` as a copy of `parent`; their pages are shared until one writes to them.
@@ -129,8 +136,7 @@ class PagedKVCache:
         Raises:
             ValueError: when `parent` is unknown or `child` is in use.
         """
-        if child in self._sequences:
-            raise ValueError(f"child: got id {child}, which is in use; expected a new one")
+        self._check_new("child", child)
         held = self._held(parent)
         self._pool.share(held.pages)
         self._sequences[child] = _SequencePages(held.length, list(held.pages))
@@ -152,10 +158,14 @@ class PagedKVCache:
         missing = self.pages_for(length) - len(held.pages)
         taken = self._pool.take(missing + bool(copied))
         if copied:
-            page = taken.pop()
-            self.storage[:, :, page] = self.storage[:, :, held.pages[-1]]
+            page = taken[-1]
+            try:
+                self.storage[:, :, page] = self.storage[:, :, held.pages[-1]]
+            except BaseException:
+                self._pool.release(taken)
+                raise
             self._pool.release(held.pages[-1:])
-            held.pages[-1] = page
+            held.pages[-1] = taken.pop()
         held.pages.extend(taken)
         held.length = length
 
@@ -216,13 +226,24 @@ class PagedKVCache:
         """Start a sequence from host memory.
 
         Raises:
-            ValueError: when the id is in use.
+            ValueError: when the id is in use, or `swapped` is from another kind of cache.
             OutOfPagesError: when the pages do not suffice. Nothing is changed then.
         """
-        if sequence in self._sequences:
-            raise ValueError(f"sequence: got id {sequence}, which is in use; expected a new one")
-        pages = self._pool.take(swapped.storage.shape[2])
-        self.storage[:, :, pages] = swapped.storage.to(self.storage.device)
+        self._check_new("sequence", sequence)
+        stored = swapped.storage
+        count = stored.shape[2]
+        shape = (*self.storage.shape[:2], count, *self.storage.shape[3:])
+        if stored.shape != shape or stored.dtype != self.storage.dtype:
+            raise ValueError(
+                f"swapped: got {tuple(stored.shape)} {stored.dtype}, "
+                f"expected {shape} {self.storage.dtype}"
+            )
+        pages = self._pool.take(count)
+        try:
+            self.storage[:, :, pages] = stored.to(self.storage.device)
+        except BaseException:
+            self._pool.release(pages)
+            raise
         self._sequences[sequence] = _SequencePages(swapped.length, pages)
 
     def page_table(self, sequences: Sequence[int], width: int) -> torch.Tensor:
@@ -238,6 +259,18 @@ class PagedKVCache:
                 raise ValueError(f"width: got {width}, expected at least {len(pages)} pages")
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return table
+
+    def _match(self, prefix: Sequence[int], multiple_of: int) -> list[int]:
+        if multiple_of < 1:
+            raise ValueError(f"multiple_of: got {multiple_of}, expected at least 1")
+        pages = self._pool.match(prefix, self.page_size)
+        while len(pages) * self.page_size % multiple_of:
+            pages.pop()
+        return pages
+
+    def _check_new(self, name: str, sequence: int) -> None:
+        if sequence in self._sequences:
+            raise ValueError(f"{name}: got id {sequence}, which is in use; expected a new one")
 
     def _held(self, sequence: int) -> _SequencePages:
         if sequence not in self._sequences:

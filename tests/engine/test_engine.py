@@ -70,7 +70,12 @@ def test_events_add_up_to_the_completions() -> None:
 
 REQUESTS = st.lists(
     st.tuples(
-        st.text(alphabet="abcdef ", min_size=1, max_size=24),
+        # Few beginnings of more than one chunk, so that prefixes are shared.
+        st.builds(
+            str.__add__,
+            st.sampled_from(["", "a common beginning, ", "another one of 19, "]),
+            st.text(alphabet="abcdef ", min_size=1, max_size=12),
+        ),
         st.builds(
             SamplingParams,
             max_tokens=st.integers(1, 14),
@@ -93,7 +98,9 @@ class Pair:
     def __init__(self, device: torch.device, scheme: str) -> None:
         model = tiny_llama(device, scheme)
         self.alone = make_engine(model=model, max_batch=1, batch_sizes=[1])
-        self.crowded = make_engine(model=model, batch_sizes=[1, 3], max_context=48, num_pages=14)
+        self.crowded = make_engine(
+            model=model, batch_sizes=[1, 3], max_context=48, num_pages=14, max_prefill_tokens=8
+        )
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +126,9 @@ def test_tokens_do_not_depend_on_neighbours_load_or_preemption(
     requests: list[tuple[str, SamplingParams]],
 ) -> None:
     key = (device.type, scheme)
-    pair = pairs.setdefault(key, Pair(device, scheme)) if key not in pairs else pairs[key]
+    if key not in pairs:
+        pairs[key] = Pair(device, scheme)
+    pair = pairs[key]
     prompts = [prompt for prompt, _ in requests]
     params = [p for _, p in requests]
     together = pair.crowded.generate(prompts, params)
@@ -244,7 +253,7 @@ def test_requests_arrive_and_are_cancelled_while_others_run() -> None:
     cancelled = engine.result(second)
     assert cancelled.finish_reason is FinishReason.CANCELLED
     assert cancelled.token_ids == expected["second"][: len(cancelled.token_ids)]
-    assert engine.cache.free_pages == engine.cache.num_pages
+    assert engine.cache.free_pages == engine.cache.usable_pages
 
 
 def test_closing_a_stream_cancels_what_is_unfinished() -> None:
@@ -253,17 +262,124 @@ def test_closing_a_stream_cancels_what_is_unfinished() -> None:
     next(stream)
     stream.close()
     assert engine.idle
-    assert engine.cache.free_pages == engine.cache.num_pages
+    assert engine.cache.free_pages == engine.cache.usable_pages
 
 
-def test_an_interrupt_leaves_the_engine_usable() -> None:
+def test_closing_a_stream_that_was_never_read_cancels_it() -> None:
+    engine = make_engine()
+    engine.stream(["abc"], SamplingParams()).close()
+    assert engine.idle
+    with engine.stream(["abc"], SamplingParams()):
+        pass
+    assert engine.idle
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_in_a_step_leaves_the_engine_usable(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     expected = greedy(engine, "abc", 8)
+
+    def fail(*_: object) -> None:
+        raise error
+
     stream = engine.stream(["abc", "xyz"], SamplingParams(max_tokens=8, ignore_eos=True))
     next(stream)
-    with pytest.raises(KeyboardInterrupt):
-        stream.throw(KeyboardInterrupt())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", fail)
+        with pytest.raises(error):
+            list(stream)
+    assert engine.idle
+    assert engine.cache.free_pages == engine.cache.usable_pages
     assert greedy(engine, "abc", 8) == expected
+
+
+def test_tokens_made_before_an_error_in_the_same_step_are_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    first = engine.submit("first", params)
+    events = engine.step()
+    second = engine.submit("second", params)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_prefill", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    while not engine.idle:
+        events += engine.step()
+    for request in (first, second):
+        tokens = tuple(e.token_id for e in events if e.request_id == request)
+        assert tokens == engine.result(request).token_ids
+        assert len(tokens) == 3
+
+
+def test_streams_submitted_requests_and_generate_share_an_engine() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = {p: greedy(engine, p, 6) for p in ("a", "bb", "ccc", "dddd")}
+    submitted = engine.submit("a", params)
+    one = engine.stream(["bb"], params)
+    two = engine.stream(["ccc"], params)
+    tokens: dict[str, list[int | None]] = {"bb": [next(one).token_id], "ccc": []}
+    assert engine.generate(["dddd"], params)[0].token_ids == expected["dddd"]
+    tokens["ccc"] += [event.token_id for event in two]
+    tokens["bb"] += [event.token_id for event in one]
+    assert tokens == {"bb": list(expected["bb"]), "ccc": list(expected["ccc"])}
+    assert [e.token_id for e in engine.step() if e.request_id == submitted] == list(expected["a"])
+    assert engine.result(submitted).token_ids == expected["a"]
+
+
+def test_cancelling_a_streamed_request_ends_its_stream() -> None:
+    engine = make_engine()
+    greedy(engine, "abc", 2)  # so that ids of the engine and indices of prompts differ
+    stream = engine.stream(["abc"], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    engine.cancel(1)
+    assert [event.finish_reason for event in stream] == [FinishReason.CANCELLED]
+
+
+def test_verification_reads_and_writes_real_pages_and_slots() -> None:
+    engine = Engine(tiny_llama(), TOKENIZER, max_batch=4, page_size=4, prefill_chunk=8)
+    seen: dict[str, set[int]] = {"slot_mapping": set(), "slots": set()}
+    page_tables: set[tuple[int, ...]] = set()
+    step = engine.runner._step
+
+    def watched(batch: Any) -> Any:
+        for name, values in seen.items():
+            values |= set(batch[name].tolist())
+        page_tables.update(tuple(row) for row in batch.page_table.tolist())
+        return step(batch)
+
+    engine.runner._step = watched
+    engine.capture([4], progress=False)
+    assert len(seen["slot_mapping"]) > 4
+    assert {0, 1, 2, 3} < seen["slots"]
+    assert len(page_tables) > 4
+    assert engine.cache.free_pages == engine.cache.usable_pages
+
+
+def test_capture_while_requests_run_is_refused() -> None:
+    engine = make_engine()
+    engine.submit("abc", SamplingParams(max_tokens=5, ignore_eos=True))
+    engine.step()
+    with pytest.raises(RuntimeError, match="capture: requests are running"):
+        engine.capture([1], progress=False)
+    while not engine.idle:
+        engine.step()
+    engine.capture([1], progress=False)
+
+
+def test_an_engine_made_in_inference_mode_works_outside_it() -> None:
+    expected = greedy(make_engine(), "abc", 4)
+    with torch.inference_mode():
+        engine = make_engine()
+    assert greedy(engine, "abc", 4) == expected
 
 
 def test_prompts_are_refused_before_any_is_served() -> None:
@@ -280,8 +396,18 @@ def test_prompts_are_refused_before_any_is_served() -> None:
         with pytest.raises(ValueError, match=match):
             engine.generate(prompts, params)
         assert engine.idle
-    with pytest.raises(TypeError, match="prompts: got one string"):
-        engine.generate("abc", params)
+    for prompts, match in (
+        ("abc", "prompts: got one string"),
+        (None, "prompts: got NoneType"),
+        ([1, 2, 3], "prompt: got 1, expected a text"),
+        ([b"abc"], "prompt: got b'abc', expected a text"),
+        ([[1.5]], "prompt: got 1.5, expected an integer"),
+        ([["1"]], "prompt: got '1', expected an integer"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            engine.generate(prompts, params)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="params: got None, expected SamplingParams"):
+        engine.generate(["a"], None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="params: got 2, expected one or 1"):
         engine.generate(["a"], [params, params])
 
@@ -303,6 +429,14 @@ def test_engine_options_out_of_range_are_named(option: str, value: int, match: s
     options: dict[str, Any] = {"max_batch": 4, "page_size": 4, option: value}
     with pytest.raises(ValueError, match=match):
         Engine(tiny_llama(), TOKENIZER, **options)
+
+
+@pytest.mark.parametrize(
+    "option", ["max_batch", "page_size", "max_context", "num_pages", "prefill_chunk"]
+)
+def test_engine_options_of_the_wrong_type_are_named(option: str) -> None:
+    with pytest.raises(TypeError, match=f"{option}: got 16.0, expected an integer"):
+        Engine(tiny_llama(), TOKENIZER, **{option: 16.0})
 
 
 def test_serving_before_capture_is_refused_and_loses_nothing() -> None:

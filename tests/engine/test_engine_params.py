@@ -36,9 +36,34 @@ def test_values_out_of_range_are_named(name: str, value: Any, expected: str) -> 
         SamplingParams(**{name: value})
 
 
-def test_one_string_as_stop_is_refused() -> None:
-    with pytest.raises(TypeError, match="stop: got the string 'end'"):
-        SamplingParams(stop="end")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", 2.5, "int"),
+        ("max_tokens", "5", "int"),
+        ("max_tokens", True, "int"),
+        ("temperature", "x", "int or float"),
+        ("temperature", None, "int or float"),
+        ("top_k", 2.7, "int"),
+        ("seed", 1.5, "int or None"),
+        ("stop", "end", "a sequence of str"),
+        ("stop", None, "a sequence of str"),
+        ("stop", (1,), "str"),
+        ("stop_token_ids", 5, "a sequence of int"),
+        ("stop_token_ids", ("a",), "int"),
+        ("stop_token_ids", (2.0,), "int"),
+    ],
+)
+def test_values_of_the_wrong_type_are_named(name: str, value: Any, expected: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}: got .*, expected {expected}$"):
+        SamplingParams(**{name: value})
+
+
+def test_lists_are_copied() -> None:
+    stop = ["end"]
+    params = SamplingParams(stop=stop)
+    stop.append("")
+    assert params.stop == ("end",)
 
 
 def test_limits_themselves_are_accepted() -> None:

@@ -148,6 +148,38 @@ def test_only_whole_chunks_of_a_prompt_are_shared() -> None:
     assert step(scheduler).prefilled == [(2, 8, 16)]
 
 
+def test_a_request_that_must_wait_evicts_no_prefix_kept_for_others() -> None:
+    scheduler = make_scheduler(pages=8)
+    scheduler.submit(make_request(0, prompt=9, new_tokens=1, fill=7))
+    while not scheduler.idle:
+        step(scheduler)
+    scheduler.submit(make_request(1, prompt=8, new_tokens=12))
+    scheduler.submit(make_request(2, prompt=25, new_tokens=1))
+    step(scheduler)
+    step(scheduler)
+    assert [r.id for r in scheduler.waiting] == [2]
+    assert scheduler.cache.add(99, [7] * 8) == 8
+
+
+def test_an_error_while_placing_a_request_leaves_it_waiting_and_its_pages_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = make_scheduler(pages=5)
+    scheduler.submit(make_request(0, prompt=9, new_tokens=2))
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.cache, "reserve", fail)
+        with pytest.raises(MemoryError):
+            scheduler.admit()
+    assert scheduler.cache.free_pages == 5
+    while not scheduler.idle:
+        step(scheduler)
+    assert scheduler.cache.free_pages == 5
+
+
 @pytest.mark.parametrize("phase", ["waiting", "prefilling", "decoding", "swapped"])
 def test_finishing_frees_everything_wherever_the_request_is(phase: str) -> None:
     scheduler = make_scheduler(pages=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from ostinato.engine.text import TextStream
 from tiny import byte_tokenizer
@@ -63,6 +64,59 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(
     pieces, stopped = run(encode(text), stop)
     assert "".join(pieces) == cut(text, stop)
     assert stopped == any(s in text for s in stop)
+
+
+def test_the_stop_string_does_not_depend_on_how_the_text_is_cut_into_tokens() -> None:
+    words = Tokenizer(models.WordLevel({"abcd": 0, "?": 1}, unk_token="?"))
+    words.decoder = decoders.Fuse()
+    stream = TextStream(words, [], ("abcd", "bc"))
+    assert stream.push(0) == "a"
+    assert stream.stopped
+
+
+def test_a_stop_string_that_only_the_end_completes_counts() -> None:
+    stream = TextStream(TOKENIZER, [], ("\N{REPLACEMENT CHARACTER}",))
+    assert [stream.push(token) for token in [*encode("a"), *encode("é")[:1]]] == ["a", ""]
+    assert stream.finish() == ""
+    assert stream.stopped
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Return a tokenizer as Llama 2's: words with a mark for the space before, and bytes."""
+    pieces = ["<unk>", "\u2581the", "\u2581cat", "s", *(f"<0x{i:02X}>" for i in range(256))]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+FALLBACK = byte_fallback_tokenizer()
+
+
+@given(st.lists(st.integers(1, 259), max_size=20))
+def test_bytes_that_later_bytes_make_invalid_are_survived(ids: list[int]) -> None:
+    stream = TextStream(FALLBACK, [1], ())
+    pieces = [stream.push(token) for token in ids]
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces)
+
+
+@given(st.lists(st.sampled_from(["\u2581the", "\u2581cat", "s", "é", "漢"]), max_size=8))
+def test_valid_bytes_and_words_decode_exactly(pieces: list[str]) -> None:
+    ids: list[int] = []
+    for piece in pieces:
+        known = FALLBACK.token_to_id(piece)
+        ids += [known] if known is not None else [4 + byte for byte in piece.encode()]
+    stream = TextStream(FALLBACK, [2], ())
+    shown = [stream.push(token) for token in ids]
+    assert "".join(shown) + stream.finish() == "".join(pieces).replace("\u2581", " ")
 
 
 def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_known() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import settings
@@ -44,7 +46,7 @@ def test_reserve_gives_each_token_a_slot_of_its_own() -> None:
     slots = [slot for s in (1, 2, 3) for slot in cache.slots(s, 0, cache.length(s))]
     assert len(set(slots)) == 10
     assert min(slots) >= cache.page_size  # none in the dummy page
-    assert cache.free_pages == cache.num_pages - 4
+    assert cache.free_pages == cache.usable_pages - 4
 
 
 def test_running_out_of_pages_changes_nothing() -> None:
@@ -69,9 +71,9 @@ def test_fork_copies_the_shared_page_only_when_one_side_writes(
     write(cache, 1, 0, [float(i) for i in range(length)])
     cache.fork(1, 2)
     assert cache.pages(2) == cache.pages(1)
-    used = cache.num_pages - cache.free_pages
+    used = cache.usable_pages - cache.free_pages
     cache.reserve(2, length + 1)
-    assert cache.num_pages - cache.free_pages == used + 1
+    assert cache.usable_pages - cache.free_pages == used + 1
     write(cache, 2, length, [100.0])
     cache.reserve(1, length + 1)
     write(cache, 1, length, [200.0])
@@ -79,7 +81,7 @@ def test_fork_copies_the_shared_page_only_when_one_side_writes(
     assert read(cache, 1) == [*common, 200.0]
     assert read(cache, 2) == [*common, 100.0]
     # The last owner of the page writes into it without another copy.
-    assert cache.num_pages - cache.free_pages == used + 1 + (length % 4 == 0)
+    assert cache.usable_pages - cache.free_pages == used + 1 + (length % 4 == 0)
 
 
 def test_copy_on_write_without_a_free_page_is_refused_and_changes_nothing() -> None:
@@ -105,7 +107,7 @@ def test_prefix_is_found_in_whole_pages_while_held_and_after() -> None:
     assert cache.pages(2) == cache.pages(1)[:2]
     cache.free(1)
     cache.free(2)
-    assert cache.free_pages == cache.num_pages
+    assert cache.free_pages == cache.usable_pages
     assert cache.add(3, [*tokens[:8], 77, 78, 79, 80]) == 8
     assert read(cache, 3) == [float(t) for t in tokens[:8]]
     assert cache.add(4, [99, *tokens]) == 0
@@ -143,7 +145,7 @@ def test_swap_restores_the_same_bits(device: torch.device) -> None:
     cache.reserve(1, 7)
     before = cache.storage[:, :, cache.pages(1)].clone()
     swapped = cache.swap_out(1)
-    assert cache.free_pages == cache.num_pages
+    assert cache.free_pages == cache.usable_pages
     cache.add(2)
     cache.reserve(2, 9)
     cache.storage[:, :, cache.pages(2)] = float("nan")
@@ -177,6 +179,65 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 def test_a_cache_of_the_dummy_page_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="num_pages: got 1, expected at least 2"):
         make_cache(num_pages=1)
+
+
+@pytest.mark.parametrize("operation", ["swap_in", "copy on write"])
+def test_a_failing_copy_takes_no_pages(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+    cache.add(1)
+    cache.reserve(1, 7)
+    cache.fork(1, 2)
+    swapped = cache.swap_out(2)
+    if operation == "copy on write":
+        cache.swap_in(2, swapped)
+        cache.free(2)
+        cache.fork(1, 2)
+    free, pages = cache.free_pages, cache.pages(1)
+
+    class Broken:
+        shape, dtype, device = cache.storage.shape, cache.storage.dtype, cache.storage.device
+
+        def __getitem__(self, *_: object) -> None:
+            raise MemoryError
+
+        __setitem__ = __getitem__  # type: ignore[assignment]
+
+    copy = partial(cache.reserve, 1, 8)
+    if operation == "swap_in":
+        copy = partial(cache.swap_in, 3, swapped)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "storage", Broken())
+        with pytest.raises(MemoryError):
+            copy()
+    assert (cache.free_pages, cache.pages(1), cache.length(1)) == (free, pages, 7)
+
+
+def test_a_sequence_of_another_kind_of_cache_is_not_swapped_in() -> None:
+    cache, other = make_cache(), make_cache(page_size=2)
+    other.add(1)
+    other.reserve(1, 3)
+    with pytest.raises(ValueError, match=r"swapped: got .*, expected \(2, 2, 2, 4, 1, 2\)"):
+        cache.swap_in(1, other.swap_out(1))
+    assert cache.free_pages == cache.usable_pages
+
+
+def test_pages_to_add_is_what_adding_takes() -> None:
+    cache = make_cache()
+    tokens = list(range(12))
+    cache.add(1)
+    cache.reserve(1, 12)
+    cache.publish(1, tokens)
+    for held in (True, False):
+        if not held:
+            cache.free(1)
+        expected = cache.pages_to_add(tokens, 14, multiple_of=8)
+        free = cache.free_pages
+        cache.add(2, tokens, multiple_of=8)
+        cache.reserve(2, 14)
+        assert free - cache.free_pages == expected == (2 if held else 4)
+        cache.free(2)
+    with pytest.raises(ValueError, match="multiple_of: got 0, expected at least 1"):
+        cache.add(3, tokens, multiple_of=0)
 
 
 def test_misuse_is_refused_by_name() -> None:
@@ -297,7 +358,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_page_is_free_or_held(self) -> None:
         held = {page for sequence in self.written for page in self.cache.pages(sequence)}
         assert DUMMY_PAGE not in held
-        assert self.cache.free_pages + len(held) == self.cache.num_pages
+        assert self.cache.free_pages + len(held) == self.cache.usable_pages
 
 
 TestCacheMachine = CacheMachine.TestCase

@@ -1,0 +1,27 @@
+"""What an engine did, in numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+_STEPS_KEPT = 100_000
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_STEPS_KEPT)
+
+
+@dataclass
+class EngineStats:
+    """What the engine did since it was made.
+
+    `prefill_seconds` and `decode_seconds` are wall-clock times of the last 100,000 steps of each
+    kind.
+    """
+
+    prefill_seconds: deque[float] = field(default_factory=_recent)
+    prefill_tokens: int = 0
+    decode_seconds: deque[float] = field(default_factory=_recent)
+    decode_tokens: int = 0
+    preemptions: int = 0
