@@ -4,6 +4,8 @@ Run it with `python examples/decode_loop.py`: on a GPU the step is replayed from
 CPU it is called, and the loop is the same. The weights are random, and so are the tokens.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from ostinato.graphs import BatchView, BufferSpec, GraphRunner, StaticBuffers
@@ -25,13 +27,18 @@ class RecurrentStep:
         self.states = torch.zeros(SLOTS + 1, MAX_LENGTH + 1, HIDDEN, device=device)
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
-        """Return the inputs; a padding row reads and writes slot 0."""
+        """Return the inputs, with examples to verify; a padding row reads and writes slot 0."""
+
+        def below(limit: int) -> Callable[..., torch.Tensor]:
+            return lambda rng, shape: torch.randint(limit, shape, generator=rng)
+
+        def distinct(rng: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+            return 1 + torch.randperm(SLOTS, generator=rng)[: shape[0]]
+
         return {
-            "tokens": BufferSpec(
-                (), torch.int64, 0, lambda rng, shape: torch.randint(VOCAB, shape, generator=rng)
-            ),
-            "positions": BufferSpec((), torch.int64, 0),
-            "slots": BufferSpec((), torch.int64, 0),
+            "tokens": BufferSpec((), torch.int64, 0, below(VOCAB)),
+            "positions": BufferSpec((), torch.int64, 0, below(MAX_LENGTH)),
+            "slots": BufferSpec((), torch.int64, 0, distinct),
         }
 
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
@@ -52,10 +59,8 @@ def main() -> None:
     lengths = [len(prompt) + 4 * (i + 1) for i, prompt in enumerate(PROMPTS)]
     with GraphRunner(step, buffers) as runner:
         print(runner.capture())
-        for position in range(MAX_LENGTH):
+        for position in range(max(lengths) - 1):
             rows = [i for i, sequence in enumerate(sequences) if position < lengths[i] - 1]
-            if not rows:
-                break
             inputs = {
                 "tokens": [sequences[i][position] for i in rows],
                 "positions": [position] * len(rows),

@@ -39,7 +39,8 @@ class Graph(Protocol):
 class Backend(Protocol):
     """How steps are run, captured and replayed on one device.
 
-    Between `scope` and `release`, methods are called inside `scope`.
+    Methods are called inside `scope`, and so is `Graph.replay`; but `check_idle`, `release` and
+    `close` outside of it.
     """
 
     @property
@@ -68,7 +69,10 @@ class Backend(Protocol):
         """Measure device memory; None where graphs take none."""
 
     def release(self, graphs: list[Graph]) -> None:
-        """Wait for replays, then give back the graphs, emptying the list, and their memory."""
+        """Give back the graphs, emptying the list, and their memory.
+
+        First wait for replays, and for what the caller's stream does with their outputs.
+        """
 
     def close(self) -> None:
         """Let go of what is held between captures."""
@@ -142,7 +146,8 @@ class _CpuGraph:
         self._batch = batch
 
     def replay(self) -> None:
-        with torch.no_grad():
+        # What the step makes here may outlive the caller's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             self.write(Outputs.of(self._step(self._batch), self._batch))
 
     def write(self, fresh: Outputs) -> None:

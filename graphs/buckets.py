@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+
+from ostinato.graphs.integers import as_integer
 
 # Below 16 rows a tile is not full anyway, and a user waits for every microsecond; up to 128 rows
 # the tiles of attention and GEMM double; beyond, work grows by one whole tile of 128 rows.
@@ -17,7 +18,14 @@ def default_batch_sizes(max_batch: int) -> tuple[int, ...]:
 
     `max_batch` itself is always the last. Rows that pad a batch up to a tile boundary cost next to
     nothing, so buckets between the boundaries would only cost capture time and memory.
+
+    Raises:
+        TypeError: when `max_batch` is not an integer.
+        ValueError: when it is below 1.
     """
+    max_batch = as_integer("max_batch", max_batch)
+    if max_batch < 1:
+        raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
     sizes = [*_SMALL, *range(_TILE, max_batch + 1, _TILE)]
     return (*(size for size in sizes if size < max_batch), max_batch)
 
@@ -45,14 +53,8 @@ def smallest_bucket(n: int, batch_sizes: Sequence[int]) -> int:
     """Return the smallest of the increasing `batch_sizes` that holds `n` rows.
 
     Raises:
-        TypeError: when `n` is not an integer.
         ValueError: when `n` is below 1 or above the largest batch size.
     """
-    if type(n) is not int:
-        try:
-            n = operator.index(n)
-        except TypeError:
-            raise TypeError(f"n: got {type(n).__name__} {n!r}, expected an integer") from None
     if not 1 <= n <= batch_sizes[-1]:
         raise ValueError(
             f"n: got {n} rows, expected 1 to {batch_sizes[-1]}, the largest captured batch size; "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ostinato.graphs.integers import as_integer
 from ostinato.graphs.spec import BufferSpec, as_rows
 
 
@@ -107,8 +108,7 @@ class StaticBuffers:
         self, specs: Mapping[str, BufferSpec], max_batch: int, device: torch.device | str
     ) -> None:
         _check_specs(specs)
-        if not isinstance(max_batch, int) or isinstance(max_batch, bool):
-            raise TypeError(f"max_batch: got {max_batch!r}, expected an integer")
+        max_batch = as_integer("max_batch", max_batch)
         if max_batch < 1:
             raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
         self.device = _resolve(device)
@@ -133,11 +133,12 @@ class StaticBuffers:
         """Return the first `n` rows of every buffer; the same object for the same `n`.
 
         Raises:
+            TypeError: when `n` is not an integer.
             ValueError: unless 1 <= n <= max_batch.
         """
+        n = self._as_size("n", n)
         view = self._views.get(n)
         if view is None:
-            self._check_size("n", n)
             view = self._views[n] = BatchView(self._static.head(n), n, self._n_active)
         return view
 
@@ -155,7 +156,8 @@ class StaticBuffers:
             TypeError, ValueError: when an input is missing, unknown, of another shape, dtype or
                 device, or sizes are out of range; no buffer has been changed then.
         """
-        self._check_size("bucket", bucket)
+        bucket = self._as_size("bucket", bucket)
+        n = as_integer("n", n)
         if not 1 <= n <= bucket:
             raise ValueError(f"n: got {n}, expected 1 to the bucket's {bucket}")
         checked = self._check_inputs(inputs, n)
@@ -171,9 +173,10 @@ class StaticBuffers:
         """Write padding into the first `bucket` rows, none of them real.
 
         Raises:
+            TypeError: when `bucket` is not an integer.
             ValueError: unless 1 <= bucket <= max_batch.
         """
-        self._check_size("bucket", bucket)
+        bucket = self._as_size("bucket", bucket)
         self._static.pad(0, bucket)
         self._n_active.fill_(0)
 
@@ -202,11 +205,13 @@ class StaticBuffers:
             for name, spec in self.specs.items()
         }
 
-    def _check_size(self, argument: str, size: int) -> None:
+    def _as_size(self, argument: str, value: object) -> int:
+        size = as_integer(argument, value)
         if not 1 <= size <= self.max_batch:
             raise ValueError(
                 f"{argument}: got {size}, expected 1 to the buffers' max_batch={self.max_batch}"
             )
+        return size
 
 
 def _check_specs(specs: Mapping[Any, Any]) -> None:

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from ostinato.graphs.backend import Backend, Graph, MemoryUse
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.errors import CaptureError, GraphError
+from ostinato.graphs.errors import CaptureError, VerificationError
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.report import CaptureReport, GraphReport
-from ostinato.graphs.verify import verify_graph
+from ostinato.graphs.verify import find_difference
 
 # The first call may compile, autotune or allocate; the second shows that it has settled.
 _WARMUP_CALLS = 2
@@ -44,7 +44,8 @@ def capture_graphs(
     costs = _Costs(backend)
     largest_first = sorted(batch_sizes, reverse=True)
     try:
-        with backend.scope(), torch.no_grad():
+        # What the step makes here may outlive the caller's inference mode.
+        with backend.scope(), torch.inference_mode(False), torch.no_grad():
             for size in _bar(largest_first, "Warming up", backend, progress):
                 with costs.measured("warm up", size):
                     _warm_up(step, buffers, size)
@@ -57,14 +58,17 @@ def capture_graphs(
             if verify:
                 for size in _bar(largest_first, "Verifying graphs", backend, progress):
                     with costs.measured("verify", size):
-                        verify_graph(step, buffers, backend, graphs[size], size)
+                        difference = find_difference(step, buffers, backend, graphs[size], size)
+                    if difference is not None:
+                        raise VerificationError(difference)
             buffers.stage_padding(largest_first[0])
     except BaseException:
         captured = list(graphs.values())
         graphs.clear()
         backend.release(captured)
         raise
-    reports = tuple(costs.report(size) for size in batch_sizes)
+    verdict = _verdict(buffers) if verify else "not verified"
+    reports = tuple(costs.report(size, verdict) for size in batch_sizes)
     total_ms = 1e3 * (time.perf_counter() - started)
     return graphs, CaptureReport(device=backend.name, total_ms=total_ms, graphs=reports)
 
@@ -75,6 +79,11 @@ def _warm_up(step: Step, buffers: StaticBuffers, size: int) -> None:
         # Padding is harmless by definition: a warm-up must not write into anybody's state.
         buffers.stage_padding(size)
         Outputs.of(step(batch), batch)
+
+
+def _verdict(buffers: StaticBuffers) -> str:
+    padding = [name for name, spec in buffers.specs.items() if spec.example is None]
+    return f"bit-equal ({', '.join(padding)} at padding)" if padding else "bit-equal"
 
 
 class _Costs:
@@ -93,8 +102,6 @@ class _Costs:
         try:
             yield
             self._backend.synchronize()
-        except GraphError:
-            raise
         except Exception as error:
             raise CaptureError(
                 f"could not {phase} batch size {size}: {type(error).__name__}: {error}"
@@ -103,21 +110,20 @@ class _Costs:
         if before is not None and (after := self._backend.memory()) is not None:
             self._memory[size] = (before, after)
 
-    def report(self, size: int) -> GraphReport:
+    def report(self, size: int, verdict: str) -> GraphReport:
         pool_mib = device_mib = None
         if size in self._memory:
             before, after = self._memory[size]
             pool_mib = (after.pool_bytes - before.pool_bytes) / 2**20
             device_mib = (before.free_bytes - after.free_bytes) / 2**20
-        verify_ms = self._ms.get(("verify", size))
         return GraphReport(
             batch_size=size,
             warmup_ms=self._ms["warm up", size],
             capture_ms=self._ms["capture", size],
-            verify_ms=verify_ms,
+            verify_ms=self._ms.get(("verify", size)),
             pool_mib=pool_mib,
             device_mib=device_mib,
-            verdict="not verified" if verify_ms is None else "bit-equal",
+            verdict=verdict,
         )
 
 

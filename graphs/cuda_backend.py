@@ -49,11 +49,14 @@ class CudaBackend:
         self._pool: PoolHandle | None = pool
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
+        self._device_scope = torch.cuda.device(device)  # entered for every run, so made once
         self._scope = _StreamScope(self._stream)
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        if torch.cuda.is_current_stream_capturing():
+        with self._device_scope:
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
             raise BusyError(
                 "the current stream is being captured: call the runner outside of that capture"
             )
@@ -104,7 +107,9 @@ class CudaBackend:
         return MemoryUse(pool_bytes, torch.cuda.mem_get_info(self._device)[0])
 
     def release(self, graphs: list[Graph]) -> None:
-        """Wait for the stream, destroy the graphs and their outputs, then free the pool."""
+        """Wait for both streams, destroy the graphs and their outputs, then free the pool."""
+        # The caller's stream may still be reading outputs which the caller has dropped.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._stream.synchronize()
         while graphs:
             graphs.pop().release()

@@ -20,7 +20,16 @@ class ClosedError(GraphError):
 
 
 class BusyError(GraphError):
-    """A runner or a stream was asked for one thing while it was in the middle of another."""
+    """A runner or a stream was asked for one thing while it was in the middle of another.
+
+    Attributes:
+        busy: the runner that refused; None where a stream was the reason.
+    """
+
+    def __init__(self, message: str, busy: object = None) -> None:
+        """Take the message, and who is busy."""
+        super().__init__(message)
+        self.busy = busy
 
 
 class CaptureError(GraphError):

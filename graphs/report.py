@@ -19,7 +19,8 @@ class GraphReport:
             all of them is what they take, and a later graph that fits into it adds nothing.
         device_mib: fall of the driver's free memory, in MiB: the pool's growth and what the driver
             needs for the graph; other processes on the device disturb it.
-        verdict: "bit-equal", or "not verified".
+        verdict: "not verified", or "bit-equal" and the buffers without example, which were verified
+            as padding only.
     """
 
     batch_size: int

@@ -17,11 +17,13 @@ from ostinato.graphs.capture import capture_graphs
 from ostinato.graphs.cuda_backend import CudaBackend, PoolHandle
 from ostinato.graphs.errors import (
     BusyError,
+    CaptureError,
     ClosedError,
     GraphError,
     InvalidatedError,
     NotCapturedError,
 )
+from ostinato.graphs.integers import as_integer
 from ostinato.graphs.outputs import StepOutput
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import BucketStats, RunnerStats
@@ -81,7 +83,7 @@ class GraphRunner(Generic[OutputT]):
         self._graphs: dict[int, Graph] = {}
         self._batch_sizes: tuple[int, ...] = ()
         self._last_batch_sizes: tuple[int, ...] = ()
-        self._counts: dict[int, list[int]] = {}
+        self._counts: dict[int, tuple[int, int]] = {}  # runs and real rows
         self._refusal: tuple[type[GraphError], str] | None = _NOT_CAPTURED
         self._lock = threading.Lock()
         self._busy_with = ""
@@ -169,14 +171,14 @@ class GraphRunner(Generic[OutputT]):
         """
         with self._exclusively("run"):
             self.require_captured()
+            n = as_integer("n", n)
             bucket = smallest_bucket(n, self._batch_sizes)
             graph = self._graphs[bucket]
             with self._backend.scope():
                 self._buffers.stage(inputs, n, bucket)
                 graph.replay()
-            count = self._counts[bucket]
-            count[0] += 1
-            count[1] += n
+            hits, rows = self._counts[bucket]
+            self._counts[bucket] = (hits + 1, rows + n)
             outputs: OutputT = graph.outputs.rows(n)
             return outputs
 
@@ -188,7 +190,7 @@ class GraphRunner(Generic[OutputT]):
             GraphError: when nothing can be run; see `require_captured`.
         """
         self.require_captured()
-        return smallest_bucket(n, self._batch_sizes)
+        return smallest_bucket(as_integer("n", n), self._batch_sizes)
 
     def require_captured(self) -> None:
         """Raise what `run` would raise now if there is nothing to replay.
@@ -201,11 +203,12 @@ class GraphRunner(Generic[OutputT]):
             raise kind(message)
 
     def stats(self) -> RunnerStats:
-        """Return how often each bucket was used since the last capture."""
+        """Return how often each bucket was used since the last capture, from any thread."""
+        counts = self._counts  # once, since a capture in another thread replaces it
         return RunnerStats(
             tuple(
-                BucketStats(batch_size=size, hits=self._counts[size][0], rows=self._counts[size][1])
-                for size in self._batch_sizes
+                BucketStats(batch_size=size, hits=hits, rows=rows)
+                for size, (hits, rows) in counts.items()
             )
         )
 
@@ -258,12 +261,18 @@ class GraphRunner(Generic[OutputT]):
         if self._group is not None:
             # Ranks whose step communicates must warm up and capture in step with each other.
             torch.distributed.barrier(group=self._group)
-        graphs, report = capture_graphs(
-            self._step, self._buffers, self._backend, sizes, progress=progress, verify=verify
-        )
+        try:
+            graphs, report = capture_graphs(
+                self._step, self._buffers, self._backend, sizes, progress=progress, verify=verify
+            )
+        except CaptureError as error:
+            cause = error.__cause__
+            if isinstance(cause, BusyError) and cause.busy is self:
+                raise cause from None
+            raise
         self._graphs = graphs
         self._batch_sizes = self._last_batch_sizes = sizes
-        self._counts = {size: [0, 0] for size in sizes}
+        self._counts = dict.fromkeys(sizes, (0, 0))
         self._refusal = None
         return report
 
@@ -285,7 +294,8 @@ class GraphRunner(Generic[OutputT]):
         if not self._lock.acquire(blocking=False):
             raise BusyError(
                 f"{what}: the runner is in the middle of {self._busy_with}; "
-                "one call at a time, and none from inside the step"
+                "one call at a time, and none from inside the step",
+                busy=self,
             )
         self._busy_with = what
         try:

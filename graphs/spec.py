@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -20,7 +22,9 @@ class BufferSpec:
         pad: what padding rows hold. It must make a row harmless: it attends to nothing and writes
             to no place that a real row reads.
         example: makes plausible rows for verification, from a CPU generator and the shape
-            `(rows, *shape)`; converted to `dtype`. Without it verification uses `pad`.
+            `(rows, *shape)`; converted to `dtype`. Without it verification uses `pad`. The step is
+            really run on examples, at every `capture` and `recapture`: whatever it writes for them
+            is written, so they must name places that hold nothing of value.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind, or `pad` does not fit `dtype`.
@@ -53,9 +57,8 @@ class BufferSpec:
         if self.dtype is torch.bool:
             return
         if floating:
-            largest = torch.finfo(self.dtype).max
-            fits = abs(self.pad) <= largest or self.pad in (float("inf"), -float("inf"))
-            fits = fits or self.pad != self.pad  # NaN
+            overflows = abs(self.pad) > torch.finfo(self.dtype).max  # so NaN does not
+            fits = not overflows or (abs(self.pad) == math.inf and _has_infinity(self.dtype))
         else:
             limits = torch.iinfo(self.dtype)
             fits = limits.min <= self.pad <= limits.max
@@ -69,7 +72,7 @@ def as_rows(
     """Return a caller's input as a tensor `(n, *spec.shape)` of `spec.dtype`, on CPU or `device`.
 
     Tensors are taken as they are; anything else goes through `torch.as_tensor`, and numbers may
-    change dtype where they keep their value's kind and range.
+    change dtype where they keep their value's kind and are in range. Floats are rounded.
 
     Raises:
         TypeError: when the value is not a tensor or numbers, or has another dtype.
@@ -92,7 +95,8 @@ def as_rows(
 def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torch.Tensor:
     floating = spec.dtype.is_floating_point
     try:
-        rows = torch.as_tensor(value, dtype=spec.dtype if floating else None)
+        # Directly in a narrow dtype, numbers too large for it would become infinite or saturate.
+        rows = torch.as_tensor(value, dtype=torch.float64 if floating else None)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"inputs[{name!r}]: got {type(value).__name__}, expected a tensor or numbers: {error}"
@@ -100,6 +104,9 @@ def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torc
     _check_shape(name, rows, spec, n)
     if rows.dtype is spec.dtype:
         return rows
+    if floating:
+        _check_range(name, rows, spec.dtype)
+        return rows.to(spec.dtype)
     if not torch.can_cast(rows.dtype, spec.dtype):
         raise TypeError(f"inputs[{name!r}]: got numbers of {rows.dtype}, expected {spec.dtype}")
     if rows.dtype is not torch.bool:
@@ -111,6 +118,25 @@ def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torc
                 f"expected {limits.min} to {limits.max} for {spec.dtype}"
             )
     return rows.to(spec.dtype)
+
+
+def _check_range(name: str, rows: torch.Tensor, dtype: torch.dtype) -> None:
+    magnitudes, largest = rows.abs(), torch.finfo(dtype).max
+    if magnitudes.max().item() <= largest:  # nearly always; NaN and infinity need a closer look
+        return
+    overflows = magnitudes > largest
+    if _has_infinity(dtype):
+        overflows &= magnitudes != math.inf
+    if overflows.any():
+        raise ValueError(
+            f"inputs[{name!r}]: got numbers up to {magnitudes[overflows].max().item()} in "
+            f"magnitude, expected at most {largest} for {dtype}"
+        )
+
+
+@lru_cache
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(math.inf).to(dtype).float().isinf())
 
 
 def _check_shape(name: str, value: torch.Tensor, spec: BufferSpec, n: int) -> None:

@@ -26,6 +26,15 @@ def test_default_batch_sizes(max_batch, expected):
     assert default_batch_sizes(max_batch) == expected
 
 
+@pytest.mark.parametrize(
+    ("max_batch", "error"),
+    [(0, ValueError), (-4, ValueError), (8.0, TypeError), (True, TypeError), (None, TypeError)],
+)
+def test_default_batch_sizes_of_no_batch(max_batch, error):
+    with pytest.raises(error, match=f"max_batch: got {max_batch}, expected"):
+        default_batch_sizes(max_batch)
+
+
 @given(st.integers(1, 4096))
 def test_default_batch_sizes_are_valid(max_batch):
     assert check_batch_sizes(default_batch_sizes(max_batch), max_batch)[-1] == max_batch
@@ -67,10 +76,4 @@ def test_smallest_bucket_is_the_smallest_that_holds_the_rows(sizes, data):
 @pytest.mark.parametrize("n", [0, -1, 9])
 def test_rows_outside_the_buckets(n):
     with pytest.raises(ValueError, match=f"n: got {n} rows, expected 1 to 8"):
-        smallest_bucket(n, (1, 8))
-
-
-@pytest.mark.parametrize("n", [1.0, "1", None])
-def test_rows_that_are_no_integer(n):
-    with pytest.raises(TypeError, match=r"n: got .* expected an integer"):
         smallest_bucket(n, (1, 8))

@@ -28,6 +28,8 @@ def zero(dtype: torch.dtype) -> float | int | bool:
         (torch.bfloat16, NAN),
         (torch.float32, -float("inf")),
         (torch.float8_e4m3fn, 0.0),
+        (torch.float8_e4m3fn, NAN),
+        (torch.float8_e5m2, float("inf")),
     ],
 )
 def test_buffers_begin_as_padding(dtype, pad, device):
@@ -51,6 +53,8 @@ def test_buffers_begin_as_padding(dtype, pad, device):
         ({"pad": 2**31}, ValueError, "pad: got 2147483648, which torch.int32"),
         ({"dtype": torch.bool}, TypeError, "pad: got 0"),
         ({"dtype": torch.float16, "pad": 1e6}, ValueError, "pad: got 1000000.0"),
+        ({"dtype": torch.float8_e4m3fn, "pad": float("inf")}, ValueError, "pad: got inf"),
+        ({"dtype": torch.float32, "pad": 10**400}, ValueError, "pad: got 1000"),
         ({"dtype": torch.float32, "pad": "0"}, TypeError, "pad: got '0'"),
     ],
 )
@@ -72,6 +76,7 @@ def test_bad_specs(arguments, error, match):
         ({"_x": SPECS["tokens"]}, 8, "cpu", ValueError, "name '_x'"),
         (SPECS, 0, "cpu", ValueError, "max_batch: got 0"),
         (SPECS, 2.0, "cpu", TypeError, "max_batch: got 2.0"),
+        (SPECS, True, "cpu", TypeError, "max_batch: got True"),
         (SPECS, 8, "meta", ValueError, "device: got meta"),
     ],
 )
@@ -143,6 +148,11 @@ def test_staging_padding_only(buffers):
         (torch.int32, [True, False]),
         (torch.float32, [1, 2]),
         (torch.float64, [0.1, 0.2]),
+        (torch.float64, [1e300, float("inf")]),
+        (torch.float32, np.array([0.1, -float("inf")])),
+        (torch.float16, [65504.0, -65504.0]),
+        (torch.float16, [65504, float("inf")]),
+        (torch.float8_e5m2, [57344.0, -float("inf")]),
         (torch.bfloat16, [0.5, NAN]),
         (torch.bool, [True, False]),
     ],
@@ -151,7 +161,8 @@ def test_sequences_of_numbers(dtype, value, device):
     buffers = StaticBuffers({"x": BufferSpec((), dtype, zero(dtype))}, 4, device)
     buffers.stage({"x": value}, 2, 2)
     expected = torch.tensor(list(value), dtype=dtype)
-    torch.testing.assert_close(buffers.view(2).x.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    got = buffers.view(2).x.cpu()
+    torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +172,11 @@ def test_sequences_of_numbers(dtype, value, device):
         (torch.bool, [0, 1], TypeError, r"inputs\['x'\]: got numbers of torch.int64"),
         (torch.int32, [0, 2**31], ValueError, r"inputs\['x'\]: got numbers from 0 to 2147483648"),
         (torch.uint8, [-1, 0], ValueError, r"inputs\['x'\]: got numbers from -1 to 0"),
+        (torch.float16, [0, 1e6], ValueError, r"inputs\['x'\]: got numbers up to 1000000.0 "),
+        (torch.float16, [0, -70000], ValueError, "expected at most 65504.0 for torch.float16"),
+        (torch.float32, np.array([0, 1e300]), ValueError, r"inputs\['x'\]: got numbers up to 1e"),
+        (torch.float8_e4m3fn, [NAN, 1e6], ValueError, "expected at most 448.0"),
+        (torch.float8_e4m3fn, [0, -float("inf")], ValueError, "got numbers up to inf in magnitude"),
         (torch.int64, [0, 2**80], TypeError, r"inputs\['x'\]: got list"),
         (torch.int64, "ab", TypeError, r"inputs\['x'\]: got str"),
         (torch.int64, None, TypeError, r"inputs\['x'\]: got NoneType"),
@@ -197,6 +213,24 @@ def test_missing_and_unknown_inputs(buffers):
 def test_bad_staging_sizes(n, bucket, match, buffers):
     with pytest.raises(ValueError, match=match):
         buffers.stage(toy_inputs(max(n, 1)), n, bucket)
+
+
+@pytest.mark.parametrize("n", [1.0, "1", None, True])
+def test_staging_sizes_that_are_no_integers(n, buffers):
+    for call in (
+        lambda: buffers.view(n),
+        lambda: buffers.stage(toy_inputs(1), n, 4),
+        lambda: buffers.stage(toy_inputs(1), 1, n),
+        lambda: buffers.stage_padding(n),
+    ):
+        with pytest.raises(TypeError, match=r"got .*, expected an integer"):
+            call()
+
+
+def test_views_of_integers_of_other_libraries(buffers):
+    assert buffers.view(np.int64(3)) is buffers.view(3)
+    assert buffers.view(torch.tensor(3)) is buffers.view(3)
+    assert type(buffers.view(np.int64(5)).size) is int
 
 
 def test_inputs_that_are_not_contiguous_or_require_grad(buffers):

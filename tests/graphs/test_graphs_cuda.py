@@ -302,6 +302,35 @@ def test_run_while_the_callers_stream_is_captured_is_refused(step, make_runner):
     assert runner.run(4, inputs)["tokens"].shape == (4,)
 
 
+def test_a_capture_on_another_device_than_the_current_one_is_refused(step):
+    last = torch.device(CUDA, torch.cuda.device_count() - 1)  # the current one if there is one only
+    with GraphRunner(step, StaticBuffers(SPECS, 8, last)) as runner:
+        runner.capture([4])
+        inputs = toy_inputs(4, last)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream(last)):
+            x = torch.zeros(4, device=last) + 1
+            with (
+                torch.cuda.device(0),
+                pytest.raises(BusyError, match="current stream is being captured"),
+            ):
+                runner.run(4, inputs)
+        del x
+        assert runner.run(4, inputs)["tokens"].shape == (4,)
+    assert torch.cuda.current_device() == 0
+
+
+def test_close_waits_for_readers_of_outputs(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([4])
+    out = runner.run(4, toy_inputs(4))["tokens"]  # kept: freeing its memory would wait by itself
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda._sleep(LONG)
+    out + 0
+    runner.close()
+    assert torch.cuda.current_stream().query()
+
+
 def test_a_stream_of_the_callers(step):
     stream = torch.cuda.Stream()
     seen = []
@@ -356,3 +385,15 @@ def test_a_step_that_does_something_else_under_capture_is_found(make_runner):
 
     with pytest.raises(VerificationError, match="the replay differs from the step: output in 1 of"):
         make_runner(step).capture([1])
+
+
+def test_work_skipped_under_capture_is_found_though_its_result_lies_there(make_runner):
+    scratch = torch.zeros(4, 3, device=CUDA)
+
+    def step(batch):
+        if not torch.cuda.is_current_stream_capturing():
+            torch.mul(batch.hidden, 2, out=scratch[: batch.size])
+        return scratch[: batch.size] + 1
+
+    with pytest.raises(VerificationError, match="batch size 4 with 1 real rows: the replay"):
+        make_runner(step).capture([4])

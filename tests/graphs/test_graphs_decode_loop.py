@@ -12,6 +12,7 @@ def test_decode_loop_prints_report_and_tokens(capsys):
     out = capsys.readouterr().out
     assert "4 batch sizes captured on" in out
     assert out.count("bit-equal") == 4
+    assert "at padding" not in out
     continued = re.findall(r"^\[[\d, ]+\] -> \[([\d, ]+)\]$", out, flags=re.MULTILINE)
     assert [len(tokens.split(",")) for tokens in continued] == [4, 8, 12, 16, 20, 24]
 

@@ -16,6 +16,7 @@ from ostinato.graphs import (
     InvalidatedError,
     NotCapturedError,
     StaticBuffers,
+    VerificationError,
 )
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
@@ -51,7 +52,16 @@ def test_bad_batch_sizes_keep_what_was_captured(batch_sizes, step, make_runner):
 
 
 @pytest.mark.parametrize(
-    ("n", "error"), [(0, ValueError), (-1, ValueError), (5, ValueError), ("1", TypeError)]
+    ("n", "error"),
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (5, ValueError),
+        ("1", TypeError),
+        (1.0, TypeError),
+        (None, TypeError),
+        (True, TypeError),
+    ],
 )
 def test_bad_n(n, error, step, make_runner):
     runner = make_runner(step)
@@ -243,6 +253,39 @@ def test_step_that_changes_what_it_returns_on_cpu(later):
     captured = True
     with pytest.raises(GraphError, match="cannot change what it returns"):
         runner.run(2, toy_inputs(2))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("not captured", NotCapturedError),
+        ("closed", ClosedError),
+        ("busy", BusyError),
+        ("random", VerificationError),
+    ],
+)
+def test_refusals_of_another_runner_are_failures_of_the_step(what, cause, size, step, make_runner):
+    def inner_step(batch):
+        if what == "busy":
+            inner.run(1, ONE_ROW)
+        return torch.rand_like(batch.hidden) if what == "random" else step(batch)
+
+    inner = make_runner(inner_step)
+    if what == "closed":
+        inner.close()
+
+    def outer_step(batch):
+        if batch.size == size:
+            if what in ("busy", "random"):
+                inner.capture([1])
+            else:
+                inner.run(1, ONE_ROW)
+        return step(batch)
+
+    with pytest.raises(CaptureError, match=f"could not warm up batch size {size}: ") as info:
+        make_runner(outer_step).capture([2, 4])
+    assert isinstance(info.value.__cause__, cause)
 
 
 @pytest.mark.parametrize("what", ["run", "capture", "recapture", "invalidate", "close"])

@@ -2,8 +2,11 @@
 
 import gc
 import io
+import sys
+import threading
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from graphs_toys import PAD_TOKEN, SPECS, toy_inputs
@@ -148,6 +151,60 @@ def test_capture_in_inference_mode_run_outside(step, make_runner):
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
 
 
+def test_lasting_state_of_a_step_is_not_made_in_inference_mode(make_runner, device):
+    made = {}
+
+    def step(batch):
+        if "count" not in made:
+            made["count"] = torch.zeros(1, dtype=torch.int64, device=device)
+        made["count"].zero_().add_(1)
+        return batch.tokens + made["count"]
+
+    runner = make_runner(step)
+    with torch.inference_mode():
+        runner.capture([2])
+    assert runner.run(1, ONE_ROW).tolist() == [2]
+    made["count"].add_(1)
+
+
+def test_lasting_state_made_in_a_run_in_inference_mode_on_cpu():
+    made = {}
+
+    def step(batch):
+        if running:
+            made.setdefault("count", torch.zeros(1, dtype=torch.int64)).zero_()
+        return batch.tokens + 0
+
+    running = False
+    runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
+    runner.capture([1])
+    running = True
+    with torch.inference_mode():
+        runner.run(1, ONE_ROW)
+    assert runner.run(1, ONE_ROW).tolist() == [1]
+
+
+def test_run_in_and_out_of_inference_mode(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([2])
+    with torch.inference_mode():
+        inside = runner.run(1, ONE_ROW)["tokens"]
+    outside = runner.run(1, ONE_ROW)["tokens"]
+    assert not inside.is_inference()
+    assert inside.tolist() == outside.tolist() == [3]
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_n_is_any_integer_and_counted_as_one(number, step, make_runner):
+    runner = make_runner(step)
+    runner.capture([1, 4])
+    assert runner.bucket_for(number(1)) == 1
+    assert runner.run(number(2), toy_inputs(2))["tokens"].shape == (2,)
+    stats = runner.stats()
+    assert (stats.hits, stats.rows) == (1, 2)
+    assert type(stats.rows) is int
+
+
 def test_default_batch_sizes_and_lookup(step, make_runner):
     runner = make_runner(step)
     assert runner.batch_sizes == ()
@@ -202,6 +259,34 @@ def test_stats_count_hits_rows_and_padding(step, make_runner):
     assert stats.padding_waste == 3 / 17
     with pytest.raises(AttributeError):
         stats.buckets = ()
+
+
+def test_stats_while_another_thread_captures(make_runner):
+    runner = make_runner(lambda batch: batch.tokens + 0, max_batch=64)
+    sizes, failures, stop = range(1, 65), [], threading.Event()
+    runner.capture(sizes, verify=False)
+
+    def read():
+        while not stop.is_set():
+            try:
+                count = len(runner.stats().buckets)
+            except KeyError as error:
+                failures.append(error)
+            else:
+                failures.extend([count] if count not in (0, 64) else [])
+
+    thread = threading.Thread(target=read)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        for _ in range(10):
+            runner.recapture(verify=False)
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join(timeout=60)
+    assert failures == []
 
 
 class Terminal(io.StringIO):

@@ -16,6 +16,8 @@ from ostinato.graphs import (
     StaticBuffers,
     VerificationError,
 )
+from ostinato.graphs.backend import CpuBackend
+from ostinato.graphs.verify import find_difference
 
 
 def test_random_numbers_are_found_and_named(make_runner):
@@ -77,13 +79,63 @@ def test_every_dtype_and_view_is_verified(step, make_runner):
     assert [graph.verdict for graph in report.graphs] == ["bit-equal"] * 2
 
 
+class TellingBackend(CpuBackend):
+    """Lets a step know that it is replayed, which on a GPU it could not: it is not called then."""
+
+    replaying = False
+
+    def capture(self, step, batch):
+        graph = super().capture(step, batch)
+        replay = graph.replay
+
+        def telling_replay():
+            self.replaying = True
+            replay()
+            self.replaying = False
+
+        graph.replay = telling_replay
+        return graph
+
+    def difference(self, step, buffers, bucket):
+        """Capture the step and return how a replay differs from a call."""
+        graph = self.capture(step, buffers.view(bucket))
+        return find_difference(step, buffers, self, graph, bucket)
+
+
 def test_signed_zeros_differ():
-    signs = iter([1.0, 1.0, 1.0] + [1.0, -1.0] + [1.0] * 9)
-    runner = GraphRunner(
-        lambda batch: batch.hidden * 0 * next(signs), StaticBuffers(SPECS, 8, "cpu")
-    )
-    with pytest.raises(VerificationError, match=r"step -?0.0, replay -?0.0$"):
-        runner.capture([1])
+    backend = TellingBackend()
+
+    def step(batch):
+        return torch.full_like(batch.hidden, -0.0 if backend.replaying else 0.0)
+
+    difference = backend.difference(step, StaticBuffers(SPECS, 8, "cpu"), 1)
+    assert difference.endswith("step 0.0, replay -0.0")
+
+
+@pytest.mark.parametrize("bucket", [1, 4])
+def test_results_left_over_from_the_step_itself_are_found(bucket):
+    backend = TellingBackend()
+    scratch = torch.zeros(bucket, 3)
+
+    def step(batch):
+        if not backend.replaying:  # as if it were launched outside of the captured stream
+            torch.mul(batch.hidden, 2, out=scratch)
+        return scratch + 1
+
+    difference = backend.difference(step, StaticBuffers(SPECS, 8, "cpu"), bucket)
+    assert f"batch size {bucket} with 1 real rows: the replay differs" in difference
+
+
+def test_outputs_left_over_in_memory_of_the_step_are_found():
+    backend = TellingBackend()
+    result = torch.zeros(2, 3)
+
+    def step(batch):
+        if not backend.replaying:
+            torch.mul(batch.hidden, 2, out=result)
+        return result
+
+    assert backend.difference(step, StaticBuffers(SPECS, 8, "cpu"), 2) is not None
 
 
 def test_results_beyond_the_real_rows_may_differ(make_runner):
@@ -121,6 +173,21 @@ def test_verification_draws_examples_and_pads_the_rest(device):
         assert all(50 <= value < 60 for row in x[:n] for value in row)
         assert x[n:] == [[-1, -1]] * (4 - n)
         assert y == [0.5] * 4
+
+
+def test_verdict_names_the_buffers_that_were_verified_as_padding(device):
+    specs = {
+        "positions": BufferSpec((), torch.int64, 0),
+        "tokens": SPECS["tokens"],
+        "slots": BufferSpec((), torch.int64, 0),
+    }
+    with GraphRunner(lambda batch: batch.tokens + 1, StaticBuffers(specs, 4, device)) as runner:
+        report = runner.capture([4])
+        assert [graph.verdict for graph in report.graphs] == [
+            "bit-equal (positions, slots at padding)"
+        ]
+        report = runner.capture([4], verify=False)
+        assert [graph.verdict for graph in report.graphs] == ["not verified"]
 
 
 @pytest.mark.parametrize(
