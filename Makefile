@@ -15,20 +15,20 @@ CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp'
 demo: install
 	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 48
 
-test: install
+test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	    --cov --cov-report=term:skip-covered --cov-fail-under=90
 
-test-gpu: install
+test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
 
-lint: install $(VENV)/.dev
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
 
-format: install $(VENV)/.dev
+format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
@@ -42,9 +42,13 @@ SOURCE_FOLDERS := $(shell find runtime graphs -type d -not -name __pycache__)
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCE_FOLDERS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
+$(VENV)/.dev: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
 	touch $@

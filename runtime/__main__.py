@@ -6,20 +6,28 @@ import os
 import signal
 import sys
 
-_INTERRUPTED = 128 + signal.SIGINT
+from ostinato.cli.interrupt import INTERRUPTED
 
 
 def _run() -> int:
     try:
-        # Imported here, so that Ctrl-C is caught from the beginning.
+        # Imported here, so that Ctrl-C is caught while it lasts.
         from ostinato.cli.main import main
 
+        _open_closed_streams()
         for stream in (sys.stdout, sys.stderr):
             # A model may write what the terminal's encoding cannot show.
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         return main()
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where the caller closed a standard stream: Python leaves None there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 if __name__ == "__main__":
@@ -29,8 +37,8 @@ if __name__ == "__main__":
     # busy processor: a small model's step took 70 times as long beside two other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = _run()
-    if code == _INTERRUPTED:
-        # Everything has been flushed. A normal exit might print the traceback of a second Ctrl-C,
-        # or end by the signal instead of the code when the first one hit a module's import.
+    if code == INTERRUPTED:
+        # `main` has flushed what was printed. A normal exit might print the traceback of a second
+        # Ctrl-C, or end by the signal instead of the code when the first one hit an import.
         os._exit(code)
     sys.exit(code)

@@ -80,6 +80,7 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
 
     Raises:
         ValueError: at the call, for what `StepPlan.check` refuses.
+        MemoryError: when there is no room for the sequences of a context.
     """
     plan.check(model.config)
     contexts = sorted(set(plan.contexts))
@@ -90,17 +91,22 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
 def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
     pages_each = -(-context // plan.page_size)
-    cache = PagedKVCache.for_model(
-        model.config,
-        num_pages=1 + batches[-1] * pages_each,
-        page_size=plan.page_size,
-        device=model.device,
-    )
+    try:
+        cache = PagedKVCache.for_model(
+            model.config,
+            num_pages=1 + batches[-1] * pages_each,
+            page_size=plan.page_size,
+            device=model.device,
+        )
+        seen = SeenTokens(batches[-1], model.config.vocab_size, model.device)
+        step = DecodeStep(model, cache, seen, max_pages=pages_each)
+        specs = step.buffer_specs()
+        buffers = StaticBuffers(specs, batches[-1], model.device)
+    # torch raises RuntimeError; a number beyond 64 bits is an OverflowError.
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        reason = str(error) or "out of memory"
+        raise MemoryError(f"batch {batches[-1]}, context {context}: {reason}") from error
     cache.storage.normal_()
-    seen = SeenTokens(batches[-1], model.config.vocab_size, model.device)
-    step = DecodeStep(model, cache, seen, max_pages=pages_each)
-    specs = step.buffer_specs()
-    buffers = StaticBuffers(specs, batches[-1], model.device)
     with GraphRunner(step, buffers) as runner:
         runner.capture(batches, progress=True, verify=False)
         for batch in batches:

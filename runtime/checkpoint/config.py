@@ -9,7 +9,6 @@ from pathlib import Path
 from ostinato.checkpoint.formats import CONFIG_FILE
 from ostinato.checkpoint.section import Section
 from ostinato.model import ModelConfig
-from ostinato.model.config import token_ids
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -20,13 +19,18 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     Chat models list the token that ends a turn only in the second file, which need not exist.
 
     Raises:
-        CheckpointError: naming the file, when it is missing or no JSON object.
-        UnsupportedModelError: for an architecture or a field that is not implemented.
+        CheckpointError: naming the file, when it is missing or no JSON object, or when the
+            second file's end tokens are no tokens of the model.
+        UnsupportedModelError: for an architecture or a field of `config.json` that is not
+            implemented or malformed.
     """
     folder = Path(path)
-    config = ModelConfig.from_hf(Section.read(folder / CONFIG_FILE).fields)
+    written = Section.read(folder / CONFIG_FILE)
+    config = ModelConfig.from_hf(written.fields, written.where)
     generation = folder / _GENERATION_FILE
     if generation.exists():
-        end_tokens = token_ids(Section.read(generation).get("eos_token_id"))
+        end_tokens = Section.read(generation).integers(
+            "eos_token_id", least=0, most=config.vocab_size - 1
+        )
         return replace(config, eos_token_ids=end_tokens or config.eos_token_ids)
     return config

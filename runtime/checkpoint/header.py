@@ -6,15 +6,16 @@ refuse a damaged file too, but without saying which tensor is hit.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ostinato.checkpoint.errors import CheckpointError
+from ostinato.checkpoint.section import parse_json
 
 # Spelling of dtypes in the file. Others exist; they are kept as text and never asked for.
 DTYPE_NAMES = {
@@ -62,10 +63,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             text = stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    try:
-        entries = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{file}: corrupt safetensors header: {error}") from error
+    entries = parse_json(text, f"{file}: corrupt safetensors header")
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: corrupt safetensors header: it is no JSON object")
     return {
@@ -77,8 +75,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _stored(file: Path, name: str, entry: Any, data_size: int) -> StoredTensor:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
+        dtype, shape = str(entry["dtype"]), tuple(map(index, entry["shape"]))
+        begin, end = map(index, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{file}: corrupt safetensors header: {name}: got {entry!r}, expected dtype, shape "

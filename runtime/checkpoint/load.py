@@ -11,6 +11,7 @@ import torch
 
 from ostinato.checkpoint.config import load_config
 from ostinato.checkpoint.errors import CheckpointError
+from ostinato.checkpoint.finite import is_finite
 from ostinato.checkpoint.formats import load_quantization
 from ostinato.checkpoint.layout import (
     DENSE_DTYPES,
@@ -21,7 +22,7 @@ from ostinato.checkpoint.layout import (
     TensorSpec,
     model_layout,
 )
-from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.reader import CheckpointReader, require_finite
 from ostinato.checkpoint.scales import merge_asymmetric, read_scale, read_zero_point, require_zero
 from ostinato.model import AnyLinear, DecoderLayer, Linear, Llama, ModelConfig, W8A8Linear
 
@@ -50,7 +51,7 @@ def load_model(
 
     Raises:
         CheckpointError: naming the file and the tensor, when something is missing, damaged,
-            contradictory or not a number. Headers of all files are checked before any data.
+            contradictory, NaN or infinite. Headers of all files are checked before any data.
         UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
         UnsupportedModelError: for a model that is not implemented.
         TypeError, ValueError: for `dtype` or `max_context`.
@@ -159,10 +160,11 @@ class _Builder:
         for spec, part in zip(specs, stacked.split([spec.shape[0] for spec in specs]), strict=True):
             stored = self._reader.read(spec)
             part.copy_(stored)
-            if dtype is torch.float16 and stored.dtype is not dtype and not part.isfinite().all():
+            if not is_finite(part):
+                require_finite(self._reader, spec)
                 raise CheckpointError(
-                    f"{self._reader.where(spec)}: holds values beyond the range of float16; "
-                    "load it as torch.bfloat16 or torch.float32"
+                    f"{self._reader.where(spec)}: holds numbers beyond the range of {dtype}; "
+                    f"load it as {stored.dtype}"
                 )
         return stacked
 

@@ -19,7 +19,7 @@ from ostinato.checkpoint.errors import CheckpointError, UnsupportedCheckpointErr
 from ostinato.checkpoint.formats import CONFIG_FILE, quantization_config
 from ostinato.checkpoint.layout import ModelLayout, TensorSpec, model_layout
 from ostinato.checkpoint.load import check_tied
-from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.reader import CheckpointReader, require_finite
 from ostinato.checkpoint.scheme import LinearScheme, unquantized
 from ostinato.checkpoint.section import Section
 from ostinato.checkpoint.weights import quantize_weight
@@ -74,7 +74,7 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: naming the file and the tensor, when something in `src` is missing,
-            damaged or not a number.
+            damaged, NaN or infinite.
         UnsupportedCheckpointError: when `src` is quantised already, or `ignore` separates
             modules that the model joins.
         UnsupportedModelError: for a model that is not implemented.
@@ -178,6 +178,7 @@ class _Conversion:
     def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
         tensor = self.reader.read(spec)
         if spec.name not in self.chosen:
+            require_finite(self.reader, spec)
             writer.write(spec.name, tensor)
             return
         try:

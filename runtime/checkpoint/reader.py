@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ostinato.checkpoint.errors import CheckpointError
+from ostinato.checkpoint.finite import is_finite
 from ostinato.checkpoint.header import DTYPE_NAMES, StoredTensor, read_header
 from ostinato.checkpoint.layout import TensorSpec
 from ostinato.checkpoint.section import Section
@@ -125,6 +126,16 @@ class CheckpointReader:
             if name in self._stored:
                 return self._stored[name]
         raise CheckpointError(f"{self._source}: missing {spec.name}")
+
+
+def require_finite(reader: CheckpointReader, spec: TensorSpec) -> None:
+    """Check that a tensor of a checked checkpoint holds nothing but numbers.
+
+    Raises:
+        CheckpointError: naming the file and the tensor, when it holds NaN or an infinity.
+    """
+    if not is_finite(reader.read(spec)):
+        raise CheckpointError(f"{reader.where(spec)}: holds NaN or an infinity")
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:

@@ -15,6 +15,8 @@ _TOKENIZER_FILE = "tokenizer.json"
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Read `tokenizer.json` of a checkpoint folder.
 
+    Truncation and padding that were saved with it are switched off: they belong to training.
+
     Raises:
         CheckpointError: naming the file, when it is missing or damaged. Folders that hold only a
             SentencePiece model (`tokenizer.model`) must be converted to `tokenizer.json` first.
@@ -25,6 +27,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
     try:
-        return Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises this class itself
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -90,12 +90,12 @@ def _run_step(args: argparse.Namespace) -> int:
     from ostinato.bench.step import StepPlan, time_steps
 
     plan = StepPlan(args.batch, args.context, args.page_size, args.repeats)
-    with user_errors(ValueError, OSError, torch.OutOfMemoryError):
+    with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         device = resolve_device(args.device)
         models = _models(args, plan, device)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
-    with user_errors(OSError, torch.OutOfMemoryError):
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for name, make in models:
             for result in time_steps(make(), name, plan):
                 print(_line(result), flush=True)

@@ -57,7 +57,7 @@ def comma_separated(text: str) -> list[int]:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) and not str(error):
         return "out of memory"
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(filter(None, lines)) or type(error).__name__

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ostinato.cli.command import comma_separated, user_errors
+from ostinato.cli.command import UserError, comma_separated, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ def make_engine(
     config = load_config(args.model)
     tokenizer = load_tokenizer(args.model)
     tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
+    # Here, because sizes that follow from such a prompt would be refused instead of it.
+    if [] in tokens:
+        number = tokens.index([]) + 1
+        raise UserError(f"prompt {number}: got no tokens, expected at least one")
     max_context = args.max_context
     if max_context is None:
         needed = max(map(len, tokens)) + max_tokens

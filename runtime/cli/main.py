@@ -34,13 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     name = "ostinato"
     try:
-        chosen = _parser().parse_args(argv)
-        if chosen.command not in COMMANDS:
-            raise UserError(f"got {chosen.command or 'nothing'}, expected {' or '.join(COMMANDS)}")
-        name = f"ostinato {chosen.command}"
-        code = COMMANDS[chosen.command].main(chosen.arguments)
-        sys.stdout.flush()
-        return code
+        try:
+            chosen = _parser().parse_args(argv)
+            if chosen.command not in COMMANDS:
+                got = chosen.command or "nothing"
+                raise UserError(f"got {got}, expected {' or '.join(COMMANDS)}")
+            name = f"ostinato {chosen.command}"
+            return COMMANDS[chosen.command].main(chosen.arguments)
+        finally:
+            sys.stdout.flush()
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return USER_ERROR

@@ -55,7 +55,8 @@ class Summary:
     """A whole run.
 
     Args:
-        prefill: steps that computed prompts; each ends with the first token of some texts.
+        prefill: steps that computed prompts or parts of them; where a prompt ends, its text gets
+            its first token.
         decode: captured steps; each gives one token to every text it serves.
         seconds: wall clock from the first prompt to the last token.
         tokens: generated.

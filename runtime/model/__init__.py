@@ -2,10 +2,11 @@
 
 from ostinato.model.cache import PagedKVCache, SwappedSequence
 from ostinato.model.config import ModelConfig
+from ostinato.model.fields import UnsupportedModelError
 from ostinato.model.layers import AnyLinear, Linear, W8A8Linear
 from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama
 from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
-from ostinato.model.rope import RopeConfig, UnsupportedModelError
+from ostinato.model.rope import RopeConfig
 from ostinato.model.scoring import sequence_logits
 
 __all__ = [

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ostinato.model.rope import RopeConfig, UnsupportedModelError
+from ostinato.model.fields import Fields, UnsupportedModelError
+from ostinato.model.rope import RopeConfig
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -16,6 +17,12 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# What these ids are when a file does not name them, in transformers; in other families: none.
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+_DEFAULT_IDS = {"llama": _LLAMA_IDS, "mistral": _LLAMA_IDS}
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -67,6 +74,12 @@ class ModelConfig:
                 f"num_heads: got {self.num_heads}, expected a multiple of "
                 f"num_kv_heads = {self.num_kv_heads}"
             )
+        rotary_dim = self.rope.rotary_dim(self.head_dim)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise UnsupportedModelError(
+                f"head_dim: got {self.head_dim}, of which RoPE rotates {rotary_dim}; expected "
+                "an even number of at least 2"
+            )
         if len(self.sliding_windows) != self.num_layers:
             raise UnsupportedModelError(
                 f"sliding_windows: got {len(self.sliding_windows)} entries, "
@@ -99,89 +112,94 @@ class ModelConfig:
         return wanted
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Translate the contents of `config.json`, of transformers 4 or 5.
 
-        Raises:
-            UnsupportedModelError: for an architecture, activation, RoPE scaling or field that
-                this runtime does not implement, or a field that is missing.
-        """
-        family = config.get("model_type")
-        if family not in _ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"model_type: got {family!r}, expected one of {', '.join(_ARCHITECTURES)}"
-            )
-        for name in config.get("architectures") or ():
-            if name != _ARCHITECTURES[family]:
-                raise UnsupportedModelError(
-                    f"architectures: got {name!r}, expected {_ARCHITECTURES[family]!r}"
-                )
-        activation = config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModelError(f"hidden_act: got {activation!r}, expected 'silu'")
+        Fields that transformers fills in differently from family to family, and that change the
+        computation, must be written; other absent ones get its defaults.
 
-        num_layers = _required(config, "num_hidden_layers")
-        num_heads = _required(config, "num_attention_heads")
-        hidden_size = _required(config, "hidden_size")
-        max_positions = int(config.get("max_position_embeddings") or 2048)
-        bias = bool(config.get("attention_bias", False))
+        Args:
+            config: the contents.
+            where: what they come from, for messages.
+
+        Raises:
+            UnsupportedModelError: naming the field, for an architecture, activation or RoPE
+                scaling that this runtime does not implement, or a field that is missing or
+                malformed.
+        """
+        family = Fields(where, config).choice("model_type", *_ARCHITECTURES)
+        fields = Fields(where, {**_DEFAULT_IDS.get(family, {}), **config})
+        if not set(fields.strings("architectures")) <= {_ARCHITECTURES[family]}:
+            raise fields.wrong("architectures", repr([_ARCHITECTURES[family]]))
+        fields.choice("hidden_act", "silu", default="silu")
+        vocab_size = fields.integer("vocab_size")
+        num_layers = fields.integer("num_hidden_layers")
+        num_heads = fields.integer("num_attention_heads")
+        if family != "llama":
+            fields.require("num_key_value_heads")
+        max_positions = fields.integer("max_position_embeddings")
+        bias = fields.boolean("attention_bias", False)
+        last_id = vocab_size - 1
         return ModelConfig(
             family=family,
-            vocab_size=_required(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size"),
+            vocab_size=vocab_size,
+            hidden_size=fields.integer("hidden_size"),
+            intermediate_size=fields.integer("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+            head_dim=_head_dim(fields, family),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             max_position_embeddings=max_positions,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             # Qwen2 always has a bias on q, k, v and never on o; the others say so themselves.
             qkv_bias=bias or family == "qwen2",
             o_bias=bias and family != "qwen2",
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            mlp_bias=fields.boolean("mlp_bias", False),
             qk_norm=family == "qwen3",
-            sliding_windows=_sliding_windows(config, family, num_layers),
-            rope=RopeConfig.from_hf(config, max_positions),
-            dtype=_dtype(config),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=token_ids(config.get("eos_token_id")),
+            sliding_windows=_sliding_windows(fields, family, num_layers),
+            rope=RopeConfig.from_hf(config, max_positions, where),
+            dtype=_dtype(fields),
+            bos_token_id=fields.optional_integer("bos_token_id", least=0, most=last_id),
+            eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
         )
 
 
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Normalise an id field that may be absent, one id or several."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _head_dim(fields: Fields, family: str) -> int:
+    if family == "qwen3" or fields.get("head_dim") is not None:
+        return fields.integer("head_dim")
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.wrong(
+            "hidden_size", f"a multiple of num_attention_heads = {num_heads} without a head_dim"
+        )
+    return hidden_size // num_heads
 
 
-def _required(config: Mapping[str, Any], name: str) -> int:
-    if config.get(name) is None:
-        raise UnsupportedModelError(f"config.json: {name} is missing")
-    return int(config[name])
+def _dtype(fields: Fields) -> torch.dtype:
+    spelling = "torch_dtype" if fields.get("dtype") is None else "dtype"
+    return _DTYPES[fields.choice(spelling, *_DTYPES, default="float32")]
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
-        raise UnsupportedModelError(f"dtype: got {name!r}, expected one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _sliding_windows(
-    config: Mapping[str, Any], family: str, num_layers: int
-) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if family == "llama" or window is None:
-        return (None,) * num_layers
-    if family == "mistral":
-        return (int(window),) * num_layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
-    first = int(config.get("max_window_layers", num_layers))
-    kinds = config.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
-    ]
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+def _sliding_windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...]:
+    mixed = family in ("qwen2", "qwen3")  # these may have a window on some layers only
+    window = None
+    if family == "mistral" or (mixed and fields.boolean("use_sliding_window", False)):
+        fields.require("sliding_window")
+        window = fields.optional_integer("sliding_window")
+    written = fields.strings("layer_types")
+    if mixed and window is not None:
+        expected = f"{num_layers} times {_FULL!r} or {_SLIDING!r}"
+        if not written:
+            first = fields.integer("max_window_layers", least=0)
+            return tuple(window if layer >= first else None for layer in range(num_layers))
+        fits = len(written) == num_layers and set(written) <= {_FULL, _SLIDING}
+    else:
+        kind = _FULL if window is None else _SLIDING
+        expected = f"{num_layers} times {kind!r}"
+        written = written or (kind,) * num_layers
+        fits = written == (kind,) * num_layers
+    if not fits:
+        raise fields.wrong("layer_types", expected)
+    return tuple(window if kind == _SLIDING else None for kind in written)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ostinato.model.fields import Fields, UnsupportedModelError
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-class UnsupportedModelError(ValueError):
-    """A model whose configuration asks for something this runtime does not implement."""
 
 
 @dataclass(frozen=True)
@@ -39,45 +37,57 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+    def from_hf(
+        config: Mapping[str, Any], max_position_embeddings: int, where: str = "config.json"
+    ) -> RopeConfig:
         """Read `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before).
 
         Raises:
-            UnsupportedModelError: for a scaling type other than `ROPE_TYPES`.
+            UnsupportedModelError: naming the field, for a scaling type other than `ROPE_TYPES`,
+                or a field that is missing or malformed.
         """
-        fields: dict[str, Any] = dict(config.get("rope_scaling") or {})
-        fields.update(config.get("rope_parameters") or {})
-        kind = fields.get("rope_type", fields.get("type", "default"))
-        if kind not in ROPE_TYPES:
-            raise UnsupportedModelError(
-                f"rope scaling: got type {kind!r}, expected one of {', '.join(ROPE_TYPES)}"
-            )
-        if kind != "default" and "factor" not in fields:
-            raise UnsupportedModelError(f"rope scaling: type {kind!r} needs a 'factor', got none")
-        theta = fields.get("rope_theta", config.get("rope_theta", 10000.0))
-        factor = float(fields.get("factor") or 1.0)
-        return RopeConfig(
-            theta=float(theta),
+        outer = Fields(where, config)
+        fields = _scaling_fields(outer)
+        spelling = "type" if fields.get("rope_type") is None else "rope_type"
+        kind = fields.choice(spelling, *ROPE_TYPES, default="default")
+        theta = outer.number("rope_theta", 10000.0, above=1.0)
+        partial = outer.number("partial_rotary_factor", 1.0, most=1.0)
+        rope = RopeConfig(
+            theta=fields.number("rope_theta", theta, above=1.0),
             type=kind,
-            factor=factor,
-            original_max_position_embeddings=int(
-                fields.get("original_max_position_embeddings") or max_position_embeddings
-            ),
-            low_freq_factor=float(fields.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(fields.get("high_freq_factor", 4.0)),
-            beta_fast=float(fields.get("beta_fast") or 32.0),
-            beta_slow=float(fields.get("beta_slow") or 1.0),
-            attention_factor=_attention_factor(kind, fields, factor),
-            truncate=bool(fields.get("truncate", True)),
-            partial_rotary_factor=float(
-                fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+            partial_rotary_factor=fields.number("partial_rotary_factor", partial, most=1.0),
+        )
+        if kind == "default":
+            return rope
+        rope = replace(
+            rope,
+            factor=fields.number("factor"),
+            original_max_position_embeddings=fields.integer(
+                "original_max_position_embeddings", max_position_embeddings
             ),
         )
+        if kind == "llama3":
+            low = fields.number("low_freq_factor")
+            high = fields.number("high_freq_factor", above=low)
+            return replace(rope, low_freq_factor=low, high_freq_factor=high)
+        if kind == "yarn":
+            slow = fields.number("beta_slow", 1.0)
+            return replace(
+                rope,
+                beta_slow=slow,
+                beta_fast=fields.number("beta_fast", 32.0, above=slow),
+                attention_factor=_attention_factor(fields, rope.factor),
+                truncate=fields.boolean("truncate", True),
+            )
+        return rope
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many of a head's elements are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def cos_sin_table(self, head_dim: int, max_positions: int) -> torch.Tensor:
         """Return the fp32 table [max_positions, rotary_dim]: first half cos, second half sin."""
-        rotary_dim = int(head_dim * self.partial_rotary_factor)
-        inverse_frequencies = self._inverse_frequencies(rotary_dim)
+        inverse_frequencies = self._inverse_frequencies(self.rotary_dim(head_dim))
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies)
         amplitude = 1.0 if self.attention_factor is None else self.attention_factor
@@ -119,16 +129,30 @@ class RopeConfig:
         return plain * (1.0 - stretch) + plain / self.factor * stretch
 
 
-def _attention_factor(kind: str, fields: Mapping[str, Any], factor: float) -> float | None:
+def _scaling_fields(config: Fields) -> Fields:
+    """Return the fields of both spellings, refusing those that contradict each other."""
+    names = ("rope_scaling", "rope_parameters")
+    spellings = {name: config.child(name).fields for name in names if config.get(name) is not None}
+    merged: dict[str, Any] = {}
+    for fields in spellings.values():
+        for name in merged.keys() & fields.keys():
+            if merged[name] != fields[name]:
+                raise UnsupportedModelError(
+                    f"{config.where}: rope_parameters: {name}: got {fields[name]!r}, expected "
+                    f"{merged[name]!r} as in rope_scaling"
+                )
+        merged.update(fields)
+    return Fields(f"{config.where}: {' and '.join(spellings) or 'rope_parameters'}", merged)
+
+
+def _attention_factor(fields: Fields, factor: float) -> float:
     """YaRN's amplitude of cos and sin (its §3.4): 0.1·ln(factor) + 1 unless the file says."""
-    if kind != "yarn":
-        return None
 
     def amplitude(scale: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
     if fields.get("attention_factor") is not None:
-        return float(fields["attention_factor"])
+        return fields.number("attention_factor")
     if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return amplitude(float(fields["mscale"])) / amplitude(float(fields["mscale_all_dim"]))
+        return amplitude(fields.number("mscale")) / amplitude(fields.number("mscale_all_dim"))
     return amplitude(1.0)

@@ -13,7 +13,12 @@ from hf_models import MODELS, config_of, random_model, save, save_plain, tensors
 from quantized_files import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 
-from ostinato.checkpoint import CheckpointError, load_config, load_model
+from ostinato.checkpoint import (
+    CheckpointError,
+    load_config,
+    load_model,
+    quantize_checkpoint,
+)
 from ostinato.model import UnsupportedModelError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -105,6 +110,15 @@ def test_a_file_cut_in_its_header_is_named(plain: Path, size: int) -> None:
             b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
             ["a: F32 [-1] cannot occupy"],
         ),
+        *(
+            (
+                b'{"a": {"dtype": "F32", "shape": [%s], "data_offsets": [0, %s]}}' % (size, end),
+                ["corrupt safetensors header: a: got", "expected dtype, shape and data_offsets"],
+            )
+            for size, end in [(b"1e999", b"4"), (b"1.5", b"4"), (b'"1"', b"4"), (b"1", b"1e999")]
+        ),
+        (b"[" * 200_000, ["corrupt safetensors header: maximum recursion depth"]),
+        (b"1" * 5000, ["corrupt safetensors header: Exceeds the limit"]),
         (b'{"a": {"dtype": "NEW", "shape": [1], "data_offsets": [0, 1]}}', ["missing model.embed"]),
     ],
 )
@@ -165,6 +179,37 @@ def test_an_index_and_shards_that_disagree_are_named(sharded: Path) -> None:
     refused(sharded, index, "not valid JSON")
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{Q_PROJ}.weight"])
+def test_dense_weights_that_are_no_numbers_are_named(
+    name: str, dtype: torch.dtype | None, bad: float, plain: Path
+) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[5] = bad
+
+    file = edit(plain, spoil)
+    words = re.escape(f"{file}: {name}: holds NaN or an infinity")
+    with pytest.raises(CheckpointError, match=words):
+        load_model(plain, dtype=dtype)
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: {name}: holds NaN")):
+        quantize_checkpoint(plain, plain.parent / "quantized", scheme="int8", progress=False)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_e4m3_weights_that_are_no_numbers_are_named(code: int, tmp_path: Path) -> None:
+    write_quantized(tmp_path, random_model(MODELS["llama"]), FORMATS["ct-fp8-dynamic"])
+    name = f"{Q_PROJ}.weight"
+
+    def set_code(value: int) -> Edit:
+        return lambda tensors: tensors[name].view(torch.uint8)[3].fill_(value)
+
+    edit(tmp_path, set_code(code - 1))  # the largest number of this sign
+    load_model(tmp_path)
+    file = edit(tmp_path, set_code(code))
+    refused(tmp_path, f"{file}: {name}: holds NaN or an infinity")
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])
 @pytest.mark.parametrize("suffix", ["weight_scale", "input_scale"])
 def test_scales_that_are_no_scales_are_named(bad: float, suffix: str, tmp_path: Path) -> None:
@@ -214,6 +259,9 @@ def test_a_weight_that_the_configuration_calls_quantized_is_named(tmp_path: Path
         (None, "config.json: cannot be read"),
         ("{", "config.json: not valid JSON"),
         ("[]", r"config.json: got \[\], expected an object"),
+        ("[" * 200_000, "config.json: not valid JSON: maximum recursion depth"),
+        ("1" * 5000, "config.json: not valid JSON: Exceeds the limit"),
+        ('{"model_type": "llama", "vocab_size": "x"}', "config.json: vocab_size: got 'x'"),
         (b"\xff\xff", "config.json: cannot be read"),
     ],
 )
@@ -224,8 +272,15 @@ def test_a_bad_config_is_named(plain: Path, text: str | bytes | None, words: str
     else:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     for load in (load_config, load_model):
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=f"{plain}/{words}"):
             load(plain)
+
+
+@pytest.mark.parametrize("ids", ['"</s>"', "61", "[2, -1]", "true"])
+def test_end_tokens_that_are_no_tokens_are_named(ids: str, plain: Path) -> None:
+    file = plain / "generation_config.json"
+    file.write_text(f'{{"eos_token_id": {ids}}}')
+    refused(plain, f"{file}: eos_token_id: got ", ", expected integers from 0 to 60")
 
 
 def test_another_architecture_is_refused(plain: Path) -> None:

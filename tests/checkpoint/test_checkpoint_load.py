@@ -127,15 +127,19 @@ def test_another_dtype_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path, dtype=torch.int8)
 
 
-def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float16, -1e5), (torch.bfloat16, 3.4e38)])
+def test_numbers_beyond_a_dtype_are_refused(
+    dtype: torch.dtype, number: float, tmp_path: Path
+) -> None:
     hf = random_model(MODELS["llama"])
     tensors = tensors_of(hf)
-    tensors["model.norm.weight"][3] = 1e5
+    tensors["model.norm.weight"][3] = number
     save(tmp_path, config_of(hf), tensors)
+    load_model(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight: holds values beyond .*float16"
+        CheckpointError, match=rf"model\.norm\.weight: holds numbers beyond the range of {dtype}"
     ):
-        load_model(tmp_path, dtype=torch.float16)
+        load_model(tmp_path, dtype=dtype)
 
 
 def test_max_context_is_passed_on(tmp_path: Path) -> None:

@@ -16,6 +16,16 @@ def test_a_tokenizer_is_read(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path)).encode("cab").ids == [2, 0, 1]
 
 
+def test_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=8, pad_id=1, pad_token="b")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("a" * 9).ids == [0] * 9
+    assert loaded.encode("a").ids == [0]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -14,7 +14,7 @@ from ostinato.bench.step import StepPlan, kv_bytes, step_flops, time_steps, weig
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_llama
 from ostinato.cli.main import main
-from ostinato.model import ModelConfig
+from ostinato.model import ModelConfig, PagedKVCache
 
 TINY = ModelConfig.from_hf(SHAPES["tiny"])
 CPU = torch.device("cpu")
@@ -90,6 +90,29 @@ def test_a_document_that_cannot_be_written_is_an_error(
     argv = ["bench", "step", "--shape", "tiny", "--context", "2", "--json", str(tmp_path)]
     assert main(argv) == 2
     assert f"{tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError(), "out of memory"),
+        (RuntimeError("can't allocate:\n you tried 1 GB"), "can't allocate: you tried 1 GB"),
+        (OverflowError("too large an int"), "too large an int"),
+    ],
+)
+def test_too_large_a_cache_is_refused_in_one_line(
+    error: Exception,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_args: object, **_sizes: object) -> PagedKVCache:
+        raise error
+
+    monkeypatch.setattr(PagedKVCache, "for_model", no_memory)
+    assert main(["bench", "step", "--shape", "tiny", "--batch", "9", "--context", "8"]) == 2
+    printed = capsys.readouterr().err
+    assert printed == f"ostinato bench: error: batch 9, context 8: {reason}\n"
 
 
 def test_a_plan_is_checked_before_anything_is_made() -> None:

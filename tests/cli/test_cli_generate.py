@@ -258,9 +258,24 @@ def test_bad_values_are_refused_in_one_line(
     assert printed.err.count("\n") == 1
 
 
-def test_an_empty_prompt_is_refused(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(checkpoint), "x", ""]) == 2
-    assert "prompt 2: prompt: got no tokens" in capsys.readouterr().err
+@pytest.mark.parametrize("prompts", [["x", "x", ""], ["x", "x", "", ""]])
+@pytest.mark.parametrize("flags", [[], ["--max-tokens", "1"], ["--max-context", "1"]])
+def test_an_empty_prompt_is_refused(
+    prompts: list[str],
+    flags: list[str],
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", str(checkpoint), *prompts, *flags]) == 2
+    error = "ostinato generate: error: prompt 3: got no tokens, expected at least one\n"
+    assert capsys.readouterr().err == error
+
+
+def test_an_empty_prompt_alone_is_refused(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(checkpoint), "", "--max-tokens", "1"]) == 2
+    assert "error: prompt 1: got no tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["no folder", "no tokenizer", "cut weights", "no config"])

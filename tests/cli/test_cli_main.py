@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ostinato import __version__
-from ostinato.cli.command import UserError, comma_separated, user_errors
+from ostinato.cli.command import Command, UserError, comma_separated, user_errors
 from ostinato.cli.main import COMMANDS, main
 
 LONG = ("--max-tokens", "50000", "--ignore-eos", "--no-verify")
@@ -100,6 +101,51 @@ def test_other_errors_pass_through(error: Exception) -> None:
 def test_comma_separated() -> None:
     assert comma_separated("1,-2,30") == [1, -2, 30]
     assert comma_separated("") == []
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "error"),
+    [
+        ("generate {} <&-", 2, "stdin: got no prompt"),
+        ("generate {} - <&-", 2, "stdin: got no prompt"),
+        ("generate {} x --max-tokens 2 --no-verify >&-", 0, "decode "),
+        ("env >&-", 0, ""),
+        ("env --json 2>&-", 0, ""),
+        ("sing 2>&-", 2, ""),
+        ("env <&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_standard_streams_may_be_closed(
+    command: str, code: int, error: str, checkpoint: Path
+) -> None:
+    script = f"{sys.executable} -m ostinato {command.format(checkpoint)}"
+    done = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, env=ENVIRONMENT, timeout=60
+    )
+    assert done.returncode == code
+    assert error in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (UserError("no"), 2), (ValueError(), None)]
+)
+def test_what_was_printed_before_an_error_is_written(
+    error: BaseException, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_arguments: object) -> int:
+        print("partial")
+        raise error
+
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written))
+    monkeypatch.setitem(COMMANDS, "env", Command("", fail))
+    if code is None:
+        with pytest.raises(type(error)):
+            main(["env"])
+    else:
+        assert main(["env"]) == code
+    assert written.getvalue() == b"partial\n"
 
 
 @pytest.fixture

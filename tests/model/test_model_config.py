@@ -57,8 +57,23 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+# What a file of each family must say, beside what all of them must.
+REQUIRED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 4, "sliding_window": 7},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 24},
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+
+
 def hf(family: str, **fields: Any) -> dict[str, Any]:
-    return {"model_type": family, **SIZES, **fields}
+    return {"model_type": family, **REQUIRED[family], **SIZES, **fields}
+
+
+def minimal(family: str) -> dict[str, Any]:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    return {**sizes, **REQUIRED[family]}
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -135,28 +150,165 @@ def test_sliding_windows(
     assert ModelConfig.from_hf(hf(family, **fields)).sliding_windows == windows
 
 
+@pytest.mark.parametrize("written", ["minimal", "by transformers"])
+@pytest.mark.parametrize("extra", [{}, {**WINDOW, "max_window_layers": 1}], ids=["", "window"])
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_config_of_transformers_is_read(kind: str) -> None:
-    config = getattr(transformers, f"{kind}Config")(**SIZES).to_dict()
-    read = ModelConfig.from_hf(config)
-    assert read.family == kind.lower()
-    assert (read.num_heads, read.num_kv_heads, read.vocab_size) == (4, 2, 64)
+def test_defaults_are_those_of_transformers(kind: str, extra: dict[str, Any], written: str) -> None:
+    family = kind.lower()
+    fields = {**minimal(family), **(extra if "Qwen" in kind else {})}
+    theirs = getattr(transformers, f"{kind}Config")(**fields)
+    whole = written == "by transformers"
+    ours = ModelConfig.from_hf(theirs.to_dict() if whole else {"model_type": family, **fields})
+    assert ours.family == family
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None)
+    assert ours.head_dim == head_dim or (head_dim is None and ours.head_dim == 8)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.tie_word_embeddings is theirs.tie_word_embeddings
+    assert ours.o_bias is getattr(theirs, "attention_bias", False)
+    assert ours.mlp_bias is getattr(theirs, "mlp_bias", False)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.rope.type == theirs.rope_parameters["rope_type"]
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    everywhere = ["sliding_attention" if family == "mistral" else "full_attention"] * 3
+    kinds = getattr(theirs, "layer_types", None) or everywhere
+    windows = [theirs.sliding_window if "sliding" in k else None for k in kinds]
+    assert ours.sliding_windows == tuple(windows)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((family, name) for family in REQUIRED for name in (*minimal(family), "model_type")),
+        *(("qwen3", name) for name in ("sliding_window", "max_window_layers")),
+    ],
+)
+def test_what_has_no_common_default_must_be_written(family: str, name: str) -> None:
+    config = {"model_type": family, **minimal(family)}
+    if family == "qwen3":
+        config |= {**WINDOW, "max_window_layers": 1}
+    del config[name]
+    with pytest.raises(UnsupportedModelError, match=rf"^config\.json: {name}: (got None|missing)"):
+        ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("family", REQUIRED)
+def test_null_heads_are_as_many_as_query_heads(family: str) -> None:
+    assert ModelConfig.from_hf(hf(family, num_key_value_heads=None)).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"), [(None, ()), (3, (3,)), ([0, 63], (0, 63)), ([], ())], ids=str
+)
+def test_end_tokens_are_none_one_or_several(ids: Any, expected: tuple[int, ...]) -> None:
+    assert ModelConfig.from_hf(hf("llama", eos_token_id=ids)).eos_token_ids == expected
+
+
+YARN = {"type": "yarn", "factor": 4.0}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected one of llama, mistral"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: got 'LlamaForSe"),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'llama' or 'mistral' or"),
+        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'llama'"),
+        ({"architectures": ["LlamaModel"]}, r"architectures: got \['LlamaModel'\], expected \['Ll"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM', expected"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope scaling: got type 'longrope'"),
-        ({"rope_scaling": {"type": "linear"}}, "type 'linear' needs a 'factor'"),
-        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": 0}, "vocab_size: got 0, expected an integer from 1 to"),
+        ({"vocab_size": "x"}, "vocab_size: got 'x', expected an integer"),
+        ({"vocab_size": 2**31}, "vocab_size: got 2147483648, expected an integer"),
+        ({"hidden_size": [1]}, r"hidden_size: got \[1\], expected an integer"),
+        ({"hidden_size": 32.0}, r"hidden_size: got 32\.0, expected an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: got True, expected an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads: got 0, expected an integer"),
+        ({"num_attention_heads": 5}, "hidden_size: got 32, expected a multiple of num_attention_"),
         ({"num_key_value_heads": 3}, "num_heads: got 4, expected a multiple of num_kv_heads = 3"),
-        ({"vocab_size": 0}, "vocab_size: got 0, expected at least 1"),
-        ({"torch_dtype": "float64"}, "dtype: got 'float64'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: got 0, expected an integer"),
+        ({"head_dim": 0}, "head_dim: got 0, expected an integer"),
+        ({"head_dim": 7}, "head_dim: got 7, of which RoPE rotates 7; expected an even number"),
+        ({"partial_rotary_factor": 0.2}, "head_dim: got 8, of which RoPE rotates 1; expected an"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor: got 0.0, expected a finite num"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: got 1.5, .* at most 1.0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps: got -1, expected a finite number above 0"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps: got 'x', expected a finite number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan, expected a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: got 10*, expected a finite number"),
+        ({"max_position_embeddings": 1e999}, "max_position_embeddings: got inf, expected an int"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: got 'false', expected true or f"),
+        ({"attention_bias": 1}, "attention_bias: got 1, expected true or false"),
+        ({"mlp_bias": []}, r"mlp_bias: got \[\], expected true or false"),
+        ({"torch_dtype": "float64"}, "torch_dtype: got 'float64', expected 'bfloat16' or"),
+        ({"torch_dtype": ["a"]}, r"torch_dtype: got \['a'\], expected 'bfloat16'"),
+        ({"dtype": {}}, "dtype: got {}, expected 'bfloat16'"),
+        ({"bos_token_id": "<s>"}, "bos_token_id: got '<s>', expected an integer from 0 to 63"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected integers from 0 to 63"),
+        ({"eos_token_id": 64}, "eos_token_id: got 64, expected integers from 0 to 63"),
+        ({"eos_token_id": [2, -1]}, r"eos_token_id: got \[2, -1\], expected integers from 0"),
+        ({"rope_theta": "x"}, "rope_theta: got 'x', expected a finite number above 1"),
+        ({"rope_theta": 1.0}, "rope_theta: got 1.0, expected a finite number above 1"),
+        ({"rope_scaling": "linear"}, "rope_scaling: got 'linear', expected an object"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type: got 'longrope', expected"),
+        ({"rope_scaling": {"rope_type": []}}, r"rope_scaling: rope_type: got \[\], expected"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: got None, expected a finite"),
+        ({"rope_scaling": {**YARN, "factor": None}}, "factor: got None, expected a finite number"),
+        ({"rope_parameters": {**YARN, "factor": 0}}, "rope_parameters: factor: got 0, expected a"),
+        ({"rope_scaling": {**YARN, "beta_slow": 0}}, "beta_slow: got 0, expected a finite number"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1}}, "beta_fast: got 1, .* above 1.0"),
+        ({"rope_scaling": {**YARN, "truncate": "no"}}, "truncate: got 'no', expected true or fal"),
+        ({"rope_scaling": {**YARN, "attention_factor": -1}}, "attention_factor: got -1, expected"),
+        (
+            {"rope_scaling": {**YARN, "mscale": "a", "mscale_all_dim": 1.0}},
+            "mscale: got 'a', expected a finite number",
+        ),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings: got 0, expected an integer",
+        ),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "high_freq_factor: got 1, .* 1.0"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor: got None"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"factor": 2.0}},
+            "rope_parameters: factor: got 2.0, expected 4.0 as in rope_scaling",
+        ),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: got .*, expected 3 times 'full"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types: got .*, expected 3 times 'full"),
     ],
 )
-def test_unsupported_fields_are_named(fields: dict[str, Any], match: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=match):
+def test_unsupported_and_malformed_fields_are_named(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"^config\.json: .*{match}|^{match}"):
         ModelConfig.from_hf({**hf("llama"), **fields})
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("window", [0, -3, 2.5, "7", True])
+def test_a_window_holds_at_least_one_key(family: str, window: Any) -> None:
+    config = hf(family, **{**WINDOW, "sliding_window": window})
+    with pytest.raises(UnsupportedModelError, match=f"sliding_window: got {window!r}, expected an"):
+        ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}),
+        ("qwen3", {**WINDOW, "layer_types": ["chunked_attention"] * 3}),
+        ("qwen3", {**WINDOW, "layer_types": ["full_attention"] * 2}),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}),
+        ("mistral", {"layer_types": ["full_attention"] * 3}),
+        ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}),
+    ],
+)
+def test_layer_types_are_known_one_per_layer_and_agree_with_the_window(
+    family: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"layer_types: got \[.*\], expected 3 times"):
+        ModelConfig.from_hf(hf(family, **fields))
+
+
+def test_a_config_that_is_no_object_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^a\.json: got \[\], expected an object"):
+        ModelConfig.from_hf([], "a.json")  # type: ignore[arg-type]
