@@ -4,16 +4,16 @@ PYTHON ?= python3
 BIN    := $(VENV)/bin
 
 MODEL   := examples/tiny-llama
-PROMPTS := "A list display is" \
-           "The import statement combines two operations; it searches for the named module, then" \
-           "Class" \
-           "If an exception occurs in the try clause, the rest of the clause is skipped. Then, if its type"
+PROMPTS := "Classes" \
+           "A list display is" \
+           "If an exception occurs in the try clause" \
+           "The import statement combines two operations; it searches for the named module, then"
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' 2>/dev/null)
 
 .PHONY: demo test test-gpu lint format install
 
 demo: install
-	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 48
+	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
