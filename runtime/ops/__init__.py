@@ -6,14 +6,16 @@ Common to all of them:
   `torch.cuda.stream`; None means torch's current stream. CPU tensors take only None.
 - `out`, where there is one, is written and returned; it must not overlap the inputs unless the
   op says so. The elements of every tensor's last dimension must be adjacent; other strides are
-  free.
+  free, but that no dimension of a tensor that is written may have been expanded.
 - Bad arguments raise TypeError or ValueError, naming the argument, before anything is written.
 - The result of a row, and of a sequence, does not depend on the others of the call, to the bit.
-- On CUDA nothing is read back to the host, so that every op can be captured in a graph. Values
-  that change between replays live in tensors; Python numbers are frozen by capture.
+- On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
+  be captured in a graph. Values that change between replays live in tensors; Python numbers are
+  frozen by capture.
 - The ops are for inference: results carry no gradient.
-- Arithmetic is fp32 inside, rounded once to the output's dtype. `ostinato.ops.reference` has a
-  readable twin of every op.
+- Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
+  raise RuntimeError while torch is set to do that in TF32 or bf16
+  (`torch.set_float32_matmul_precision`). `ostinato.ops.reference` has a readable twin of every op.
 """
 
 from ostinato.ops.append import append_kv

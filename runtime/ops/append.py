@@ -79,8 +79,8 @@ def append_kv(
 
     Each head of q and k is divided by its root mean square if its norm weight is given, then
     rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), all
-    in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of a negative slot
-    is not written, but its q is returned like any other's. Slots must not repeat.
+    in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of slot -1 is not
+    written, but its q is returned like any other's. No other slot may occur twice.
 
     Args:
         k: [tokens, heads_kv, dim] bf16, fp16 or fp32.
@@ -101,7 +101,8 @@ def append_kv(
             into [pages, page_size, heads_kv] the scale of each token and head, computed as in
             `quantize_per_token`, is written.
         v_scale: likewise for v.
-        check_bounds: read slots and positions on the host and check them.
+        check_bounds: check slots and positions, which the host must see for it. The CPU always
+            does; on CUDA a wrong one is undefined without it.
         stream: see `ostinato.ops`.
 
     Returns:
@@ -118,6 +119,11 @@ def append_kv(
     checks.tensor("v", v, (dtype,), k.shape, device)
     checks.tensor("slot_mapping", slot_mapping, (torch.int64,), (tokens,), device)
     attention_checks.scales(k_cache, k_scale, v_scale)
+    checks.writable("k_cache", k_cache)
+    checks.writable("v_cache", v_cache)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and scale.ndim == 3:
+            checks.writable(name, scale)
     _check_rotary(positions, cos_sin, tokens, dim, device)
     norms = {"k_norm_weight": k_norm_weight, "q_norm_weight": q_norm_weight}
     for name, weight in norms.items():
@@ -125,16 +131,15 @@ def append_kv(
             checks.tensor(name, weight, (dtype, torch.float32), (dim,), device)
     checks.number("norm_eps", norm_eps, least=0.0)
     checks.flag("interleaved", interleaved)
+    checks.flag("check_bounds", check_bounds)
     if q is not None:
         checks.tensor("q", q, (dtype,), (tokens, "heads_q", dim), device)
         if q_out is not None:
-            checks.tensor("q_out", q_out, (dtype,), q.shape, device)
+            checks.output("q_out", q_out, (dtype,), q.shape, device)
     for name, given in (("q_out", q_out), ("q_norm_weight", q_norm_weight)):
         if q is None and given is not None:
             raise ValueError(f"{name}: got a tensor, expected None without q")
     with checks.launch_stream(stream, device):
-        if check_bounds:
-            _check_bounds(slot_mapping, k_cache, positions, cos_sin)
         if q is not None and q_out is None:
             q_out = torch.empty(q.shape, dtype=dtype, device=device)
         _append_kv_op(
@@ -153,6 +158,7 @@ def append_kv(
             norm_eps,
             k_scale,
             v_scale,
+            check_bounds,
         )
     return q_out
 
@@ -164,11 +170,7 @@ def _check_rotary(
     dim: int,
     device: torch.device,
 ) -> None:
-    if (positions is None) != (cos_sin is None):
-        given, missing = "positions", "cos_sin"
-        if positions is None:
-            given, missing = missing, given
-        raise ValueError(f"{missing}: got None with {given}, expected both or neither")
+    checks.both_or_neither("positions", positions, "cos_sin", cos_sin)
     if positions is None or cos_sin is None:
         return
     checks.tensor("positions", positions, (torch.int32,), (tokens,), device)
@@ -187,19 +189,25 @@ def _check_bounds(
     positions: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
 ) -> None:
-    slots = k_cache.size(0) * k_cache.size(1)
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if not -1 <= slot < slots:
-            raise ValueError(
-                f"slot_mapping: got slot {slot} for token {token}, expected -1 to {slots - 1}"
-            )
-    if positions is None or cos_sin is None:
-        return
-    for token, position in enumerate(positions.tolist()):
-        if not 0 <= position < cos_sin.size(0):
-            raise ValueError(
-                f"positions: got {position} for token {token}, expected 0 to {cos_sin.size(0) - 1}"
-            )
+    slots = slot_mapping.tolist()
+    _check_range("slot_mapping", slots, -1, k_cache.size(0) * k_cache.size(1) - 1)
+    written = [slot for slot in slots if slot >= 0]
+    if len(set(written)) < len(written):
+        repeated = next(slot for slot in written if written.count(slot) > 1)
+        raise ValueError(
+            f"slot_mapping: got {repeated} for {written.count(repeated)} tokens, "
+            "expected no slot twice"
+        )
+    if positions is not None and cos_sin is not None:
+        _check_range("positions", positions.tolist(), 0, cos_sin.size(0) - 1)
+
+
+def _check_range(name: str, values: list[int], least: int, most: int) -> None:
+    if min(values) < least or max(values) > most:
+        token = next(t for t, value in enumerate(values) if not least <= value <= most)
+        raise ValueError(
+            f"{name}: got {values[token]} for token {token}, expected {least} to {most}"
+        )
 
 
 def _append_kv(
@@ -218,9 +226,12 @@ def _append_kv(
     norm_eps: float,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    check_bounds: bool,
 ) -> None:
     if k.size(0) == 0:
         return
+    if check_bounds or k.device.type == "cpu":
+        _check_bounds(slot_mapping, k_cache, positions, cos_sin)
     keys = _normalized(k, k_norm_weight, norm_eps)
     heads = keys if q is None else torch.cat([_normalized(q, q_norm_weight, norm_eps), keys], dim=1)
     if positions is not None and cos_sin is not None:
@@ -294,6 +305,6 @@ _append_kv_op = register(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor? positions, Tensor? cos_sin, Tensor? q, Tensor(c!)? q_out, bool interleaved, "
     "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, Tensor(d!)? k_scale, "
-    "Tensor(e!)? v_scale) -> ()",
+    "Tensor(e!)? v_scale, bool check_bounds) -> ()",
     _append_kv,
 )

@@ -44,8 +44,7 @@ class LogitRule(NamedTuple):
 
 def attend(
     q: torch.Tensor,
-    spans: tuple[torch.Tensor, torch.Tensor],
-    tiles: Iterable[tuple[int, tuple[torch.Tensor, torch.Tensor]]],
+    tiles: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
     rule: LogitRule,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,15 +52,15 @@ def attend(
 
     Args:
         q: [rows, heads_q, dim] fp32.
-        spans: (first, stop), each [rows]: each row sees the keys first .. stop - 1.
-        tiles: (index of the tile's first key, (keys, values)), both [T, heads_kv, dim] fp32 and
-            finite where no row sees them.
-        rule: how logits are formed; its visibility is already in `spans`.
+        tiles: (keys, values, seen): keys and values [T, heads_kv, dim] fp32, and which of them
+            each row sees, [rows, T] bool or None for all. What a row does not see leaves no trace
+            in its result, not even NaN.
+        rule: how logits are formed; its visibility is already in `seen`.
         sinks: [heads_q] fp32, or None.
 
     Returns:
-        (out [rows, heads_q, dim], lse [rows, heads_q]), fp32. The LSE is the natural logarithm of
-        the softmax denominator, the sink included; rows that see no key have out 0 and LSE -inf.
+        (out [rows, heads_q, dim], lse [rows, heads_q]), fp32, arbitrary for rows that see no key.
+        The LSE is the natural logarithm of the softmax denominator, the sink included.
     """
     rows, heads_q, dim = q.shape
     by_head = q.transpose(0, 1)
@@ -73,25 +72,52 @@ def attend(
         maximum = sinks.view(-1, 1, 1).expand(heads_q, rows, 1)
         total = q.new_ones(heads_q, rows, 1)
     acc = q.new_zeros(heads_q, rows, dim)
-    first, stop = (bound.unsqueeze(1) for bound in spans)
-    for start, (k, v) in tiles:
+    for k, v, seen in tiles:
         heads_kv = k.size(1)
         logits = torch.bmm(by_head.reshape(heads_kv, -1, dim), k.permute(1, 2, 0))
         logits = logits.view(heads_q, rows, -1) * rule.scale
         if rule.softcap > 0:
             logits = rule.softcap * torch.tanh(logits / rule.softcap)
-        key = torch.arange(start, start + k.size(0), device=q.device)
-        logits = logits.masked_fill((key < first) | (key >= stop), float("-inf"))
+        if seen is not None:
+            logits = logits.masked_fill(~seen, float("-inf"))
         new_maximum = torch.maximum(maximum, logits.amax(dim=-1, keepdim=True))
         # Where nothing has been seen yet, -inf minus -inf would be NaN.
         shift = new_maximum.masked_fill(new_maximum == float("-inf"), 0.0)
         weights = torch.exp(logits - shift)
         rescale = torch.exp(maximum - shift)
         total = total * rescale + weights.sum(dim=-1, keepdim=True)
-        product = torch.bmm(weights.view(heads_kv, -1, k.size(0)), v.transpose(0, 1))
-        acc = acc * rescale + product.view(heads_q, rows, dim)
+        acc = acc * rescale + _weighted_sum(weights, v, seen)
         maximum = new_maximum
-    empty = stop <= first
-    out = (acc / total).masked_fill(empty, 0.0)
-    lse = (maximum + total.log()).masked_fill(empty, float("-inf"))
+    out, lse = acc / total, maximum + total.log()
     return out.transpose(0, 1), lse.squeeze(-1).t()
+
+
+def _weighted_sum(
+    weights: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum over keys of weights [heads_q, rows, T] times v [T, heads_kv, dim].
+
+    The result is [heads_q, rows, dim]. A key has no part in the sum of rows that do not see it.
+    """
+    heads_q, rows, keys = weights.shape
+    _, heads_kv, dim = v.shape
+    # A weight of 0 does not silence NaN or an infinity, so that these must be summed apart.
+    finite = v if seen is None else v.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    product = torch.bmm(weights.view(heads_kv, -1, keys), finite.transpose(0, 1))
+    if seen is not None:
+        excess = _sum_of_infinities(v, seen).transpose(0, 1).unsqueeze(1)
+        product = product.view(heads_kv, -1, rows, dim) + excess
+    return product.view(heads_q, rows, dim)
+
+
+def _sum_of_infinities(v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Return, per row of `seen` [rows, T], the sum of what is not finite in v [T, heads_kv, dim].
+
+    It is 0, an infinity or NaN, in a tensor [rows, heads_kv, dim].
+    """
+    # NaN counts as infinities of both signs, whose sum it is. Counts are exact in any order.
+    nan = v.isnan()
+    signs = torch.stack([(v == float("inf")) | nan, (v == float("-inf")) | nan], dim=1)
+    counts = (seen.float() @ signs.float().flatten(1)).view(-1, *signs.shape[1:])
+    infinities = torch.zeros_like(counts).masked_fill_(counts > 0, float("inf"))
+    return infinities[:, 0] - infinities[:, 1]

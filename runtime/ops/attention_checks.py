@@ -12,6 +12,9 @@ from ostinato.ops.attend import LogitRule
 _INT32 = (torch.int32,)
 _FLOAT32 = (torch.float32,)
 
+# No sequence is longer, so that a wider window is one without a limit.
+_WIDEST_WINDOW = 2**31 - 1
+
 
 def paged(
     q: torch.Tensor,
@@ -52,7 +55,6 @@ def varlen(
 ) -> None:
     """Check the tensors of `varlen_attention` and how their shapes agree."""
     checks.tensor("q", q, checks.FLOAT_DTYPES, ("total_q", "heads_q", "dim"))
-    checks.not_empty("q", q, "heads_q", "dim")
     device = q.device
     dtypes = (q.dtype, *checks.QUANTIZED_DTYPES)
     checks.tensor("k", k, dtypes, ("total_k", "heads_kv", q.size(2)), device)
@@ -123,14 +125,21 @@ def options(
     if sinks is not None:
         checks.tensor("sinks", sinks, _FLOAT32, (q.size(1),), q.device)
     if out is not None:
-        checks.tensor("out", out, (q.dtype,), q.shape, q.device)
+        checks.output("out", out, (q.dtype,), q.shape, q.device)
     if workspace is not None:
         checks.tensor("workspace", workspace, (torch.uint8,), ("bytes",), q.device)
+    left, right = min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)
     return LogitRule(scale, causal, left, right, softcap)
 
 
-def pages(k_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
-    """Check the lengths and the live page ids, reading them on the host."""
+def pages(
+    k_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_lens: list[int],
+    rule: LogitRule,
+) -> None:
+    """Check the lengths and the ids of the pages that a query may see, reading them on the host."""
     count, page_size = k_cache.shape[:2]
     capacity = page_table.size(1) * page_size
     table = page_table.tolist()
@@ -140,16 +149,20 @@ def pages(k_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tenso
                 f"seq_lens: got {length} for sequence {b}, expected 0 to "
                 f"max_pages * page_size = {capacity}"
             )
-        for entry, page in enumerate(table[b][: -(-length // page_size)]):
-            if not 0 <= page < count:
+        if q_lens[b] == 0:
+            continue
+        first, _ = rule.span(length - q_lens[b], length)
+        for entry in range(first // page_size, -(-length // page_size)):
+            if not 0 <= table[b][entry] < count:
                 raise ValueError(
-                    f"page_table: got page {page} at [{b}, {entry}], expected 0 to {count - 1}"
+                    f"page_table: got page {table[b][entry]} at [{b}, {entry}], "
+                    f"expected 0 to {count - 1}"
                 )
 
 
-def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> None:
-    """Check that cu_seqlens rises from 0 to at most `total` in steps of at most `max_seqlen`."""
-    bounds = cu_seqlens.tolist()
+def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> list[int]:
+    """Return cu_seqlens, checked to rise from 0 to at most `total` by at most `max_seqlen` each."""
+    bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"{name}: got {bounds[0]} first, expected 0")
     for b, (start, stop) in enumerate(pairwise(bounds)):
@@ -159,6 +172,7 @@ def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) ->
             )
     if bounds[-1] > total:
         raise ValueError(f"{name}: got {bounds[-1]} last, expected at most {total} rows")
+    return bounds
 
 
 def _groups(q: torch.Tensor, heads_kv: int) -> None:

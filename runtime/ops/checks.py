@@ -49,6 +49,28 @@ def tensor(
         )
 
 
+def output(
+    name: str,
+    value: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | str],
+    device: torch.device,
+) -> None:
+    """Check that `value` is such a `tensor`, and `writable`."""
+    tensor(name, value, dtypes, shape, device)
+    writable(name, value)
+
+
+def writable(name: str, value: torch.Tensor) -> None:
+    """Check that no stride of `value` is 0, which would lay several elements on one address."""
+    strides = value.stride()
+    if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, value.shape, strict=True)):
+        raise ValueError(
+            f"{name}: got strides {list(strides)} for shape {list(value.shape)}, "
+            "expected elements that share no memory"
+        )
+
+
 def scalar(name: str, value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
     """Check that `value` is a tensor of one element, 0-d or [1], of `dtype` on `device`."""
     shape: Sequence[int | str] = (1,) if getattr(value, "ndim", 0) else ()
@@ -70,6 +92,15 @@ def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
     for dimension, size in zip(reversed(dimensions), reversed(value.shape), strict=False):
         if size == 0:
             raise ValueError(f"{name}: got {dimension} = 0, expected at least 1")
+
+
+def both_or_neither(
+    first: str, first_value: object | None, second: str, second_value: object | None
+) -> None:
+    """Check that neither of two arguments is None, or that both are."""
+    if (first_value is None) != (second_value is None):
+        missing, given = (first, second) if first_value is None else (second, first)
+        raise ValueError(f"{missing}: got None with {given}, expected both or neither")
 
 
 def integer(name: str, value: int, *, least: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -12,18 +13,53 @@ from ostinato.ops.e4m3 import as_bytes, to_float32
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class PagedKV(NamedTuple):
-    """Keys and values in pages; the arguments are those of `paged_attention`."""
+@dataclass
+class KV(ABC):
+    """Keys and values of a batch of sequences, in a layout that the subclass knows.
 
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    Keys and values are [..., heads, dim] and of one shape; their scales are as in
+    `paged_attention`.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+
+    @abstractmethod
+    def live(self, b: int, start: int, stop: int) -> Pair:
+        """Return the keys and values [stop - start, heads, dim] of sequence b from `start` on."""
+
+    def tile(self, b: int, position: torch.Tensor, seen: torch.Tensor) -> Pair:
+        """Return the keys and values [size, heads, dim] of sequence b at `position` [size].
+
+        Where not `seen` [size] they are arbitrary ones, and no position is looked up.
+        """
+        index = self._index(b, position, ~seen)
+        return self._fetched(lambda x: x[index])
+
+    @abstractmethod
+    def _index(
+        self, b: int, position: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the index of each position of sequence b, a valid one where it is hidden."""
+
+    def _fetched(self, select: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
+        return (
+            _dequantized(self.k, self.k_scale, select),
+            _dequantized(self.v, self.v_scale, select),
+        )
+
+
+@dataclass
+class PagedKV(KV):
+    """Keys and values in pages; `page_table` is that of `paged_attention`."""
+
     page_table: torch.Tensor
 
     def live(self, b: int, start: int, stop: int) -> Pair:
         """Return the keys and values [stop - start, heads, dim] of sequence b from `start` on."""
-        page_size = self.k_cache.size(1)
+        page_size = self.k.size(1)
         first_page = start // page_size
         pages = self.page_table[b, first_page : -(-stop // page_size)]
         skipped = start - first_page * page_size
@@ -34,54 +70,31 @@ class PagedKV(NamedTuple):
 
         return self._fetched(select)
 
-    def tile(self, b: int, start: int, size: int, k_len: torch.Tensor) -> Pair:
-        """Return the keys and values [size, heads, dim] from `start` on, zero from k_len [] on."""
-        page_size = self.k_cache.size(1)
-        position = torch.arange(start, start + size, device=k_len.device)
-        hidden = position >= k_len
-        # What the table holds past the sequence's end must never become an address.
+    def _index(
+        self, b: int, position: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        page_size = self.k.size(1)
+        # What the table holds for keys that nobody sees must never become an address.
         entry = (position // page_size).clamp_max_(self.page_table.size(1) - 1)
         page = self.page_table[b].index_select(0, entry).masked_fill_(hidden, 0)
-        k, v = self._fetched(lambda x: x[page, position % page_size])
-        return _zeroed(k, hidden), _zeroed(v, hidden)
-
-    def _fetched(self, select: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
-        return (
-            _dequantized(self.k_cache, self.k_scale, select),
-            _dequantized(self.v_cache, self.v_scale, select),
-        )
+        return page, position % page_size
 
 
-class PackedKV(NamedTuple):
-    """Keys and values one sequence after the other; the arguments are those of `varlen_attention`.
+@dataclass
+class PackedKV(KV):
+    """Keys and values one sequence after the other, as in `varlen_attention`."""
 
-    `starts` holds cu_seqlens_k, on the host for `live` and on the device for `tile`.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    starts: list[int] | torch.Tensor
+    cu_seqlens: torch.Tensor
 
     def live(self, b: int, start: int, stop: int) -> Pair:
         """Return the keys and values [stop - start, heads, dim] of sequence b from `start` on."""
-        origin = int(self.starts[b])
+        origin = int(self.cu_seqlens[b])
         return self._fetched(lambda x: x[origin + start : origin + stop])
 
-    def tile(self, b: int, start: int, size: int, k_len: torch.Tensor) -> Pair:
-        """Return the keys and values [size, heads, dim] from `start` on, zero from k_len [] on."""
-        position = torch.arange(start, start + size, device=k_len.device)
-        hidden = position >= k_len
-        row = (self.starts[b] + position).masked_fill_(hidden, 0)
-        k, v = self._fetched(lambda x: x[row])
-        return _zeroed(k, hidden), _zeroed(v, hidden)
-
-    def _fetched(self, select: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
-        return (
-            _dequantized(self.k, self.k_scale, select),
-            _dequantized(self.v, self.v_scale, select),
-        )
+    def _index(
+        self, b: int, position: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return ((self.cu_seqlens[b] + position).masked_fill_(hidden, 0),)
 
 
 def _dequantized(
@@ -96,8 +109,3 @@ def _dequantized(
     if scale.ndim == x.ndim - 1:
         scale = select(scale)
     return values.mul_(scale.unsqueeze(-1) if scale.ndim else scale)
-
-
-def _zeroed(x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    # A hidden value may be NaN, and would reach the result as 0 · NaN.
-    return x.masked_fill_(hidden.view(-1, 1, 1), 0.0)

@@ -1,4 +1,8 @@
-"""Registration of the ops with `torch.library`, so that torch.compile and export can trace them."""
+"""Registration of the ops with `torch.library`, so that torch.compile and export can trace them.
+
+Checks that must read data on the host are part of an op's implementation, which tracing does not
+enter; those of shapes, dtypes and numbers come before.
+"""
 
 from __future__ import annotations
 

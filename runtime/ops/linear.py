@@ -8,6 +8,7 @@ from torch.nn import functional
 from ostinato.ops import checks
 from ostinato.ops.e4m3 import to_float32
 from ostinato.ops.library import register
+from ostinato.ops.precision import full_precision
 from ostinato.ops.rows import in_row_blocks
 
 _CACHE_LINE = 64  # bytes
@@ -42,7 +43,7 @@ def linear(
     if bias is not None:
         checks.tensor("bias", bias, (x.dtype,), (shape[1],), device)
     if out is not None:
-        checks.tensor("out", out, (x.dtype,), shape, device)
+        checks.output("out", out, (x.dtype,), shape, device)
     with checks.launch_stream(stream, device):
         if out is None:
             out = torch.empty(shape, dtype=x.dtype, device=device)
@@ -103,7 +104,7 @@ def w8a8_linear(
             raise ValueError("w_sum: got a tensor, expected None without x_zero_point")
         checks.tensor("w_sum", w_sum, (torch.int32,), (columns,), device)
     if out is not None:
-        checks.tensor("out", out, (out_dtype,), shape, device)
+        checks.output("out", out, (out_dtype,), shape, device)
     with checks.launch_stream(stream, device):
         if out is None:
             out = torch.empty(shape, dtype=out_dtype, device=device)
@@ -113,11 +114,14 @@ def w8a8_linear(
 
 def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if x.device.type == "cpu":
-        if x.dtype is torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if not (x.dtype is torch.bfloat16 and _has_bf16_kernels()):
             # Where oneDNN lacks the dtype, torch's own loops are slower than widening everything.
             x, w, bias = x.float(), w.float(), None if bias is None else bias.float()
         _float_product_cpu(x, w, bias, out)
         return
+
+    if x.dtype is torch.float32:
+        full_precision(x.device)
 
     def product(block: torch.Tensor) -> torch.Tensor:
         # Asking for fp32 keeps cuBLAS from adding the partial sums of a split K in 16 bits.
@@ -133,10 +137,18 @@ def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: to
 def _float_product_cpu(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
+    if x.dtype is torch.float32:
+        full_precision(x.device)
     # MKL's order of summation depends on where in a cache line a row starts: all must start alike.
     depth = _round_up(x.size(1), _CACHE_LINE // x.itemsize)
     x, w = _zero_padded(x, x.size(0), depth), _zero_padded(w, w.size(0), depth)
     in_row_blocks(lambda block: functional.linear(block, w, bias), x, out)
+
+
+def _has_bf16_kernels() -> bool:
+    # A torch without oneDNN lacks the op that asks for them, too.
+    available = torch.backends.mkldnn.is_available()
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _w8a8_linear(

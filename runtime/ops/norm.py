@@ -62,7 +62,7 @@ def rms_norm(
     """
     _check_norm(x, weight, eps, residual)
     if out is not None:
-        checks.tensor("out", out, (x.dtype,), x.shape, x.device)
+        checks.output("out", out, (x.dtype,), x.shape, x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -102,24 +102,16 @@ def rms_norm_quantize(
     check_static(scale, zero_point, dtype, x.device)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        dynamic = scale is None
+        scale_out = residual_out = None
         if scale is None:
-            scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        residual_out = None
+            scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         if residual is not None:
             residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _rms_norm_quantize_op(
-            x,
-            weight,
-            eps,
-            residual,
-            None if dynamic else scale,
-            zero_point,
-            out,
-            scale if dynamic else None,
-            residual_out,
+            x, weight, eps, residual, scale, zero_point, out, scale_out, residual_out
         )
-    return (out, scale) if residual_out is None else (out, scale, residual_out)
+    results = (out, scale, scale_out, residual_out)
+    return tuple(result for result in results if result is not None)
 
 
 def _check_norm(

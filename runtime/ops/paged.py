@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, overload
 
 import torch
@@ -10,6 +11,7 @@ from ostinato.ops import attention_checks, checks
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PagedKV
 from ostinato.ops.library import register
+from ostinato.ops.precision import full_precision
 from ostinato.ops.sequences import attend_capacity, attend_live
 
 
@@ -90,9 +92,11 @@ def paged_attention(
     Query head h reads KV head h // (heads_q // heads_kv). A query that sees no key gets out = 0 and
     LSE = -inf.
 
-    Nothing is read into a result from slots past a sequence's length, table entries past its last
-    page, or pages in no table: they may hold NaN and any id. Rows of `out` that belong to no
-    sequence are left as they are, or zero if `out` is None.
+    A key that a query does not see has no part in its result, whatever it holds, NaN included. Nor
+    is anything read from slots past a sequence's length, pages in no table, or table entries that
+    are past its last page or, with `window`, before the first page that its queries see: those may
+    hold any id. Rows of `out` that belong to no sequence are left as they are, or zero if `out` is
+    None.
 
     Args:
         q: [tokens, heads_q, dim] bf16, fp16 or fp32.
@@ -115,8 +119,8 @@ def paged_attention(
         out: [tokens, heads_q, dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device; torch's ops need none.
-        check_bounds: check lengths, offsets and live page ids, which reads them on the host.
-            Without it offsets are checked on the CPU only, a live page id out of range is an
+        check_bounds: check lengths, offsets and the page ids that are read, which the host must
+            see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
         stream: see `ostinato.ops`.
 
@@ -130,11 +134,8 @@ def paged_attention(
     attention_checks.paged(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q)
     attention_checks.scales(k_cache, k_scale, v_scale)
     rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
+    checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
-        if check_bounds:
-            attention_checks.pages(k_cache, page_table, seq_lens)
-        if cu_seqlens_q is not None and (check_bounds or q.device.type == "cpu"):
-            attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
         if out is None:
             out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = None
@@ -147,11 +148,12 @@ def paged_attention(
             page_table,
             seq_lens,
             cu_seqlens_q,
-            max_seqlen_q,
+            min(max_seqlen_q, q.size(0)),
             *rule,
             sinks,
             k_scale,
             v_scale,
+            check_bounds,
             out,
             lse,
         )
@@ -174,17 +176,24 @@ def _paged_attention(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    check_bounds: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    full_precision(q.device)
     kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
     rule = LogitRule(scale, causal, left, right, softcap)
     capacity = page_table.size(1) * k_cache.size(1)
     batch = seq_lens.size(0)
-    if q.device.type == "cpu":
+    on_cpu = q.device.type == "cpu"
+    if on_cpu or check_bounds:
         bounds = [b * max_seqlen_q for b in range(batch + 1)]
         if cu_seqlens_q is not None:
-            bounds = cu_seqlens_q.tolist()
+            bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
+        if check_bounds:
+            q_lens = [stop - start for start, stop in pairwise(bounds)]
+            attention_checks.pages(k_cache, page_table, seq_lens, q_lens, rule)
+    if on_cpu:
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
         return
@@ -199,7 +208,7 @@ def _paged_attention(
 _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, int max_seqlen_q, float scale, bool causal, int left, int right, "
-    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
-    "Tensor(b!)? lse) -> ()",
+    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool check_bounds, "
+    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _paged_attention,
 )

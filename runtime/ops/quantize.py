@@ -70,9 +70,9 @@ def quantize_per_token(
     """
     _check_input(x, dtype)
     if out is not None:
-        checks.tensor("out", out, (dtype,), x.shape, x.device)
+        checks.output("out", out, (dtype,), x.shape, x.device)
     if scale_out is not None:
-        checks.tensor("scale_out", scale_out, (torch.float32,), (x.size(0),), x.device)
+        checks.output("scale_out", scale_out, (torch.float32,), (x.size(0),), x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -113,7 +113,7 @@ def quantize_per_tensor(
     _check_input(x, dtype)
     check_static(scale, zero_point, dtype, x.device)
     if out is not None:
-        checks.tensor("out", out, (dtype,), x.shape, x.device)
+        checks.output("out", out, (dtype,), x.shape, x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -146,12 +146,13 @@ def quantize_into(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
 ) -> None:
-    """Quantise x [M, K] fp32 into `out`, by `scale` or else per token, writing `scale_out`."""
-    if scale is not None:
-        out.copy_(encode(x, scale, out.dtype, zero_point))
-    elif scale_out is not None:
-        scale_out.copy_(dynamic_scale(x, out.dtype))
-        out.copy_(encode(x, scale_out.unsqueeze(1), out.dtype))
+    """Quantise x [M, K] fp32 into `out`, by `scale` or else per token; then `scale_out` gets it."""
+    if scale is None:
+        scale = dynamic_scale(x, out.dtype)
+        if scale_out is not None:
+            scale_out.copy_(scale)
+        scale = scale.unsqueeze(1)
+    out.copy_(encode(x, scale, out.dtype, zero_point))
 
 
 def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:

@@ -34,33 +34,28 @@ def attention(
     group = heads_q // heads_kv
     k = k.to(dtype).repeat_interleave(group, dim=1)
     v = v.to(dtype).repeat_interleave(group, dim=1)
-
-    logits = torch.einsum("ihd,jhd->hij", q.to(dtype), k)
-    logits = logits * (1 / math.sqrt(dim) if scale is None else scale)
-    if softcap > 0:
-        logits = softcap * torch.tanh(logits / softcap)
-
-    position = torch.arange(k_len - q_len, k_len, device=q.device).unsqueeze(1)
-    key = torch.arange(k_len, device=q.device)
-    visible = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device)
-    if causal:
-        visible &= key <= position
-    if window is not None:
-        left, right = window
-        if left >= 0:
-            visible &= key >= position - left
+    left, right = (-1, -1) if window is None else window
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full((q_len, heads_q), -math.inf, dtype=dtype, device=q.device)
+    for i in range(q_len):
+        position = k_len - q_len + i
+        first = max(0, position - left) if left >= 0 else 0
+        stop = position + 1 if causal else k_len
         if right >= 0:
-            visible &= key <= position + right
-    logits = logits.masked_fill(~visible, -math.inf)
-
-    denominator = logits
-    if sinks is not None:
-        column = sinks.to(dtype).view(-1, 1, 1).expand(heads_q, q_len, 1)
-        denominator = torch.cat([logits, column], dim=-1)
-    empty = ~visible.any(dim=-1)
-    lse = denominator.logsumexp(dim=-1).masked_fill(empty, -math.inf)
-    weights = torch.exp(logits - lse.unsqueeze(-1)).masked_fill(empty.unsqueeze(-1), 0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v), lse.t()
+            stop = min(stop, position + right + 1)
+        if first >= stop:
+            continue
+        logits = torch.einsum("hd,jhd->hj", q[i].to(dtype), k[first:stop])
+        logits = logits * (1 / math.sqrt(dim) if scale is None else scale)
+        if softcap > 0:
+            logits = softcap * torch.tanh(logits / softcap)
+        denominator = logits
+        if sinks is not None:
+            denominator = torch.cat([logits, sinks.to(dtype).unsqueeze(1)], dim=1)
+        lse[i] = denominator.logsumexp(dim=1)
+        weights = torch.exp(logits - lse[i].unsqueeze(1))
+        out[i] = torch.einsum("hj,jhd->hd", weights, v[first:stop])
+    return out, lse
 
 
 def paged_attention(
@@ -91,6 +86,8 @@ def paged_attention(
     for b, length in enumerate(seq_lens.tolist()):
         length = min(max(length, 0), capacity)
         pages = page_table[b, : math.ceil(length / page_size)].long()
+        # Those that no query of a window sees may be any number.
+        pages = pages.clamp(0, k_cache.size(0) - 1)
         if cu_seqlens_q is None:
             rows = slice(b * max_seqlen_q, (b + 1) * max_seqlen_q)
         else:
@@ -239,10 +236,11 @@ def w8a8_linear(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return x_scale · (w_scale · acc) + bias; for int8 acc is exact."""
-    zero = 0 if x_zero_point is None else x_zero_point.reshape(-1, 1)
-    # fp64 holds every sum of fewer than 2^37 products of two int8 numbers.
-    acc = (x.double() - zero) @ w.double().t()
-    if x.dtype is not torch.int8:
+    if x.dtype is torch.int8:
+        zero = 0 if x_zero_point is None else x_zero_point.reshape(-1, 1)
+        # fp64 holds every sum of fewer than 2^37 products of two int8 numbers.
+        acc = (x.double() - zero) @ w.double().t()
+    else:
         acc = x.to(dtype) @ w.to(dtype).t()
     y = x_scale.reshape(-1, 1).to(dtype) * (w_scale.to(dtype) * acc.to(dtype))
     return y if bias is None else y + bias.to(dtype)

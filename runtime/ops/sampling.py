@@ -59,16 +59,12 @@ def sample(
     checks.tensor("min_p", min_p, (torch.float32,), batch, device)
     checks.tensor("seeds", seeds, (torch.int64,), batch, device)
     checks.tensor("counters", counters, (torch.int64,), batch, device)
-    if (repetition_penalty is None) != (seen is None):
-        given, missing = "repetition_penalty", "seen"
-        if repetition_penalty is None:
-            given, missing = missing, given
-        raise ValueError(f"{missing}: got None with {given}, expected both or neither")
+    checks.both_or_neither("repetition_penalty", repetition_penalty, "seen", seen)
     if repetition_penalty is not None and seen is not None:
         checks.tensor("repetition_penalty", repetition_penalty, (torch.float32,), batch, device)
         checks.tensor("seen", seen, (torch.bool,), logits.shape, device)
     if out is not None:
-        checks.tensor("out", out, (torch.int64,), batch, device)
+        checks.output("out", out, (torch.int64,), batch, device)
     with checks.launch_stream(stream, device):
         if out is None:
             out = torch.empty(batch, dtype=torch.int64, device=device)

@@ -6,11 +6,13 @@ else: neither on other sequences, nor on how a sequence is cut into chunks, nor 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
 from ostinato.ops.attend import LogitRule, attend
-from ostinato.ops.kv import PackedKV, PagedKV
+from ostinato.ops.kv import KV
 
 # On CUDA the host knows no length, so that work is cut into tiles of these shapes.
 QUERY_TILE = 64
@@ -21,7 +23,7 @@ def attend_live(
     q: torch.Tensor,
     q_bounds: list[int],
     k_lens: list[int],
-    kv: PagedKV | PackedKV,
+    kv: KV,
     rule: LogitRule,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
@@ -32,7 +34,7 @@ def attend_live(
     Sequence b has the rows q_bounds[b] .. q_bounds[b + 1] - 1 of q [tokens, heads_q, dim] and
     k_lens[b] keys. Rows of `out` (and `lse` [tokens, heads_q]) of no sequence stay as they are.
     """
-    fused = rule.softcap == 0 and sinks is None and lse is None
+    fused = rule.softcap == 0 and sinks is None
     for b, k_len in enumerate(k_lens):
         begin, end = q_bounds[b], q_bounds[b + 1]
         if begin == end:
@@ -54,10 +56,11 @@ def attend_live(
             query = q[row].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             if fused:
                 out[row] = _scaled_dot_product(query, k, v, rule.scale)
-                continue
-            every = (torch.zeros(1, dtype=torch.int64), torch.tensor([stop - first]))
-            result, logsumexp = attend(query.unsqueeze(0), every, [(0, (k, v))], rule, sinks)
-            out[row] = result[0]
+                if lse is None:
+                    continue
+            result, logsumexp = attend(query.unsqueeze(0), [(k, v, None)], rule, sinks)
+            if not fused:
+                out[row] = result[0]
             if lse is not None:
                 lse[row] = logsumexp[0]
 
@@ -78,7 +81,7 @@ def attend_capacity(
     max_seqlen_q: int,
     k_lens: torch.Tensor,
     max_seqlen_k: int,
-    kv: PagedKV | PackedKV,
+    kv: KV,
     rule: LogitRule,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
@@ -103,15 +106,28 @@ def attend_capacity(
             index = torch.arange(query_tile, query_tile + QUERY_TILE, device=q.device)
             surplus = index >= q_len
             queries = q.index_select(0, (begin + index).masked_fill_(surplus, 0)).float()
-            tiles = (
-                (start, kv.tile(b, start, KEY_TILE, k_len))
-                for start in range(0, max_seqlen_k, KEY_TILE)
-            )
-            spans = rule.spans(k_len - q_len + index, k_len)
-            result, logsumexp = attend(queries, spans, tiles, rule, sinks)
+            first, stop = rule.spans(k_len - q_len + index, k_len)
+            stop = stop.masked_fill(surplus, 0)
+            tiles = _tiles(kv, b, first, stop, max_seqlen_k)
+            result, logsumexp = attend(queries, tiles, rule, sinks)
+            empty = (stop <= first).unsqueeze(1)
             row = (begin + index).masked_fill_(surplus, tokens)
+            result = result.masked_fill(empty.unsqueeze(2), 0.0)
             out_rows.index_copy_(0, row, result.to(out.dtype))
-            lse_rows.index_copy_(0, row, logsumexp)
+            lse_rows.index_copy_(0, row, logsumexp.masked_fill(empty, float("-inf")))
     out.copy_(out_rows[:tokens])
     if lse is not None:
         lse.copy_(lse_rows[:tokens])
+
+
+def _tiles(
+    kv: KV, b: int, first: torch.Tensor, stop: torch.Tensor, max_seqlen_k: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield sequence b's keys and values in tiles, each with the rows that see them.
+
+    A row sees the keys first .. stop - 1, both [rows].
+    """
+    for start in range(0, max_seqlen_k, KEY_TILE):
+        position = torch.arange(start, start + KEY_TILE, device=first.device)
+        seen = (position >= first.unsqueeze(1)) & (position < stop.unsqueeze(1))
+        yield *kv.tile(b, position, seen.any(dim=0)), seen

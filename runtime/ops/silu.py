@@ -26,7 +26,7 @@ def silu_mul(
     """
     shape = _check_gated(x)
     if out is not None:
-        checks.tensor("out", out, (x.dtype,), shape, x.device)
+        checks.output("out", out, (x.dtype,), shape, x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(shape, dtype=x.dtype, device=x.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, overload
 
 import torch
@@ -10,6 +11,7 @@ from ostinato.ops import attention_checks, checks
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PackedKV
 from ostinato.ops.library import register
+from ostinato.ops.precision import full_precision
 from ostinato.ops.sequences import attend_capacity, attend_live
 
 
@@ -103,10 +105,8 @@ def varlen_attention(
     attention_checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     attention_checks.scales(k, k_scale, v_scale)
     rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
+    checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
-        if check_bounds or q.device.type == "cpu":
-            attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
-            attention_checks.offsets("cu_seqlens_k", cu_seqlens_k, k.size(0), max_seqlen_k)
         if out is None:
             out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         lse = None
@@ -118,12 +118,13 @@ def varlen_attention(
             v,
             cu_seqlens_q,
             cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
+            min(max_seqlen_q, q.size(0)),
+            min(max_seqlen_k, k.size(0)),
             *rule,
             sinks,
             k_scale,
             v_scale,
+            check_bounds,
             out,
             lse,
         )
@@ -146,28 +147,29 @@ def _varlen_attention(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    check_bounds: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    full_precision(q.device)
     rule = LogitRule(scale, causal, left, right, softcap)
-    lengths = cu_seqlens_k.diff()
-    if q.device.type == "cpu":
-        kv = PackedKV(k, v, k_scale, v_scale, cu_seqlens_k.tolist())
-        attend_live(q, cu_seqlens_q.tolist(), lengths.tolist(), kv, rule, sinks, out, lse)
-        return
-    if k.size(0) == 0:
-        # Without a single key there would be no row for padding to point at.
-        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
-        k_scale, v_scale = (None if s is None or s.ndim == 2 else s for s in (k_scale, v_scale))
     kv = PackedKV(k, v, k_scale, v_scale, cu_seqlens_k)
-    k_lens = lengths.clamp(0, max_seqlen_k)
+    on_cpu = q.device.type == "cpu"
+    if on_cpu or check_bounds:
+        q_bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
+        k_bounds = attention_checks.offsets("cu_seqlens_k", cu_seqlens_k, k.size(0), max_seqlen_k)
+    if on_cpu:
+        lengths = [stop - start for start, stop in pairwise(k_bounds)]
+        attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
+        return
+    k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)
 
 
 _varlen_attention_op = register(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "int max_seqlen_q, int max_seqlen_k, float scale, bool causal, int left, int right, "
-    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, Tensor(a!) out, "
-    "Tensor(b!)? lse) -> ()",
+    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool check_bounds, "
+    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _varlen_attention,
 )

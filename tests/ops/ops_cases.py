@@ -95,10 +95,12 @@ class PagedCase:
     def build(self, device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         """Return (positional arguments, keyword arguments).
 
-        Everything a result must not depend on is poisoned: slots past the ends and spare pages are
-        NaN (in int8 caches the extreme value), unused table entries are absurd.
+        Everything a result must not depend on is poisoned: slots past the ends, slots before all
+        windows and spare pages are NaN (in int8 caches the extreme value), and the table entries
+        of whole such pages are absurd.
         """
         batch, page_size = len(self.k_lens), self.page_size
+        q_lens = self.q_lens or (self.max_seqlen_q,) * batch
         counts = [-(-length // page_size) for length in self.k_lens]
         order = torch.randperm(sum(counts) + 3).tolist()
         pages = len(order)
@@ -106,9 +108,11 @@ class PagedCase:
         unused = torch.ones(pages, page_size, dtype=torch.bool)
         for b, (length, count) in enumerate(zip(self.k_lens, counts, strict=True)):
             own = [order.pop() for _ in range(count)]
-            table[b, :count] = torch.tensor(own, dtype=torch.int32)
-            live = torch.arange(count * page_size).view(count, page_size) < length
-            unused[own] = ~live
+            first = self.first_seen(length, q_lens[b])
+            page = first // page_size if first < length else count
+            table[b, page:count] = torch.tensor(own[page:], dtype=torch.int32)
+            slot = torch.arange(count * page_size).view(count, page_size)
+            unused[own] = (slot < first) | (slot >= length)
 
         cache_dtype = self.cache_dtype or self.dtype
         shape = (pages, page_size, self.heads_kv, self.dim)
@@ -127,7 +131,6 @@ class PagedCase:
                     scale[unused] = math.nan
                 scales[name] = scale.to(device)
 
-        q_lens = self.q_lens or (self.max_seqlen_q,) * batch
         fused = torch.randn(sum(q_lens), self.heads_q + 2 * self.heads_kv, self.dim)
         q = fused.to(self.dtype).to(device)[:, : self.heads_q]
         options: dict[str, Any] = {
@@ -144,6 +147,14 @@ class PagedCase:
         if self.sinks:
             options["sinks"] = torch.randn(self.heads_q).to(device)
         return (q, *caches, table.to(device), int32(self.k_lens, device)), options
+
+    def first_seen(self, k_len: int, q_len: int) -> int:
+        """Return the first key that any of a sequence's queries sees; k_len if there is none."""
+        if q_len == 0:
+            return k_len
+        if self.window is None or self.window[0] < 0:
+            return 0
+        return max(0, k_len - q_len - self.window[0])
 
     def _scale(self, shape: tuple[int, ...]) -> torch.Tensor:
         sizes = {"scalar": (), "one": (1,), "head": shape[2:3], "token": shape[:3]}

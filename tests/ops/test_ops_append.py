@@ -248,34 +248,73 @@ BAD = [
     ({"k_norm_weight": torch.ones(8)}, ValueError, "k_norm_weight: got shape"),
     ({"q_norm_weight": torch.ones(16).half()}, TypeError, "q_norm_weight: got dtype"),
     ({"interleaved": 0}, TypeError, "interleaved: got int, expected a bool"),
+    ({"check_bounds": "yes"}, TypeError, "check_bounds: got str, expected a bool"),
     ({"norm_eps": -1.0}, ValueError, "norm_eps: got -1.0"),
     ({"k_scale": torch.ones(2)}, ValueError, "k_scale: got a tensor, expected None"),
     ({"stream": 1}, ValueError, "stream: got 1"),
     (
-        {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 5, 20]), "check_bounds": True},
+        {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 5, 20])},
         ValueError,
-        "slot_mapping: got slot 20 for token 6, expected -1 to 19",
+        "slot_mapping: got 20 for token 6, expected -1 to 19",
     ),
     (
-        {"slot_mapping": torch.tensor([0, -2, 2, 3, 4, 5, 6]), "check_bounds": True},
+        {"slot_mapping": torch.tensor([0, -2, 2, 3, 4, 5, 6])},
         ValueError,
-        "slot_mapping: got slot -2 for token 1",
+        "slot_mapping: got -2 for token 1",
     ),
     (
-        {"positions": int32([0, 0, 0, 0, 11, 0, 0], CPU), "check_bounds": True},
+        {"slot_mapping": torch.tensor([0, 1, 2, -1, -1, 1, 6])},
+        ValueError,
+        "slot_mapping: got 1 for 2 tokens, expected no slot twice",
+    ),
+    (
+        {"positions": int32([0, 0, 0, 0, 11, 0, 0], CPU)},
         ValueError,
         "positions: got 11 for token 4, expected 0 to 10",
+    ),
+    (
+        {"positions": int32([0, 0, 0, 0, -1, 0, 0], CPU)},
+        ValueError,
+        "positions: got -1 for token 4",
+    ),
+    ({"q_out": torch.zeros(7, 1, 16).expand(7, 6, 16)}, ValueError, "q_out: got strides"),
+    (
+        {"k_cache": torch.full((1, 5, 2, 16), 3.0).expand(4, 5, 2, 16)},
+        ValueError,
+        r"k_cache: got strides \[0, 32, 16, 1\] for shape \[4, 5, 2, 16\], expected elements",
+    ),
+    (
+        {"v_cache": torch.full((4, 5, 1, 16), 3.0).expand(4, 5, 2, 16)},
+        ValueError,
+        "v_cache: got strides",
     ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "error", "match"), BAD, ids=[row[2] for row in BAD])
-def test_bad_input(changes: dict[str, Any], error: type[Exception], match: str) -> None:
-    arguments = {**build(CPU), **changes}
+@pytest.mark.parametrize("check_bounds", [False, True])
+def test_bad_input(
+    changes: dict[str, Any], error: type[Exception], match: str, check_bounds: bool
+) -> None:
+    arguments = build(CPU)
+    q = arguments["q"].clone()
+    if "q" not in changes:
+        arguments["q_out"] = arguments["q"]
+    arguments |= changes
     with pytest.raises(error, match=match):
-        ops.append_kv(**arguments)
+        ops.append_kv(**{"check_bounds": check_bounds, **arguments})
     for name in ("k_cache", "v_cache"):
         assert name in changes or (arguments[name] == 3.0).all()
+    assert "q" in changes or torch.equal(arguments["q"], q)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_that_are_written_must_not_be_expanded(name: str) -> None:
+    arguments = build(CPU, cache_dtype=torch.int8, scale="token")
+    arguments[name] = torch.ones(1, PAGE_SIZE, HEADS_KV).expand(PAGES, PAGE_SIZE, HEADS_KV)
+    with pytest.raises(ValueError, match=f"{name}: got strides"):
+        ops.append_kv(**arguments)
+    assert (arguments["k_cache"] == 3).all()
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_cases import E4M3, PagedCase, int32
+from ops_cases import ABSURD_PAGE, E4M3, PagedCase, int32
 
 from ostinato import ops
 
@@ -84,6 +84,7 @@ PAGED = [
     ({"out": torch.zeros(4, 4, 16).half()}, TypeError, "out: got dtype torch.float16"),
     ({"workspace": torch.zeros(8)}, TypeError, "workspace: got dtype torch.float32"),
     ({"workspace": torch.zeros(8, 8, dtype=torch.uint8)}, ValueError, "workspace: got shape"),
+    ({"check_bounds": None}, TypeError, "check_bounds: got NoneType, expected a bool"),
     ({"stream": 3}, ValueError, "stream: got 3, expected None for tensors on cpu"),
     ({"seq_lens": int32([1, 7, 57, 3], CPU), "check_bounds": True}, ValueError, "seq_lens: got 57"),
     ({"seq_lens": int32([1, -1, 7, 3], CPU), "check_bounds": True}, ValueError, "seq_lens: got -1"),
@@ -122,6 +123,22 @@ def test_scales(
         call_paged({name: scale}, PagedCase(cache_dtype=cache_dtype))
 
 
+def test_an_expanded_output() -> None:
+    (q, *rest), options = PagedCase().build(CPU)
+    for expanded in (q[:1].expand(4, 4, 16), q[:, :1].expand(4, 4, 16)):
+        with pytest.raises(ValueError, match=r"out: got strides .* that share no memory"):
+            ops.paged_attention(q, *rest, **options, out=expanded)
+
+
+def test_check_bounds_minds_the_window() -> None:
+    (q, k_cache, v_cache, table, lens), options = PagedCase(k_lens=(20,), window=(4, -1)).build(CPU)
+    assert table[0, 0] == ABSURD_PAGE
+    ops.paged_attention(q, k_cache, v_cache, table, lens, **options, check_bounds=True)
+    options["window"] = (19, -1)
+    with pytest.raises(ValueError, match=r"page_table: got page 2147480000 at \[0, 0\]"):
+        ops.paged_attention(q, k_cache, v_cache, table, lens, **options, check_bounds=True)
+
+
 def test_a_live_page_id_out_of_range_is_never_read() -> None:
     (q, k_cache, v_cache, table, lens), options = PagedCase().build(CPU)
     table[3, 0] = 1000
@@ -144,6 +161,8 @@ VARLEN = [
     ({"max_seqlen_k": 0}, ValueError, "max_seqlen_k: got 0"),
     ({"k_scale": torch.ones(2)}, ValueError, "k_scale: got a tensor, expected None"),
     ({"out": torch.zeros(4, 4, 16)}, ValueError, "out: got shape"),
+    ({"out": torch.zeros(1, 4, 16).expand(5, 4, 16)}, ValueError, "out: got strides"),
+    ({"check_bounds": 1}, TypeError, "check_bounds: got int, expected a bool"),
     ({"stream": object()}, ValueError, "stream: got"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,73 +13,139 @@ from ops_cases import E4M3, PagedCase, assert_same_bits, int32
 from ostinato import ops
 
 
-def attention_arguments(device: torch.device) -> list[Any]:
-    (q, *rest), options = PagedCase(k_lens=(3, 9), page_size=4, sinks=True).build(device)
-    rule = (0.25, True, 5, -1, 2.0, options["sinks"], None, None)
-    lse = torch.empty(2, 4, device=device)
+def attention_arguments(device: torch.device, draw: int) -> list[Any]:
+    case = PagedCase(k_lens=(9, 9), q_lens=(3, 3), page_size=4, cache_dtype=torch.int8)
+    (q, k_cache, v_cache, _, _), options = case.build(device)
+    table = int32([(3, 1, 4, 0, 5, 2), (4, 2, 0, 5, 1, 3)][draw], device).view(2, 3)
+    lens, cu_seqlens_q = ([(3, 9), (12, 5)][draw], [(0, 1, 3), (0, 3, 5)][draw])
+    rule = (0.25, True, 5, -1, 2.0, torch.randn(4).to(device))
     return [
         q,
-        *rest,
-        None,
-        1,
+        k_cache,
+        v_cache,
+        table,
+        int32(lens, device),
+        int32(cu_seqlens_q, device),
+        3,
         *rule,
-        torch.empty_like(q, memory_format=torch.contiguous_format),
-        lse,
+        options["k_scale"],
+        options["v_scale"],
+        False,
+        torch.zeros(6, 4, 16, device=device),
+        torch.zeros(6, 4, device=device),
     ]
 
 
-def append_arguments(device: torch.device) -> list[Any]:
-    q, k, v = (torch.randn(3, heads, 8, device=device) for heads in (4, 2, 2))
+def varlen_arguments(device: torch.device, draw: int) -> list[Any]:
+    def cu_seqlens(lengths: tuple[int, int]) -> torch.Tensor:
+        return int32([0, lengths[0], sum(lengths)], device)
+
+    q, k, v = (torch.randn(6, heads, 8).to(device) for heads in (4, 2, 2))
+    k, v = ((x * 20).to(torch.int8) for x in (k, v))
+    scales = [torch.rand(6, 2).to(device) for _ in range(2)]
+    cu_q, cu_k = cu_seqlens([(1, 2), (3, 3)][draw]), cu_seqlens([(4, 2), (3, 3)][draw])
+    rule = (0.3, True, -1, -1, 0.0, torch.randn(4).to(device))
+    outputs = [torch.zeros(6, 4, 8, device=device), torch.zeros(6, 4, device=device)]
+    return [q, k, v, cu_q, cu_k, 4, 4, *rule, *scales, False, *outputs]
+
+
+def append_arguments(device: torch.device, draw: int) -> list[Any]:
+    q, k, v = (torch.randn(3, heads, 8).to(device) for heads in (4, 2, 2))
     caches = [torch.zeros(2, 4, 2, 8, device=device, dtype=torch.int8) for _ in range(2)]
     scales = [torch.zeros(2, 4, 2, device=device) for _ in range(2)]
-    slots = torch.tensor([5, -1, 0], device=device)
-    rotary = (int32([0, 3, 2], device), torch.randn(4, 6, device=device))
-    weights = [torch.ones(8, device=device) for _ in range(2)]
-    return [k, v, *caches, slots, *rotary, q, torch.empty_like(q), False, *weights, 1e-6, *scales]
+    slots = torch.tensor([(5, -1, 0), (-1, 7, 2)][draw], device=device)
+    positions = int32([(0, 3, 2), (1, 1, 0)][draw], device)
+    cos_sin, *weights = (torch.randn(shape).to(device) for shape in ((4, 6), (8,), (8,)))
+    norms = (False, *weights, 1e-6)
+    return [k, v, *caches, slots, positions, cos_sin, q, q.clone() * 0, *norms, *scales, False]
 
 
-def op_arguments(name: str, device: torch.device) -> list[Any]:
+def sample_arguments(device: torch.device, draw: int) -> list[Any]:
+    batch, vocabulary = 12, 32000
+    seed = torch.arange(batch) + 100 * draw
+    columns = (
+        torch.rand(batch) + 0.5,
+        torch.randint(2, 200, (batch,)),
+        torch.rand(batch) / 2 + 0.4,
+        torch.rand(batch) / 4,
+        seed * 2**33,
+        seed + 7,
+        torch.rand(batch) + 1,
+        torch.rand(batch, vocabulary) < 0.5,
+    )
+    logits = torch.randn(batch, vocabulary).to(device)
+    out = torch.zeros(batch, dtype=torch.int64, device=device)
+    return [logits, *(column.to(device) for column in columns), out]
+
+
+def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
+    """Return arguments of an op; draws 0 and 1 differ in every value, and in nothing else."""
+
     def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device)
+        return torch.randn(shape).to(device)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     x, w = randn(3, 16), randn(16)
-    x8, w8 = (torch.randint(-9, 9, (n, 16), dtype=torch.int8, device=device) for n in (3, 8))
-    scale = torch.tensor(0.1, device=device)
-    zero = torch.tensor(3, dtype=torch.int32, device=device)
+    x8, w8 = (torch.randint(-9, 9, (n, 16), dtype=torch.int8).to(device) for n in (3, 8))
+    x_scale, w_scale, bias = (torch.rand(n).to(device) for n in (3, 8, 8))
+    scale = torch.tensor([0.1, 0.07][draw], device=device)
+    zero = torch.tensor([3, -5][draw], dtype=torch.int32, device=device)
+    w_sum = w8.sum(1, dtype=torch.int32)
     int8 = torch.int8
-    cu = int32([0, 1, 3], device)
-    q, k = randn(3, 4, 8), randn(3, 2, 8)
-    one, ids = torch.ones(3, device=device), torch.arange(3, device=device)
-    rule = (0.3, True, -1, -1, 0.0, None, None, None)
     return {
-        "append_kv": lambda: append_arguments(device),
+        "append_kv": lambda: append_arguments(device, draw),
         "linear": lambda: [x, randn(5, 16), randn(5), empty(3, 5)],
-        "paged_attention": lambda: attention_arguments(device),
+        "paged_attention": lambda: attention_arguments(device, draw),
         "quantize_per_tensor": lambda: [x, scale, zero, empty(3, 16, dtype=int8)],
         "quantize_per_token": lambda: [x, empty(3, 16, dtype=int8), empty(3)],
         "rms_norm": lambda: [x, w, 1e-6, randn(3, 16), empty(3, 16), empty(3, 16)],
         "rms_norm_quantize": lambda: [
-            *(x, w, 1e-6, randn(3, 16), None, None),
-            *(empty(3, 16, dtype=int8), empty(3), empty(3, 16)),
+            *(x, w, 1e-6, randn(3, 16), scale, zero),
+            *(empty(3, 16, dtype=int8), None, empty(3, 16)),
         ],
-        "sample": lambda: [
-            *(x, one, ids, one, one * 0, ids, ids, one, x > 0),
-            empty(3, dtype=torch.int64),
-        ],
+        "sample": lambda: sample_arguments(device, draw),
         "silu_mul": lambda: [x, empty(3, 8)],
-        "silu_mul_quantize": lambda: [x, scale, zero, empty(3, 8, dtype=int8), None],
-        "varlen_attention": lambda: [q, k, k.clone(), cu, cu, 2, 2, *rule, empty(3, 4, 8), None],
-        "w8a8_linear": lambda: [x8, w8, one, scale, None, zero, None, empty(3, 8)],
+        "silu_mul_quantize": lambda: [x, None, None, empty(3, 8, dtype=int8), empty(3)],
+        "varlen_attention": lambda: varlen_arguments(device, draw),
+        "w8a8_linear": lambda: [x8, w8, x_scale, w_scale, bias, zero, w_sum, empty(3, 8)],
     }[name]()
+
+
+def overload_of(name: str) -> Any:
+    return getattr(torch.ops.ostinato, name).default
+
+
+def is_written(name: str) -> list[bool]:
+    return [argument.alias_info is not None for argument in overload_of(name)._schema.arguments]
+
+
+def results(name: str, arguments: list[Any]) -> list[torch.Tensor]:
+    """Return what the op writes, given copies of `arguments`."""
+    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+    overload_of(name)(*copies)
+    written = zip(copies, is_written(name), strict=True)
+    return [x for x, output in written if output and isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_every_argument_matters_in_the_draws(name: str, device: torch.device) -> None:
+    """What a replay with the second draw shows is that no tensor was frozen by the first."""
+    first, second = (op_arguments(name, device, draw) for draw in (0, 1))
+    expected = results(name, second)
+    for at, output in enumerate(is_written(name)):
+        if isinstance(second[at], torch.Tensor) and not output:
+            frozen = [*second[:at], first[at], *second[at + 1 :]]
+            pairs = zip(results(name, frozen), expected, strict=True)
+            assert not all(torch.equal(got, want) for got, want in pairs), f"argument {at}"
+        elif not isinstance(second[at], torch.Tensor):
+            assert first[at] == second[at]
 
 
 @pytest.mark.parametrize("name", ops.__all__)
 def test_opcheck(name: str, device: torch.device) -> None:
-    op = getattr(torch.ops.ostinato, name).default
-    torch.library.opcheck(op, tuple(op_arguments(name, device)))
+    torch.library.opcheck(overload_of(name), tuple(op_arguments(name, device)))
 
 
 def test_parameters_are_taken_without_gradients(device: torch.device) -> None:
@@ -89,21 +156,90 @@ def test_parameters_are_taken_without_gradients(device: torch.device) -> None:
         assert not result.requires_grad
 
 
-def test_a_decode_layer_traces_into_one_graph(device: torch.device) -> None:
-    (q, k_cache, v_cache, table, lens), _ = PagedCase(page_size=4).build(device)
-    k = torch.randn(4, 2, 16, device=device)
-    slots = torch.full((4,), -1, device=device)
-    w = torch.randn(8, 64, device=device)
+def layer(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    table: torch.Tensor,
+    lens: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    check_bounds: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the work of a layer of prefill, by paged attention and by that to packed keys."""
+    q = ops.append_kv(k, k, k_cache, v_cache, slots, q=q, check_bounds=check_bounds)
+    out = ops.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        table,
+        lens,
+        cu_seqlens_q=cu_seqlens,
+        max_seqlen_q=3,
+        check_bounds=check_bounds,
+    ).flatten(1)
+    packed = ops.varlen_attention(
+        q, k, k, cu_seqlens, cu_seqlens, 3, 3, check_bounds=check_bounds
+    ).flatten(1)
+    normed, total = ops.rms_norm(out, w[0], 1e-6, residual=packed)
+    return ops.silu_mul(ops.linear(normed + total, w)), total
 
-    def layer(q: torch.Tensor) -> torch.Tensor:
-        q = ops.append_kv(k, k, k_cache, v_cache, slots, q=q)
-        out = ops.paged_attention(q, k_cache, v_cache, table, lens).flatten(1)
-        normed, total = ops.rms_norm(out, w[0], 1e-6, residual=out)
-        return ops.silu_mul(ops.linear(normed + total, w))
 
-    expected = layer(q)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert_same_bits(compiled(q), expected)
+def layer_arguments(device: torch.device) -> tuple[torch.Tensor, ...]:
+    q, k = (torch.randn(5, heads, 16).to(device) for heads in (4, 2))
+    k_cache, v_cache = (torch.zeros(6, 4, 2, 16, device=device) for _ in range(2))
+    slots = torch.tensor([0, 1, 2, 21, -1], device=device)
+    table, lens = int32([0, 5], device).view(2, 1), int32([3, 2], device)
+    w = torch.randn(8, 64).to(device)
+    return (q, k, k_cache, v_cache, slots, int32([0, 3, 5], device), table, lens, w)
+
+
+def check_traced(traced: Callable[..., Any], device: torch.device) -> None:
+    """Demand of a traced `layer` the results of the original, the caches' contents included."""
+    arguments = layer_arguments(device)
+    copies = [x.clone() for x in arguments]
+    expected = layer(*copies)
+    assert copies[2][5, 1].all()
+    for got, want in zip(traced(*arguments), expected, strict=True):
+        assert_same_bits(got, want)
+    for got, want in zip(arguments, copies, strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("check_bounds", [False, True])
+def test_a_layer_traces_into_one_graph(check_bounds: bool, device: torch.device) -> None:
+    step = functools.partial(layer, check_bounds=check_bounds)
+    check_traced(torch.compile(step, fullgraph=True, backend="aot_eager"), device)
+
+
+def test_a_layer_exports(device: torch.device) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return layer(*arguments)
+
+    program = torch.export.export(Layer(), layer_arguments(device))
+    check_traced(program.module(), device)
+
+
+@pytest.mark.parametrize("name", ["w8a8_linear", "rms_norm_quantize", "sample"])
+def test_other_ops_trace_too(name: str, device: torch.device) -> None:
+    def run(*arguments: torch.Tensor) -> Any:
+        if name == "w8a8_linear":
+            x, w, x_scale, w_scale, *_ = arguments
+            return ops.w8a8_linear(x, w, x_scale, w_scale)
+        if name == "rms_norm_quantize":
+            return ops.rms_norm_quantize(*arguments[:2], 1e-6, torch.int8)
+        columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
+        return ops.sample(arguments[0], **dict(zip(columns, arguments[1:], strict=False)))
+
+    tensors = [x for x in op_arguments(name, device) if isinstance(x, torch.Tensor)]
+    got, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors), run(*tensors)
+    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+    for result, eager in zip(got, expected, strict=True):
+        assert_same_bits(result, eager)
 
 
 @pytest.mark.gpu
@@ -149,24 +285,19 @@ def replayed(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("name", ops.__all__)
 def test_a_captured_op_replays_on_new_values(name: str) -> None:
     device = torch.device("cuda")
-    op = getattr(torch.ops.ostinato, name).default
-    arguments = op_arguments(name, device)
-    schema = op._schema.arguments
+    op, arguments = overload_of(name), op_arguments(name, device)
+    graph = replayed(lambda: op(*arguments))
+    fresh = op_arguments(name, device, draw=1)
+    expected = results(name, fresh)
+    for value, new in zip(arguments, fresh, strict=True):
+        if isinstance(value, torch.Tensor):
+            value.copy_(new)
+    graph.replay()
     written = [
         value
-        for value, argument in zip(arguments, schema, strict=True)
-        if isinstance(value, torch.Tensor) and argument.alias_info is not None
+        for value, output in zip(arguments, is_written(name), strict=True)
+        if output and isinstance(value, torch.Tensor)
     ]
-    graph = replayed(lambda: op(*arguments))
-    for value, fresh in zip(arguments, op_arguments(name, device), strict=True):
-        if isinstance(value, torch.Tensor) and value.dtype is not torch.bool:
-            value.copy_(fresh)
-    initial = [value.clone() for value in written]
-    op(*arguments)
-    expected = [value.clone() for value in written]
-    for value, before in zip(written, initial, strict=True):
-        value.copy_(before)
-    graph.replay()
     for value, eager in zip(written, expected, strict=True):
         assert_same_bits(value, eager)
 

@@ -43,6 +43,18 @@ def test_linear_without_columns_or_depth(device: torch.device) -> None:
     assert_same_bits(ops.linear(empty, empty[:2], bias=bias), bias.expand(3, 2))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_linear_of_a_torch_without_onednn(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    x, w = torch.randn(5, 40).to(dtype), torch.randn(7, 40).to(dtype)
+    y = ops.linear(x, w)
+    assert_close(y, lambda dt: reference.linear(x, w, dtype=dt))
+    assert_same_bits(ops.linear(x[3:4], w), y[3:4])
+
+
 def w8a8(
     shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -151,6 +163,7 @@ def test_fp8_nan_reaches_its_row_only(device: torch.device) -> None:
         ({"bias": torch.zeros(3).half()}, TypeError, "bias: got dtype"),
         ({"out": torch.zeros(2, 2)}, ValueError, "out: got shape"),
         ({"out": torch.zeros(2, 3).half()}, TypeError, "out: got dtype"),
+        ({"out": torch.zeros(1, 3).expand(2, 3)}, ValueError, r"out: got strides \[0, 1\] for"),
         ({"stream": 7}, ValueError, "stream: got 7"),
     ],
 )
@@ -194,6 +207,7 @@ INT8 = torch.zeros(2, 4, dtype=torch.int8)
         ({"out_dtype": torch.int32}, TypeError, "out_dtype: got torch.int32"),
         ({"out": torch.zeros(2, 3)}, TypeError, "out: got dtype torch.float32"),
         ({"out": torch.zeros(3, 3).bfloat16()}, ValueError, "out: got shape"),
+        ({"out": torch.zeros(1, 3).bfloat16().expand(2, 3)}, ValueError, "out: got strides"),
         ({"stream": 7}, ValueError, "stream: got 7"),
     ],
 )

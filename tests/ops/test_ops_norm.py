@@ -199,3 +199,7 @@ def test_bad_outputs() -> None:
         ops.rms_norm(X, W, 1e-6, out=torch.zeros(2, 3))
     with pytest.raises(TypeError, match="out: got dtype"):
         ops.silu_mul(X, out=torch.zeros(2, 2).half())
+    with pytest.raises(ValueError, match=r"out: got strides \[0, 1\] for shape \[2, 4\]"):
+        ops.rms_norm(X, W, 1e-6, out=torch.zeros(1, 4).expand(2, 4))
+    with pytest.raises(ValueError, match="out: got strides"):
+        ops.silu_mul(X, out=torch.zeros(1, 2).expand(2, 2))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from ops_cases import E4M3, FLOATS, PagedCase, assert_close, assert_same_bits, int32
 
 from ostinato import ops
-from ostinato.ops import reference
+from ostinato.ops import attention_checks, reference, sequences
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PagedKV
 from ostinato.ops.sequences import attend_capacity
@@ -42,6 +45,7 @@ FEATURES = [
     *(replace(MIXED, causal=False, window=window) for window in [(2, 3), (-1, 1), (4, -1)]),
     replace(MIXED, softcap=1.5, sinks=True, window=(5, -1), dtype=torch.bfloat16),
     PagedCase(k_lens=(4, 1), q_lens=(6, 3)),
+    PagedCase(k_lens=(9, 20), q_lens=(0, 3), window=(5, -1)),
     PagedCase(k_lens=(4, 1), q_lens=(6, 3), sinks=True, causal=False, window=(2, 1)),
     *(
         PagedCase(cache_dtype=cache_dtype, scale_kind=kind, dtype=torch.bfloat16)
@@ -96,20 +100,18 @@ def test_random_combinations(data: st.DataObject) -> None:
     assert_close(ops.paged_attention(*args, **options), case.twin(args, options))
 
 
-@pytest.mark.parametrize("case", FEATURES, ids=str)
-def test_working_through_capacities_needs_no_lengths(case: PagedCase, device: torch.device) -> None:
-    """The way of CUDA, which reads nothing on the host, also runs where the CPU can check it."""
-    args, options = case.build(device)
+def by_capacities(
+    case: PagedCase, args: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) in the way of CUDA, which reads nothing on the host, on any device."""
     q, k_cache, v_cache, table, lens = args
-    capacity = case.max_seqlen_q
+    capacity = options["max_seqlen_q"]
     cu_seqlens_q = options.get("cu_seqlens_q")
     if cu_seqlens_q is None:
-        cu_seqlens_q = torch.arange(len(lens) + 1, device=device) * capacity
-    else:
-        capacity = options["max_seqlen_q"]
+        cu_seqlens_q = torch.arange(len(lens) + 1, device=q.device) * capacity
     scale = case.dim**-0.5 if case.scale is None else case.scale
-    out = torch.zeros(q.shape, dtype=q.dtype, device=device)
-    lse = torch.zeros(q.shape[:2], device=device)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.zeros(q.shape[:2], device=q.device)
     attend_capacity(
         q,
         cu_seqlens_q,
@@ -122,9 +124,129 @@ def test_working_through_capacities_needs_no_lengths(case: PagedCase, device: to
         out,
         lse,
     )
+    return out, lse
+
+
+def by_the_op(
+    _case: PagedCase, args: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.paged_attention(*args, **options, return_lse=True)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+@pytest.mark.parametrize("tiles", [None, (2, 8)])
+def test_working_through_capacities_needs_no_lengths(
+    case: PagedCase,
+    tiles: tuple[int, int] | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if tiles is not None:
+        monkeypatch.setattr(sequences, "QUERY_TILE", tiles[0])
+        monkeypatch.setattr(sequences, "KEY_TILE", tiles[1])
+    args, options = case.build(device)
+    out, lse = by_capacities(case, args, options)
     assert_close(out, case.twin(args, options))
     _, expected = reference.paged_attention(*args, **options, dtype=torch.float64)
     torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("run", [by_the_op, by_capacities])
+@pytest.mark.parametrize("window", [None, (2, -1)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_key_has_no_part_in_queries_that_do_not_see_it(
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    window: tuple[int, int] | None,
+    causal: bool,
+    poison: float,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sequences, "KEY_TILE", 4)
+    case = PagedCase(k_lens=(8,), q_lens=(4,), window=window, causal=causal)
+    args, options = case.build(device)
+    _, k_cache, v_cache, table, _ = args
+    clean, clean_lse = run(case, args, options)
+    assert clean.isfinite().all()
+    for key in range(case.first_seen(8, 4), 8):
+        seen = torch.tensor(
+            [(not causal or key <= p) and (window is None or key >= p - 2) for p in range(4, 8)]
+        )
+        value = v_cache[table[0, 0], key, 1, 3].clone()
+        v_cache[table[0, 0], key, 1, 3] = poison
+        expected = clean.clone()
+        expected[seen, 2:, 3] = poison
+        out, lse = run(case, args, options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        assert_same_bits(lse, clean_lse)
+        v_cache[table[0, 0], key, 1, 3] = value
+
+        row = k_cache[table[0, 0], key, 1].clone()
+        k_cache[table[0, 0], key, 1] = math.nan
+        expected = clean.clone()
+        expected[seen, 2:] = math.nan
+        out, _ = run(case, args, options)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        k_cache[table[0, 0], key, 1] = row
+
+
+def test_infinities_of_both_signs_make_nan_and_of_one_stay(device: torch.device) -> None:
+    case = PagedCase(k_lens=(8,), q_lens=(1,))
+    args, options = case.build(device)
+    live = args[2][args[3][0, 0]]
+    live[[1, 2, 6], :, [0, 1, 1]] = math.inf
+    live[5, :, 0] = -math.inf
+    for out, _ in (by_the_op(case, args, options), by_capacities(case, args, options)):
+        assert out[..., 0].isnan().all()
+        assert (out[..., 1] == math.inf).all()
+        assert out[..., 2:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("window", "plain"),
+    [
+        ((-1, sys.maxsize), (-1, -1)),
+        ((sys.maxsize, -1), (-1, -1)),
+        ((2**64, 2**64), (-1, -1)),
+        ((3, 2**80), (3, -1)),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_may_be_wider_than_any_sequence(
+    window: tuple[int, int], plain: tuple[int, int], causal: bool, device: torch.device
+) -> None:
+    case = PagedCase(k_lens=(12, 9), q_lens=(4, 1), causal=causal, window=plain)
+    args, options = case.build(device)
+    expected = ops.paged_attention(*args, **options)
+    assert_same_bits(ops.paged_attention(*args, **{**options, "window": window}), expected)
+
+
+def test_the_widest_window_does_not_overflow(device: torch.device) -> None:
+    q = torch.zeros(1, 1, 1, device=device)
+    rule = attention_checks.options(
+        q, None, False, (sys.maxsize, sys.maxsize), 0.0, None, None, None
+    )
+    position = torch.tensor([0, 2**31 - 2], device=device)
+    first, stop = rule.spans(position, torch.tensor(2**31 - 1, device=device))
+    assert first.tolist() == [0, 0]
+    assert stop.tolist() == [2**31 - 1] * 2
+
+
+def test_a_capacity_may_exceed_the_queries(device: torch.device) -> None:
+    args, options = MIXED.build(device)
+    expected = ops.paged_attention(*args, **options)
+    options["max_seqlen_q"] = 2**64
+    assert_same_bits(ops.paged_attention(*args, **options), expected)
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_the_output_does_not_depend_on_asking_for_the_lse(
+    case: PagedCase, device: torch.device
+) -> None:
+    args, options = case.build(device)
+    out, _ = ops.paged_attention(*args, **options, return_lse=True)
+    assert_same_bits(out, ops.paged_attention(*args, **options))
 
 
 def test_queries_without_keys_give_zero_and_minus_infinity(device: torch.device) -> None:
@@ -183,8 +305,9 @@ def test_empty_batches(device: torch.device) -> None:
     assert out.shape == (0, 4, 16)
 
 
-def test_check_bounds_accepts_what_is_right(device: torch.device) -> None:
-    args, options = MIXED.build(device)
+@pytest.mark.parametrize("case", FEATURES, ids=str)
+def test_check_bounds_accepts_what_is_right(case: PagedCase, device: torch.device) -> None:
+    args, options = case.build(device)
     checked = ops.paged_attention(*args, **options, check_bounds=True)
     assert_same_bits(checked, ops.paged_attention(*args, **options))
 

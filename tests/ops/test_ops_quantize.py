@@ -119,6 +119,16 @@ def test_strides_and_outputs(dtype: torch.dtype, device: torch.device) -> None:
     assert ops.quantize_per_tensor(x, torch.ones(1, device=device), dtype, out=out) is out
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def test_the_op_quantizes_also_when_nobody_asks_for_the_scale(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(3, 8, device=device)
+    out = torch.zeros(3, 4, device=device).to(dtype)
+    torch.ops.ostinato.silu_mul_quantize(x, None, None, out, None)
+    assert_same_bits(out, ops.silu_mul_quantize(x, dtype)[0])
+
+
 def test_nan_is_not_hidden(device: torch.device) -> None:
     x = torch.ones(2, 4, device=device)
     x[0, 1] = math.nan
@@ -140,6 +150,7 @@ BAD = [
     ({"dtype": torch.float8_e5m2}, TypeError, "dtype: got torch.float8_e5m2"),
     ({"out": torch.zeros(2, 4)}, TypeError, "out: got dtype torch.float32"),
     ({"out": torch.zeros(1, 4).char()}, ValueError, "out: got shape"),
+    ({"out": torch.zeros(1, 4).char().expand(2, 4)}, ValueError, "out: got strides"),
     ({"stream": 1}, ValueError, "stream: got 1"),
 ]
 
@@ -156,6 +167,8 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], match: str) 
 def test_bad_scale_out() -> None:
     with pytest.raises(ValueError, match=r"scale_out: got shape \[3\], expected \[2\]"):
         ops.quantize_per_token(X, torch.int8, scale_out=torch.zeros(3))
+    with pytest.raises(ValueError, match="scale_out: got strides"):
+        ops.quantize_per_token(X, torch.int8, scale_out=torch.zeros(1).expand(2))
 
 
 @pytest.mark.parametrize(

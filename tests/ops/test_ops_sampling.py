@@ -249,6 +249,7 @@ def test_out_and_empty_batches(device: torch.device) -> None:
             "seen: got shape",
         ),
         ({"out": torch.zeros(2)}, TypeError, "out: got dtype torch.float32"),
+        ({"out": torch.zeros(1).long().expand(2)}, ValueError, "out: got strides"),
         ({"stream": 4}, ValueError, "stream: got 4"),
     ],
 )

@@ -132,6 +132,12 @@ def test_working_through_capacities_needs_no_lengths(
     assert_close(out, twin)
 
 
+def test_capacities_may_exceed_the_rows(device: torch.device) -> None:
+    args = build([3, 2], [5, 4], device)
+    expected = ops.varlen_attention(*args, 3, 5)
+    assert_same_bits(ops.varlen_attention(*args, 2**64, 2**64), expected)
+
+
 def test_no_queries_and_no_sequences(device: torch.device) -> None:
     q, k, v, _, cu_k = build([0, 0], [3, 0], device)
     assert ops.varlen_attention(q, k, v, int32([0, 0, 0], device), cu_k, 1, 3).shape == (0, 4, 16)
