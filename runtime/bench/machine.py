@@ -70,15 +70,16 @@ def commit() -> str | None:
     """Return the git commit of the checkout that the package is imported from, if it is one.
 
     "-dirty" follows the hash when tracked files have changes. `OSTINATO_COMMIT` says it for a
-    copy of the source tree that has no `.git`.
+    copy of the source tree whose `.git` is missing or empty.
     """
     top = _output("git", "-C", str(location()), "rev-parse", "--show-toplevel")
     # A virtual environment may lie in somebody else's repository, whose commit says nothing.
     if top is None or not _same_file(Path(top, "runtime", "__init__.py"), ostinato.__file__):
         return os.environ.get("OSTINATO_COMMIT")
-    return _output(
+    described = _output(
         "git", "-C", top, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
     )
+    return described or os.environ.get("OSTINATO_COMMIT")
 
 
 def _same_file(path: Path, other: str) -> bool:
