@@ -37,9 +37,11 @@ install: $(VENV)/.installed
 
 # A strict editable install links each file by name, so it is renewed when a file comes or goes:
 # that is when its folder's time stamp changes.
-SOURCE_FOLDERS := $(shell find runtime graphs -type d -not -name __pycache__)
+SOURCE_FOLDERS := $(shell find runtime graphs csrc -type d -not -name __pycache__)
+# The loader that the install compiles; kernels are compiled on first use.
+LOADER := csrc/bindings.cpp csrc/common/params.h
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCE_FOLDERS)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(LOADER) $(SOURCE_FOLDERS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .

@@ -1,11 +1,23 @@
-"""Maps the top-level folders onto the import package: runtime/ is ostinato, graphs/ its graphs.
+"""Maps the top-level folders onto the import package, and compiles the loader `ostinato._C`.
 
-Everything else about the distribution is declared in pyproject.toml.
+runtime/ is ostinato, graphs/ its graphs, and csrc/ travels along as data: kernels are compiled
+from it on the user's machine (see ostinato.kernels), the loader alone is compiled here. Everything
+else about the distribution is declared in pyproject.toml.
 """
 
+import hashlib
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
 
-PACKAGE_DIR = {"ostinato": "runtime", "ostinato.graphs": "graphs"}
+PARAMS = Path("csrc/common/params.h")
+ABI = hashlib.sha256(PARAMS.read_bytes()).hexdigest()[:16]
+NATIVE = {
+    ".".join(("ostinato", *folder.parts)): str(folder)
+    for folder in {file.parent for file in Path("csrc").rglob("*.*")}
+}
+PACKAGE_DIR = {"ostinato": "runtime", "ostinato.graphs": "graphs", **NATIVE}
 
 setup(
     package_dir=PACKAGE_DIR,
@@ -14,7 +26,22 @@ setup(
         *(f"ostinato.{name}" for name in find_packages("runtime")),
         *(f"ostinato.graphs.{name}" for name in find_packages("graphs")),
     ],
-    package_data={"ostinato": ["py.typed"]},
+    package_data={
+        "ostinato": ["py.typed", "_C.pyi"],
+        **{name: ["*.cu", "*.cuh", "*.h", "*.cpp"] for name in NATIVE},
+    },
+    ext_modules=[
+        Pybind11Extension(
+            "ostinato._C",
+            ["csrc/bindings.cpp"],
+            include_dirs=["csrc"],
+            depends=[str(PARAMS)],
+            # As `ostinato.kernels.compiler.abi_version`, which gives it to each kernel library.
+            define_macros=[("OSTINATO_ABI", f"0x{ABI}ULL")],
+            libraries=["dl"],
+            cxx_std=17,
+        )
+    ],
     # A strict editable install is a tree of links that type checkers and debuggers resolve; the
     # lenient one hides the folder mapping behind an import hook.
     options={"editable_wheel": {"mode": "strict"}},

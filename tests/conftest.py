@@ -1,7 +1,23 @@
-"""Fixtures shared by every test folder."""
+"""Fixtures shared by every test folder, and the rule about machines without nvcc."""
 
 import pytest
 import torch
+
+from ostinato.kernels.toolchain import find_nvcc
+
+HAS_NVCC = find_nvcc() is not None
+
+
+def pytest_report_header() -> list[str]:
+    return [] if HAS_NVCC else ["no nvcc: the tests marked nvcc are deselected"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_NVCC:
+        return
+    needing = [item for item in items if item.get_closest_marker("nvcc")]
+    config.hook.pytest_deselected(items=needing)
+    items[:] = [item for item in items if item not in needing]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,190 @@
+// ostinato._C: loads kernel libraries and passes them pointers, strides, sizes and a stream. It is
+// built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/params.h"
+
+namespace py = pybind11;
+
+namespace ostinato {
+namespace {
+
+template <typename T = void>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// One loaded kernel library. It stays loaded for the life of the process: a captured graph holds
+// its kernels without our knowing.
+template <typename Params>
+class Library {
+ public:
+  explicit Library(const std::string& path) : path_(path) {
+    void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) {
+      throw std::runtime_error(std::string("cannot load a kernel library: ") + dlerror());
+    }
+    const auto abi_version = symbol<std::uint64_t (*)()>(handle, "ostinato_abi_version");
+    if (abi_version() != OSTINATO_ABI) {
+      throw std::runtime_error(path +
+                               ": compiled with another csrc/common/params.h than ostinato._C; "
+                               "reinstall the package (`pip install -e .` in a checkout)");
+    }
+    error_string_ = symbol<const char* (*)(int)>(handle, "ostinato_error_string");
+    prepare_ = symbol<int (*)()>(handle, "ostinato_prepare");
+    launch_ = symbol<int (*)(const Params*, void*)>(handle, "ostinato_launch");
+  }
+
+  void prepare() const {
+    int error;
+    {
+      py::gil_scoped_release unlocked;
+      error = prepare_();
+    }
+    check(error, "prepare");
+  }
+
+  void launch(const Params& params, std::uintptr_t stream) const {
+    int error;
+    {
+      // The driver may block here, on a full queue or on another thread's capture.
+      py::gil_scoped_release unlocked;
+      error = launch_(&params, pointer(stream));
+    }
+    check(error, "launch");
+  }
+
+ private:
+  template <typename Function>
+  Function symbol(void* handle, const char* name) const {
+    void* const found = dlsym(handle, name);
+    if (found == nullptr) {
+      throw std::runtime_error(path_ + ": not a kernel library: it has no symbol " + name);
+    }
+    return reinterpret_cast<Function>(found);
+  }
+
+  void check(int error, const char* what) const {
+    if (error != 0) {
+      throw std::runtime_error(std::string("CUDA error in ") + what + " of " + path_ + ": " +
+                               error_string_(error));
+    }
+  }
+
+  std::string path_;
+  const char* (*error_string_)(int);
+  int (*prepare_)();
+  int (*launch_)(const Params*, void*);
+};
+
+void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
+                      std::int64_t x_stride, std::uintptr_t w, std::int64_t w_stride,
+                      std::uintptr_t x_scale, std::int32_t x_scale_stride, std::uintptr_t w_scale,
+                      std::int32_t w_scale_stride, std::uintptr_t out, std::int64_t out_stride,
+                      std::int32_t m, std::int32_t n, std::int32_t k, std::uintptr_t stream,
+                      std::uintptr_t bias, std::uintptr_t x_zero_point,
+                      std::int32_t x_zero_point_stride, std::uintptr_t w_sum, bool pdl) {
+  W8A8GemmParams params = {};
+  params.x = pointer(x);
+  params.x_stride = x_stride;
+  params.w = pointer(w);
+  params.w_stride = w_stride;
+  params.x_scale = pointer<float>(x_scale);
+  params.x_scale_stride = x_scale_stride;
+  params.w_scale = pointer<float>(w_scale);
+  params.w_scale_stride = w_scale_stride;
+  params.bias = pointer(bias);
+  params.x_zero_point = pointer<std::int32_t>(x_zero_point);
+  params.x_zero_point_stride = x_zero_point_stride;
+  params.w_sum = pointer<std::int32_t>(w_sum);
+  params.out = pointer(out);
+  params.out_stride = out_stride;
+  params.m = m;
+  params.n = n;
+  params.k = k;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
+void launch_quantize(const Library<QuantizeParams>& library, std::uintptr_t x,
+                     std::int64_t x_stride, std::uintptr_t out, std::int64_t out_stride,
+                     std::int32_t m, std::int32_t k, std::uintptr_t stream,
+                     std::uintptr_t scale_out, std::uintptr_t static_scale,
+                     std::uintptr_t zero_point, std::uintptr_t residual,
+                     std::int64_t residual_stride, std::uintptr_t residual_out,
+                     std::int64_t residual_out_stride, std::uintptr_t norm_weight, float eps,
+                     bool pdl) {
+  QuantizeParams params = {};
+  params.x = pointer(x);
+  params.x_stride = x_stride;
+  params.residual = pointer(residual);
+  params.residual_stride = residual_stride;
+  params.residual_out = pointer(residual_out);
+  params.residual_out_stride = residual_out_stride;
+  params.norm_weight = pointer(norm_weight);
+  params.eps = eps;
+  params.static_scale = pointer<float>(static_scale);
+  params.zero_point = pointer<std::int32_t>(zero_point);
+  params.out = pointer(out);
+  params.out_stride = out_stride;
+  params.scale_out = pointer<float>(scale_out);
+  params.m = m;
+  params.k = k;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
+// Whether launches on the stream are being captured. The driver is asked only where the process
+// has loaded it already: without it nothing can be capturing.
+bool is_capturing(std::uintptr_t stream) {
+  constexpr int kNotCapturing = 0;
+  constexpr int kCaptureImplicit = 906;  // the legacy stream, while another one is capturing
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  if (driver == nullptr) {
+    return false;
+  }
+  const auto ask = reinterpret_cast<int (*)(void*, int*)>(dlsym(driver, "cuStreamIsCapturing"));
+  if (ask == nullptr) {
+    throw std::runtime_error("libcuda.so.1 has no cuStreamIsCapturing");
+  }
+  int status = kNotCapturing;
+  const int error = ask(pointer(stream), &status);
+  return error == kCaptureImplicit || (error == 0 && status != kNotCapturing);
+}
+
+}  // namespace
+}  // namespace ostinato
+
+PYBIND11_MODULE(_C, module) {
+  using ostinato::Library;
+  using ostinato::QuantizeParams;
+  using ostinato::W8A8GemmParams;
+  using py::arg;
+
+  module.doc() = "Loads kernel libraries; pointers and streams are integers.";
+  module.attr("ABI") = py::int_(static_cast<std::uint64_t>(OSTINATO_ABI));
+  module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
+
+  py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<W8A8GemmParams>::prepare)
+      .def("launch", &ostinato::launch_w8a8_gemm, py::kw_only(), arg("x"), arg("x_stride"),
+           arg("w"), arg("w_stride"), arg("x_scale"), arg("x_scale_stride"), arg("w_scale"),
+           arg("w_scale_stride"), arg("out"), arg("out_stride"), arg("m"), arg("n"), arg("k"),
+           arg("stream"), arg("bias") = 0, arg("x_zero_point") = 0, arg("x_zero_point_stride") = 0,
+           arg("w_sum") = 0, arg("pdl") = false);
+
+  py::class_<Library<QuantizeParams>>(module, "Quantize")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<QuantizeParams>::prepare)
+      .def("launch", &ostinato::launch_quantize, py::kw_only(), arg("x"), arg("x_stride"),
+           arg("out"), arg("out_stride"), arg("m"), arg("k"), arg("stream"), arg("scale_out") = 0,
+           arg("static_scale") = 0, arg("zero_point") = 0, arg("residual") = 0,
+           arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
+           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false);
+}

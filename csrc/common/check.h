@@ -1,0 +1,20 @@
+// How host code of a kernel library reports a CUDA error: by returning it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#ifndef NDEBUG
+#error "kernels are compiled with -DNDEBUG: a device assert is a call, and a call serialises wgmma"
+#endif
+
+// Makes a C function visible in the kernel library, which hides everything else.
+#define OSTINATO_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Returns the error of a CUDA call from the enclosing function, if there is one.
+#define OSTINATO_RETURN_IF_ERROR(call)         \
+  do {                                         \
+    const cudaError_t ostinato_error = (call); \
+    if (ostinato_error != cudaSuccess) {       \
+      return ostinato_error;                   \
+    }                                          \
+  } while (0)

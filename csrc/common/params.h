@@ -1,0 +1,49 @@
+// The arguments of every kernel, as plain structs shared by the kernels and the loader
+// (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so that the host compiler builds the
+// loader alone. Strides count elements, sizes are logical, pointers are device pointers.
+#pragma once
+
+#include <cstdint>
+
+namespace ostinato {
+
+// y[m][n] = x_scale[m] * (w_scale[n] * sum_k (x[m][k] - x_zero_point[m]) w[n][k]) + bias[n]
+struct W8A8GemmParams {
+  const void* x;  // [m, k] 8-bit
+  int64_t x_stride;
+  const void* w;  // [n, k] 8-bit, packed or plain as the kernel says
+  int64_t w_stride;
+  const float* x_scale;  // [m] with stride 1 (per token), or one element with stride 0
+  int32_t x_scale_stride;
+  const float* w_scale;  // [n] with stride 1 (per channel), or one element with stride 0
+  int32_t w_scale_stride;
+  const void* bias;             // [n] of the output dtype, or null
+  const int32_t* x_zero_point;  // as x_scale; null: symmetric
+  int32_t x_zero_point_stride;
+  const int32_t* w_sum;  // [n] row sums of w; needed with x_zero_point
+  void* out;             // [m, n]
+  int64_t out_stride;
+  int32_t m, n, k;
+  int32_t pdl;  // 1: launched with programmatic stream serialization
+};
+
+// Rows of x -> 8-bit rows and their scales.
+struct QuantizeParams {
+  const void* x;  // [m, k]; silu_mul: [m, 2k] = gate | up
+  int64_t x_stride;
+  const void* residual;  // [m, k] added to x before the norm (rms_norm only), or null
+  int64_t residual_stride;
+  void* residual_out;  // [m, k] the sum (rms_norm only), or null
+  int64_t residual_out_stride;
+  const void* norm_weight;  // [k] (rms_norm only)
+  float eps;
+  const float* static_scale;  // one element; null: dynamic per token
+  const int32_t* zero_point;  // one element, with static_scale; null: symmetric
+  void* out;                  // [m, k] 8-bit
+  int64_t out_stride;
+  float* scale_out;  // [m] (dynamic only)
+  int32_t m, k;
+  int32_t pdl;
+};
+
+}  // namespace ostinato

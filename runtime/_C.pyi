@@ -1,0 +1,62 @@
+"""The compiled loader (csrc/bindings.cpp). Pointers and streams are integers, 0 for null."""
+
+ABI: int
+
+def is_capturing(stream: int) -> bool:
+    """Return whether launches on the stream are being captured into a CUDA graph."""
+
+class W8A8Gemm:
+    """A loaded library whose launch takes `W8A8GemmParams` (csrc/common/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        x: int,
+        x_stride: int,
+        w: int,
+        w_stride: int,
+        x_scale: int,
+        x_scale_stride: int,
+        w_scale: int,
+        w_scale_stride: int,
+        out: int,
+        out_stride: int,
+        m: int,
+        n: int,
+        k: int,
+        stream: int,
+        bias: int = 0,
+        x_zero_point: int = 0,
+        x_zero_point_stride: int = 0,
+        w_sum: int = 0,
+        pdl: bool = False,
+    ) -> None: ...
+
+class Quantize:
+    """A loaded library whose launch takes `QuantizeParams` (csrc/common/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        x: int,
+        x_stride: int,
+        out: int,
+        out_stride: int,
+        m: int,
+        k: int,
+        stream: int,
+        scale_out: int = 0,
+        static_scale: int = 0,
+        zero_point: int = 0,
+        residual: int = 0,
+        residual_stride: int = 0,
+        residual_out: int = 0,
+        residual_out_stride: int = 0,
+        norm_weight: int = 0,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> None: ...

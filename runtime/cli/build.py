@@ -1,0 +1,137 @@
+"""`build`: compiles kernels ahead of time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ostinato.cli.command import Command, Parser, UserError, user_errors
+from ostinato.kernels.cache import Entry, cache_folder
+from ostinato.kernels.catalogue import families, select
+from ostinato.kernels.compiler import Plan, build, find, plan
+from ostinato.kernels.errors import KernelError
+from ostinato.kernels.mode import BuildMode
+from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES
+
+_FAILED = 1
+_LINEAR = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="ostinato build",
+        usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
+        "--dtypes D ...) [options]",
+        description="Compile kernels into the cache; what is there already is left alone. "
+        "The selections combine. Needs nvcc and, for the tiled GEMM, CUTLASS: "
+        "`pip install 'ostinato[cuda]'`.",
+    )
+    chosen = parser.add_argument_group("which kernels")
+    chosen.add_argument("--all", action="store_true", help="every kernel there is")
+    chosen.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"these families ({', '.join(families())}) or variants "
+        "(as `python -m ostinato kernels` lists them)",
+    )
+    chosen.add_argument(
+        "--for-model", metavar="DIR", help="what the linear layers of this checkpoint need"
+    )
+    chosen.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=[],
+        choices=(*OPERAND_DTYPES, *FLOAT_DTYPES),
+        metavar="D",
+        help=f"only kernels of these: {', '.join(OPERAND_DTYPES)} for weights, "
+        f"{', '.join(FLOAT_DTYPES)} for activations",
+    )
+    mode = parser.add_argument_group("builds for debugging (see docs/workshop.md)")
+    mode.add_argument("--debug-print", action="store_true", help="compile device printing in")
+    mode.add_argument(
+        "--inject-delay", metavar="SITE", help="hold one warp back before this hand-over"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="compilers at once (default: as cores and memory allow)",
+    )
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    if args.jobs is not None and args.jobs < 1:
+        raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
+    if not (args.all or args.only or args.for_model or args.dtypes):
+        raise UserError("got no selection, expected --all, --only, --for-model or --dtypes")
+    mode = BuildMode(args.debug_print, args.inject_delay)
+    with user_errors():
+        mode.check("--inject-delay")
+        dtypes = {*args.dtypes, *(_model_dtypes(Path(args.for_model)) if args.for_model else ())}
+        plans = [plan(variant, mode) for variant in select(only=args.only, dtypes=dtypes)]
+    try:
+        _build(plans, args.jobs)
+    except KernelError as error:
+        # Not one line: it is what the compiler said.
+        print(f"ostinato build: error: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
+
+
+def _build(plans: Sequence[Plan], jobs: int | None) -> None:
+    missing = [item for item in plans if find(item) is None]
+    print(
+        f"{len(plans)} kernels, {len(plans) - len(missing)} of them compiled already, "
+        f"in {cache_folder()}",
+        flush=True,
+    )
+    width = len(str(len(missing)))
+    count = 0
+
+    def report(entry: Entry) -> None:
+        nonlocal count
+        count += 1
+        usage = entry.usage
+        found = f"{usage.registers} registers, {usage.spills} bytes spilled"
+        print(
+            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.mode}): "
+            + "; ".join([f"{entry.seconds:.0f} s, {found}", *usage.warnings]),
+            flush=True,
+        )
+
+    build(plans, jobs=jobs, report=report)
+
+
+def _model_dtypes(folder: Path) -> set[str]:
+    """Return the dtypes of a checkpoint's activations and quantised weights, by our names."""
+    import torch
+
+    from ostinato.checkpoint import load_config
+    from ostinato.checkpoint.formats import load_quantization
+
+    names = {
+        torch.int8: "int8",
+        torch.float8_e4m3fn: "e4m3",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float32: "fp32",
+    }
+    config, scheme_of = load_config(folder), load_quantization(folder)
+    modules = (
+        f"model.layers.{layer}.{name}" for layer in range(config.num_layers) for name in _LINEAR
+    )
+    weights = {scheme.dtype for scheme in map(scheme_of, modules) if scheme is not None}
+    if not weights:
+        raise ValueError(f"--for-model: {folder}: its linear layers are not quantised to 8 bits")
+    return {names[dtype] for dtype in (config.dtype, *weights)}
+
+
+COMMAND = Command("compile kernels ahead of time", _main)

@@ -1,0 +1,77 @@
+"""`kernels`: lists the kernels, what each takes of an SM, and whether that is within its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ostinato.cli.command import Command, Parser, UserError, user_errors
+from ostinato.kernels.budgets import excesses, read_budgets, write_budgets
+from ostinato.kernels.cache import Entry, cache_folder
+from ostinato.kernels.catalogue import CATALOGUE, select
+from ostinato.kernels.compiler import find, plan
+
+_OVER_BUDGET = 1
+_WIDTH = max(len(variant.name) for variant in CATALOGUE)
+_HEADER = f"{'kernel':<{_WIDTH}}{'registers':>11}{'spills':>8}{'stack':>7}{'smem':>7}{'s':>6}"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="ostinato kernels",
+        usage="python -m ostinato kernels [NAME ...] [options]",
+        description="List the kernels and, of those compiled, registers per thread, bytes spilled "
+        "and of local memory per thread, bytes of static shared memory, and seconds of compiling.",
+    )
+    parser.add_argument("only", nargs="*", metavar="NAME", help="families or variants")
+    parser.add_argument("--compiled", action="store_true", help="leave out what is not compiled")
+    parser.add_argument(
+        "--budgets",
+        type=Path,
+        metavar="F",
+        help="compare with the limits in this file, docs/kernel_budgets.json in a checkout; "
+        "the exit code is 1 when one is exceeded",
+    )
+    parser.add_argument(
+        "--write-budgets",
+        type=Path,
+        metavar="F",
+        help="make what the compiled kernels take now their limits in this file",
+    )
+    return parser
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    if args.budgets is not None and args.write_budgets is not None:
+        raise UserError("--budgets and --write-budgets exclude each other")
+    with user_errors():
+        variants = select(only=args.only)
+        budgets = None if args.budgets is None else read_budgets(args.budgets)
+        found = {variant.name: find(plan(variant)) for variant in variants}
+        compiled = {name: entry for name, entry in found.items() if entry is not None}
+        if args.write_budgets is not None:
+            write_budgets(args.write_budgets, {n: entry.usage for n, entry in compiled.items()})
+    print(f"{len(compiled)} of {len(found)} compiled, in {cache_folder()}", _HEADER, sep="\n")
+    code = 0
+    for name, entry in found.items():
+        if entry is not None:
+            wrong = list(entry.usage.warnings)
+            if budgets is not None:
+                wrong = excesses(entry.usage, budgets.get(name))
+                code = _OVER_BUDGET if wrong else code
+            print("\n    ".join([_line(entry), *wrong]))
+        elif not args.compiled:
+            print(f"{name:<{_WIDTH}}  not compiled")
+    return code
+
+
+def _line(entry: Entry) -> str:
+    u = entry.usage
+    return (
+        f"{entry.variant:<{_WIDTH}}{u.registers:>11}{u.spills:>8}{u.stack:>7}{u.smem:>7}"
+        f"{entry.seconds:>6.0f}"
+    )
+
+
+COMMAND = Command("list kernels and what they take", _main)

@@ -1,0 +1,125 @@
+"""The folder of compiled kernel libraries. An entry is complete or absent, never in between."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ostinato.kernels.budgets import Usage
+
+LIBRARY = "kernel.so"
+_RECORD = "build.json"
+_LOCK = "build.lock"
+_UNFINISHED = "unfinished-"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled library: its folder, and what is known about its making.
+
+    Args:
+        folder: holds the library and the record.
+        variant: name of the variant.
+        mode: the build mode in words.
+        nvcc: version of the compiler.
+        seconds: that compiling took.
+        usage: what ptxas reports.
+    """
+
+    folder: Path
+    variant: str
+    mode: str
+    nvcc: str
+    seconds: float
+    usage: Usage
+
+    @property
+    def library(self) -> Path:
+        """The shared object."""
+        return self.folder / LIBRARY
+
+    @staticmethod
+    def read(folder: Path) -> Entry | None:
+        """Return the entry in a folder, None when the folder is absent."""
+        try:
+            fields = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return Entry(folder, usage=Usage.from_json(fields.pop("usage")), **fields)
+
+
+def cache_folder() -> Path:
+    """Return where compiled libraries are kept: OSTINATO_CACHE, else below the XDG cache."""
+    chosen = os.environ.get("OSTINATO_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ostinato" / "kernels"
+
+
+@contextmanager
+def exclusive_build(cache: Path) -> Iterator[Path]:
+    """Be the only process that builds into this cache; gives an empty folder to build in.
+
+    Others wait: two builds at once would compile the same kernels twice and share neither cores
+    nor memory fairly. The lock is the kernel's own and ends with the process, however it ends;
+    what a killed build left behind is removed here.
+
+    Raises:
+        OSError: when the cache cannot be written.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / _LOCK, "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"ostinato: waiting for another build in {cache}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in cache.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=cache))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(entry: Entry, built: Path) -> None:
+    """Move a finished library into the cache, at `entry.folder`, in one step.
+
+    Args:
+        entry: what to record.
+        built: the library, in a folder of its own on the cache's file system.
+
+    Raises:
+        OSError: when the disk is full; the cache is then as it was.
+    """
+    fields = {name: value for name, value in asdict(entry).items() if name != "folder"}
+    record = built.parent / _RECORD
+    record.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    for path in (built, record, built.parent):
+        _flush(path)
+    try:
+        os.rename(built.parent, entry.folder)
+    except OSError as error:
+        # An equal library is there already: names are hashes of what is in them.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    _flush(entry.folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,230 @@
+"""Compiles variants into the cache, and finds those compiled already."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ostinato.kernels import ninja
+from ostinato.kernels.budgets import parse_ptxas
+from ostinato.kernels.cache import LIBRARY, Entry, cache_folder, exclusive_build, publish
+from ostinato.kernels.errors import KernelBuildError
+from ostinato.kernels.mode import RELEASE, BuildMode
+from ostinato.kernels.sources import CSRC, ENTRY, PARAMS, Sources, read_sources
+from ostinato.kernels.toolchain import (
+    Cutlass,
+    Nvcc,
+    find_cutlass,
+    find_nvcc,
+    require_cutlass,
+    require_nvcc,
+)
+from ostinato.kernels.variants import Variant
+
+# -DNDEBUG: a device assert is a call, and ptxas serialises wgmma around calls.
+_FLAGS = (
+    *("-std=c++17", "-O3", "-DNDEBUG", "-shared", "-Xptxas", "-v"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden", "-cudart", "static", "-cudadevrt", "none"),
+)
+# Without the macro the waits of CUTLASS are empty, and a programmatic launch is a race.
+# Warning 20012 is about defaulted functions in its headers.
+_CUTLASS_FLAGS = (
+    *("-DCUTLASS_ENABLE_GDC_FOR_SM90=1", "--expt-relaxed-constexpr"),
+    *("-diag-suppress", "20012"),
+)
+# Part of every key: to be raised when `Entry` changes, since old entries can not be read then.
+_RECORD_FORMAT = "1"
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a variant is compiled in a mode, and the name of the result without its toolchain."""
+
+    variant: Variant
+    mode: BuildMode
+    sources: Sources
+    flags: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """The variant's name and a hash of all texts and flags that the library depends on."""
+        digest = hashlib.sha256()
+        files = (part for item in self.sources.texts.items() for part in item)
+        for text in (_RECORD_FORMAT, *self.flags, *files):
+            digest.update(f"{len(text)}:".encode())
+            digest.update(text.encode())
+        return f"{self.variant.name}-{digest.hexdigest()[:16]}"
+
+    def folder(self, cache: Path, nvcc: Nvcc, cutlass: Cutlass | None) -> Path:
+        """Return the folder of the library that this toolchain makes."""
+        suffix = f"-cutlass{cutlass.version}" if cutlass is not None else ""
+        return cache / f"{self.key}-nvcc{nvcc.version}{suffix}"
+
+    def command(self, nvcc: Nvcc, cutlass: Cutlass | None) -> list[str]:
+        """Return the compiler's command line, as a `ninja.Job` has it."""
+        includes = [CSRC, *([cutlass.include] if cutlass is not None else [])]
+        return [
+            str(nvcc.path),
+            *self.flags,
+            *(f"-I{folder}" for folder in includes),
+            *(str(self.variant.source), str(ENTRY), "-o", ninja.UNCHECKED),
+            *(f"-L{folder}" for folder in nvcc.library_folders),
+        ]
+
+
+def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
+    """Read a variant's sources and settle its flags.
+
+    Raises:
+        FileNotFoundError: when its source is missing.
+    """
+    sources = read_sources(variant.source)
+    # A mode that changes nothing in this kernel must not cost another build of it.
+    mode = mode.restricted_to(sources.own)
+    defines = {**variant.defines(), **mode.defines(), "OSTINATO_ABI": abi_version()}
+    target = f"arch=compute_{variant.arch},code=sm_{variant.arch}"
+    flags = (
+        *_FLAGS,
+        *(_CUTLASS_FLAGS if sources.uses_cutlass else ()),
+        *("-gencode", target),
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    )
+    return Plan(variant, mode, sources, flags)
+
+
+def abi_version() -> str:
+    """Return the hash of params.h, as setup.py gives it to the loader: a C literal."""
+    return f"0x{hashlib.sha256(PARAMS.read_bytes()).hexdigest()[:16]}ULL"
+
+
+def find(plan: Plan) -> Entry | None:
+    """Return the compiled library of a plan, None when there is none.
+
+    It is the one made by this machine's toolchain; on a machine that cannot compile, by any.
+    """
+    cache = cache_folder()
+    nvcc = find_nvcc()
+    cutlass = find_cutlass() if plan.sources.uses_cutlass else None
+    can_compile = nvcc is not None and (cutlass is not None or not plan.sources.uses_cutlass)
+    if nvcc is not None and can_compile:
+        exact = Entry.read(plan.folder(cache, nvcc, cutlass))
+        if exact is not None:
+            return exact
+    if can_compile and jit_enabled():
+        return None
+    folders = sorted(cache.glob(f"{plan.key}-nvcc*"), key=lambda path: path.stat().st_mtime)
+    return Entry.read(folders[-1]) if folders else None
+
+
+def jit_enabled() -> bool:
+    """Return whether a missing variant may be compiled on first use: unless OSTINATO_JIT=0."""
+    return os.environ.get("OSTINATO_JIT", "1") != "0"
+
+
+def build(
+    plans: Sequence[Plan],
+    *,
+    jobs: int | None = None,
+    report: Callable[[Entry], None] = lambda entry: None,
+) -> list[Entry]:
+    """Compile what this machine's toolchain has not compiled yet.
+
+    Each library is in the cache as soon as it is finished, so that a build that is interrupted
+    goes on where it was.
+
+    Args:
+        plans: what to compile; all must differ.
+        jobs: how many compilers run at once; as cores and memory allow by default.
+        report: called with each library as it is finished.
+
+    Returns:
+        The entries of all plans, in their order.
+
+    Raises:
+        KernelBuildError: when the toolchain is missing, a compiler fails (the other libraries are
+            compiled all the same) or the disk is full.
+    """
+    nvcc = require_nvcc()
+    cutlass = require_cutlass() if any(item.sources.uses_cutlass for item in plans) else None
+    cache = cache_folder()
+    build = _Build(cache, nvcc, cutlass, report)
+    try:
+        if build.missing(plans):
+            with exclusive_build(cache) as folder:
+                build.run(folder, build.missing(plans), jobs)
+    except BrokenPipeError:
+        raise  # of `report`
+    except OSError as error:
+        raise KernelBuildError(f"cannot write to {cache}: {error}") from error
+    return [build.entry(item) for item in plans]
+
+
+@dataclass(frozen=True)
+class _Build:
+    cache: Path
+    nvcc: Nvcc
+    cutlass: Cutlass | None
+    report: Callable[[Entry], None]
+
+    def folder(self, item: Plan) -> Path:
+        return item.folder(self.cache, self.nvcc, self._cutlass(item))
+
+    def missing(self, plans: Sequence[Plan]) -> list[Plan]:
+        return [item for item in plans if Entry.read(self.folder(item)) is None]
+
+    def entry(self, item: Plan) -> Entry:
+        entry = Entry.read(self.folder(item))
+        if entry is None:
+            raise KernelBuildError(f"{item.variant.name}: removed from {self.cache} meanwhile")
+        return entry
+
+    def run(self, folder: Path, plans: Sequence[Plan], jobs: int | None) -> None:
+        named = {item.key: item for item in plans}
+        failed = dict(named)
+
+        def ended(key: str) -> None:
+            # A source edited meanwhile went into the library, but not into its key.
+            unchanged = plan(named[key].variant, named[key].mode).key == key
+            if unchanged and (folder / key / LIBRARY).exists():
+                self._publish(named[key], folder / key)
+                del failed[key]
+
+        said = ninja.run(folder, [self._job(item) for item in named.values()], ended, jobs)
+        if failed:
+            logs = [_failure(item, folder / key) for key, item in failed.items()]
+            # What ninja itself says matters only where no compiler got to say anything.
+            raise KernelBuildError("\n".join(logs) if any(logs) else said.strip())
+
+    def _job(self, item: Plan) -> ninja.Job:
+        command = item.command(self.nvcc, self._cutlass(item))
+        return ninja.Job(item.key, command, LIBRARY, heavy=item.sources.uses_cutlass)
+
+    def _cutlass(self, item: Plan) -> Cutlass | None:
+        return self.cutlass if item.sources.uses_cutlass else None
+
+    def _publish(self, item: Plan, built: Path) -> None:
+        log = (built / ninja.LOG).read_text(encoding="utf-8", errors="replace")
+        ended, started = ((built / name).stat().st_mtime for name in (LIBRARY, ninja.START))
+        entry = Entry(
+            folder=self.folder(item),
+            variant=item.variant.name,
+            mode=str(item.mode),
+            nvcc=self.nvcc.version,
+            seconds=round(ended - started, 1),
+            usage=parse_ptxas(log),
+        )
+        publish(entry, built / LIBRARY)
+        self.report(entry)
+
+
+def _failure(item: Plan, folder: Path) -> str:
+    if (folder / LIBRARY).exists():
+        return f"{item.variant.name}: a source was edited while it was compiled; build it again"
+    log = folder / ninja.LOG
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    shown = [line for line in lines if not line.startswith("ptxas info")][-_LOG_LINES:]
+    return "\n".join([f"{item.variant.name} ({item.mode}):", *shown]) if shown else ""

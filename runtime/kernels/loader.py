@@ -1,0 +1,109 @@
+"""From a variant to a loaded library, compiling it on first use where that is allowed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import cache
+from typing import overload
+
+from ostinato import _C
+from ostinato.kernels import compiler
+from ostinato.kernels.cache import Entry, cache_folder
+from ostinato.kernels.errors import MissingKernelError
+from ostinato.kernels.mode import BuildMode
+from ostinato.kernels.toolchain import find_cutlass, find_nvcc
+from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize, Variant
+
+Library = _C.Quantize | _C.W8A8Gemm
+
+_loaded: dict[tuple[Variant, int], Library] = {}
+_compiling = threading.Lock()
+
+
+@overload
+def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
+@overload
+def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
+def load(variant: Variant, *, device: int, stream: int) -> Library:
+    """Return the library of a variant, ready to launch on a device.
+
+    The first call for a variant finds its library in the cache or compiles it, with one line on
+    stderr, and loads it; later calls cost a dictionary look-up.
+
+    Args:
+        variant: which kernel.
+        device: index of the device, which must be the current one.
+        stream: integer handle of the stream that the caller will launch on. While it is being
+            captured nothing is compiled: that would stall the capture unseen.
+
+    Raises:
+        MissingKernelError: when the variant is not compiled and `stream` is capturing, OSTINATO_JIT
+            is 0, or nvcc or CUTLASS is not installed. It names the variant and the command.
+        KernelBuildError: when compiling fails.
+        RuntimeError: when the library does not fit `ostinato._C`, or the device refuses it.
+    """
+    found = _loaded.get((variant, device))
+    if found is not None:
+        return found
+    library = _open(variant, _entry(variant, stream))
+    library.prepare()
+    # Another thread may have been as fast: both have loaded the same file.
+    return _loaded.setdefault((variant, device), library)
+
+
+def build_command(plan: compiler.Plan) -> str:
+    """Return the command line that compiles a plan's variant."""
+    return f"python -m ostinato build --only {plan.variant.name}{plan.mode.flags}"
+
+
+def _entry(variant: Variant, stream: int) -> Entry:
+    plan = compiler.plan(variant, _mode())
+    entry = compiler.find(plan)
+    if entry is not None:
+        return entry
+    obstacle = _obstacle(plan, stream)
+    if obstacle is not None:
+        raise MissingKernelError(
+            f"kernel {variant.name} ({plan.mode}) is not compiled and {obstacle}: "
+            f"run `{build_command(plan)}` before"
+        )
+    # Only threads that want to compile wait here: a capture in another one goes on.
+    with _compiling:
+        if compiler.find(plan) is None:
+            print(
+                f"ostinato: compiling kernel {variant.name} once, into {cache_folder()}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return compiler.build([plan])[0]
+
+
+def _obstacle(plan: compiler.Plan, stream: int) -> str | None:
+    """Return why a variant must or can not be compiled now, None when it may be."""
+    if _C.is_capturing(stream):
+        return "the stream is being captured"
+    if not compiler.jit_enabled():
+        return "OSTINATO_JIT=0 forbids to compile it now"
+    if find_nvcc() is None:
+        return "there is no nvcc to compile it now (`pip install 'ostinato[cuda]'` brings one)"
+    if plan.sources.uses_cutlass and find_cutlass() is None:
+        return "CUTLASS is not installed (`pip install 'ostinato[cuda]'` brings it)"
+    return None
+
+
+def _open(variant: Variant, entry: Entry) -> Library:
+    kind = _C.Quantize if isinstance(variant, Quantize) else _C.W8A8Gemm
+    return kind(str(entry.library))
+
+
+@cache
+def _mode() -> BuildMode:
+    """Return the mode of this process: asked for once, since a captured graph keeps its kernels.
+
+    Raises:
+        ValueError: when OSTINATO_DELAY_SITE names no site of any kernel.
+    """
+    mode = BuildMode.from_environment()
+    mode.check("OSTINATO_DELAY_SITE")
+    return mode

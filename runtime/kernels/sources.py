@@ -1,0 +1,79 @@
+"""The files that a kernel is compiled from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CSRC = Path(__file__).parent.parent / "csrc"
+ENTRY = CSRC / "common" / "entry.cpp"
+PARAMS = CSRC / "common" / "params.h"
+DEBUG = "common/debug.cuh"
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+_CUTLASS = ("cutlass/", "cute/")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """A kernel's source and all headers of ours that it includes: name -> text, in name order.
+
+    `uses_cutlass` says whether any of them includes a header of CUTLASS.
+    """
+
+    texts: dict[str, str]
+    uses_cutlass: bool
+
+    @property
+    def own(self) -> list[str]:
+        """The texts without debug.cuh, which defines the macros that the others use."""
+        return [text for name, text in self.texts.items() if name != DEBUG]
+
+
+def read_sources(source: Path) -> Sources:
+    """Follow the includes of a kernel's source and of the entry file that is compiled with it.
+
+    Includes are followed whether or not the preprocessor would reach them: the result is what the
+    library may depend on.
+
+    Raises:
+        FileNotFoundError: when there is no such source.
+    """
+    texts: dict[str, str] = {}
+    uses_cutlass = False
+    pending = [source, ENTRY]
+    while pending:
+        file = pending.pop()
+        name = _name(file)
+        if name in texts:
+            continue
+        texts[name] = file.read_text(encoding="utf-8")
+        for included in _INCLUDE.findall(texts[name]):
+            uses_cutlass |= included.startswith(_CUTLASS)
+            places = (file.parent / included, CSRC / included)
+            pending += [place for place in places if place.is_file()][:1]
+    return Sources(dict(sorted(texts.items())), uses_cutlass)
+
+
+def read_all() -> list[str]:
+    """Return the text of every kernel and header of ours, less debug.cuh."""
+    files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh")]
+    return [file.read_text(encoding="utf-8") for file in files if _name(file) != DEBUG]
+
+
+def _name(file: Path) -> str:
+    # Absolute, but with links kept: a strict editable install links every file by itself.
+    path = Path(*_without_dots(file.absolute().parts))
+    root = CSRC.absolute()
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def _without_dots(parts: tuple[str, ...]) -> list[str]:
+    kept: list[str] = []
+    for part in parts:
+        if part == "..":
+            kept.pop()
+        elif part != ".":
+            kept.append(part)
+    return kept

@@ -1,0 +1,208 @@
+"""Which kernels exist: one frozen dataclass per family, one instance per library to compile.
+
+A variant is a fixed source file and the macros it is compiled with; the file's head says what each
+macro means. `ostinato.kernels.catalogue` lists the variants that the ops use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+from ostinato.kernels.sources import CSRC
+
+# The names that variants and the command line give to torch's dtypes; those of 8 bits first.
+OPERAND_DTYPES = ("int8", "e4m3")
+FLOAT_DTYPES = ("bf16", "fp16", "fp32")
+QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What every family has: a source, a name, and the macros that choose the kernel.
+
+    `arch` is the compute capability of the GPU, with the suffix of its specific features.
+    """
+
+    family: ClassVar[str]
+    source: ClassVar[Path]
+
+    arch: str = "90a"
+
+    @property
+    def name(self) -> str:
+        """The family and the field values, unique among all variants."""
+        raise NotImplementedError
+
+    def defines(self) -> dict[str, str]:
+        """Return the macros, without -D."""
+        raise NotImplementedError
+
+    def dtypes(self) -> set[str]:
+        """Return the names of all dtypes that the kernel reads or writes."""
+        known = (*OPERAND_DTYPES, *FLOAT_DTYPES)
+        return {value for f in fields(self) if (value := getattr(self, f.name)) in known}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Variant):
+    """Rows of 16/32-bit values to 8-bit rows and scales, after an optional norm or activation.
+
+    Args:
+        kind: per_token (as they are), rms_norm (with a residual added before, if given) or
+            silu_mul (of [gate | up]).
+        in_dtype: of x and the residual.
+        out_dtype: int8 or e4m3.
+        weight_dtype: of the norm's weight: in_dtype, or fp32.
+    """
+
+    family: ClassVar[str] = "quantize"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize.cu"
+
+    kind: str
+    in_dtype: str
+    out_dtype: str
+    weight_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        _check("kind", self.kind, QUANTIZE_KINDS)
+        _check("in_dtype", self.in_dtype, FLOAT_DTYPES)
+        _check("out_dtype", self.out_dtype, OPERAND_DTYPES)
+        if not self.weight_dtype:
+            object.__setattr__(self, "weight_dtype", self.in_dtype)
+        others = ("fp32",) if self.kind == "rms_norm" else ()
+        _check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
+
+    @property
+    def name(self) -> str:
+        weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
+        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}"
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "OSTINATO_KIND": self.kind,
+            "OSTINATO_IN_DTYPE": self.in_dtype,
+            "OSTINATO_OUT_DTYPE": self.out_dtype,
+            "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmSmallM(Variant):
+    """W8A8 GEMM for few tokens: streams weights that were repacked at load.
+
+    Args:
+        dtype: of x and w, int8 or e4m3.
+        out_dtype: of the output and the bias.
+        max_m: the largest number of tokens: 8, 16, 32 or 64.
+        token_warps: of the 8 warps, how many share the tokens; the others share K.
+        row_tiles: tiles of 16 weight rows in one pass over K.
+        x_slots: chunks of x that a warp holds in registers.
+    """
+
+    family: ClassVar[str] = "gemm_small_m"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m_sm90.cu"
+
+    dtype: str
+    out_dtype: str
+    max_m: int
+    token_warps: int = 1
+    row_tiles: int = 2
+    x_slots: int = 4
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, OPERAND_DTYPES)
+        _check("out_dtype", self.out_dtype, FLOAT_DTYPES)
+        _check("max_m", self.max_m, (8, 16, 32, 64))
+        _check("token_warps", self.token_warps, (1, 2, 4))
+
+    @property
+    def name(self) -> str:
+        shape = f"w{self.token_warps}r{self.row_tiles}x{self.x_slots}"
+        return f"{self.family}-{self.dtype}-{self.out_dtype}-m{self.max_m}-{shape}"
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "OSTINATO_INPUT": {"int8": "Int8", "e4m3": "E4m3"}[self.dtype],
+            "OSTINATO_OUTPUT": {"bf16": "__nv_bfloat16", "fp16": "__half", "fp32": "float"}[
+                self.out_dtype
+            ],
+            "OSTINATO_TOKENS": str(self.max_m),
+            "OSTINATO_TOKEN_WARPS": str(self.token_warps),
+            "OSTINATO_ROW_TILES": str(self.row_tiles),
+            "OSTINATO_X_SLOTS": str(self.x_slots),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmTiled(Variant):
+    """W8A8 GEMM on CUTLASS: TMA, wgmma and a persistent grid.
+
+    Args:
+        dtype: of x and w, int8 or e4m3.
+        out_dtype: of the output and the bias.
+        tile: (tokens, channels, depth) of a CTA's tile.
+        cluster: (tokens, channels) in tiles.
+        swap_ab: channels are the MMA's rows, so that few tokens waste none of them.
+        pingpong: two warpgroups take turns, each with a tile; otherwise they share one.
+        fast_accum: e4m3 sums stay in the tensor cores.
+        zero_point: int8 activations may have a zero point.
+        raster: the order of tiles: 0 as CUTLASS guesses, 1 along tokens first, 2 along channels.
+        swizzle: how many tiles wide the band is in which that order runs: 1, 2, 4 or 8.
+    """
+
+    family: ClassVar[str] = "gemm_tiled"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "gemm_sm90.cu"
+
+    dtype: str
+    out_dtype: str
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int] = (1, 1)
+    swap_ab: bool = False
+    pingpong: bool = False
+    fast_accum: bool = False
+    zero_point: bool = False
+    raster: int = 0
+    swizzle: int = 1
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, OPERAND_DTYPES)
+        _check("out_dtype", self.out_dtype, FLOAT_DTYPES)
+        _check("raster", self.raster, (0, 1, 2))
+        _check("swizzle", self.swizzle, (1, 2, 4, 8))
+        if self.fast_accum and self.dtype != "e4m3":
+            raise ValueError(f"fast_accum: got True with dtype {self.dtype!r}, expected 'e4m3'")
+        if self.zero_point and self.dtype != "int8":
+            raise ValueError(f"zero_point: got True with dtype {self.dtype!r}, expected 'int8'")
+
+    @property
+    def name(self) -> str:
+        parts = [self.family, self.dtype, self.out_dtype, "x".join(map(str, self.tile))]
+        parts.append(f"c{self.cluster[0]}x{self.cluster[1]}")
+        parts.append("pingpong" if self.pingpong else "cooperative")
+        parts += [word for word in ("swap_ab", "fast_accum", "zero_point") if getattr(self, word)]
+        parts += [f"raster{self.raster}"] if self.raster else []
+        parts += [f"swizzle{self.swizzle}"] if self.swizzle > 1 else []
+        return "-".join(parts)
+
+    def defines(self) -> dict[str, str]:
+        sizes = zip("MNK", self.tile, strict=True)
+        return {
+            "OSTINATO_OPERAND": self.dtype,
+            "OSTINATO_OUT": self.out_dtype,
+            **{f"OSTINATO_TILE_{axis}": str(size) for axis, size in sizes},
+            "OSTINATO_CLUSTER_M": str(self.cluster[0]),
+            "OSTINATO_CLUSTER_N": str(self.cluster[1]),
+            "OSTINATO_SWAP_AB": str(int(self.swap_ab)),
+            "OSTINATO_PINGPONG": str(int(self.pingpong)),
+            "OSTINATO_FAST_ACCUM": str(int(self.fast_accum)),
+            "OSTINATO_ZERO_POINT": str(int(self.zero_point)),
+            "OSTINATO_RASTER": str(self.raster),
+            "OSTINATO_SWIZZLE": str(self.swizzle),
+        }
+
+
+def _check(name: str, got: object, expected: tuple[object, ...]) -> None:
+    if got not in expected:
+        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, expected))}")

@@ -1,0 +1,154 @@
+"""`python -m ostinato build` and `kernels`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato.cli.main import main
+from ostinato.kernels.catalogue import CATALOGUE, select
+
+_NAME = "quantize-silu_mul-bf16-int8"
+
+
+def test_build_compiles_a_selection_with_progress(
+    nvcc_calls: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["build", "--only", "quantize", "--dtypes", "int8", "bf16"]
+    assert main(arguments) == 0
+    first, *progress = capsys.readouterr().out.splitlines()
+    assert first == f"3 kernels, 0 of them compiled already, in {cache}"
+    assert [line[:5] for line in progress] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert any(f"{_NAME} (release): 0 s, 42 registers" in line for line in progress)
+
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"3 kernels, 3 of them compiled already, in {cache}\n"
+    assert len(nvcc_calls.read_text().splitlines()) == 3
+
+
+def test_build_modes_are_builds_of_their_own(
+    nvcc_calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["build", "--only", "gemm_small_m", "--dtypes", "int8", "bf16", "--jobs", "1"]
+    site = "small_m_stage_release"
+    assert main([*arguments, "--inject-delay", site]) == 0
+    assert f"(inject-delay {site})" in capsys.readouterr().out
+    assert all(
+        f"-DOSTINATO_DELAY_SITE={site}" in line for line in nvcc_calls.read_text().splitlines()
+    )
+    assert main(arguments) == 0
+    assert "0 of them compiled already" in capsys.readouterr().out
+
+
+def _checkpoint(folder: Path, quantization: dict | None) -> Path:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "torch_dtype": "float16",
+    }
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_build_for_a_model_takes_its_dtypes(
+    tmp_path: Path, nvcc_calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _checkpoint(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic"})
+    assert main(["build", "--for-model", str(folder), "--only", "quantize", "gemm_small_m"]) == 0
+    built = capsys.readouterr().out.splitlines()[1:]
+    expected = select(only=["quantize", "gemm_small_m"], dtypes=["e4m3", "fp16"])
+    assert {line.split("] ")[1].split()[0] for line in built} == {v.name for v in expected}
+
+
+def test_build_for_a_model_that_is_not_quantised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "--for-model", str(_checkpoint(tmp_path, None))]) == 2
+    assert "its linear layers are not quantised to 8 bits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "got no selection, expected --all, --only, --for-model or --dtypes"),
+        (["--only", "gem"], "only: got 'gem', expected quantize or gemm_small_m or gemm_tiled"),
+        (["--dtypes", "int4"], "invalid choice: 'int4'"),
+        (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
+        (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),
+        (["--for-model", "/nowhere"], "/nowhere/config.json"),
+    ],
+)
+def test_build_refuses_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["build", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ostinato build: error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_build_without_a_compiler(
+    cache: Path, no_nvcc: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "--only", _NAME]) == 1
+    assert "nvcc not found" in capsys.readouterr().err
+
+
+def test_kernels_lists_what_is_compiled_and_what_is_not(
+    nvcc_calls: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["build", "--only", _NAME])
+    capsys.readouterr()
+    assert main(["kernels"]) == 0
+    first, header, *lines = capsys.readouterr().out.splitlines()
+    assert first == f"1 of {len(CATALOGUE)} compiled, in {cache}"
+    assert header.split() == ["kernel", "registers", "spills", "stack", "smem", "s"]
+    assert [line.split()[0] for line in lines] == [variant.name for variant in CATALOGUE]
+    (compiled,) = [line for line in lines if "not compiled" not in line]
+    assert compiled.split()[:5] == [_NAME, "42", "0", "0", "128"]
+
+    main(["kernels", "--compiled"])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_kernels_holds_them_to_their_budgets(
+    nvcc_calls: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = tmp_path / "budgets.json"
+    main(["build", "--only", _NAME])
+    assert main(["kernels", _NAME, "--write-budgets", str(budgets)]) == 0
+    assert main(["kernels", _NAME, "--budgets", str(budgets)]) == 0
+    document = json.loads(budgets.read_text())
+    document[_NAME]["registers"] = 41
+    budgets.write_text(json.dumps(document))
+    capsys.readouterr()
+    assert main(["kernels", "--budgets", str(budgets)]) == 1
+    assert "    registers: got 42, expected at most 41\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gem"], "only: got 'gem'"),
+        (["--budgets", "/nowhere"], "/nowhere: No such file"),
+        (["--budgets", "a", "--write-budgets", "b"], "exclude each other"),
+    ],
+)
+def test_kernels_refuses_in_one_line(
+    cache: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["kernels", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,262 @@
+"""Loading: the native loader, compiling on first use, and when that is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from kernels_probe import Probe, build_recorder, fake_nvcc
+
+from ostinato import _C
+from ostinato.kernels import compiler, loader, toolchain
+from ostinato.kernels.errors import KernelBuildError, MissingKernelError
+from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize
+
+_VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
+_COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"
+_TILED = GemmTiled(dtype="int8", out_dtype="bf16", tile=(128, 128, 128))
+
+
+class GemmFields(ctypes.Structure):
+    _fields_ = [
+        *[("x", ctypes.c_void_p), ("x_stride", ctypes.c_int64)],
+        *[("w", ctypes.c_void_p), ("w_stride", ctypes.c_int64)],
+        *[("x_scale", ctypes.c_void_p), ("x_scale_stride", ctypes.c_int32)],
+        *[("w_scale", ctypes.c_void_p), ("w_scale_stride", ctypes.c_int32)],
+        ("bias", ctypes.c_void_p),
+        *[("x_zero_point", ctypes.c_void_p), ("x_zero_point_stride", ctypes.c_int32)],
+        ("w_sum", ctypes.c_void_p),
+        *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
+        *[(name, ctypes.c_int32) for name in ("m", "n", "k", "pdl")],
+    ]
+
+
+class QuantizeFields(ctypes.Structure):
+    _fields_ = [
+        *[("x", ctypes.c_void_p), ("x_stride", ctypes.c_int64)],
+        *[("residual", ctypes.c_void_p), ("residual_stride", ctypes.c_int64)],
+        *[("residual_out", ctypes.c_void_p), ("residual_out_stride", ctypes.c_int64)],
+        *[("norm_weight", ctypes.c_void_p), ("eps", ctypes.c_float)],
+        *[("static_scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p)],
+        *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
+        ("scale_out", ctypes.c_void_p),
+        *[(name, ctypes.c_int32) for name in ("m", "k", "pdl")],
+    ]
+
+
+def _recorded(path: Path, fields: type[ctypes.Structure]) -> tuple[dict[str, object], int]:
+    library = ctypes.CDLL(str(path))
+    library.recorded.restype = ctypes.POINTER(fields)
+    library.recorded_stream.restype = ctypes.c_void_p
+    record = library.recorded().contents
+    return {name: getattr(record, name) for name, _ in fields._fields_}, library.recorded_stream()
+
+
+def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
+    """Give every field a value of its own: large where the type allows."""
+    values: dict[str, object] = {}
+    for i, (name, kind) in enumerate(fields._fields_, start=1):
+        large = kind in (ctypes.c_void_p, ctypes.c_int64)
+        values[name] = 0.5 if kind is ctypes.c_float else (i << 40) + i if large else i
+    return {**values, "pdl": 1}
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "kind"),
+    [
+        ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
+        ("QuantizeParams", QuantizeFields, _C.Quantize),
+    ],
+)
+def test_every_argument_reaches_its_field(
+    tmp_path: Path, params: str, fields: type[ctypes.Structure], kind: type
+) -> None:
+    path = build_recorder(tmp_path, params)
+    library = kind(str(path))
+    sent = _distinct(fields)
+    library.launch(**{**sent, "pdl": True}, stream=(7 << 50) + 1)
+    assert _recorded(path, fields) == (sent, (7 << 50) + 1)
+
+
+def test_optional_arguments_are_null(tmp_path: Path) -> None:
+    path = build_recorder(tmp_path, "W8A8GemmParams")
+    required = dict.fromkeys(
+        [
+            *["x", "x_stride", "w", "w_stride", "x_scale", "x_scale_stride", "w_scale"],
+            *["w_scale_stride", "out", "out_stride", "m", "n", "k", "stream"],
+        ],
+        1,
+    )
+    _C.W8A8Gemm(str(path)).launch(**required)
+    seen, _ = _recorded(path, GemmFields)
+    assert [seen[name] for name in ("bias", "x_zero_point", "w_sum", "pdl")] == [None] * 3 + [0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"m": 1 << 31}, {"x": -1}, {"k": 1.5}, {"x": "1"}, {"y": 1}, {"m": None}]
+)
+def test_arguments_that_do_not_fit_are_refused(recorder: Path, wrong: dict[str, object]) -> None:
+    library = _C.Quantize(str(recorder))
+    good = {"x": 1, "x_stride": 1, "out": 1, "out_stride": 1, "m": 1, "k": 1, "stream": 0}
+    with pytest.raises(TypeError, match="launch"):
+        library.launch(**{**good, **wrong})
+
+
+def test_cuda_errors_are_raised_with_the_librarys_words(tmp_path: Path) -> None:
+    path = build_recorder(tmp_path, prepare=1, launch=9)
+    library = _C.Quantize(str(path))
+    with pytest.raises(RuntimeError, match=r"CUDA error in prepare of .*: invalid argument"):
+        library.prepare()
+    with pytest.raises(RuntimeError, match=r"CUDA error in launch of .*: unknown"):
+        library.launch(x=1, x_stride=1, out=1, out_stride=1, m=1, k=1, stream=0)
+
+
+def test_a_library_made_for_another_loader_is_refused(tmp_path: Path) -> None:
+    path = build_recorder(tmp_path, abi="1ULL")
+    with pytest.raises(RuntimeError, match=r"another csrc/common/params.h .*pip install -e"):
+        _C.Quantize(str(path))
+
+
+def test_what_is_no_kernel_library_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"cannot load a kernel library: .*missing\.so"):
+        _C.Quantize(str(tmp_path / "missing.so"))
+    (tmp_path / "text.so").write_text("not a library")
+    with pytest.raises(RuntimeError, match="cannot load a kernel library"):
+        _C.Quantize(str(tmp_path / "text.so"))
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;")
+    subprocess.run(["g++", "-shared", source, "-o", tmp_path / "empty.so"], check=True)
+    with pytest.raises(RuntimeError, match="no symbol ostinato_abi_version"):
+        _C.Quantize(str(tmp_path / "empty.so"))
+
+
+def test_the_loader_was_built_from_these_sources() -> None:
+    assert f"0x{_C.ABI:016x}ULL" == compiler.abi_version()
+
+
+def test_without_a_driver_nothing_is_capturing() -> None:
+    code = "from ostinato import _C; import sys; print(_C.is_capturing(0), 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False", "False"]
+
+
+def test_a_missing_kernel_is_compiled_with_one_line_then_kept(
+    cache: Path, nvcc_calls: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    library = loader.load(_VARIANT, device=0, stream=0)
+    assert isinstance(library, _C.Quantize)
+    assert capfd.readouterr().err == (
+        f"ostinato: compiling kernel {_VARIANT.name} once, into {cache}\n"
+    )
+    assert loader.load(_VARIANT, device=0, stream=0) is library
+    assert loader.load(_VARIANT, device=1, stream=0) is not library
+    assert capfd.readouterr().err == ""
+    assert len(nvcc_calls.read_text().splitlines()) == 1
+
+
+def test_the_library_is_prepared_for_each_device_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path / "cuda", build_recorder(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    for device in (0, 0, 1):
+        loader.load(_VARIANT, device=device, stream=0)
+    (path,) = cache.glob("*/kernel.so")
+    assert ctypes.CDLL(str(path)).times_prepared() == 2
+
+
+def test_gemms_are_loaded_as_gemms(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc(tmp_path / "cuda", build_recorder(tmp_path, "W8A8GemmParams"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    variant = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+    assert isinstance(loader.load(variant, device=0, stream=0), _C.W8A8Gemm)
+
+
+def test_threads_that_ask_at_once_compile_once(nvcc_calls: Path) -> None:
+    found: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(loader.load(_VARIANT, device=0, stream=0)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert len(nvcc_calls.read_text().splitlines()) == 1
+
+
+def test_nothing_is_compiled_with_jit_off(
+    nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_JIT", "0")
+    with pytest.raises(MissingKernelError, match=rf"OSTINATO_JIT=0 .*run `{_COMMAND}`"):
+        loader.load(_VARIANT, device=0, stream=0)
+    assert not nvcc_calls.exists()
+    monkeypatch.delenv("OSTINATO_JIT")
+    compiler.build([compiler.plan(_VARIANT)])
+    monkeypatch.setenv("OSTINATO_JIT", "0")
+    assert isinstance(loader.load(_VARIANT, device=0, stream=0), _C.Quantize)
+
+
+def test_nothing_is_compiled_while_the_stream_is_captured(
+    nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def capturing(stream: int) -> bool:
+        asked.append(stream)
+        return True
+
+    monkeypatch.setattr(loader._C, "is_capturing", capturing)
+    with pytest.raises(MissingKernelError, match=rf"being captured: run `{_COMMAND}`"):
+        loader.load(_VARIANT, device=0, stream=99)
+    assert asked == [99]
+    assert not nvcc_calls.exists()
+
+
+def test_without_nvcc_the_error_names_the_command(cache: Path, no_nvcc: None) -> None:
+    with pytest.raises(MissingKernelError, match=rf"there is no nvcc .*run `{_COMMAND}`"):
+        loader.load(_VARIANT, device=0, stream=0)
+
+
+def test_without_cutlass_the_error_names_the_command(
+    nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingKernelError, match=rf"CUTLASS is not .*--only {_TILED.name}`"):
+        loader.load(_TILED, device=0, stream=0)
+
+
+def test_a_failed_compilation_is_raised_and_tried_again(nvcc_calls: Path) -> None:
+    bad = Probe(behaviour="fail")
+    for _ in range(2):
+        with pytest.raises(KernelBuildError, match="no such thing"):
+            loader.load(bad, device=0, stream=0)
+    assert len(nvcc_calls.read_text().splitlines()) == 2
+
+
+def test_the_environment_chooses_the_build_mode(
+    nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+    monkeypatch.setenv("OSTINATO_JIT", "0")
+    monkeypatch.setenv("OSTINATO_DELAY_SITE", "small_m_stage_release")
+    with pytest.raises(
+        MissingKernelError, match=r"--only gemm_small_m-\S+ --inject-delay small_m_stage_release`"
+    ):
+        loader.load(variant, device=0, stream=0)
+
+
+def test_an_unknown_delay_site_in_the_environment_is_refused(
+    nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_DELAY_SITE", "nowhere")
+    with pytest.raises(ValueError, match="OSTINATO_DELAY_SITE: got 'nowhere', expected"):
+        loader.load(_VARIANT, device=0, stream=0)

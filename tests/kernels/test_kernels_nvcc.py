@@ -1,0 +1,129 @@
+"""What the real compiler makes of the probe kernel and of one quantisation kernel. No GPU needed.
+
+All but a second or two of each test is nvcc; kernels on CUTLASS take a minute and are compiled
+by `python -m ostinato build`, after which `kernels --budgets` holds them to theirs.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kernels_probe import Probe
+from test_kernels_budgets import BUDGETS
+
+from ostinato import _C
+from ostinato.kernels.budgets import excesses, read_budgets
+from ostinato.kernels.compiler import build, plan
+from ostinato.kernels.mode import RELEASE, BuildMode
+from ostinato.kernels.sources import CSRC
+from ostinato.kernels.toolchain import require_nvcc
+from ostinato.kernels.variants import GemmSmallM, Quantize, Variant
+
+pytestmark = pytest.mark.nvcc
+
+_PROBE_BUDGET = {"registers": 168, "stack": 0, "spills": 0, "smem": 0}
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE", str(shared_cache))
+
+
+def test_the_probe_is_within_its_budget_and_loads() -> None:
+    (entry,) = build([plan(Probe())])
+    assert excesses(entry.usage, _PROBE_BUDGET) == []
+    assert entry.nvcc == require_nvcc().version
+    # Loading needs neither a GPU nor a driver.
+    assert isinstance(_C.Quantize(str(entry.library)), _C.Quantize)
+
+
+def test_local_memory_exceeds_the_budget() -> None:
+    (entry,) = build([plan(Probe(waste=64))])
+    assert excesses(entry.usage, _PROBE_BUDGET) == ["stack: got 64, expected at most 0"]
+
+
+def test_a_quantisation_kernel_is_within_its_budget() -> None:
+    variant = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8")
+    (entry,) = build([plan(variant)])
+    assert excesses(entry.usage, read_budgets(BUDGETS)[variant.name]) == []
+
+
+def test_only_the_debug_build_prints() -> None:
+    release, debug = build([plan(Probe()), plan(Probe(), BuildMode(debug_print=True))])
+    assert debug.mode == "debug-print"
+    texts = [entry.library.read_bytes() for entry in (release, debug)]
+    assert [b"vprintf" in text for text in texts] == [False, True]
+
+
+@pytest.mark.parametrize("site", [None, "probe_load", "probe_store"])
+def test_only_a_delay_build_sleeps(tmp_path: Path, site: str | None) -> None:
+    item = plan(Probe(), BuildMode(delay_site=site))
+    macros = [flag for flag in item.flags if flag.startswith("-D")]
+    ptx = tmp_path / "probe.ptx"
+    command = [require_nvcc().path, "-std=c++17", "-arch=compute_90a", *macros, f"-I{CSRC}"]
+    subprocess.run([*command, "-ptx", Probe().source, "-o", ptx], check=True, timeout=120)
+    assert ("nanosleep" in ptx.read_text()) == (site is not None)
+
+
+def test_only_the_entry_points_are_exported() -> None:
+    (entry,) = build([plan(Probe())])
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", entry.library], capture_output=True, text=True, check=True
+    )
+    assert {line.split()[-1] for line in listed.stdout.splitlines()} == {
+        *("ostinato_abi_version", "ostinato_error_string"),
+        *("ostinato_prepare", "ostinato_launch"),
+    }
+
+
+def _errors(source: Path, flags: Sequence[str]) -> str:
+    """Return what nvcc says about a source that must not compile; code is never generated."""
+    command = [require_nvcc().path, *flags, f"-I{CSRC}", "-cuda", source, "-o", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("use", "sentence"),
+    [
+        ("RegisterTable<4, false>::kSplit", "divided among two or three consumer warpgroups"),
+        ("give_up_registers<36>()", "setmaxnreg takes multiples of 8 from 24 to 256"),
+    ],
+)
+def test_impossible_registers_do_not_compile(tmp_path: Path, use: str, sentence: str) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        f'#include "common/registers.cuh"\n__global__ void kernel() {{ (void)ostinato::{use}; }}\n'
+    )
+    assert sentence in _errors(source, plan(Probe()).flags)
+
+
+def test_asserts_do_not_compile(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text('#include "common/check.h"\n')
+    flags = [flag for flag in plan(Probe()).flags if flag != "-DNDEBUG"]
+    assert "kernels are compiled with -DNDEBUG" in _errors(source, flags)
+
+
+_SMALL = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sentence"),
+    [
+        (replace(_SMALL, token_warps=4), "every token warp needs whole tiles of 8 tokens"),
+        (replace(_SMALL, row_tiles=32), "the epilogue gives each thread one weight row"),
+    ],
+)
+def test_impossible_variants_do_not_compile(variant: Variant, sentence: str) -> None:
+    assert sentence in _errors(variant.source, plan(variant, RELEASE).flags)

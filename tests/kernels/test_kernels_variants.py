@@ -1,0 +1,140 @@
+"""Which variants exist, and how they are selected."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ostinato.kernels.catalogue import CATALOGUE, families, select
+from ostinato.kernels.sources import read_sources
+from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize, Variant
+
+_QUANTIZE = {"kind": "rms_norm", "in_dtype": "bf16", "out_dtype": "int8"}
+_SMALL = {"dtype": "int8", "out_dtype": "bf16", "max_m": 16}
+_TILED = {"dtype": "int8", "out_dtype": "bf16", "tile": (128, 256, 128)}
+
+
+def test_names_and_macros_are_unique_in_the_catalogue() -> None:
+    assert len({variant.name for variant in CATALOGUE}) == len(CATALOGUE)
+    macros = {(v.source, *sorted(v.defines().items())) for v in CATALOGUE}
+    assert len(macros) == len(CATALOGUE)
+
+
+@pytest.mark.parametrize("variant", CATALOGUE, ids=lambda variant: variant.name)
+def test_names_are_fit_for_files_and_command_lines(variant: Variant) -> None:
+    assert set(variant.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
+    assert variant.name.startswith(f"{variant.family}-")
+
+
+_MACRO = re.compile(r"\bOSTINATO_[A-Z][A-Z_]*\b")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED)],
+    ids=lambda variant: variant.family,
+)
+def test_a_variant_gives_its_source_the_macros_that_it_asks_for(variant: Variant) -> None:
+    texts = read_sources(variant.source).texts
+    common = {name for name in texts if name.startswith("common/")}
+    known = set(_MACRO.findall("".join(texts[name] for name in common)))
+    asked = set(_MACRO.findall("".join(texts[name] for name in texts.keys() - common)))
+    workshop = {"OSTINATO_DELAY", "OSTINATO_PRINT"}
+    assert set(variant.defines()) == asked - known - workshop
+
+
+def test_a_name_tells_every_field_apart() -> None:
+    tiled = [
+        GemmTiled(**_TILED),
+        GemmTiled(**_TILED, cluster=(2, 1)),
+        GemmTiled(**_TILED, swap_ab=True),
+        GemmTiled(**_TILED, pingpong=True),
+        GemmTiled(**_TILED, zero_point=True),
+        GemmTiled(**_TILED, raster=1),
+        GemmTiled(**_TILED, swizzle=8),
+        GemmTiled(**{**_TILED, "dtype": "e4m3"}),
+        GemmTiled(**{**_TILED, "dtype": "e4m3"}, fast_accum=True),
+    ]
+    assert len({variant.name for variant in tiled}) == len(tiled)
+    assert Quantize(**_QUANTIZE).name != Quantize(**_QUANTIZE, weight_dtype="fp32").name
+
+
+def test_the_norm_weight_has_the_input_dtype_unless_told() -> None:
+    assert Quantize(**_QUANTIZE) == Quantize(**_QUANTIZE, weight_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "wrong", "match"),
+    [
+        (Quantize, _QUANTIZE, {"kind": "softmax"}, "kind: got 'softmax', expected 'per_token' or"),
+        (Quantize, _QUANTIZE, {"in_dtype": "int8"}, "in_dtype: got 'int8', expected 'bf16' or"),
+        (Quantize, _QUANTIZE, {"out_dtype": "int4"}, "out_dtype: got 'int4', expected 'int8' or"),
+        (Quantize, _QUANTIZE, {"weight_dtype": "fp16"}, "weight_dtype: got 'fp16', expected"),
+        (Quantize, {**_QUANTIZE, "kind": "per_token"}, {"weight_dtype": "fp32"}, "weight_dtype"),
+        (GemmSmallM, _SMALL, {"dtype": "bf16"}, "dtype: got 'bf16', expected 'int8' or 'e4m3'"),
+        (GemmSmallM, _SMALL, {"out_dtype": "int8"}, "out_dtype: got 'int8'"),
+        (GemmSmallM, _SMALL, {"max_m": 12}, "max_m: got 12, expected 8 or 16 or 32 or 64"),
+        (GemmSmallM, _SMALL, {"token_warps": 3}, "token_warps: got 3"),
+        (GemmTiled, _TILED, {"dtype": "int4"}, "dtype: got 'int4'"),
+        (GemmTiled, _TILED, {"out_dtype": "fp64"}, "out_dtype: got 'fp64'"),
+        (GemmTiled, _TILED, {"raster": 3}, "raster: got 3, expected 0 or 1 or 2"),
+        (GemmTiled, _TILED, {"swizzle": 3}, "swizzle: got 3, expected 1 or 2 or 4 or 8"),
+        (GemmTiled, _TILED, {"fast_accum": True}, "fast_accum: got True with dtype 'int8'"),
+        (
+            GemmTiled,
+            {**_TILED, "dtype": "e4m3"},
+            {"zero_point": True},
+            "zero_point: got True with dtype 'e4m3'",
+        ),
+    ],
+)
+def test_fields_that_no_kernel_has_are_refused(
+    family: type, fields: dict, wrong: dict, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        family(**{**fields, **wrong})
+
+
+def test_select_gives_everything_by_default() -> None:
+    assert select() == list(CATALOGUE)
+
+
+def test_select_by_family_and_by_name() -> None:
+    chosen = select(only=["gemm_small_m", "quantize-silu_mul-bf16-e4m3"])
+    assert Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3") in chosen
+    assert {type(variant) for variant in chosen} == {GemmSmallM, Quantize}
+    assert sum(type(variant) is Quantize for variant in chosen) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "kept", "dropped"),
+    [
+        ({"int8"}, {"int8", "bf16", "fp16", "fp32"}, {"e4m3"}),
+        ({"bf16"}, {"int8", "e4m3", "bf16"}, {"fp16", "fp32"}),
+        ({"e4m3", "fp16"}, {"e4m3", "fp16"}, {"int8", "bf16", "fp32"}),
+    ],
+)
+def test_select_by_dtypes(dtypes: set[str], kept: set[str], dropped: set[str]) -> None:
+    found = set().union(*(variant.dtypes() for variant in select(dtypes=dtypes)))
+    assert found == kept
+    assert not found & dropped
+
+
+def test_select_refuses_unknown_names() -> None:
+    with pytest.raises(ValueError, match="only: got 'gem', expected quantize or gemm_small_m or"):
+        select(only=["gem"])
+    with pytest.raises(ValueError, match="dtypes: got 'int4', expected int8 or e4m3 or bf16"):
+        select(dtypes=["int4"])
+
+
+def test_select_refuses_a_selection_of_nothing() -> None:
+    with pytest.raises(
+        ValueError, match="no kernel of quantize-silu_mul-bf16-e4m3 has dtypes int8"
+    ):
+        select(only=["quantize-silu_mul-bf16-e4m3"], dtypes=["int8"])
+
+
+def test_families_are_named_once() -> None:
+    assert len(families()) == len(set(families()))
+    assert {variant.family for variant in CATALOGUE} == set(families())
