@@ -1,0 +1,217 @@
+// The kernels: rows kept in registers, and rows of any length.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "common/params.h"
+#include "gemm_w8a8/quantize_stages.cuh"
+
+namespace ostinato {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+// Who shares a row.
+enum class Share { warp, cta, cluster };
+
+// Rows of up to kElements elements per thread: each is read once and kept in registers.
+template <int kElements, Share kShare, int kThreads, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1)
+    quantize_rows(const __grid_constant__ QuantizeParams p) {
+  constexpr bool kWarpPerRow = kShare == Share::warp;
+  constexpr int kVectors = kElements / kVectorSize;
+  constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
+  constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
+  // Weights that the registers of 1024 threads have no room for are left to the L2 cache.
+  constexpr bool kHoldWeights = kKind == Kind::rms_norm && kElements * kThreads <= 16 * kMaxThreads;
+  static_assert(kShare != Share::cluster || kKind != Kind::rms_norm,
+                "the sum of squares is not shared among CTAs");
+  __shared__ float sums[kVectors * kMaxWarps];
+  __shared__ float maxima[kMaxWarps];
+  __shared__ float cta_maximum;
+
+  uint32_t threads = blockDim.x;
+  uint32_t thread = threadIdx.x;
+  int64_t index = blockIdx.x;
+  if constexpr (kShare == Share::warp) {
+    threads = 32;
+    thread = threadIdx.x % 32;
+    index = index * (blockDim.x / 32) + threadIdx.x / 32;
+  } else if constexpr (kShare == Share::cluster) {
+    const auto cluster = cooperative_groups::this_cluster();
+    threads = blockDim.x * cluster.num_blocks();
+    thread = blockDim.x * cluster.block_rank() + threadIdx.x;
+    index = blockIdx.x / cluster.num_blocks();
+  }
+  const uint32_t k = static_cast<uint32_t>(p.k);
+  const auto first_of = [&](int vector) { return (vector * threads + thread) * kVectorSize; };
+
+  // The norm's weights are constants: no earlier kernel writes them.
+  const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
+  WeightVector weights[kHoldWeights ? kVectors : 1];
+  if constexpr (kHoldWeights) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[v]);
+    }
+  } else if constexpr (kKind == Kind::rms_norm) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (first_of(v) < k) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(norm_weight + first_of(v)));
+      }
+    }
+  }
+
+  wait_for_predecessor();
+  if (index >= p.m) {
+    return;
+  }
+  const Static fixed(p);
+  const Row row(p, index);
+  Values values[kVectors];
+#pragma unroll
+  for (int group = 0; group < kVectors; group += kLoadsInFlight) {
+    Vector x[kLoadsInFlight];
+    Vector second[kLoadsInFlight];
+#pragma unroll
+    for (int v = 0; v < kLoadsInFlight; ++v) {
+      load_pair<kAligned>(row, first_of(group + v), x[v], second[v]);
+    }
+    if (group + kLoadsInFlight == kVectors) {
+      let_successor_start();
+    }
+#pragma unroll
+    for (int v = 0; v < kLoadsInFlight; ++v) {
+      combine<kAligned>(row, first_of(group + v), x[v], second[v], values[group + v]);
+    }
+  }
+
+  if constexpr (kKind == Kind::rms_norm) {
+    float squares[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      squares[v] = sum_squares(values[v]);
+    }
+    const Divisor rms(root_mean_square(row_sum<kWarpPerRow>(squares, sums), p));
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (!kHoldWeights) {
+        load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[0]);
+      }
+      normalize(values[v], rms, weights[kHoldWeights ? v : 0]);
+    }
+  }
+
+  float scale;
+  if (fixed.given) {
+    scale = fixed.scale;
+  } else {
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      largest = max_magnitude_of(largest, values[v]);
+    }
+    largest = row_max<kWarpPerRow>(largest, maxima);
+    if constexpr (kShare == Share::cluster) {
+      const auto cluster = cooperative_groups::this_cluster();
+      if (threadIdx.x == 0) {
+        cta_maximum = largest;
+      }
+      cluster.sync();
+      const uint32_t lane = threadIdx.x % 32;
+      largest = warp_max(lane < cluster.num_blocks() ? *cluster.map_shared_rank(&cta_maximum, lane)
+                                                     : 0.0f);
+      cluster.barrier_arrive();
+    }
+    scale = dynamic_scale(largest);
+    if (thread == 0) {
+      p.scale_out[index] = scale;
+    }
+  }
+  const Encoder encoder(fixed, scale);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    encoder.write<kAligned>(row, first_of(v), values[v]);
+  }
+  if constexpr (kShare == Share::cluster) {
+    if (!fixed.given) {
+      // No CTA may end while another can still read its maximum.
+      cooperative_groups::this_cluster().barrier_wait();
+    }
+  }
+}
+
+// Rows of any length, read once for each of the sum, the maximum and the codes. With a residual the
+// first reading stores the sum, and the others, by the same threads, read it there: residual_out
+// may be the residual itself.
+template <bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    quantize_long_rows(const __grid_constant__ QuantizeParams p) {
+  __shared__ float sums[kMaxWarps];
+  __shared__ float maxima[kMaxWarps];
+  const uint32_t k = static_cast<uint32_t>(p.k);
+  const uint32_t begin = threadIdx.x * kVectorSize;
+  const uint32_t step = blockDim.x * kVectorSize;
+  const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
+
+  wait_for_predecessor();
+  const Static fixed(p);
+  let_successor_start();
+  Row row(p, blockIdx.x);
+  float rms_value = 1.0f;
+  if constexpr (kKind == Kind::rms_norm) {
+    float sum[1] = {0.0f};
+    for (uint32_t first = begin; first < k; first += step) {
+      Vector x, second;
+      Values values;
+      load_pair<kAligned>(row, first, x, second);
+      combine<kAligned>(row, first, x, second, values);
+      sum[0] += sum_squares(values);
+    }
+    rms_value = root_mean_square(row_sum<false>(sum, sums), p);
+    if (row.second != nullptr) {
+      row.x = row.residual_out;
+      row.second = nullptr;
+    }
+  }
+  const Divisor rms(rms_value);
+  const auto values_at = [&](uint32_t first, Values& values) {
+    Vector x, second;
+    load_pair<kAligned>(row, first, x, second);
+    combine<kAligned>(row, first, x, second, values);
+    if constexpr (kKind == Kind::rms_norm) {
+      WeightVector weight;
+      load<kAligned, Reuse::kEveryRow>(norm_weight, first, k, weight);
+      normalize(values, rms, weight);
+    }
+  };
+
+  float scale;
+  if (fixed.given) {
+    scale = fixed.scale;
+  } else {
+    float largest = 0.0f;
+    for (uint32_t first = begin; first < k; first += step) {
+      Values values;
+      values_at(first, values);
+      largest = max_magnitude_of(largest, values);
+    }
+    scale = dynamic_scale(row_max<false>(largest, maxima));
+    if (threadIdx.x == 0) {
+      p.scale_out[blockIdx.x] = scale;
+    }
+  }
+  const Encoder encoder(fixed, scale);
+  for (uint32_t first = begin; first < k; first += step) {
+    Values values;
+    values_at(first, values);
+    encoder.write<kAligned>(row, first, values);
+  }
+}
+
+}  // namespace
+}  // namespace ostinato

@@ -1,0 +1,199 @@
+// The arithmetic of activation quantisation: exact where runtime/ops/quantize.py is exact, and
+// counted in instructions, because at full memory bandwidth an element has about 20 to 35 of them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace ostinato {
+
+namespace dtype {
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+using fp32 = float;
+struct int8 {
+  static constexpr float kGridMax = 127.0f;
+};
+struct e4m3 {
+  static constexpr float kGridMax = 448.0f;
+};
+}  // namespace dtype
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// max(a, |b|), NaN if either is.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(fabsf(b)));
+  return y;
+}
+
+// min(max(x, low), high), NaN if x is.
+__device__ __forceinline__ float clamp(float x, float low, float high) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(low));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(high));
+  return y;
+}
+
+// A divisor that many dividends share. With the correctly rounded inverse z of d, the three
+// operations q = xz, r = qd - x, q - rz give the correctly rounded x / d (Markstein, "IA-64 and
+// Elementary Functions", 2000; Brisebarre, Muller and Raina, "Accelerating correctly rounded
+// floating-point division when the divisor is known in advance", 2004), as long as nothing under-
+// or overflows. They keep the sign of a zero.
+struct Divisor {
+  float value;
+  float inverse;
+  float prescale;  // a power of two, of dividend and divisor, so that the divisor is in range
+  bool regular;    // neither 0 nor infinite nor NaN
+  bool fast;       // divide_fast may be used
+
+  __device__ __forceinline__ explicit Divisor(float d) {
+    const float magnitude = fabsf(d);
+    prescale = magnitude < kLeast ? 0x1p100f : magnitude > kMost ? 0x1p-100f : 1.0f;
+    value = __fmul_rn(d, prescale);
+    inverse = __frcp_rn(value);
+    regular = fabsf(value) >= kLeast && fabsf(value) <= kMost;
+    fast = magnitude >= kLeast && magnitude <= kMost;
+  }
+
+  // For quotients below kLargest in magnitude, and `fast`.
+  __device__ __forceinline__ float divide_fast(float x) const {
+    return refine(x, __fmul_rn(x, inverse));
+  }
+
+  // For all. The product alone is right for a divisor that is not regular, and for a quotient that
+  // overflows, where the remainder would be NaN.
+  __device__ __forceinline__ float divide(float x) const {
+    const float scaled = __fmul_rn(x, prescale);
+    const float q = __fmul_rn(scaled, inverse);
+    return regular && fabsf(q) < kLargest ? refine(scaled, q) : q;
+  }
+
+ private:
+  // Between these bounds, underflow can only touch quotients below 2^-40 in magnitude, far below
+  // half a step of either grid.
+  static constexpr float kLeast = 0x1p-60f;
+  static constexpr float kMost = 0x1p125f;
+  static constexpr float kLargest = 0x1p120f;
+
+  __device__ __forceinline__ float refine(float x, float q) const {
+    return __fmaf_rn(__fmaf_rn(q, value, -x), -inverse, q);
+  }
+};
+
+// Correctly rounded x / d for normal d and finite x: the compiler's own division without its tests
+// and its call for the cases left out here.
+__device__ __forceinline__ float divide_regular(float x, float d) {
+  float z;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(d));
+  z = __fmaf_rn(z, __fmaf_rn(-d, z, 1.0f), z);
+  float q = __fmul_rn(x, z);
+  q = __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
+  return __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
+}
+
+// The largest gate, in magnitude, that silu_fast takes.
+inline constexpr float kSiluFastLimit = 80.0f;
+
+__device__ __forceinline__ float silu_fast(float gate) {
+  return divide_regular(gate, __fadd_rn(1.0f, expf(-gate)));
+}
+
+// gate / (1 + exp(-gate)) for all gates.
+__device__ __forceinline__ float silu(float gate) {
+  const float d = __fadd_rn(1.0f, expf(-gate));
+  if (d == 1.0f) {
+    return gate;
+  }
+  if (d == __uint_as_float(0x7f800000)) {
+    return __fmul_rn(gate, 0.0f);  // NaN for an infinite gate
+  }
+  // d may be as large as 2^128: its inverse would be subnormal.
+  return __fmul_rn(divide_regular(gate, __fmul_rn(d, 0x1p-64f)), 0x1p-64f);
+}
+
+// Adding it rounds a float of magnitude below 2^22 to an integer, ties to even, which is then the
+// low bits of the sum.
+inline constexpr float kRoundingShift = 12582912.0f;  // 1.5 * 2^23
+
+__device__ __forceinline__ uint32_t pack_bytes(const uint32_t (&low_bytes)[4]) {
+  const uint32_t low = __byte_perm(low_bytes[0], low_bytes[1], 0x0040);
+  const uint32_t high = __byte_perm(low_bytes[2], low_bytes[3], 0x0040);
+  return __byte_perm(low, high, 0x5410);
+}
+
+__device__ __forceinline__ uint32_t pack_e4m3(const float (&q)[4]) {
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(q[1]), "f"(q[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(q[3]), "f"(q[2]));
+  return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+}
+
+// The 8-bit grid that quotients are rounded to, and the zero point on it.
+template <typename Out>
+struct Grid;
+
+template <>
+struct Grid<dtype::int8> {
+  float zero_point;  // an integer
+  float low;         // -127, or -128 with a zero point
+
+  __device__ __forceinline__ Grid(float zero, bool symmetric)
+      : zero_point(zero), low(symmetric ? -127.0f : -128.0f) {}
+
+  // Quotients of a row by its own dynamic scale: rounded, they are within -127..127.
+  __device__ __forceinline__ static uint32_t encode_bounded(const float (&q)[4]) {
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      codes[i] = __float_as_uint(__fadd_rn(q[i], kRoundingShift));
+    }
+    return pack_bytes(codes);
+  }
+
+  // Any quotients. NaN becomes 0.
+  __device__ __forceinline__ uint32_t encode(const float (&q)[4]) const {
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Beyond 2^22 the rounding shift rounds too coarsely, but there every code saturates.
+      const float code =
+          __fadd_rn(__fadd_rn(__fadd_rn(q[i], kRoundingShift), -kRoundingShift), zero_point);
+      codes[i] = static_cast<uint32_t>(__float2int_rn(clamp(code, low, 127.0f)));
+    }
+    return pack_bytes(codes);
+  }
+};
+
+template <>
+struct Grid<dtype::e4m3> {
+  __device__ __forceinline__ Grid(float, bool) {}
+
+  __device__ __forceinline__ static uint32_t encode_bounded(const float (&q)[4]) {
+    return pack_e4m3(q);
+  }
+  // Any quotients; infinities saturate too, and NaN becomes 0x7f.
+  __device__ __forceinline__ static uint32_t encode(const float (&q)[4]) { return pack_e4m3(q); }
+};
+
+}  // namespace ostinato

@@ -1,0 +1,213 @@
+// The stages of quantising a row: load, combine, normalise, encode; for the one variant that the
+// macros of quantize.cu select.
+#pragma once
+
+#include <cstdint>
+
+#include "common/params.h"
+#include "gemm_w8a8/quantize_math.cuh"
+#include "gemm_w8a8/quantize_rows.cuh"
+
+#ifndef OSTINATO_WEIGHT_DTYPE
+#define OSTINATO_WEIGHT_DTYPE OSTINATO_IN_DTYPE
+#endif
+
+namespace ostinato {
+namespace {
+
+enum class Kind { per_token, rms_norm, silu_mul };
+
+constexpr Kind kKind = Kind::OSTINATO_KIND;
+using In = dtype::OSTINATO_IN_DTYPE;
+using Out = dtype::OSTINATO_OUT_DTYPE;
+using Weight = dtype::OSTINATO_WEIGHT_DTYPE;
+static_assert(sizeof(Weight) == sizeof(In) || sizeof(Weight) == 4,
+              "norm_weight has the dtype of x or is fp32");
+
+constexpr int kVectorSize = 16 / sizeof(In);
+constexpr int kCodeWords = kVectorSize / 4;
+constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal number
+
+using Values = float[kVectorSize];
+using Vector = Packed<In, kVectorSize>;
+using WeightVector = Packed<Weight, kVectorSize>;
+
+// The pointers of one row.
+struct Row {
+  const In* x;
+  const In* second;  // of the residual, or the up half; null if there is none
+  In* residual_out;
+  uint8_t* out;
+  uint32_t k;
+
+  __device__ __forceinline__ Row(const QuantizeParams& p, int64_t row)
+      : x(static_cast<const In*>(p.x) + row * p.x_stride),
+        second(nullptr),
+        residual_out(nullptr),
+        out(static_cast<uint8_t*>(p.out) + row * p.out_stride),
+        k(static_cast<uint32_t>(p.k)) {
+    if constexpr (kKind == Kind::silu_mul) {
+      second = x + p.k;
+    } else if constexpr (kKind == Kind::rms_norm) {
+      if (p.residual != nullptr) {
+        second = static_cast<const In*>(p.residual) + row * p.residual_stride;
+        residual_out = static_cast<In*>(p.residual_out) + row * p.residual_out_stride;
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void gate(const Values& gates, const Values& ups, Values& values) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectorSize; ++i) {
+    largest = fmaxf(largest, fabsf(gates[i]));
+  }
+  if (largest <= kSiluFastLimit) {
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      values[i] = __fmul_rn(silu_fast(gates[i]), ups[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      values[i] = __fmul_rn(silu(gates[i]), ups[i]);
+    }
+  }
+}
+
+// What is quantised or normalised, from what was loaded; with a residual the sum is also stored.
+template <bool kAligned>
+__device__ __forceinline__ void combine(const Row& row, uint32_t first, const Vector& x,
+                                        const Vector& second, Values& values) {
+  x.unpack(values);
+  if constexpr (kKind == Kind::silu_mul) {
+    Values gates, ups;
+    x.unpack(gates);
+    second.unpack(ups);
+    gate(gates, ups, values);
+  } else if constexpr (kKind == Kind::rms_norm) {
+    if (row.second != nullptr) {
+      Values residuals;
+      second.unpack(residuals);
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) {
+        values[i] = __fadd_rn(values[i], residuals[i]);
+      }
+      Vector sum;
+      sum.pack(values);
+      sum.unpack(values);
+      store<kAligned, In, kVectorSize>(row.residual_out, first, row.k, sum.words);
+    }
+  }
+}
+
+template <bool kAligned>
+__device__ __forceinline__ void load_pair(const Row& row, uint32_t first, Vector& x,
+                                          Vector& second) {
+  load<kAligned, Reuse::kOnce>(row.x, first, row.k, x);
+  if (kKind != Kind::per_token && row.second != nullptr) {
+    load<kAligned, Reuse::kOnce>(row.second, first, row.k, second);
+  }
+}
+
+__device__ __forceinline__ float sum_squares(const Values& values) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVectorSize; ++i) {
+    sum = __fmaf_rn(values[i], values[i], sum);
+  }
+  return sum;
+}
+
+__device__ __forceinline__ float root_mean_square(float sum, const QuantizeParams& p) {
+  return __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(p.k)), p.eps));
+}
+
+__device__ __forceinline__ void normalize(Values& values, const Divisor& rms,
+                                          const WeightVector& weight) {
+  Values weights;
+  weight.unpack(weights);
+  if (rms.fast) {
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      values[i] = __fmul_rn(rms.divide_fast(values[i]), weights[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      values[i] = __fmul_rn(rms.divide(values[i]), weights[i]);
+    }
+  }
+}
+
+__device__ __forceinline__ float max_magnitude_of(float largest, const Values& values) {
+#pragma unroll
+  for (int i = 0; i < kVectorSize; ++i) {
+    largest = max_magnitude(largest, values[i]);
+  }
+  return largest;
+}
+
+__device__ __forceinline__ float dynamic_scale(float largest) {
+  const float scale = __fdiv_rn(largest, Out::kGridMax);
+  return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
+}
+
+// The scale and zero point of static quantisation, read early: their latency is the row's.
+struct Static {
+  bool given;
+  float scale;
+  float zero_point;
+  bool symmetric;
+
+  __device__ __forceinline__ explicit Static(const QuantizeParams& p)
+      : given(p.static_scale != nullptr),
+        scale(given ? *p.static_scale : 0.0f),
+        zero_point(p.zero_point == nullptr ? 0.0f : static_cast<float>(*p.zero_point)),
+        symmetric(p.zero_point == nullptr) {}
+};
+
+// How a row is encoded: its scale and its grid.
+struct Encoder {
+  Divisor scale;
+  Grid<Out> grid;
+  bool bounded;  // the quotients are within the grid, and `scale` is fast
+
+  __device__ __forceinline__ Encoder(const Static& fixed, float scale_value)
+      : scale(scale_value), grid{fixed.zero_point, fixed.symmetric} {
+    bounded = !fixed.given && scale.fast;
+  }
+
+  __device__ __forceinline__ uint32_t encode(const float (&values)[4]) const {
+    float q[4];
+    if (bounded) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        q[i] = scale.divide_fast(values[i]);
+      }
+      return grid.encode_bounded(q);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      q[i] = scale.divide(values[i]);
+    }
+    return grid.encode(q);
+  }
+
+  template <bool kAligned>
+  __device__ __forceinline__ void write(const Row& row, uint32_t first,
+                                        const Values& values) const {
+    uint32_t codes[kCodeWords];
+#pragma unroll
+    for (int word = 0; word < kCodeWords; ++word) {
+      const float four[4] = {values[4 * word], values[4 * word + 1], values[4 * word + 2],
+                             values[4 * word + 3]};
+      codes[word] = encode(four);
+    }
+    store<kAligned, uint8_t, kVectorSize>(row.out, first, row.k, codes);
+  }
+};
+
+}  // namespace
+}  // namespace ostinato
