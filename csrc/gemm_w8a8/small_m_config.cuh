@@ -1,0 +1,82 @@
+// The shape of one compiled small-M GEMM, from its -D macros, and the layout of its packed weights.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "small_m_mma.cuh"
+
+// -DOSTINATO_INPUT=Int8|E4m3              operands
+// -DOSTINATO_OUTPUT=__nv_bfloat16|__half|float
+// -DOSTINATO_TOKENS=8|16|32|64            most rows of x
+// -DOSTINATO_TOKEN_WARPS=1|2|4            warps that share the tokens; the others share K
+// -DOSTINATO_ROW_TILES=n                  weight tiles (16 rows) of a pass over K
+// -DOSTINATO_X_SLOTS=n                    chunks of x that a warp holds in registers
+namespace ostinato::small_m {
+
+using Input = OSTINATO_INPUT;
+using Output = OSTINATO_OUTPUT;
+
+// Packed weights: [tile of 16 rows][block of 64 of K][row][byte], zero padded to whole tiles and to
+// an even number of blocks. In torch: pad w to [16 t, 128 d], then
+// w.view(t, 16, 2 d, 64).permute(0, 2, 1, 3).contiguous().
+inline constexpr int kTileRows = 16;
+inline constexpr int kBlockDepth = 64;
+inline constexpr int kBlockBytes = kTileRows * kBlockDepth;
+inline constexpr int kWarpBlocks = 2;  // of a chunk, per warp: a whole line of every token
+inline constexpr int kWarpDepth = kWarpBlocks * kBlockDepth;
+
+inline constexpr int kMmaWarps = 8;
+inline constexpr int kMmaThreads = kMmaWarps * 32;
+inline constexpr int kThreads = kMmaThreads + 32;  // and one warp that issues the copies
+
+inline constexpr int kTokens = OSTINATO_TOKENS;
+inline constexpr int kTokenWarps = OSTINATO_TOKEN_WARPS;
+inline constexpr int kDepthWarps = kMmaWarps / kTokenWarps;
+inline constexpr int kTokenTiles = kTokens / 8 / kTokenWarps;  // of 8 tokens, per warp
+inline constexpr int kRowTiles = OSTINATO_ROW_TILES;
+inline constexpr int kRows = kRowTiles * kTileRows;
+// Consecutive products into one accumulator wait for each other. Where few accumulators leave the
+// tensor core idle, even and odd blocks have their own.
+inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? 2 : 1;
+inline constexpr int kXSlots = OSTINATO_X_SLOTS;
+static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
+static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
+static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");
+
+// A stage of the ring is a chunk of K for kRowTiles weight tiles.
+inline constexpr int kChunkBlocks = kDepthWarps * kWarpBlocks;
+inline constexpr int kChunkDepth = kChunkBlocks * kBlockDepth;
+inline constexpr int kChunkTileBytes = kChunkBlocks * kBlockBytes;
+inline constexpr int kStageBytes = kRowTiles * kChunkTileBytes;
+
+// Sums of each depth warp, [token][row]. The pitch spreads a warp's stores over all banks.
+inline constexpr int kPartialPitch = kRows + 8;
+inline constexpr int kPartialBytes = kDepthWarps * kTokens * kPartialPitch * 4;
+
+inline constexpr int kSmemLimit = 227 * 1024;
+inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;  // scales, zero points; rest
+// Deeper is not better: what is in flight is a queue, and x waits in it.
+inline constexpr int kRingLimit = 144 * 1024;
+inline constexpr int kPrefillBytes = 64 * 1024;  // in flight when x is asked for
+inline constexpr int kSmemForRing = kSmemLimit - kFixedBytes;
+inline constexpr int kStages =
+    (kSmemForRing < kRingLimit ? kSmemForRing : kRingLimit) / kStageBytes;
+inline constexpr int kWantedPrefill = (kPrefillBytes + kStageBytes - 1) / kStageBytes;
+inline constexpr int kPrefillStages = kWantedPrefill < kStages ? kWantedPrefill : kStages;
+static_assert(kStages >= 2, "the ring needs two stages: fewer row tiles or tokens");
+
+struct alignas(128) SharedStorage {
+  uint8_t ring[kStages][kStageBytes];
+  Input::Sum partial[kDepthWarps][kTokens][kPartialPitch];
+  float x_scale[kTokens];
+  int32_t x_zero_point[kTokens];
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t x_requested;
+};
+static_assert(sizeof(SharedStorage) <= kSmemLimit, "shared memory of one CTA per SM");
+
+}  // namespace ostinato::small_m

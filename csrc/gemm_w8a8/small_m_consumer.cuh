@@ -1,0 +1,283 @@
+// The eight warps of a small-M GEMM that multiply the copied weights by x and write the output.
+#pragma once
+
+#include "common/debug.cuh"
+#include "common/launch.cuh"
+#include "common/params.h"
+#include "small_m_config.cuh"
+#include "small_m_producer.cuh"
+#include "small_m_ring.cuh"
+
+namespace ostinato::small_m {
+
+// 16 bytes of a row of x from `offset`; zero from `limit` on.
+template <bool kVectorLoads>
+__device__ __forceinline__ uint4 load_x(const uint8_t* row, int offset, int limit) {
+  uint4 x = make_uint4(0, 0, 0, 0);
+  if constexpr (kVectorLoads) {  // then 16 divides `limit`
+    if (offset < limit) {
+      x = *reinterpret_cast<const uint4*>(row + offset);
+    }
+  } else {
+    uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      if (offset + i < limit) {
+        words[i / 4] |= static_cast<uint32_t>(row[offset + i]) << (8 * (i % 4));
+      }
+    }
+    x = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  return x;
+}
+
+// What the epilogue needs of one weight row.
+struct Channel {
+  Channel() = default;
+
+  float scale;
+  Output bias;  // converted at its use: a conversion here would wait for the load
+  int32_t sum;
+
+  __device__ Channel(const W8A8GemmParams& params, int n) : scale(0), bias(0.0f), sum(0) {
+    if (n < params.n) {
+      scale = params.w_scale[static_cast<int64_t>(n) * params.w_scale_stride];
+      if (params.bias != nullptr) {
+        bias = static_cast<const Output*>(params.bias)[n];
+      }
+      if (params.x_zero_point != nullptr) {
+        sum = params.w_sum[n];
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void sync_mma_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kMmaThreads) : "memory");
+}
+
+template <bool kVectorLoads>
+class Consumer {
+ public:
+  __device__ Consumer(SharedStorage& shared, const W8A8GemmParams& params, const Work& work)
+      : shared_(shared), params_(params), work_(work) {
+    const int warp = threadIdx.x / 32;
+    lane_ = threadIdx.x % 32;
+    depth_warp_ = warp % kDepthWarps;
+    first_token_ = warp / kDepthWarps * kTokenTiles * 8;
+    const int column = depth_warp_ * kWarpDepth + lane_ % 8 * 16;
+    x_token_ = first_token_ + lane_ / 8;
+    x_ = static_cast<const uint8_t*>(params.x) + x_token_ * params.x_stride + column;
+    x_limit_ = params.k - column;
+    resident_ = work.chunks <= kSlots;
+    // Weight constants, so they may be read before the wait; two passes ahead, since they queue
+    // behind the ring.
+    channel_ = channel_of(work.first_tile);
+    next_channel_ = channel_of(work.first_tile + kRowTiles);
+  }
+
+  __device__ void run() {
+    wait_for_predecessor();
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      load_slot(slots_[slot], slot);
+    }
+    __syncwarp();
+    if (lane_ == 0) {
+      arrive(&shared_.x_requested);
+    }
+    if (threadIdx.x < params_.m) {
+      shared_.x_scale[threadIdx.x] =
+          params_.x_scale[static_cast<int64_t>(threadIdx.x) * params_.x_scale_stride];
+      shared_.x_zero_point[threadIdx.x] =
+          params_.x_zero_point == nullptr
+              ? 0
+              : params_
+                    .x_zero_point[static_cast<int64_t>(threadIdx.x) * params_.x_zero_point_stride];
+    }
+    for (int tile = work_.first_tile; tile < work_.end_tile; tile += kRowTiles) {
+      multiply_tiles(tile + kRowTiles >= work_.end_tile);
+      fresh_ = !resident_;
+      store_partial();
+      OSTINATO_DELAY(small_m_partial_store, threadIdx.x / 32 == 1);
+      sync_mma_warps();
+      write_output(tile, channel_);
+      channel_ = next_channel_;
+      next_channel_ = channel_of(tile + 2 * kRowTiles);
+      OSTINATO_DELAY(small_m_partial_load, threadIdx.x / 32 == 2);
+      sync_mma_warps();  // before the next tiles' sums overwrite these
+    }
+  }
+
+ private:
+  // Loads byte by byte take registers, and are slow anyway.
+  static constexpr int kSlots = kVectorLoads ? kXSlots : 1;
+
+  // Every thread finishes one weight row, for every kTokenStep-th token.
+  static constexpr int kTokenStep = kMmaThreads / kRows;
+
+  static __device__ int output_row() { return threadIdx.x % kRows; }
+
+  __device__ Channel channel_of(int tile) const {
+    return Channel(params_, tile < work_.end_tile ? tile * kTileRows + output_row() : params_.n);
+  }
+
+  // This warp's part of one chunk of x, as loaded: the memory system wants whole lines of 128
+  // bytes, so eight lanes load two blocks of one token, and the next 16 bytes of a lane are those
+  // of the token four further on. make_fragments() puts that right.
+  using XChunk = uint4[kWarpBlocks][kTokenTiles];
+
+  __device__ __forceinline__ void load_slot(XChunk& x, int chunk) {
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+      for (int b = 0; b < kWarpBlocks; ++b) {
+        const int token = j * 8 + b * 4;
+        x[b][j] = load_x<kVectorLoads>(x_ + token * params_.x_stride, chunk * kChunkDepth,
+                                       x_token_ + token < params_.m ? x_limit_ : 0);
+      }
+    }
+  }
+
+  // Exchanges between neighbouring quads of lanes: afterwards an even quad 2i has both blocks of
+  // token i and an odd quad 2i + 1 those of token i + 4, which so becomes the MMA's column 2i + 1.
+  __device__ __forceinline__ void make_fragments(XChunk& x) const {
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+      exchange(x[0][j].x, x[1][j].x);
+      exchange(x[0][j].y, x[1][j].y);
+      exchange(x[0][j].z, x[1][j].z);
+      exchange(x[0][j].w, x[1][j].w);
+    }
+  }
+
+  __device__ __forceinline__ void exchange(uint32_t& first, uint32_t& second) const {
+    const bool odd = lane_ & 4;
+    const uint32_t received = __shfl_xor_sync(0xffffffff, odd ? first : second, 4);
+    first = odd ? received : first;
+    second = odd ? second : received;
+  }
+
+  using Sums = Accumulator<Input::Sum>[kChains][kRowTiles][kTokenTiles];
+
+  static __device__ __forceinline__ void clear(Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Sums) / sizeof(Input::Sum)); ++i) {
+      sums[i / (4 * kTokenTiles * kRowTiles)][i / (4 * kTokenTiles) % kRowTiles]
+          [i / 4 % kTokenTiles][i % 4] = 0;
+    }
+  }
+
+  __device__ __forceinline__ void multiply_tiles(bool last) {
+    clear(sum_);
+    for (int first = 0; first < work_.chunks; first += kSlots) {
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        const int chunk = first + slot;
+        if (chunk < work_.chunks) {
+          if (fresh_) {
+            make_fragments(slots_[slot]);
+          }
+          multiply_stage(slots_[slot], chunk);
+          const bool ahead = chunk + kSlots < work_.chunks;
+          if (ahead || (!resident_ && !last)) {
+            load_slot(slots_[slot], ahead ? chunk + kSlots : slot);
+          }
+        }
+      }
+    }
+  }
+
+  // In a pass of fewer tiles than kRowTiles the rest of the stage holds old bytes, whose sums
+  // nobody reads.
+  __device__ __forceinline__ void multiply_stage(const XChunk& x, int chunk) {
+    wait(&shared_.full[position_.slot], position_.parity);
+    const uint8_t* stage =
+        shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kBlockBytes + lane_ * 16;
+    if (chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks) {
+#pragma unroll
+      for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          const uint4* block =
+              reinterpret_cast<const uint4*>(stage + r * kChunkTileBytes + b * kBlockBytes);
+          const WeightFragment w = {block[0], block[kBlockBytes / 32]};
+#pragma unroll
+          for (int j = 0; j < kTokenTiles; ++j) {
+            Input::multiply(sum_[b % kChains][r][j], w, x[b][j]);
+          }
+        }
+      }
+    }
+    OSTINATO_DELAY(small_m_stage_release, threadIdx.x / 32 == 3);
+    __syncwarp();
+    if (lane_ == 0) {
+      arrive(&shared_.empty[position_.slot]);
+    }
+    position_.advance();
+  }
+
+  __device__ __forceinline__ void store_partial() {
+#pragma unroll
+    for (int j = 0; j < kTokenTiles; ++j) {
+      const int token = first_token_ + j * 8 + lane_ % 4;
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        const int row = r * kTileRows + lane_ / 4;
+        Accumulator<Input::Sum> sum;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[i] = sum_[0][r][j][i];
+          if constexpr (kChains == 2) {
+            sum[i] += sum_[1][r][j][i];
+          }
+        }
+        auto& partial = shared_.partial[depth_warp_];
+        partial[token][row] = sum[0];
+        partial[token + 4][row] = sum[1];
+        partial[token][row + 8] = sum[2];
+        partial[token + 4][row + 8] = sum[3];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_output(int tile, const Channel& channel) {
+    const int row = output_row();
+    const int n = tile * kTileRows + row;
+    const int tiles = min(kRowTiles, work_.end_tile - tile);
+    if (n >= params_.n || row >= tiles * kTileRows || threadIdx.x >= kTokenStep * kRows) {
+      return;
+    }
+    for (int token = threadIdx.x / kRows; token < params_.m; token += kTokenStep) {
+      auto sum = shared_.partial[0][token][row];
+#pragma unroll
+      for (int warp = 1; warp < kDepthWarps; ++warp) {
+        sum += shared_.partial[warp][token][row];
+      }
+      if constexpr (Input::kInteger) {
+        // Unsigned, since the product alone may overflow; the difference does not.
+        sum = static_cast<int32_t>(static_cast<uint32_t>(sum) -
+                                   static_cast<uint32_t>(shared_.x_zero_point[token]) *
+                                       static_cast<uint32_t>(channel.sum));
+      }
+      const float y = fmaf(shared_.x_scale[token], channel.scale * static_cast<float>(sum),
+                           static_cast<float>(channel.bias));
+      static_cast<Output*>(params_.out)[token * params_.out_stride + n] = static_cast<Output>(y);
+    }
+  }
+
+  SharedStorage& shared_;
+  const W8A8GemmParams& params_;
+  const Work& work_;
+  int lane_, depth_warp_, first_token_;
+  Position position_;
+  const uint8_t* x_;       // this lane's first bytes of x
+  int x_token_, x_limit_;  // their token, and how many bytes its row has from there
+  Channel channel_, next_channel_;
+  bool resident_;      // the slots hold all of K, and serve every pass
+  bool fresh_ = true;  // the slots are as loaded, no fragments yet
+  XChunk slots_[kSlots];
+  Sums sum_;
+};
+
+}  // namespace ostinato::small_m

@@ -1,0 +1,87 @@
+// One warp's products of the small-M GEMM: 16 weight rows x 8 tokens x 64 of K, for INT8 and E4M3.
+//
+// The order of K inside a block is free as long as weights and tokens agree. Lane l takes bytes
+// 16 (l % 4) ... + 15 of weight rows l / 4 and l / 4 + 8, and the same bytes of token l / 4: one
+// 16-byte load per row, from memory that is contiguous over the warp for the weights.
+#pragma once
+
+#include <cstdint>
+
+namespace ostinato {
+
+struct WeightFragment {
+  uint4 low;   // row l / 4
+  uint4 high;  // row l / 4 + 8
+};
+
+// Accumulators of an MMA with 16 rows and 8 columns: lane l holds row l / 4 (+ 8 in the last two),
+// columns 2 (l % 4) and 2 (l % 4) + 1.
+template <class Sum>
+using Accumulator = Sum[4];
+
+struct Int8 {
+  using Sum = int32_t;
+  static constexpr bool kInteger = true;
+
+  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const WeightFragment& w,
+                                                  const uint4& x) {
+    mma(sum, w.low.x, w.high.x, w.low.y, w.high.y, x.x, x.y);
+    mma(sum, w.low.z, w.high.z, w.low.w, w.high.w, x.z, x.w);
+  }
+
+ private:
+  static __device__ __forceinline__ void mma(Accumulator<Sum>& d, uint32_t a0, uint32_t a1,
+                                             uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+};
+
+// sm_90 has no E4M3 mma.sync. Every E4M3 value is an FP16 value, so the FP16 product with FP32 sums
+// is at least as accurate as the FP8 tensor core path, and where weights are streamed its lower
+// rate does not show.
+struct E4m3 {
+  using Sum = float;
+  static constexpr bool kInteger = false;
+
+  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const WeightFragment& w,
+                                                  const uint4& x) {
+    multiply_word(sum, w.low.x, w.high.x, x.x);
+    multiply_word(sum, w.low.y, w.high.y, x.y);
+    multiply_word(sum, w.low.z, w.high.z, x.z);
+    multiply_word(sum, w.low.w, w.high.w, x.w);
+  }
+
+ private:
+  struct Halves {
+    uint32_t first, second;  // two FP16 values each
+  };
+
+  static __device__ __forceinline__ Halves widen(uint32_t four) {
+    Halves wide;
+    asm("{\n"
+        ".reg .b16 first, second;\n"
+        "mov.b32 {first, second}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+        "}"
+        : "=r"(wide.first), "=r"(wide.second)
+        : "r"(four));
+    return wide;
+  }
+
+  static __device__ __forceinline__ void multiply_word(Accumulator<Sum>& d, uint32_t low,
+                                                       uint32_t high, uint32_t x) {
+    const Halves a = widen(low), b = widen(high), c = widen(x);
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.first), "r"(b.first), "r"(a.second), "r"(b.second), "r"(c.first), "r"(c.second));
+  }
+};
+
+}  // namespace ostinato

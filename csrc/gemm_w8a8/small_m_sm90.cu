@@ -1,0 +1,78 @@
+// W8A8 GEMM for few tokens (M <= OSTINATO_TOKENS): weights are streamed once, at memory speed.
+//
+// One CTA per SM owns a contiguous run of weight tiles. One thread keeps a ring of bulk copies
+// full, and begins before it waits for the predecessor kernel: weights are constants. Eight warps
+// split each chunk of K (and, for many tokens, the tokens), keep their part of x in registers, and
+// add their sums through shared memory in a fixed order. docs/gemm_small_m.md has the reasons and
+// the measurements, small_m_config.cuh the macros and the layout of the packed weights.
+//
+// With params.pdl the predecessor may write x, x_scale and x_zero_point. It must not write w,
+// w_scale, w_sum or bias: these are read before the wait.
+#include <cuda_runtime.h>
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "common/params.h"
+#include "small_m_config.cuh"
+#include "small_m_consumer.cuh"
+#include "small_m_producer.cuh"
+#include "small_m_ring.cuh"
+
+namespace ostinato::small_m {
+namespace {
+
+__global__ void __launch_bounds__(kThreads, 1)
+    small_m_gemm(const __grid_constant__ W8A8GemmParams params) {
+  extern __shared__ uint8_t storage[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
+  const Work work(params);
+  if (threadIdx.x == kMmaThreads) {
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(&shared.full[i], 1);
+      init_barrier(&shared.empty[i], kMmaWarps);
+    }
+    init_barrier(&shared.x_requested, kMmaWarps);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x >= kMmaThreads) {
+    if (threadIdx.x == kMmaThreads) {
+      Producer(shared, params, work).run();
+      let_successor_start();
+    }
+    return;
+  }
+  const bool vector_loads = (reinterpret_cast<uintptr_t>(params.x) % 16 == 0) &&
+                            params.x_stride % 16 == 0 && params.k % 16 == 0;
+  if (vector_loads) {
+    Consumer<true>(shared, params, work).run();
+  } else {
+    Consumer<false>(shared, params, work).run();
+  }
+}
+
+}  // namespace
+}  // namespace ostinato::small_m
+
+OSTINATO_EXPORT int ostinato_prepare() {
+  return ostinato::allow_dynamic_smem(ostinato::small_m::small_m_gemm,
+                                      sizeof(ostinato::small_m::SharedStorage));
+}
+
+OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
+  using namespace ostinato::small_m;
+  if (params->m < 1 || params->m > kTokens || params->n < 1 || params->k < 1 ||
+      reinterpret_cast<uintptr_t>(params->w) % 16 != 0) {
+    return cudaErrorInvalidValue;
+  }
+  int device = 0, sms = 0;
+  OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
+  OSTINATO_RETURN_IF_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  const int tiles = (params->n + kTileRows - 1) / kTileRows;
+  ostinato::LaunchConfig config;
+  config.grid = dim3(tiles < sms ? tiles : sms);
+  config.block = dim3(kThreads);
+  config.dynamic_smem = sizeof(SharedStorage);
+  config.pdl = params->pdl != 0;
+  return ostinato::launch(small_m_gemm, config, static_cast<cudaStream_t>(stream), *params);
+}
