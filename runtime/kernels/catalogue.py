@@ -1,4 +1,4 @@
-"""The variants that the ops use, and selections of them."""
+"""The variants that measurements found worth building, and selections of them."""
 
 from __future__ import annotations
 
