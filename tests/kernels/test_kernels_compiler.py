@@ -22,7 +22,10 @@ from ostinato.kernels.compiler import Plan, build, find, plan
 from ostinato.kernels.errors import KernelBuildError
 
 _BUILD = """\
+import signal
 import sys
+# A job that a shell script started in the background inherits SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kernels_probe import Probe
 from ostinato.kernels.compiler import build, plan
 build([plan(Probe(waste=int(waste), behaviour=sys.argv[1])) for waste in sys.argv[2:]])
