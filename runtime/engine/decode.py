@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
@@ -11,10 +11,10 @@ import torch
 from ostinato import ops
 from ostinato.engine.request import Request
 from ostinato.graphs import BatchView, BufferSpec
+from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache
 
 _REHEARSAL = -1  # the sequence that holds the pages of a rehearsal; requests count from 0
-Example = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
 
 
 class SeenTokens:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from tokenizers import Tokenizer
@@ -21,6 +21,7 @@ from ostinato.engine.stats import EngineStats
 from ostinato.engine.stream import TokenStream
 from ostinato.engine.text import TextStream
 from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
+from ostinato.graphs.integers import as_integer
 from ostinato.model import Llama, PagedKVCache
 
 Prompt = str | Sequence[int]
@@ -71,24 +72,24 @@ class Engine:
             ("page_size", page_size),
             ("max_prefill_tokens", max_prefill_tokens),
         ):
-            if _integer(name, value) < 1:
+            if as_integer(name, value) < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
         if max_context is None:
             max_context = model.max_context
-        if not 2 <= _integer("max_context", max_context) <= model.max_context:
+        if not 2 <= as_integer("max_context", max_context) <= model.max_context:
             raise ValueError(
                 f"max_context: got {max_context}, expected 2 to the model's {model.max_context}"
             )
         if prefill_chunk is None:
             prefill_chunk = -(-_DEFAULT_CHUNK // page_size) * page_size
-        if _integer("prefill_chunk", prefill_chunk) < 1 or prefill_chunk % page_size:
+        if as_integer("prefill_chunk", prefill_chunk) < 1 or prefill_chunk % page_size:
             raise ValueError(
                 f"prefill_chunk: got {prefill_chunk}, expected a multiple of page_size={page_size}"
             )
         max_pages = -(-max_context // page_size)
         if num_pages is None:
             num_pages = _default_pages(model, max_batch * max_pages, page_size)
-        _integer("num_pages", num_pages)
+        as_integer("num_pages", num_pages)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context
@@ -127,7 +128,8 @@ class Engine:
         """
         if self._scheduler.running:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
-        with self._decode.rehearsal():
+        # Only verification draws examples; a rehearsal takes pages that were kept for prefixes.
+        with self._decode.rehearsal() if verify else nullcontext():
             return self.runner.capture(batch_sizes, progress=progress, verify=verify)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
@@ -259,7 +261,7 @@ class Engine:
         if isinstance(prompt, str):
             tokens = tuple(self.tokenizer.encode(prompt).ids)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            tokens = tuple(_integer("prompt", token) for token in prompt)
+            tokens = tuple(as_integer("prompt", token) for token in prompt)
         else:
             raise TypeError(f"prompt: got {prompt!r}, expected a text or a sequence of token ids")
         if not tokens:
@@ -350,9 +352,3 @@ def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
             f"num_pages: got None, but {budget} bytes of memory hold no page of {page_bytes} bytes"
         )
     return 1 + min(wanted, budget // page_bytes)
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: got {value!r}, expected an integer")
-    return operator.index(value)

@@ -6,6 +6,7 @@ macro means. `ostinato.kernels.catalogue` lists the variants that the ops use.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +20,7 @@ QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(ABC):
     """What every family has: a source, a name, and the macros that choose the kernel.
 
     `arch` is the compute capability of the GPU, with the suffix of its specific features.
@@ -31,13 +32,13 @@ class Variant:
     arch: str = "90a"
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The family and the field values, unique among all variants."""
-        raise NotImplementedError
 
+    @abstractmethod
     def defines(self) -> dict[str, str]:
         """Return the macros, without -D."""
-        raise NotImplementedError
 
     def dtypes(self) -> set[str]:
         """Return the names of all dtypes that the kernel reads or writes."""
