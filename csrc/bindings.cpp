@@ -88,7 +88,9 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
                       std::int32_t w_scale_stride, std::uintptr_t out, std::int64_t out_stride,
                       std::int32_t m, std::int32_t n, std::int32_t k, std::uintptr_t stream,
                       std::uintptr_t bias, std::uintptr_t x_zero_point,
-                      std::int32_t x_zero_point_stride, std::uintptr_t w_sum, bool pdl) {
+                      std::int32_t x_zero_point_stride, std::uintptr_t w_sum,
+                      std::int32_t tile_channels, std::int32_t tile_tokens, std::int32_t cluster,
+                      std::int32_t band, bool pdl) {
   W8A8GemmParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
@@ -107,6 +109,10 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
   params.m = m;
   params.n = n;
   params.k = k;
+  params.tile_channels = tile_channels;
+  params.tile_tokens = tile_tokens;
+  params.cluster = cluster;
+  params.band = band;
   params.pdl = pdl ? 1 : 0;
   library.launch(params, stream);
 }
@@ -177,7 +183,8 @@ PYBIND11_MODULE(_C, module) {
            arg("w"), arg("w_stride"), arg("x_scale"), arg("x_scale_stride"), arg("w_scale"),
            arg("w_scale_stride"), arg("out"), arg("out_stride"), arg("m"), arg("n"), arg("k"),
            arg("stream"), arg("bias") = 0, arg("x_zero_point") = 0, arg("x_zero_point_stride") = 0,
-           arg("w_sum") = 0, arg("pdl") = false);
+           arg("w_sum") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0, arg("cluster") = 0,
+           arg("band") = 0, arg("pdl") = false);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))

@@ -31,6 +31,10 @@ class W8A8Gemm:
         x_zero_point: int = 0,
         x_zero_point_stride: int = 0,
         w_sum: int = 0,
+        tile_channels: int = 0,
+        tile_tokens: int = 0,
+        cluster: int = 0,
+        band: int = 0,
         pdl: bool = False,
     ) -> None: ...
 

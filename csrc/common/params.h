@@ -11,8 +11,8 @@ namespace ostinato {
 struct W8A8GemmParams {
   const void* x;  // [m, k] 8-bit
   int64_t x_stride;
-  const void* w;  // [n, k] 8-bit, packed or plain as the kernel says
-  int64_t w_stride;
+  const void* w;         // [n, k] 8-bit
+  int64_t w_stride;      // 0: packed (gemm_w8a8/packed.h)
   const float* x_scale;  // [m] with stride 1 (per token), or one element with stride 0
   int32_t x_scale_stride;
   const float* w_scale;  // [n] with stride 1 (per channel), or one element with stride 0
@@ -24,7 +24,12 @@ struct W8A8GemmParams {
   void* out;             // [m, n]
   int64_t out_stride;
   int32_t m, n, k;
-  int32_t pdl;  // 1: launched with programmatic stream serialization
+  // How the tiled kernel cuts the output; 0 leaves the choice to the launch.
+  int32_t tile_channels;  // channels of a CTA's tile, at most those compiled; a multiple of 16
+  int32_t tile_tokens;    // tokens of a tile, at most those compiled
+  int32_t cluster;        // CTAs that share their tokens: 1 or 2
+  int32_t band;           // tiles of channels that are walked side by side
+  int32_t pdl;            // 1: launched with programmatic stream serialization
 };
 
 // Rows of x -> 8-bit rows and their scales.

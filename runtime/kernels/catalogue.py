@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
-from typing import Any
 
 from ostinato.kernels.variants import (
     FLOAT_DTYPES,
@@ -20,16 +19,9 @@ QUANTIZE = tuple(
     Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
     for kind, in_dtype, out_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES, OPERAND_DTYPES)
 )
-# (dtypes, max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles
-# suit weights of three tiles per SM. FP8 for more tokens spills registers, and the tiled GEMM wins.
-_SMALL_M = (
-    (OPERAND_DTYPES, 8, 1, 2, 4),
-    (OPERAND_DTYPES, 8, 1, 3, 4),
-    (OPERAND_DTYPES, 16, 1, 2, 4),
-    (OPERAND_DTYPES, 16, 1, 3, 4),
-    (("int8",), 32, 1, 2, 2),
-    (("int8",), 64, 2, 2, 2),
-)
+# (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
+# weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins.
+_SMALL_M = ((8, 1, 2, 4), (8, 1, 3, 4), (16, 1, 2, 4), (16, 1, 3, 4))
 GEMM_SMALL_M = tuple(
     GemmSmallM(
         dtype=dtype,
@@ -39,38 +31,26 @@ GEMM_SMALL_M = tuple(
         row_tiles=row_tiles,
         x_slots=x_slots,
     )
-    for dtypes, max_m, token_warps, row_tiles, x_slots in _SMALL_M
-    for dtype, out_dtype in product(dtypes, FLOAT_DTYPES)
+    for max_m, token_warps, row_tiles, x_slots in _SMALL_M
+    for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES)
 )
-_FEW = {"cluster": (1, 1), "swap_ab": True, "pingpong": True}
-# (tile, other fields): those of "Suggested dispatch" in docs/gemm_tiled.md.
-_TILES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
-    ((32, 64, 256), _FEW),
-    ((64, 64, 256), _FEW),
-    ((64, 128, 128), {"cluster": (2, 1), "pingpong": True}),
-    ((128, 128, 128), {"cluster": (2, 1)}),
-    ((128, 192, 128), {"cluster": (2, 1)}),
-    ((128, 224, 128), {"cluster": (2, 1)}),
-    ((128, 256, 128), {"cluster": (2, 1), "raster": 1, "swizzle": 4}),
-    ((128, 256, 128), {"cluster": (2, 1), "raster": 2, "swizzle": 8}),
+# (channels, tokens): those of docs/gemm_tiled.md.
+_TILES = (
+    *((64, 16), (64, 32), (64, 64), (128, 16), (128, 32), (128, 64), (128, 96), (128, 128)),
+    *((128, 160), (128, 192), (128, 224), (128, 256), (256, 64), (256, 96), (256, 128)),
 )
-# Activations with a zero point are rare: one tile for few tokens and one for many will do.
-_ZERO_POINT_TILES = (_TILES[1], _TILES[-1])
+# fp32 sums beside those of the tensor cores: half the tile fits in the registers.
+_EXACT_FP8_TILES = ((64, 16), (64, 64), (128, 128))
 GEMM_TILED = tuple(
     GemmTiled(
-        dtype=dtype,
-        out_dtype=out_dtype,
-        tile=tile,
-        fast_accum=dtype == "e4m3",
-        zero_point=zero_point,
-        **others,
+        dtype=dtype, out_dtype=out_dtype, channels=channels, tokens=tokens, fast_accum=fast_accum
     )
-    for dtype, tiles, zero_point in (
-        ("int8", _TILES, False),
-        ("int8", _ZERO_POINT_TILES, True),
-        ("e4m3", _TILES, False),
+    for dtype, fast_accum, tiles in (
+        ("int8", False, _TILES),
+        ("e4m3", True, _TILES),
+        ("e4m3", False, _EXACT_FP8_TILES),
     )
-    for (tile, others), out_dtype in product(tiles, FLOAT_DTYPES)
+    for (channels, tokens), out_dtype in product(tiles, FLOAT_DTYPES)
 )
 CATALOGUE: tuple[Variant, ...] = (*QUANTIZE, *GEMM_SMALL_M, *GEMM_TILED)
 

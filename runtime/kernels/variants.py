@@ -138,69 +138,46 @@ class GemmSmallM(Variant):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTiled(Variant):
-    """W8A8 GEMM on CUTLASS: TMA, wgmma and a persistent grid.
+    """W8A8 GEMM for any number of tokens: TMA, wgmma and a persistent grid.
 
     Args:
         dtype: of x and w, int8 or e4m3.
         out_dtype: of the output and the bias.
-        tile: (tokens, channels, depth) of a CTA's tile.
-        cluster: (tokens, channels) in tiles.
-        swap_ab: channels are the MMA's rows, so that few tokens waste none of them.
-        pingpong: two warpgroups take turns, each with a tile; otherwise they share one.
-        fast_accum: e4m3 sums stay in the tensor cores.
-        zero_point: int8 activations may have a zero point.
-        raster: the order of tiles: 0 as CUTLASS guesses, 1 along tokens first, 2 along channels.
-        swizzle: how many tiles wide the band is in which that order runs: 1, 2, 4 or 8.
+        channels: most channels of a CTA's tile: 64, 128 or 256.
+        tokens: most tokens of a tile.
+        fast_accum: e4m3 sums stay in the tensor cores; otherwise they are added in fp32 every 128
+            products.
     """
 
     family: ClassVar[str] = "gemm_tiled"
-    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "gemm_sm90.cu"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "tiled_sm90.cu"
 
     dtype: str
     out_dtype: str
-    tile: tuple[int, int, int]
-    cluster: tuple[int, int] = (1, 1)
-    swap_ab: bool = False
-    pingpong: bool = False
+    channels: int
+    tokens: int
     fast_accum: bool = False
-    zero_point: bool = False
-    raster: int = 0
-    swizzle: int = 1
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, OPERAND_DTYPES)
         _check("out_dtype", self.out_dtype, FLOAT_DTYPES)
-        _check("raster", self.raster, (0, 1, 2))
-        _check("swizzle", self.swizzle, (1, 2, 4, 8))
+        _check("channels", self.channels, (64, 128, 256))
+        _check("tokens", self.tokens, (16, 32, 64, 96, 128, 160, 192, 224, 256))
         if self.fast_accum and self.dtype != "e4m3":
             raise ValueError(f"fast_accum: got True with dtype {self.dtype!r}, expected 'e4m3'")
-        if self.zero_point and self.dtype != "int8":
-            raise ValueError(f"zero_point: got True with dtype {self.dtype!r}, expected 'int8'")
 
     @property
     def name(self) -> str:
-        parts = [self.family, self.dtype, self.out_dtype, "x".join(map(str, self.tile))]
-        parts.append(f"c{self.cluster[0]}x{self.cluster[1]}")
-        parts.append("pingpong" if self.pingpong else "cooperative")
-        parts += [word for word in ("swap_ab", "fast_accum", "zero_point") if getattr(self, word)]
-        parts += [f"raster{self.raster}"] if self.raster else []
-        parts += [f"swizzle{self.swizzle}"] if self.swizzle > 1 else []
-        return "-".join(parts)
+        name = f"{self.family}-{self.dtype}-{self.out_dtype}-{self.channels}x{self.tokens}"
+        return f"{name}-fast_accum" if self.fast_accum else name
 
     def defines(self) -> dict[str, str]:
-        sizes = zip("MNK", self.tile, strict=True)
         return {
             "OSTINATO_OPERAND": self.dtype,
             "OSTINATO_OUT": self.out_dtype,
-            **{f"OSTINATO_TILE_{axis}": str(size) for axis, size in sizes},
-            "OSTINATO_CLUSTER_M": str(self.cluster[0]),
-            "OSTINATO_CLUSTER_N": str(self.cluster[1]),
-            "OSTINATO_SWAP_AB": str(int(self.swap_ab)),
-            "OSTINATO_PINGPONG": str(int(self.pingpong)),
+            "OSTINATO_CHANNELS": str(self.channels),
+            "OSTINATO_TOKENS": str(self.tokens),
             "OSTINATO_FAST_ACCUM": str(int(self.fast_accum)),
-            "OSTINATO_ZERO_POINT": str(int(self.zero_point)),
-            "OSTINATO_RASTER": str(self.raster),
-            "OSTINATO_SWIZZLE": str(self.swizzle),
         }
 
 
