@@ -149,7 +149,7 @@ def step_flops(model: Llama, batch: int, context: int) -> int:
     linears = [model.lm_head]
     for layer in model.layers:
         linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    weights = sum(linear.weight.numel() for linear in linears)
+    weights = sum(linear.weight.shape.numel() for linear in linears)
     attention = 2 * model.config.q_size * _attended(model.config, context)
     return 2 * batch * (weights + attention)
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from ostinato.bench.shapes import PRECISIONS
-from ostinato.model import AnyLinear, DecoderLayer, Linear, Llama, ModelConfig, W8A8Linear
+from ostinato.model import (
+    AnyLinear,
+    DecoderLayer,
+    Linear,
+    Llama,
+    ModelConfig,
+    W8A8Linear,
+    compile_kernels,
+)
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
 _NAMES |= {torch.float16: "fp16", torch.float32: "fp32"}
@@ -20,6 +28,8 @@ def random_llama(
     config: ModelConfig, precision: str, device: torch.device, *, max_context: int
 ) -> Llama:
     """Return a decoder with random weights that keep activations of order one.
+
+    On CUDA its kernels are compiled if they are not yet.
 
     Args:
         config: shape of the model; only bf16 models are made, without biases.
@@ -71,4 +81,6 @@ def random_llama(
     ]
     embedding = normal(config.vocab_size, hidden)
     head = embedding if config.tie_word_embeddings else normal(config.vocab_size, hidden)
-    return Llama(config, embedding, layers, ones(hidden), Linear(head), max_context=max_context)
+    model = Llama(config, embedding, layers, ones(hidden), Linear(head), max_context=max_context)
+    compile_kernels(model)
+    return model

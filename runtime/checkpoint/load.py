@@ -24,7 +24,15 @@ from ostinato.checkpoint.layout import (
 )
 from ostinato.checkpoint.reader import CheckpointReader, require_finite
 from ostinato.checkpoint.scales import merge_asymmetric, read_scale, read_zero_point, require_zero
-from ostinato.model import AnyLinear, DecoderLayer, Linear, Llama, ModelConfig, W8A8Linear
+from ostinato.model import (
+    AnyLinear,
+    DecoderLayer,
+    Linear,
+    Llama,
+    ModelConfig,
+    W8A8Linear,
+    compile_kernels,
+)
 
 
 def load_model(
@@ -41,7 +49,8 @@ def load_model(
     each: their weights keep their scales (one per output row from then on), and a static
     activation scale becomes the largest of the parts', so that nothing saturates that did not
     before. FP8 activations without a static scale are quantised per token, whatever granularity
-    the file names. No tensor shares memory with the files.
+    the file names. No tensor shares memory with the files. On CUDA quantised weights are packed
+    for the kernels, one at a time, and kernels that are not compiled yet are compiled side by side.
 
     Args:
         path: folder with `config.json` and safetensors files.
@@ -54,6 +63,7 @@ def load_model(
             contradictory, NaN or infinite. Headers of all files are checked before any data.
         UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
         UnsupportedModelError: for a model that is not implemented.
+        KernelBuildError: when compiling a kernel fails.
         TypeError, ValueError: for `dtype` or `max_context`.
     """
     folder = Path(path)
@@ -68,7 +78,9 @@ def load_model(
     with CheckpointReader(folder) as reader:
         reader.check(layout.tensors())
         builder = _Builder(reader, config.dtype, torch.device(device))
-        return builder.model(config, layout, max_context)
+        model = builder.model(config, layout, max_context)
+    compile_kernels(model)
+    return model
 
 
 class _Builder:

@@ -12,13 +12,9 @@ from ostinato.kernels.catalogue import families, select
 from ostinato.kernels.compiler import Plan, build, find, plan
 from ostinato.kernels.errors import KernelError
 from ostinato.kernels.mode import BuildMode
-from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES
+from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 
 _FAILED = 1
-_LINEAR = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-)
 
 
 def _parser() -> Parser:
@@ -41,7 +37,7 @@ def _parser() -> Parser:
         "(as `python -m ostinato kernels` lists them)",
     )
     chosen.add_argument(
-        "--for-model", metavar="DIR", help="what the linear layers of this checkpoint need"
+        "--for-model", metavar="DIR", help="what the layers of this checkpoint may launch"
     )
     chosen.add_argument(
         "--dtypes",
@@ -75,8 +71,11 @@ def _main(argv: Sequence[str]) -> int:
     mode = BuildMode(args.debug_print, args.inject_delay)
     with user_errors():
         mode.check("--inject-delay")
-        dtypes = {*args.dtypes, *(_model_dtypes(Path(args.for_model)) if args.for_model else ())}
-        plans = [plan(variant, mode) for variant in select(only=args.only, dtypes=dtypes)]
+        chosen = select(only=args.only, dtypes=args.dtypes)
+        if args.for_model:
+            needed = _model_kernels(Path(args.for_model))
+            chosen = [variant for variant in chosen if variant in needed]
+        plans = [plan(variant, mode) for variant in chosen]
     try:
         _build(plans, args.jobs)
     except KernelError as error:
@@ -110,28 +109,40 @@ def _build(plans: Sequence[Plan], jobs: int | None) -> None:
     build(plans, jobs=jobs, report=report)
 
 
-def _model_dtypes(folder: Path) -> set[str]:
-    """Return the dtypes of a checkpoint's activations and quantised weights, by our names."""
+def _model_kernels(folder: Path) -> set[Variant]:
+    """Return what the quantised layers of a checkpoint may launch, for any number of tokens."""
     import torch
 
     from ostinato.checkpoint import load_config
     from ostinato.checkpoint.formats import load_quantization
+    from ostinato.checkpoint.layout import Fused, model_layout
+    from ostinato.model.kernels import LM_HEAD_QUANTIZATION, QUANTIZATION_OF
+    from ostinato.ops.launch import CAPABILITY
+    from ostinato.ops.precompile import layer_kernels
 
-    names = {
-        torch.int8: "int8",
-        torch.float8_e4m3fn: "e4m3",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        torch.float32: "fp32",
-    }
-    config, scheme_of = load_config(folder), load_quantization(folder)
-    modules = (
-        f"model.layers.{layer}.{name}" for layer in range(config.num_layers) for name in _LINEAR
-    )
-    weights = {scheme.dtype for scheme in map(scheme_of, modules) if scheme is not None}
-    if not weights:
+    config = load_config(folder)
+    layout = model_layout(config, load_quantization(folder))
+    # What was tuned on this machine counts, if it is one that the kernels run on.
+    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+    device = torch.device("cuda") if here else None
+    uses: list[tuple[str, Fused]] = []
+    if layout.lm_head:
+        uses.append((LM_HEAD_QUANTIZATION, (layout.lm_head,)))
+    for layer in layout.layers:
+        uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
+    needed: set[Variant] = set()
+    for kind, parts in uses:
+        if (scheme := parts[0].scheme) is not None:
+            shape = (sum(part.rows for part in parts), parts[0].columns)
+            # As W8A8Linear is by default.
+            needed.update(
+                layer_kernels(
+                    kind, shape, scheme.dtype, config.dtype, batch_invariant=True, device=device
+                )
+            )
+    if not needed:
         raise ValueError(f"--for-model: {folder}: its linear layers are not quantised to 8 bits")
-    return {names[dtype] for dtype in (config.dtype, *weights)}
+    return needed
 
 
 COMMAND = Command("compile kernels ahead of time", _main)

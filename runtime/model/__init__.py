@@ -3,6 +3,7 @@
 from ostinato.model.cache import PagedKVCache, SwappedSequence
 from ostinato.model.config import ModelConfig
 from ostinato.model.fields import UnsupportedModelError
+from ostinato.model.kernels import compile_kernels
 from ostinato.model.layers import AnyLinear, Linear, W8A8Linear
 from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama
 from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
@@ -23,5 +24,6 @@ __all__ = [
     "SwappedSequence",
     "UnsupportedModelError",
     "W8A8Linear",
+    "compile_kernels",
     "sequence_logits",
 ]

@@ -44,19 +44,28 @@ class Linear:
 class W8A8Linear:
     """y = s_x·s_w·(q_x·Wᵀ) + b with 8-bit weights and activations quantised on the way in.
 
-    `weight` [N, K] int8 or float8_e4m3fn; `weight_scale` [N] fp32; `bias` [N] in `out_dtype`.
-    Activations are quantised per token at run time, or by the fixed fp32 scalar `input_scale`
-    (with `input_zero_point`, an int32 scalar, for asymmetric INT8; `weight_sum` [N] int32 then
-    holds the row sums of `weight`).
+    `weight` [N, K] int8 or float8_e4m3fn, packed on CUDA: a plain one is packed here. All tensors
+    are constants from then on (see `ops.w8a8_linear`). `weight_scale` [N] fp32; `bias` [N] in
+    `out_dtype`. Activations are quantised per token at run time, or by the fixed fp32 scalar
+    `input_scale` (with `input_zero_point`, an int32 scalar, for asymmetric INT8; `weight_sum` [N]
+    int32 then holds the row sums of `weight`).
+
+    `batch_invariant` keeps a token's bits from depending on the other tokens of the call, in FP8
+    too, at the price of the faster kernel for up to 16 tokens.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | ops.PackedWeight
     weight_scale: torch.Tensor
     out_dtype: torch.dtype
     bias: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     input_zero_point: torch.Tensor | None = None
     weight_sum: torch.Tensor | None = None
+    batch_invariant: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, torch.Tensor) and self.weight.is_cuda:
+            self.weight = ops.pack_weight(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [M, K] (16- or 32-bit) to [M, N] in `out_dtype`."""
@@ -102,6 +111,7 @@ class W8A8Linear:
             x_zero_point=self.input_zero_point,
             w_sum=self.weight_sum,
             out_dtype=self.out_dtype,
+            batch_invariant=self.batch_invariant,
         )
 
 

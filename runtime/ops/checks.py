@@ -11,6 +11,7 @@ import torch
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+INT32_MAX = 2**31 - 1
 
 Stream: TypeAlias = torch.cuda.Stream | int | None
 
@@ -23,11 +24,13 @@ def tensor(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | str],
     device: torch.device | None = None,
+    *,
+    any_strides: bool = False,
 ) -> None:
     """Check that `value` is a tensor of one of `dtypes`, of `shape`, on `device`.
 
     A string in `shape` names a dimension of any size. The elements of the last dimension must be
-    adjacent in memory; every other stride is free.
+    adjacent in memory unless `any_strides`; every other stride is free.
 
     Raises:
         TypeError: if it is no tensor, or of another dtype.
@@ -43,7 +46,7 @@ def tensor(
         raise ValueError(f"{name}: got shape {list(sizes)}, expected [{expected}]")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: got a tensor on {value.device}, expected one on {device}")
-    if sizes and sizes[-1] > 1 and value.stride(-1) != 1:
+    if not any_strides and sizes and sizes[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(
             f"{name}: got strides {list(value.stride())}, expected 1 in the last dimension"
         )
@@ -92,6 +95,13 @@ def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
     for dimension, size in zip(reversed(dimensions), reversed(value.shape), strict=False):
         if size == 0:
             raise ValueError(f"{name}: got {dimension} = 0, expected at least 1")
+
+
+def int32_sizes(name: str, shape: Sequence[int], *dimensions: str) -> None:
+    """Check that the sizes of a tensor, of dimensions named here, fit the kernels' 32 bits."""
+    for dimension, size in zip(dimensions, shape, strict=True):
+        if size > INT32_MAX:
+            raise ValueError(f"{name}: got {dimension} = {size}, expected at most {INT32_MAX}")
 
 
 def both_or_neither(

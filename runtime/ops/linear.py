@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ostinato.ops import checks
+from ostinato.ops import checks, packing
 from ostinato.ops.e4m3 import to_float32
+from ostinato.ops.gemm import w8a8_gemm
 from ostinato.ops.library import register
+from ostinato.ops.packing import PackedWeight
 from ostinato.ops.precision import full_precision
 from ostinato.ops.rows import in_row_blocks
 
@@ -53,7 +55,7 @@ def linear(
 
 def w8a8_linear(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | PackedWeight,
     x_scale: torch.Tensor,
     w_scale: torch.Tensor,
     *,
@@ -61,35 +63,56 @@ def w8a8_linear(
     x_zero_point: torch.Tensor | None = None,
     w_sum: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    fast_accum: bool = True,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
     """Multiply 8-bit x by 8-bit wᵀ and scale: y = x_scale · (w_scale · acc) + bias.
 
-    acc = x·wᵀ is exact (int32) for int8, and summed in fp32 for e4m3 (on NVIDIA GPUs by the tensor
-    cores, without "fast accumulation"). With `x_zero_point`, acc is x·wᵀ - x_zero_point · w_sum.
-    The epilogue is fp32, rounded once. A row of the result has the same bits whatever other rows
-    are in the call.
+    acc = x·wᵀ is exact (int32) for int8, and a sum in fp32 for e4m3. With `x_zero_point`, acc is
+    x·wᵀ - x_zero_point · w_sum. The epilogue is fp32, rounded once.
+
+    On CUDA this is one launch of a Hopper kernel, compiled on first use. It is at its fastest with
+    a `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
+    the kernel in front of it on the stream is still running, so that one must not write them. A
+    plain w is read as it lies if it and its rows are aligned to 16 bytes, and otherwise packed for
+    the call; x is copied if it or its rows are not so aligned.
 
     Args:
         x: [M, K] int8 or float8_e4m3fn.
-        w: [N, K] of x's dtype.
+        w: [N, K] of x's dtype, plain or packed (`pack_weight`); the CPU unpacks it at every call.
         x_scale: fp32, [M] per token or a scalar (0-d or [1]).
         w_scale: fp32, [N] per output channel or a scalar.
-        bias: [N] of `out_dtype` or fp32.
+        bias: [N] of `out_dtype`, or fp32, which is rounded to `out_dtype` first.
         x_zero_point: int32, [M] or a scalar, int8 only: asymmetric activations.
         w_sum: [N] int32, the row sums of w; computed when None and needed.
         out_dtype: bf16, fp16 or fp32.
+        fast_accum: let e4m3 sums on CUDA stay in the tensor cores, which keep about 13 fraction
+            bits of them. Without it they are added in fp32 every 128 products.
+        batch_invariant: make the bits of a row of an e4m3 product on CUDA independent of the
+            other rows, at the price of the faster kernel for up to 16 rows. int8 products and those
+            on the CPU are so in any case.
         out: [M, N] of `out_dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
+        MissingKernelError: when the kernel is not compiled, and must or can not be now.
     """
     checks.tensor("x", x, checks.QUANTIZED_DTYPES, ("M", "K"))
+    checks.not_empty("x", x, "K")
     device = x.device
-    checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), device)
-    shape = rows, columns = x.size(0), w.size(0)
+    if isinstance(w, PackedWeight):
+        if w.k != x.size(1):
+            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {x.size(1)}]")
+        weight = w.data
+        checks.tensor("w", weight, (x.dtype,), weight.shape, device)
+    else:
+        weight = w
+        checks.tensor("w", weight, (x.dtype,), ("N", x.size(1)), device)
+    rows, columns = x.size(0), w.shape[0]
+    _check_tiles(x.shape, w.shape)
     checks.scalar_or_vector("x_scale", x_scale, torch.float32, rows, device)
     checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
     checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
@@ -103,12 +126,16 @@ def w8a8_linear(
         if x_zero_point is None:
             raise ValueError("w_sum: got a tensor, expected None without x_zero_point")
         checks.tensor("w_sum", w_sum, (torch.int32,), (columns,), device)
+    checks.flag("fast_accum", fast_accum)
+    checks.flag("batch_invariant", batch_invariant)
     if out is not None:
-        checks.output("out", out, (out_dtype,), shape, device)
+        checks.output("out", out, (out_dtype,), (rows, columns), device)
     with checks.launch_stream(stream, device):
         if out is None:
-            out = torch.empty(shape, dtype=out_dtype, device=device)
-        _w8a8_linear_op(x, w, x_scale, w_scale, bias, x_zero_point, w_sum, out)
+            out = torch.empty((rows, columns), dtype=out_dtype, device=device)
+        _w8a8_linear_op(
+            x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, fast_accum, batch_invariant, out
+        )
     return out
 
 
@@ -151,6 +178,18 @@ def _has_bf16_kernels() -> bool:
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def _check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
+    """Check that sizes and numbers of tiles fit the kernels' 32 bits, for the smallest of tiles."""
+    checks.int32_sizes("x", x_shape, "M", "K")
+    checks.int32_sizes("w", w_shape, "N", "K")
+    tiles = -(-x_shape[0] // 16) * -(-w_shape[0] // 16)
+    if tiles > checks.INT32_MAX:
+        raise ValueError(
+            f"x: got M = {x_shape[0]} with N = {w_shape[0]}, "
+            f"expected at most {checks.INT32_MAX} tiles of 16 by 16"
+        )
+
+
 def _w8a8_linear(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -159,52 +198,36 @@ def _w8a8_linear(
     bias: torch.Tensor | None,
     x_zero_point: torch.Tensor | None,
     w_sum: torch.Tensor | None,
+    fast_accum: bool,
+    batch_invariant: bool,
     out: torch.Tensor,
 ) -> None:
+    if x.device.type == "cuda":
+        w8a8_gemm(
+            x, w, x_scale, w_scale, bias, x_zero_point, w_sum, fast_accum, batch_invariant, out
+        )
+        return
+    if w.dim() == 4:
+        w = packing.unpack(w, out.size(1), x.size(1))
     if x.dtype is torch.int8:
-        acc = _int8_product(x, w)
+        acc = _int8_product_cpu(x, w)
         if x_zero_point is not None:
             if w_sum is None:
-                w_sum = w.sum(1, dtype=torch.int32)
+                w_sum = packing.channel_sums(w, out.size(1))
             acc = acc - x_zero_point.reshape(-1, 1) * w_sum
         acc = acc.float()
     else:
-        acc = torch.empty(out.shape, dtype=torch.float32, device=x.device)
-        if x.device.type == "cpu":
-            _float_product_cpu(to_float32(x), to_float32(w), None, acc)
-        else:
-            _fp8_product_cuda(x, w, acc)
+        acc = torch.empty(out.shape, dtype=torch.float32)
+        _float_product_cpu(to_float32(x), to_float32(w), None, acc)
     scaled = x_scale.reshape(-1, 1) * (w_scale * acc)
-    out.copy_(scaled if bias is None else scaled + bias)
+    out.copy_(scaled if bias is None else scaled + bias.to(out.dtype))
 
 
-def _int8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    if x.device.type == "cpu":
-        if x.size(1) == 1:
-            # torch (2.13) returns garbage for matrices of depth 1.
-            x, w = _zero_padded(x, x.size(0), 2), _zero_padded(w, w.size(0), 2)
-        return torch._int_mm(x, w.t())
-    # cuBLASLt multiplies int8 matrices of more than 16 rows whose K and N are multiples of 8.
-    rows, columns = x.size(0), w.size(0)
-    x = _zero_padded(x, _round_up(rows, 32), _round_up(x.size(1), 8))
-    w = _zero_padded(w, _round_up(columns, 8), _round_up(w.size(1), 8))
-    return torch._int_mm(x, w.t())[:rows, :columns]
-
-
-def _fp8_product_cuda(x: torch.Tensor, w: torch.Tensor, acc: torch.Tensor) -> None:
-    # The tensor cores want K and N in multiples of 16. All bits zero is 0.0 in e4m3, and bytes can
-    # be padded where torch does not yet pad FP8.
-    columns, depth = _round_up(w.size(0), 16), _round_up(w.size(1), 16)
-    weight = _zero_padded(w.view(torch.int8), columns, depth).view(w.dtype).t()
-    x = _zero_padded(x.view(torch.int8), x.size(0), depth).view(x.dtype)
-    one = torch.ones((), dtype=torch.float32, device=x.device)
-
-    def product(block: torch.Tensor) -> torch.Tensor:
-        return torch._scaled_mm(
-            block, weight, one, one, out_dtype=torch.float32, use_fast_accum=False
-        )[:, : w.size(0)]
-
-    in_row_blocks(product, x, acc)
+def _int8_product_cpu(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if x.size(1) == 1:
+        # torch (2.13) returns garbage for matrices of depth 1.
+        x, w = _zero_padded(x, x.size(0), 2), _zero_padded(w, w.size(0), 2)
+    return torch._int_mm(x, w.t())
 
 
 def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -223,6 +246,7 @@ _linear_op = register(
 )
 _w8a8_linear_op = register(
     "w8a8_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "
-    "Tensor? x_zero_point, Tensor? w_sum, Tensor(a!) out) -> ()",
+    "Tensor? x_zero_point, Tensor? w_sum, bool fast_accum, bool batch_invariant, Tensor(a!) out) "
+    "-> ()",
     _w8a8_linear,
 )

@@ -9,6 +9,7 @@ import torch
 from ostinato.ops import checks
 from ostinato.ops.library import register
 from ostinato.ops.quantize import check_static, quantize_into
+from ostinato.ops.quantize_launch import quantize_rows
 from ostinato.ops.rows import mean_square
 
 
@@ -88,7 +89,9 @@ def rms_norm_quantize(
     """Do `rms_norm`, then quantise its fp32 result without rounding it in between.
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
-    whose `dtype`, `scale` and `zero_point` these are; all else is as for `rms_norm`.
+    whose `dtype`, `scale` and `zero_point` these are; all else is as for `rms_norm`. On CUDA
+    `weight` is a constant: the kernel may read it while the kernel in front of it on the stream is
+    still running, so that one must not write it.
 
     Returns:
         (values [M, K] of `dtype`, scale), then the sum x + residual if `residual` was given. scale
@@ -119,6 +122,7 @@ def _check_norm(
 ) -> None:
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
+    checks.int32_sizes("x", x.shape, "M", "K")
     checks.tensor("weight", weight, (x.dtype, torch.float32), (x.size(1),), x.device)
     checks.number("eps", eps, least=0.0)
     if residual is not None:
@@ -160,6 +164,20 @@ def _rms_norm_quantize(
     scale_out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> None:
+    if x.device.type == "cuda":
+        quantize_rows(
+            "rms_norm",
+            x,
+            scale,
+            zero_point,
+            out,
+            scale_out,
+            residual=residual,
+            residual_out=residual_out,
+            norm_weight=weight,
+            eps=eps,
+        )
+        return
     rows = _normalized(x, weight, eps, residual, residual_out)
     quantize_into(rows, scale, zero_point, out, scale_out)
 

@@ -6,6 +6,7 @@ import torch
 
 from ostinato.ops import checks
 from ostinato.ops.library import register
+from ostinato.ops.quantize_launch import quantize_rows
 
 # The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
 # the grid is symmetric.
@@ -158,17 +159,24 @@ def quantize_into(
 def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
+    checks.int32_sizes("x", x.shape, "M", "K")
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
 
 
 def _quantize_per_token(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
-    quantize_into(x.float(), None, None, out, scale_out)
+    if x.device.type == "cuda":
+        quantize_rows("per_token", x, None, None, out, scale_out)
+    else:
+        quantize_into(x.float(), None, None, out, scale_out)
 
 
 def _quantize_per_tensor(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    quantize_into(x.float(), scale, zero_point, out, None)
+    if x.device.type == "cuda":
+        quantize_rows("per_token", x, scale, zero_point, out, None)
+    else:
+        quantize_into(x.float(), scale, zero_point, out, None)
 
 
 _quantize_per_token_op = register(

@@ -7,6 +7,7 @@ import torch
 from ostinato.ops import checks
 from ostinato.ops.library import register
 from ostinato.ops.quantize import check_static, quantize_into
+from ostinato.ops.quantize_launch import quantize_rows
 
 
 def silu_mul(
@@ -69,6 +70,7 @@ def silu_mul_quantize(
 def _check_gated(x: torch.Tensor) -> tuple[int, int]:
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "2*I"))
     checks.not_empty("x", x, "2*I")
+    checks.int32_sizes("x", x.shape, "M", "2*I")
     if x.size(1) % 2:
         raise ValueError(f"x: got {x.size(1)} columns, expected an even number, [gate | up]")
     return x.size(0), x.size(1) // 2
@@ -92,7 +94,10 @@ def _silu_mul_quantize(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
 ) -> None:
-    quantize_into(_gated(x), scale, zero_point, out, scale_out)
+    if x.device.type == "cuda":
+        quantize_rows("silu_mul", x, scale, zero_point, out, scale_out)
+    else:
+        quantize_into(_gated(x), scale, zero_point, out, scale_out)
 
 
 _silu_mul_op = register("silu_mul(Tensor x, Tensor(a!) out) -> ()", _silu_mul)

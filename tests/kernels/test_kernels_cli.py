@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from ostinato.cli.main import main
-from ostinato.kernels.catalogue import CATALOGUE, select
+from ostinato.kernels import compiler
+from ostinato.kernels.catalogue import CATALOGUE
+from ostinato.kernels.toolchain import Cutlass
 
 _NAME = "quantize-silu_mul-bf16-int8"
 
@@ -42,6 +44,26 @@ def test_build_modes_are_builds_of_their_own(
     assert "0 of them compiled already" in capsys.readouterr().out
 
 
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
 def _checkpoint(folder: Path, quantization: dict | None) -> Path:
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -62,14 +84,34 @@ def _checkpoint(folder: Path, quantization: dict | None) -> Path:
     return folder
 
 
-def test_build_for_a_model_takes_its_dtypes(
-    tmp_path: Path, nvcc_calls: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("quantization", "families"),
+    [
+        # FP8 results must not depend on the batch, which rules the streaming GEMM out.
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, {"quantize-", "gemm_tiled-"}),
+        (INT8, {"quantize-", "gemm_small_m-", "gemm_tiled-"}),
+    ],
+    ids=["fp8", "int8"],
+)
+def test_build_for_a_model_takes_what_it_may_launch(
+    tmp_path: Path,
+    nvcc_calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quantization: dict,
+    families: set[str],
 ) -> None:
-    folder = _checkpoint(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic"})
-    assert main(["build", "--for-model", str(folder), "--only", "quantize", "gemm_small_m"]) == 0
-    built = capsys.readouterr().out.splitlines()[1:]
-    expected = select(only=["quantize", "gemm_small_m"], dtypes=["e4m3", "fp16"])
-    assert {line.split("] ")[1].split()[0] for line in built} == {v.name for v in expected}
+    monkeypatch.setattr(compiler, "require_cutlass", lambda: Cutlass(tmp_path, "0"))
+    monkeypatch.setattr(compiler, "find_cutlass", lambda: Cutlass(tmp_path, "0"))
+    folder = _checkpoint(tmp_path, quantization)
+    assert main(["build", "--for-model", str(folder)]) == 0
+    built = {line.split("] ")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert {name[: name.index("-") + 1] for name in built} == families
+    assert built <= {variant.name for variant in CATALOGUE}
+    assert all("-fp16" in name for name in built)
+
+    assert main(["build", "--for-model", str(folder), "--only", "quantize"]) == 0
+    assert capsys.readouterr().out.startswith("3 kernels, 3 of them compiled already")
 
 
 def test_build_for_a_model_that_is_not_quantised(

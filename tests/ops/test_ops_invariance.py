@@ -13,6 +13,8 @@ from ops_cases import E4M3, FLOATS, PagedCase, assert_same_bits, int32, quantize
 
 from ostinato import ops
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 invariance = settings(
     max_examples=25,
     deadline=None,
@@ -80,7 +82,12 @@ def test_w8a8_linear(
     rows, chosen = selection
     x, w = (quantized_randn((n, depth), dtype).to(device) for n in (rows, columns))
     x_scale, w_scale = (torch.rand(n).to(device) for n in (rows, columns))
-    check_rows(lambda x, s: ops.w8a8_linear(x, w, s, w_scale), chosen, x, x_scale)
+    weight = ops.pack_weight(w)
+
+    def product(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return ops.w8a8_linear(x, weight, scale, w_scale, batch_invariant=True)
+
+    check_rows(product, chosen, x, x_scale)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

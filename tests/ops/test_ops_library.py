@@ -12,6 +12,8 @@ from ops_cases import E4M3, PagedCase, assert_same_bits, int32
 
 from ostinato import ops
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 
 def attention_arguments(device: torch.device, draw: int) -> list[Any]:
     case = PagedCase(k_lens=(9, 9), q_lens=(3, 3), page_size=4, cache_dtype=torch.int8)
@@ -109,8 +111,13 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "silu_mul": lambda: [x, empty(3, 8)],
         "silu_mul_quantize": lambda: [x, None, None, empty(3, 8, dtype=int8), empty(3)],
         "varlen_attention": lambda: varlen_arguments(device, draw),
-        "w8a8_linear": lambda: [x8, w8, x_scale, w_scale, bias, zero, w_sum, empty(3, 8)],
+        "w8a8_linear": lambda: [
+            *(x8, w8, x_scale, w_scale, bias, zero, w_sum, True, False, empty(3, 8))
+        ],
     }[name]()
+
+
+OPS = [name for name in ops.__all__ if name not in ("PackedWeight", "pack_weight")]
 
 
 def overload_of(name: str) -> Any:
@@ -129,7 +136,7 @@ def results(name: str, arguments: list[Any]) -> list[torch.Tensor]:
     return [x for x, output in written if output and isinstance(x, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", ops.__all__)
+@pytest.mark.parametrize("name", OPS)
 def test_every_argument_matters_in_the_draws(name: str, device: torch.device) -> None:
     """What a replay with the second draw shows is that no tensor was frozen by the first."""
     first, second = (op_arguments(name, device, draw) for draw in (0, 1))
@@ -143,7 +150,7 @@ def test_every_argument_matters_in_the_draws(name: str, device: torch.device) ->
             assert first[at] == second[at]
 
 
-@pytest.mark.parametrize("name", ops.__all__)
+@pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str, device: torch.device) -> None:
     torch.library.opcheck(overload_of(name), tuple(op_arguments(name, device)))
 
@@ -242,6 +249,21 @@ def test_other_ops_trace_too(name: str, device: torch.device) -> None:
         assert_same_bits(result, eager)
 
 
+def test_products_of_packed_weights_trace_too(device: torch.device) -> None:
+    x, w, x_scale, w_scale, *_ = op_arguments("w8a8_linear", device)
+    weight = ops.pack_weight(w)
+    torch.library.opcheck(
+        overload_of("w8a8_linear"),
+        (x, weight.data, x_scale, w_scale, None, None, None, True, True, x_scale.new_empty(3, 8)),
+    )
+
+    def run(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        return ops.w8a8_linear(x, weight, x_scale, w_scale)
+
+    traced = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert_same_bits(traced(x, x_scale), run(x, x_scale))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_handle", [False, True])
 def test_stream_orders_the_work(by_handle: bool) -> None:
@@ -282,7 +304,7 @@ def replayed(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ops.__all__)
+@pytest.mark.parametrize("name", OPS)
 def test_a_captured_op_replays_on_new_values(name: str) -> None:
     device = torch.device("cuda")
     op, arguments = overload_of(name), op_arguments(name, device)

@@ -11,6 +11,8 @@ from ops_cases import E4M3, FLOATS, assert_close, assert_same_bits, quantized_ra
 from ostinato import ops
 from ostinato.ops import reference
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 SHAPES = [(1, 1, 1), (0, 4, 8), (1, 33, 65), (7, 5, 130), (8, 64, 64), (9, 31, 16), (70, 24, 40)]
 
 
@@ -80,9 +82,10 @@ def test_w8a8(
     for bias in (None, torch.randn(shape[1], device=device)):
         y = ops.w8a8_linear(*args, bias=bias, out_dtype=out_dtype)
         assert y.dtype is out_dtype
-        expected = reference.w8a8_linear(*args, bias=bias, dtype=torch.float64)
+        rounded = None if bias is None else bias.to(out_dtype)
+        expected = reference.w8a8_linear(*args, bias=rounded, dtype=torch.float64)
         size = (args[0].double().abs() @ args[1].double().abs().t()).amax() if y.numel() else 0
-        # FP8 tensor cores keep about 13 bits of the running sum; torch's own error is theirs.
+        # FP8 tensor cores keep about 13 bits of the running sum.
         sums = 2.0**-12 if dtype is E4M3 and device.type == "cuda" else 2.0**-20
         slack = sums * float(size) * float(args[2].amax() * args[3].amax() if y.numel() else 0)
         torch.testing.assert_close(
@@ -141,6 +144,36 @@ def test_w8a8_honours_strides_and_out(dtype: torch.dtype, device: torch.device) 
     assert_same_bits(out, ops.w8a8_linear(x.contiguous(), w.contiguous(), x_scale, w_scale))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (0, 4, 8), (3, 33, 130), (20, 16, 128)], ids=str)
+def test_packed_weights_give_the_bits_of_plain_ones(
+    dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device
+) -> None:
+    x, w, x_scale, w_scale = w8a8(shape, dtype, device)
+    options = {"bias": torch.randn(shape[1], device=device), "batch_invariant": True}
+    plain = ops.w8a8_linear(x, w, x_scale, w_scale, **options)
+    assert_same_bits(ops.w8a8_linear(x, ops.pack_weight(w), x_scale, w_scale, **options), plain)
+    if dtype is torch.int8:
+        zero = torch.tensor(-7, dtype=torch.int32, device=device)
+        plain, packed = (
+            ops.w8a8_linear(x, weight, x_scale, w_scale, x_zero_point=zero)
+            for weight in (w, ops.pack_weight(w))
+        )
+        assert_same_bits(packed, plain)
+
+
+def test_no_channels_are_no_work(device: torch.device) -> None:
+    x, w, x_scale, _ = w8a8((3, 4, 8), torch.int8, device)
+    assert ops.w8a8_linear(x, w[:0], x_scale, torch.ones((), device=device)).shape == (3, 0)
+
+
+def test_an_fp32_bias_is_rounded_first(device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((3, 4, 8), torch.int8, device)
+    bias = torch.randn(4, device=device)
+    y = ops.w8a8_linear(x, w, x_scale, w_scale, bias=bias)
+    assert_same_bits(y, ops.w8a8_linear(x, w, x_scale, w_scale, bias=bias.bfloat16()))
+
+
 def test_fp8_nan_reaches_its_row_only(device: torch.device) -> None:
     x, w, x_scale, w_scale = w8a8((3, 5, 16), E4M3, device)
     poisoned = x.float()
@@ -181,6 +214,21 @@ INT8 = torch.zeros(2, 4, dtype=torch.int8)
         ({"x": torch.zeros(2, 4)}, TypeError, "x: got dtype torch.float32, expected torch.int8 or"),
         ({"w": torch.zeros(3, 4).to(E4M3)}, TypeError, "w: got dtype torch.float8_e4m3fn"),
         ({"w": INT8[:, :3]}, ValueError, r"w: got shape \[2, 3\]"),
+        ({"w": INT8.t()[:, :2]}, ValueError, r"w: got shape \[4, 2\]"),
+        ({"w": torch.zeros(4, 3).char().t()}, ValueError, r"w: got strides \[1, 3\]"),
+        ({"w": torch.zeros(3, 4).char().to("meta")}, ValueError, "w: got a tensor on meta"),
+        (
+            {"w": ops.pack_weight(INT8[:, :3])},
+            ValueError,
+            r"w: got shape \[2, 3\], expected \[N, 4\]",
+        ),
+        ({"w": ops.pack_weight(INT8.to(E4M3))}, TypeError, "w: got dtype torch.float8_e4m3fn"),
+        ({"w": None}, TypeError, "w: got NoneType, expected a tensor"),
+        ({"x": torch.zeros(2, 8).char()[:, ::2]}, ValueError, "x: got strides"),
+        ({"x": INT8[:, :0]}, ValueError, "x: got K = 0, expected at least 1"),
+        ({"x_scale": torch.ones(2).to("meta")}, ValueError, "x_scale: got a tensor on meta"),
+        ({"fast_accum": 1}, TypeError, "fast_accum: got int, expected a bool"),
+        ({"batch_invariant": None}, TypeError, "batch_invariant: got NoneType"),
         ({"x_scale": torch.ones(3)}, ValueError, r"x_scale: got shape \[3\], expected \[2\]"),
         ({"x_scale": torch.ones(2, 1)}, ValueError, "x_scale: got shape"),
         ({"x_scale": 0.5}, TypeError, "x_scale: got float"),
@@ -220,3 +268,19 @@ def test_w8a8_bad_input(changes: dict[str, Any], error: type[Exception], match: 
     }
     with pytest.raises(error, match=match):
         ops.w8a8_linear(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "match"),
+    [
+        ((2**31, 16), (8, 16), "x: got M = 2147483648, expected at most 2147483647"),
+        ((1, 2**31), (8, 2**31), "x: got K = 2147483648"),
+        ((1, 16), (2**31, 16), "w: got N = 2147483648"),
+        ((2**24, 16), (2**15 + 1, 16), "x: got M = 16777216 with N = 32769, expected at most"),
+    ],
+)
+def test_sizes_beyond_32_bits(x: tuple[int, int], w: tuple[int, int], match: str) -> None:
+    sizes = (torch.empty(size, dtype=torch.int8, device="meta") for size in (x, w))
+    one = torch.ones((), device="meta")
+    with pytest.raises(ValueError, match=match):
+        ops.w8a8_linear(*sizes, one, one)

@@ -16,6 +16,8 @@ from ostinato import ops
 from ostinato.ops import reference
 from ostinato.ops.e4m3 import to_float32
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 GRID_MAX = {torch.int8: 127.0, E4M3: 448.0}
 
 

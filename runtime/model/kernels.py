@@ -1,0 +1,47 @@
+"""The kernels of a model's W8A8 layers, known before its first token."""
+
+from __future__ import annotations
+
+from ostinato.model.layers import AnyLinear, W8A8Linear
+from ostinato.model.llama import Llama
+from ostinato.ops.precompile import Variant, layer_kernels, precompile
+
+# How the input of each layer of a decoder layer is quantised: with what comes before it.
+QUANTIZATION_OF = {"qkv": "rms_norm", "o": "per_token", "gate_up": "rms_norm", "down": "silu_mul"}
+LM_HEAD_QUANTIZATION = "rms_norm"
+
+
+def compile_kernels(model: Llama) -> None:
+    """Compile at once what a model on CUDA may launch; does nothing for one on the CPU.
+
+    Without this the kernels are compiled one after another, each at its first launch.
+
+    Raises:
+        KernelBuildError: when compiling fails.
+    """
+    if model.device.type == "cuda":
+        precompile(kernels_of(model))
+
+
+def kernels_of(model: Llama) -> list[Variant]:
+    """Return the kernels of a model's W8A8 layers for any number of tokens, on its GPU or an H200.
+
+    Some are named more than once.
+    """
+    device = model.device if model.device.type == "cuda" else None
+    uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
+    for layer in model.layers:
+        uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
+    return [
+        variant
+        for kind, linear in uses
+        if isinstance(linear, W8A8Linear)
+        for variant in layer_kernels(
+            kind,
+            (linear.weight.shape[0], linear.weight.shape[1]),
+            linear.weight.dtype,
+            linear.out_dtype,
+            batch_invariant=linear.batch_invariant,
+            device=device,
+        )
+    ]

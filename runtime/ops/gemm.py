@@ -1,0 +1,99 @@
+"""W8A8 products on CUDA: from tensors to a launch of one of the two GEMM kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.kernels.loader import load
+from ostinato.ops import gemm_tuning, packing, pdl
+from ostinato.ops.launch import KERNEL_NAMES, current_stream, gpu, on_device
+
+_ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
+
+
+def w8a8_gemm(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_zero_point: torch.Tensor | None,
+    w_sum: torch.Tensor | None,
+    fast_accum: bool,
+    batch_invariant: bool,
+    out: torch.Tensor,
+) -> None:
+    """Launch the product on torch's current stream.
+
+    The arguments are those of `ostinato.ops.w8a8_linear`, checked; w is [n, k] or the data of a
+    `PackedWeight`.
+    """
+    (m, n), k = out.shape, x.size(1)
+    if m == 0 or n == 0:
+        return
+    device = x.get_device()
+    with on_device(device):
+        # The kernels read what belongs to the weights before the kernel in front of them has ended.
+        early = w.dim() == 4 and pdl.enabled()
+        if bias is not None and bias.dtype is not out.dtype:
+            bias, early = bias.to(out.dtype), False
+        if x_zero_point is not None and w_sum is None:
+            w_sum, early = packing.channel_sums(w, n), False
+        if w.dim() == 2 and not _is_aligned(w):
+            w = packing.pack(w)
+        if not _is_aligned(x):
+            x = _aligned_copy(x)
+        packed = w.dim() == 4
+        name, sms = gpu(device)
+        dtype, out_dtype = KERNEL_NAMES[x.dtype], KERNEL_NAMES[out.dtype]
+        choice = gemm_tuning.choose(
+            name, sms, m, n, k, dtype, out_dtype, packed, fast_accum, batch_invariant
+        )
+        stream = current_stream(device)
+        load(choice.variant, device=device, stream=stream).launch(
+            x=x.data_ptr(),
+            x_stride=_row_stride(x),
+            w=w.data_ptr(),
+            w_stride=0 if packed else _row_stride(w),
+            x_scale=x_scale.data_ptr(),
+            x_scale_stride=int(x_scale.numel() > 1),
+            w_scale=w_scale.data_ptr(),
+            w_scale_stride=int(w_scale.numel() > 1),
+            bias=0 if bias is None else bias.data_ptr(),
+            x_zero_point=0 if x_zero_point is None else x_zero_point.data_ptr(),
+            x_zero_point_stride=int(x_zero_point is not None and x_zero_point.numel() > 1),
+            w_sum=0 if w_sum is None or x_zero_point is None else w_sum.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            m=m,
+            n=n,
+            k=k,
+            tile_channels=choice.tile_channels,
+            tile_tokens=choice.tile_tokens,
+            cluster=choice.cluster,
+            band=choice.band,
+            pdl=early,
+            stream=stream,
+        )
+
+
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Return whether TMA can read a matrix of bytes as it lies: not if its rows overlap, either."""
+    stride = x.stride(0)
+    rows = x.size(0) == 1 or (stride % _ALIGNMENT == 0 and stride >= x.size(1))
+    return rows and x.data_ptr() % _ALIGNMENT == 0
+
+
+def _row_stride(x: torch.Tensor) -> int:
+    # The stride of a single row says nothing, but TMA wants a good one all the same.
+    return x.stride(0) if x.size(0) > 1 else _padded(x.size(1))
+
+
+def _aligned_copy(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = x.shape
+    copy = torch.empty(rows, _padded(columns), dtype=torch.int8, device=x.device)[:, :columns]
+    return copy.copy_(x.view(torch.int8)).view(x.dtype)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,245 @@
+"""Choices of W8A8 kernels that were measured on a machine, and go before the built-in table.
+
+`python -m ostinato tune` writes them as JSON:
+
+    {"gpu": "NVIDIA H200", "source": "0123456789abcdef", "rows": [
+        {"dtype": "int8", "n": 6144, "k": 4096, "m_max": 8, "variant": "gemm_small_m-int8-bf16-…",
+         "tile_channels": 0, "tile_tokens": 0, "cluster": 0, "band": 0}, …]}
+
+A row holds for products of exactly this dtype, n and k, and for m up to `m_max`: of the rows whose
+kernel may serve a call (`gemm_table.serves`), the one with the smallest m_max counts, so that it
+begins where the one before it ends. Calls beyond the last row are left to the built-in table. A
+variant's output dtype is only that of the measurement: the row holds for the others as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ostinato.kernels.cache import cache_folder
+from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
+from ostinato.kernels.sources import read_sources
+from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
+from ostinato.ops import gemm_table
+from ostinato.ops.gemm_table import Choice, GemmVariant
+from ostinato.ops.packing import TILE_CHANNELS
+
+VARIABLE = "OSTINATO_GEMM_TABLE"
+_GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
+_VARIANTS = {variant.name: variant for variant in _GEMMS}
+_FIELDS = ("tile_channels", "tile_tokens", "cluster", "band")
+
+
+@dataclass(frozen=True)
+class TunedRow:
+    """What is best for m up to `m_max`."""
+
+    m_max: int
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A file's rows by (dtype, n, k), those of a key in order of m_max; and what it holds for."""
+
+    gpu: str = ""
+    source: str = ""
+    rows: Mapping[tuple[str, int, int], tuple[TunedRow, ...]] = field(default_factory=dict)
+
+
+def tuning_path() -> Path:
+    """Return the file that is read unless OSTINATO_GEMM_TABLE names another."""
+    return cache_folder() / "gemm_table.json"
+
+
+def sources_hash() -> str:
+    """Return a hash of the sources of both GEMM kernels: other sources, other times."""
+    digest = hashlib.sha256()
+    for kernel in (GemmSmallM, GemmTiled):
+        for part in (text for item in read_sources(kernel.source).texts.items() for text in item):
+            digest.update(f"{len(part)}:".encode())
+            digest.update(part.encode())
+    return digest.hexdigest()[:16]
+
+
+def read(path: Path) -> Tuning:
+    """Read a file of tuned rows.
+
+    Raises:
+        OSError: when it cannot be read.
+        ValueError: naming the file and the row, when it is not as this module says.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: got {type(document).__name__}, expected an object")
+    for name, kind in (("gpu", str), ("source", str), ("rows", list)):
+        if not isinstance(document.get(name), kind):
+            got = type(document.get(name)).__name__
+            raise ValueError(f"{path}: {name}: got {got}, expected {kind.__name__}")
+    rows: dict[tuple[str, int, int], list[TunedRow]] = {}
+    for index, row in enumerate(document["rows"]):
+        try:
+            key, tuned = _row(row)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: rows[{index}]: {error}") from error
+        rows.setdefault(key, []).append(tuned)
+    by_m = {key: tuple(sorted(of_key, key=lambda row: row.m_max)) for key, of_key in rows.items()}
+    return Tuning(document["gpu"], document["source"], by_m)
+
+
+def override(path: str | os.PathLike[str] | None) -> None:
+    """Use this file from now on, or with None again the one that the environment names.
+
+    Launches that a graph has captured stay as they are.
+
+    Raises:
+        OSError, ValueError: as `read`.
+    """
+    global _overriding
+    chosen = None if path is None else Path(path)
+    if chosen is not None:
+        read(chosen)
+    _overriding = chosen
+    forget()
+
+
+def forget() -> None:
+    """Read the files anew at the next call."""
+    tuning_for.cache_clear()
+    choose.cache_clear()
+
+
+_overriding: Path | None = None
+
+
+@cache
+def tuning_for(gpu: str) -> Tuning:
+    """Return the rows that hold for a GPU of this name ("" for none), and say why a file's do not.
+
+    Raises:
+        OSError, ValueError: as `read`; also when OSTINATO_GEMM_TABLE names no file.
+    """
+    if not gpu:
+        return Tuning()
+    named = os.environ.get(VARIABLE)
+    path = _overriding or (Path(named) if named else tuning_path())
+    if path == tuning_path() and not path.exists():
+        return Tuning()
+    tuning = read(path)
+    mismatch = ""
+    if tuning.gpu != gpu:
+        mismatch = f"another GPU ({tuning.gpu}; this one is {gpu})"
+    elif tuning.source != sources_hash():
+        mismatch = f"another source ({tuning.source}; this one is {sources_hash()})"
+    if mismatch:
+        said = f"ostinato: {path}: ignored: measured on {mismatch}; run `python -m ostinato tune`"
+        print(said, file=sys.stderr, flush=True)
+        return Tuning()
+    return tuning
+
+
+@lru_cache(maxsize=1 << 14)
+def choose(
+    gpu: str,
+    sms: int,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    out_dtype: str,
+    packed: bool,
+    fast_accum: bool,
+    batch_invariant: bool,
+) -> Choice:
+    """Return the kernel for a product on a GPU: the tuned one, else the table's.
+
+    The arguments are those of `gemm_table.choose`, after the GPU's name; all are positional, since
+    this is called at every launch.
+    """
+    for row in tuning_for(gpu).rows.get((dtype, n, k), ()):
+        choice = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
+        if m <= row.m_max and gemm_table.serves(
+            choice.variant, m, packed, fast_accum, batch_invariant
+        ):
+            return choice
+    return gemm_table.choose(
+        m,
+        n,
+        k,
+        dtype,
+        out_dtype,
+        packed=packed,
+        fast_accum=fast_accum,
+        batch_invariant=batch_invariant,
+        sms=sms,
+    )
+
+
+def variants(
+    gpu: str,
+    sms: int,
+    n: int,
+    k: int,
+    dtype: str,
+    out_dtype: str,
+    *,
+    fast_accum: bool,
+    batch_invariant: bool,
+) -> list[GemmVariant]:
+    """Return every kernel that a packed weight [n, k] may be multiplied by, whatever m."""
+    tuned = (row.m_max for row in tuning_for(gpu).rows.get((dtype, n, k), ()))
+    found = (
+        choose(gpu, sms, m, n, k, dtype, out_dtype, True, fast_accum, batch_invariant).variant
+        for m in sorted({*gemm_table.largest_ms(), *tuned})
+    )
+    return list(dict.fromkeys(found))
+
+
+def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
+    if not isinstance(row, dict):
+        raise ValueError(f"got {type(row).__name__}, expected an object")
+    expected = {"dtype", "n", "k", "m_max", "variant", *_FIELDS}
+    if set(row) != expected:
+        raise ValueError(f"got {sorted(row)}, expected {sorted(expected)}")
+    dtype, variant = row["dtype"], _VARIANTS.get(row["variant"])
+    if dtype not in OPERAND_DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(OPERAND_DTYPES)}")
+    if variant is None or variant.dtype != dtype:
+        raise ValueError(f"variant: got {row['variant']!r}, expected a compiled GEMM of {dtype}")
+    for name in ("n", "k", "m_max", *_FIELDS):
+        _integer(name, row[name], least=0 if name in _FIELDS else 1)
+    return (dtype, row["n"], row["k"]), TunedRow(row["m_max"], _choice(variant, row))
+
+
+def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:
+    limits = dict.fromkeys(_FIELDS, 0)
+    if isinstance(variant, GemmSmallM):
+        _integer("m_max", row["m_max"], least=1, most=variant.max_m)
+    else:
+        limits = {
+            "tile_channels": variant.channels,
+            "tile_tokens": variant.tokens,
+            "cluster": 2,
+            "band": 2**31 - 1,
+        }
+    for name, most in limits.items():
+        _integer(name, row[name], least=0, most=most)
+    if row["tile_channels"] % TILE_CHANNELS:
+        raise ValueError(f"tile_channels: got {row['tile_channels']}, expected a multiple of 16")
+    return Choice(variant, *(row[name] for name in _FIELDS))
+
+
+def _integer(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name}: got {value!r}, expected an integer in {least}..{most}")

@@ -1,0 +1,47 @@
+"""What every launch of our kernels asks torch: the GPU, the current device and its stream."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+# The names that `ostinato.kernels.variants` gives to torch's dtypes.
+KERNEL_NAMES = {
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+CAPABILITY = (9, 0)  # what the kernels are compiled for
+_AS_IT_IS = nullcontext()
+
+
+@cache
+def gpu(device: int) -> tuple[str, int]:
+    """Return the name of a GPU and how many multiprocessors it has.
+
+    Raises:
+        RuntimeError: when our kernels do not run on it.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    if capability != CAPABILITY:
+        raise RuntimeError(
+            f"{properties.name}: got compute capability {capability[0]}.{capability[1]}, expected "
+            "9.0: the W8A8 kernels are for Hopper GPUs"
+        )
+    return properties.name, properties.multi_processor_count
+
+
+def on_device(device: int) -> AbstractContextManager[object]:
+    """Return a context in which a device is the current one, as launches want it."""
+    return _AS_IT_IS if torch.cuda.current_device() == device else torch.cuda.device(device)
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of torch's current stream."""
+    # torch.cuda.current_stream() makes an object of it, which takes longer than the launch.
+    return torch._C._cuda_getCurrentRawStream(device)

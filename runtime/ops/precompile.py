@@ -1,0 +1,78 @@
+"""Which kernels a W8A8 layer launches, and compiling many of them at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+
+from ostinato.kernels import compiler
+from ostinato.kernels.cache import cache_folder
+from ostinato.kernels.mode import BuildMode
+from ostinato.kernels.toolchain import find_cutlass, find_nvcc
+from ostinato.kernels.variants import Quantize, Variant
+from ostinato.ops import gemm_table, gemm_tuning
+from ostinato.ops.launch import KERNEL_NAMES, gpu
+
+__all__ = ["Variant", "layer_kernels", "precompile"]
+
+
+def layer_kernels(
+    kind: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    activations: torch.dtype,
+    *,
+    fast_accum: bool = True,
+    batch_invariant: bool = False,
+    device: torch.device | None = None,
+) -> list[Variant]:
+    """Return what quantising activations and multiplying them by a packed weight may launch.
+
+    Args:
+        kind: of quantisation: per_token, rms_norm or silu_mul (see `Quantize`).
+        shape: [N, K] of the weight.
+        dtype: of the weight, int8 or float8_e4m3fn.
+        activations: dtype of the layer's input, its norm weight and its output.
+        fast_accum: as of `w8a8_linear`.
+        batch_invariant: likewise.
+        device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
+    """
+    name, sms = ("", gemm_table.H200_SMS) if device is None else gpu(_index(device))
+    operand, output = KERNEL_NAMES[dtype], KERNEL_NAMES[activations]
+    gemms = gemm_tuning.variants(
+        name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
+    )
+    return [Quantize(kind=kind, in_dtype=output, out_dtype=operand), *gemms]
+
+
+def precompile(variants: Iterable[Variant]) -> None:
+    """Compile side by side those of the variants that are not compiled yet, with one line said.
+
+    Where nothing may or can be compiled nothing is done: then the first launch of a variant that is
+    missing says what to do.
+
+    Raises:
+        KernelBuildError: when compiling fails.
+        ValueError: when OSTINATO_DELAY_SITE names no site of any kernel.
+    """
+    if not compiler.jit_enabled() or find_nvcc() is None:
+        return
+    mode = BuildMode.from_environment()
+    mode.check("OSTINATO_DELAY_SITE")
+    plans = [compiler.plan(variant, mode) for variant in dict.fromkeys(variants)]
+    if find_cutlass() is None:
+        plans = [plan for plan in plans if not plan.sources.uses_cutlass]
+    missing = [plan for plan in plans if compiler.find(plan) is None]
+    if missing:
+        print(
+            f"ostinato: compiling {len(missing)} kernels once, into {cache_folder()}",
+            file=sys.stderr,
+            flush=True,
+        )
+        compiler.build(missing)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -1,0 +1,65 @@
+"""Activation quantisation on CUDA: from tensors to a launch of csrc/gemm_w8a8/quantize.cu."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.kernels.loader import load
+from ostinato.kernels.variants import Quantize
+from ostinato.ops import pdl
+from ostinato.ops.launch import KERNEL_NAMES, current_stream, on_device
+
+
+def quantize_rows(
+    kind: str,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero_point: torch.Tensor | None,
+    out: torch.Tensor,
+    scale_out: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
+
+    The arguments are those of the ops, checked. Of these tensors the kernel reads only
+    `norm_weight` before the kernel in front of it on the stream has ended.
+    """
+    m, k = out.shape
+    if m == 0:
+        return
+    device = x.get_device()
+    with on_device(device):
+        if scale is None and scale_out is None:
+            scale_out = torch.empty(m, dtype=torch.float32, device=x.device)
+        in_dtype = KERNEL_NAMES[x.dtype]
+        weight_dtype = in_dtype if norm_weight is None else KERNEL_NAMES[norm_weight.dtype]
+        variant = Quantize(
+            kind=kind,
+            in_dtype=in_dtype,
+            out_dtype=KERNEL_NAMES[out.dtype],
+            weight_dtype=weight_dtype,
+        )
+        stream = current_stream(device)
+        load(variant, device=device, stream=stream).launch(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            scale_out=0 if scale_out is None else scale_out.data_ptr(),
+            static_scale=0 if scale is None else scale.data_ptr(),
+            zero_point=0 if zero_point is None else zero_point.data_ptr(),
+            residual=0 if residual is None else residual.data_ptr(),
+            residual_stride=0 if residual is None else residual.stride(0),
+            residual_out=0 if residual_out is None else residual_out.data_ptr(),
+            residual_out_stride=0 if residual_out is None else residual_out.stride(0),
+            norm_weight=0 if norm_weight is None else norm_weight.data_ptr(),
+            eps=eps,
+            m=m,
+            k=k,
+            pdl=pdl.enabled(),
+            stream=stream,
+        )

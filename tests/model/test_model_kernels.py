@@ -1,0 +1,85 @@
+"""A model's W8A8 layers on CUDA: packed weights, and kernels known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import ops
+from ostinato.checkpoint import load_model
+from ostinato.kernels import loader
+from ostinato.kernels.variants import Quantize, Variant
+from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
+from ostinato.ops import gemm, quantize_launch
+from tiny import tiny_llama
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def layer(device: torch.device, dtype: torch.dtype) -> W8A8Linear:
+    weight = torch.randint(-9, 9, (24, 40), dtype=torch.int8).to(dtype).to(device)
+    return W8A8Linear(weight, torch.ones(24, device=device), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_weights_are_packed_on_cuda_only(dtype: torch.dtype, device: torch.device) -> None:
+    weight = layer(device, dtype).weight
+    assert isinstance(weight, ops.PackedWeight if device.type == "cuda" else torch.Tensor)
+    assert (weight.shape, weight.dtype, weight.device.type) == ((24, 40), dtype, device.type)
+
+
+def test_a_packed_weight_serves_on_the_cpu_too() -> None:
+    plain, x = layer(torch.device("cpu"), torch.int8), torch.randn(3, 40).bfloat16()
+    packed = replace(plain, weight=ops.pack_weight(plain.weight))
+    assert torch.equal(packed(x), plain(x))
+
+
+@pytest.mark.parametrize("scheme", DTYPES)
+def test_the_kernels_of_a_model(scheme: str) -> None:
+    found = kernels.kernels_of(tiny_llama(scheme=scheme))
+    dtype = {"int8": "int8", "fp8": "e4m3"}[scheme]
+    kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
+    assert kinds == {"per_token", "rms_norm", "silu_mul"}
+    assert all(variant.dtypes() == {dtype, "fp32"} for variant in found)
+    assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
+    assert kernels.kernels_of(tiny_llama(scheme="plain")) == []
+
+
+def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "precompile", lambda variants: pytest.fail("compiles"))
+    compile_kernels(tiny_llama(scheme="int8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", DTYPES)
+def test_no_kernel_is_launched_that_was_not_foreseen(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[Variant] = set()
+
+    def load(variant: Any, *, device: int, stream: int) -> Any:
+        launched.add(variant)
+        return loader.load(variant, device=device, stream=stream)
+
+    for module in (gemm, quantize_launch):
+        monkeypatch.setattr(module, "load", load)
+    model = tiny_llama("cuda", scheme)
+    compile_kernels(model)
+    for length in (1, 9, 30, 100):
+        assert sequence_logits(model, [5] * length).isfinite().all()
+    assert launched
+    assert launched <= set(kernels.kernels_of(model))
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_gives_the_logits_of_the_cpu() -> None:
+    tokens = [7, 30, 2, 99, 14, 3, 3, 8, 200, 41, 6, 5, 77, 12, 90, 1, 250, 31]
+    cpu, cuda = (
+        sequence_logits(load_model(TINY, device=device), tokens).cpu() for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(cuda, cpu, rtol=0.05, atol=0.05 * float(cpu.abs().max()))

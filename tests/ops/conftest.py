@@ -1,0 +1,20 @@
+"""Kernels that the GPU tests of the ops launch, compiled side by side before the first of them."""
+
+from __future__ import annotations
+
+import pytest
+from ops_kernels import kernels_of_the_tests
+
+from ostinato.ops.precompile import precompile
+
+
+@pytest.fixture(scope="session")
+def _compiled() -> None:
+    precompile(kernels_of_the_tests())
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Have the kernels compiled if the test runs on a GPU."""
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("_compiled")

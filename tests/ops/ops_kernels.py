@@ -1,0 +1,46 @@
+"""Which sizes the GPU tests of W8A8 products cover, and which kernels that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from ostinato.kernels.variants import (
+    FLOAT_DTYPES,
+    OPERAND_DTYPES,
+    QUANTIZE_KINDS,
+    Quantize,
+    Variant,
+)
+from ostinato.ops import gemm_table
+
+# What the tests of products cover: the many sizes in bf16, the others at some sizes.
+TOKENS = (
+    *(0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65),
+    *(127, 128, 129, 255, 256, 257, 300, 1000),
+)
+FEW_TOKENS = (3, 9, 20, 70)
+
+
+def kernels_of_the_tests() -> Iterator[Variant]:
+    for kind, in_dtype, out_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES, OPERAND_DTYPES):
+        yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
+        if kind == "rms_norm":
+            yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype, weight_dtype="fp32")
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
+        for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:
+            for packed, fast_accum in product([False, True], [False, True]):
+                if m and (fast_accum or out_dtype == "bf16"):
+                    yield gemm_table.choose(
+                        m,
+                        1000,
+                        1000,
+                        dtype,
+                        out_dtype,
+                        packed=packed,
+                        fast_accum=fast_accum,
+                        sms=sms,
+                    ).variant

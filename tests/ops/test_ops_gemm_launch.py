@@ -1,0 +1,273 @@
+"""From tensors to the arguments of a W8A8 kernel: the host's part, on a machine without GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import E4M3, assert_same_bits, quantized_randn
+
+from ostinato import ops
+from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize
+from ostinato.ops import gemm, packing, quantize_launch
+from ostinato.ops.pdl import pdl
+
+STREAM = 77
+
+
+class Launches(list[dict[str, Any]]):
+    """What would have been launched: the kernel's arguments, its `variant`, and the tensors."""
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    seen = Launches()
+
+    class Library:
+        def __init__(self, variant: Any) -> None:
+            self._variant = variant
+
+        def launch(self, **arguments: Any) -> None:
+            seen.append({"variant": self._variant, **arguments})
+
+    def load(variant: Any, *, device: int, stream: int) -> Library:
+        assert stream == STREAM
+        return Library(variant)
+
+    for module in (gemm, quantize_launch):
+        monkeypatch.setattr(module, "load", load)
+        monkeypatch.setattr(module, "current_stream", lambda device: STREAM)
+        monkeypatch.setattr(module, "on_device", lambda device: torch.no_grad())
+    monkeypatch.setattr(gemm, "gpu", lambda device: ("", 132))
+    return seen
+
+
+def call(
+    launches: Launches,
+    x: torch.Tensor,
+    w: torch.Tensor | ops.PackedWeight,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    m, n = x.size(0), w.shape[0]
+    out = torch.empty(m, n, dtype=torch.bfloat16) if out is None else out
+    scale = torch.ones(())
+    given = {"bias": None, "x_zero_point": None, "w_sum": None, **options}
+    given = {"fast_accum": True, "batch_invariant": False, **given}
+    gemm.w8a8_gemm(
+        x,
+        w.data if isinstance(w, ops.PackedWeight) else w,
+        scale if x_scale is None else x_scale,
+        scale if w_scale is None else w_scale,
+        out=out,
+        **given,
+    )
+    (launch,) = launches
+    launches.clear()
+    assert launch["out"] == out.data_ptr()
+    assert (launch["m"], launch["n"], launch["k"]) == (m, n, x.size(1))
+    return launch
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    """Return rows whose addresses 16 bytes divide, as those of CUDA tensors do."""
+    storage = torch.zeros(rows * columns + 64, dtype=torch.int8)
+    skipped = -storage.data_ptr() % 64
+    x = storage[skipped : skipped + rows * columns].view(rows, columns).view(dtype)
+    x.copy_(quantized_randn((rows, columns), dtype))
+    return x
+
+
+def test_a_packed_weight_is_passed_on_as_it_is(launches: Launches) -> None:
+    x, w = matrix(4, 64), matrix(40, 64)
+    packed = ops.pack_weight(w)
+    launch = call(launches, x, packed)
+    assert isinstance(launch["variant"], GemmSmallM)
+    assert (launch["w"], launch["w_stride"]) == (packed.data.data_ptr(), 0)
+    assert (launch["x"], launch["x_stride"]) == (x.data_ptr(), 64)
+    assert (launch["stream"], launch["pdl"], launch["out_stride"]) == (STREAM, True, 40)
+
+
+def test_a_plain_weight_is_read_as_it_lies_and_without_pdl(launches: Launches) -> None:
+    x, w = matrix(4, 64), matrix(40, 96)[:, 16:80]
+    launch = call(launches, x, w)
+    assert isinstance(launch["variant"], GemmTiled)
+    assert (launch["w"], launch["w_stride"], launch["pdl"]) == (w.data_ptr(), 96, False)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda w: w[:, 1:65],
+        lambda w: w[:, :64].as_strided((40, 64), (72, 1)),
+        lambda w: w[:1, :64].expand(40, -1),
+        lambda w: w.as_strided((40, 64), (16, 1)),
+    ],
+    ids=["base", "stride", "expanded", "overlapping"],
+)
+def test_a_weight_that_tma_cannot_read_is_packed_for_the_call(
+    view: Callable[[torch.Tensor], torch.Tensor],
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def pack(w: torch.Tensor) -> torch.Tensor:
+        made.append(original(w))
+        return made[-1]
+
+    original = packing.pack
+    monkeypatch.setattr(packing, "pack", pack)
+    w = view(matrix(40, 96))
+    launch = call(launches, matrix(4, 64), w)
+    assert (launch["w"], launch["w_stride"], launch["pdl"]) == (made[0].data_ptr(), 0, False)
+    assert_same_bits(packing.unpack(made[0], 40, 64), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, 3:], lambda x: x.as_strided((5, 61), (72, 1)), lambda x: x[:1].expand(5, -1)],
+    ids=["base", "stride", "expanded"],
+)
+def test_an_x_that_tma_cannot_read_is_copied(
+    view: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Tensor] = []
+
+    def aligned_copy(x: torch.Tensor) -> torch.Tensor:
+        made.append(original(x))
+        return made[-1]
+
+    original = gemm._aligned_copy
+    monkeypatch.setattr(gemm, "_aligned_copy", aligned_copy)
+    x = view(matrix(8, 64, dtype))
+    launch = call(launches, x, ops.pack_weight(matrix(40, x.size(1), dtype)))
+    assert (launch["x"], launch["x_stride"]) == (made[0].data_ptr(), 64)
+    assert launch["pdl"]
+    assert_same_bits(made[0], x)
+
+
+def test_the_stride_of_a_single_row_does_not_matter(launches: Launches) -> None:
+    x = matrix(1, 64).as_strided((1, 40), (3, 1))
+    w = matrix(1, 64).as_strided((1, 40), (5, 1))
+    launch = call(launches, x, w)
+    assert (launch["x"], launch["x_stride"]) == (x.data_ptr(), 48)
+    assert (launch["w"], launch["w_stride"]) == (w.data_ptr(), 48)
+
+
+def test_scales_and_zero_points_are_vectors_or_one_element(launches: Launches) -> None:
+    x, w = matrix(4, 64), ops.pack_weight(matrix(40, 64))
+    zero = torch.zeros(4, dtype=torch.int32)
+    sums = torch.zeros(40, dtype=torch.int32)
+    options = {"x_scale": torch.ones(4), "w_scale": torch.ones(40), "w_sum": sums}
+    launch = call(launches, x, w, x_zero_point=zero, **options)
+    strides = ("x_scale_stride", "w_scale_stride", "x_zero_point_stride")
+    assert [launch[name] for name in strides] == [1, 1, 1]
+    assert (launch["x_zero_point"], launch["w_sum"]) == (zero.data_ptr(), sums.data_ptr())
+    assert launch["pdl"]
+    launch = call(launches, x, w, x_zero_point=zero[:1], w_scale=torch.ones(1))
+    assert [launch[name] for name in strides] == [0, 0, 0]
+    launch = call(launches, x, w)
+    assert (launch["x_zero_point"], launch["w_sum"], launch["bias"]) == (0, 0, 0)
+
+
+def test_what_was_computed_for_the_call_is_not_read_early(launches: Launches) -> None:
+    x, w = matrix(4, 64), ops.pack_weight(matrix(40, 64))
+    assert not call(launches, x, w, x_zero_point=torch.zeros((), dtype=torch.int32))["pdl"]
+    bias = torch.zeros(40)
+    launch = call(launches, x, w, bias=bias)
+    assert launch["bias"] not in (0, bias.data_ptr())
+    assert not launch["pdl"]
+    launch = call(launches, x, w, bias=bias, out=torch.empty(4, 40))
+    assert launch["bias"] == bias.data_ptr()
+    assert launch["pdl"]
+
+
+def test_pdl_can_be_turned_off(launches: Launches) -> None:
+    x, w = matrix(4, 64), ops.pack_weight(matrix(40, 64))
+    with pdl(False):
+        assert not call(launches, x, w)["pdl"]
+    assert call(launches, x, w)["pdl"]
+
+
+def test_the_choice_reaches_the_launch(launches: Launches) -> None:
+    x, w = matrix(20, 64, E4M3), ops.pack_weight(matrix(4096, 64, E4M3))
+    launch = call(launches, x, w, fast_accum=False)
+    assert launch["variant"] == GemmTiled(dtype="e4m3", out_dtype="bf16", channels=64, tokens=64)
+    assert launch["tile_channels"] == 32
+    launch = call(launches, x[:8], w, batch_invariant=True)
+    assert launch["variant"].tokens == 16
+    assert launch["variant"].fast_accum
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_nothing_is_launched_for_nothing(shape: tuple[int, int], launches: Launches) -> None:
+    m, n = shape
+    x, w, out = matrix(m, 64), matrix(n, 64), torch.empty(shape)
+    one = torch.ones(())
+    gemm.w8a8_gemm(x, w, one, one, None, None, None, True, False, out)
+    quantize_launch.quantize_rows("per_token", torch.ones(0, 8), None, None, x[:0, :8], None)
+    assert not launches
+
+
+def test_quantization_arguments(launches: Launches) -> None:
+    x, residual = torch.randn(3, 40)[:, :32], torch.randn(3, 48)[:, :32]
+    weight, out = torch.ones(32), torch.empty(3, 64, dtype=torch.int8)[:, :32]
+    total, scale_out = torch.empty(3, 32), torch.empty(3)
+    quantize_launch.quantize_rows(
+        "rms_norm",
+        x,
+        None,
+        None,
+        out,
+        scale_out,
+        residual=residual,
+        residual_out=total,
+        norm_weight=weight,
+        eps=0.5,
+    )
+    (launch,) = launches
+    assert launch == {
+        "variant": Quantize(kind="rms_norm", in_dtype="fp32", out_dtype="int8"),
+        "x": x.data_ptr(),
+        "x_stride": 40,
+        "out": out.data_ptr(),
+        "out_stride": 64,
+        "scale_out": scale_out.data_ptr(),
+        "static_scale": 0,
+        "zero_point": 0,
+        "residual": residual.data_ptr(),
+        "residual_stride": 48,
+        "residual_out": total.data_ptr(),
+        "residual_out_stride": 32,
+        "norm_weight": weight.data_ptr(),
+        "eps": 0.5,
+        "m": 3,
+        "k": 32,
+        "pdl": True,
+        "stream": STREAM,
+    }
+
+
+def test_gated_and_static_quantization_arguments(launches: Launches) -> None:
+    x, out = torch.randn(3, 64).half(), torch.empty(3, 32, dtype=torch.int8)
+    scale, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    quantize_launch.quantize_rows("silu_mul", x, scale, zero, out, None)
+    quantize_launch.quantize_rows("silu_mul", x, None, None, out.view(E4M3), None)
+    static, dynamic = launches
+    assert static["variant"] == Quantize(kind="silu_mul", in_dtype="fp16", out_dtype="int8")
+    assert (static["k"], static["x_stride"]) == (32, 64)
+    assert (static["static_scale"], static["zero_point"]) == (scale.data_ptr(), zero.data_ptr())
+    assert (static["scale_out"], static["norm_weight"]) == (0, 0)
+    assert dynamic["variant"].out_dtype == "e4m3"
+    assert dynamic["static_scale"] == 0
+    assert dynamic["scale_out"] != 0

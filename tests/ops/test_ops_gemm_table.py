@@ -1,0 +1,267 @@
+"""The choice of W8A8 kernels: the built-in table, and what was tuned on a machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from ostinato.kernels.catalogue import CATALOGUE
+from ostinato.kernels.variants import GemmSmallM, GemmTiled
+from ostinato.ops import gemm_table, gemm_tuning
+from ostinato.ops.gemm_table import Choice, choose
+
+GPU, SMS = "NVIDIA H200", 132
+TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=64)
+STREAMING = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+
+sizes = st.one_of(
+    st.integers(1, 300),
+    st.integers(1, 2**31 - 1),
+    st.builds(lambda bits, by: max(1, 2**bits + by), st.integers(0, 30), st.integers(-1, 1)),
+)
+calls = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["int8", "e4m3"]),
+        "out_dtype": st.sampled_from(["bf16", "fp16", "fp32"]),
+        "packed": st.booleans(),
+        "fast_accum": st.booleans(),
+        "batch_invariant": st.booleans(),
+    }
+)
+
+
+def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
+    variant = choice.variant
+    assert variant in CATALOGUE
+    assert (variant.dtype, variant.out_dtype) == (call["dtype"], call["out_dtype"])
+    if isinstance(variant, GemmSmallM):
+        assert call["packed"]
+        assert m <= variant.max_m
+        assert variant.dtype == "int8" or not call["batch_invariant"]
+        return
+    assert variant.fast_accum == (call["fast_accum"] and call["dtype"] == "e4m3")
+    assert choice.tile_channels % 16 == 0
+    assert 0 <= choice.tile_channels <= variant.channels
+    assert 0 <= choice.tile_tokens <= variant.tokens
+    assert choice.cluster in (0, 1, 2)
+    assert choice.band >= 0
+
+
+@settings(max_examples=600, deadline=None)
+@given(m=sizes, n=sizes, k=sizes, call=calls, sms=st.sampled_from([1, 78, 114, 132]))
+def test_every_call_gets_a_legal_choice(
+    m: int, n: int, k: int, call: dict[str, Any], sms: int
+) -> None:
+    check_legal(choose(m, n, k, **call, sms=sms), m, n, call)
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.integers(1, 200_000), m=st.integers(1, 256), call=calls)
+def test_the_channels_are_shared_evenly(n: int, m: int, call: dict[str, Any]) -> None:
+    """In the rounds that the tiles take, no smaller tile would do."""
+    choice = choose(m, n, 4096, **{**call, "packed": False})
+    assert isinstance(choice.variant, GemmTiled)
+    columns, rows = -(-n // choice.tile_channels), -(-m // choice.variant.tokens)
+    rounds = -(-columns * rows // SMS)
+    assert rounds == -(-(-(-n // choice.variant.channels) * rows) // SMS)
+    smaller = choice.tile_channels - 16
+    assert smaller == 0 or -(-n // smaller) * rows > rounds * SMS
+
+
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 100_000), m=sizes, call=calls)
+def test_the_kernels_of_a_weight_are_known_beforehand(n: int, m: int, call: dict[str, Any]) -> None:
+    del call["packed"]
+    known = gemm_tuning.variants("", SMS, n, 4096, **call)
+    assert choose(m, n, 4096, packed=True, **call).variant in known
+
+
+def test_the_table_gives_reasons() -> None:
+    assert all(row.reason for row in gemm_table.TABLE)
+
+
+@pytest.mark.parametrize("name", ["m", "n", "k"])
+def test_sizes_begin_at_one(name: str) -> None:
+    sizes = {"m": 1, "n": 1, "k": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name}: got 0, expected at least 1"):
+        choose(**sizes, dtype="int8", out_dtype="bf16", packed=True)
+
+
+def test_examples_of_the_table() -> None:
+    def chosen(m: int, n: int, **options: Any) -> str:
+        options = {"dtype": "e4m3", "out_dtype": "bf16", "packed": True, **options}
+        choice = choose(m, n, 4096, **options)
+        return f"{choice.variant.name} {choice.tile_channels}"
+
+    assert chosen(8, 4096) == "gemm_small_m-e4m3-bf16-m8-w1r2x4 0"
+    assert chosen(8, 6144) == "gemm_small_m-e4m3-bf16-m8-w1r3x4 0"
+    assert chosen(8, 6144, packed=False) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
+    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
+    assert chosen(8, 6144, batch_invariant=True, dtype="int8").startswith("gemm_small_m-int8")
+    assert chosen(17, 28672) == "gemm_tiled-e4m3-bf16-128x32-fast_accum 112"
+    assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-128x128 32"
+    assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 0"
+
+
+# Tuned choices.
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give an empty kernel cache's own file of tuned rows, not written yet."""
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
+    monkeypatch.delenv(gemm_tuning.VARIABLE, raising=False)
+    gemm_tuning.override(None)
+    yield gemm_tuning.tuning_path()
+    monkeypatch.undo()
+    gemm_tuning.override(None)
+
+
+def row(m_max: int, using: GemmSmallM | GemmTiled = TILED, **changes: Any) -> dict[str, Any]:
+    size = {"dtype": using.dtype, "n": 512, "k": 1024, "m_max": m_max}
+    cut = dict.fromkeys(("tile_channels", "tile_tokens", "cluster", "band"), 0)
+    return {**size, "variant": using.name, **cut, **changes}
+
+
+def write(path: Path, *rows: Any, **changes: Any) -> None:
+    document = {"gpu": GPU, "source": gemm_tuning.sources_hash(), "rows": rows, **changes}
+    path.write_text(json.dumps(document))
+
+
+def picked(m: int, n: int = 512, k: int = 1024, **changes: Any) -> Choice:
+    call = {"dtype": "int8", "out_dtype": "bf16", "packed": True, "fast_accum": True}
+    call = {**call, "batch_invariant": False, **changes}
+    return gemm_tuning.choose(GPU, SMS, m, n, k, *call.values())
+
+
+def built_in(m: int, n: int = 512, k: int = 1024, **changes: Any) -> Choice:
+    return choose(m, n, k, **{"dtype": "int8", "out_dtype": "bf16", "packed": True, **changes})
+
+
+def test_rows_hold_for_their_size_and_up_to_their_m(tuned: Path) -> None:
+    write(tuned, row(64, tile_channels=48, cluster=2, band=3), row(8, STREAMING))
+    assert picked(8) == Choice(STREAMING)
+    assert picked(9) == picked(64) == Choice(TILED, 48, 0, 2, 3)
+    assert picked(65) == built_in(65)
+    assert picked(9, n=513) == built_in(9, n=513)
+    assert picked(9, k=1023) == built_in(9, k=1023)
+    assert picked(9, dtype="e4m3") == built_in(9, dtype="e4m3")
+    assert picked(9, out_dtype="fp32").variant.out_dtype == "fp32"
+
+
+def test_rows_that_may_not_serve_a_call_are_passed_over(tuned: Path) -> None:
+    fast = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=64, fast_accum=True)
+    exact = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=64, tokens=64)
+    streaming = GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16)
+    write(tuned, row(16, streaming), row(64, exact), row(63, fast))
+    call = {"dtype": "e4m3"}
+    assert picked(5, **call).variant == picked(5, **call, fast_accum=False).variant == streaming
+    assert picked(5, **call, batch_invariant=True).variant == fast
+    assert picked(5, **call, packed=False).variant == fast
+    assert picked(5, **call, packed=False, fast_accum=False).variant == exact
+    assert picked(64, **call) == built_in(64, **call)
+    known = gemm_tuning.variants(
+        GPU, SMS, 512, 1024, "e4m3", "bf16", fast_accum=True, batch_invariant=False
+    )
+    assert {streaming, fast} <= set(known)
+    assert exact not in known
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpu": "NVIDIA H100"}, f"measured on another GPU (NVIDIA H100; this one is {GPU})"),
+        ({"source": "0" * 16}, f"measured on another source ({'0' * 16}; this one is "),
+    ],
+)
+def test_rows_of_another_machine_are_ignored_aloud(
+    tuned: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], said: str
+) -> None:
+    write(tuned, row(64), **changes)
+    assert picked(9) == built_in(9)
+    assert picked(10) == built_in(10)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ostinato: {tuned}: ignored: {said}")
+
+
+def test_the_environment_and_the_caller_name_other_files(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tuned, row(64, tile_channels=16))
+    named, given = tmp_path / "named.json", tmp_path / "given.json"
+    write(named, row(64, tile_channels=32))
+    write(given, row(64, tile_channels=64))
+    assert picked(9).tile_channels == 16
+    monkeypatch.setenv(gemm_tuning.VARIABLE, str(named))
+    gemm_tuning.forget()
+    assert picked(9).tile_channels == 32
+    gemm_tuning.override(given)
+    assert picked(9).tile_channels == 64
+    gemm_tuning.override(None)
+    assert picked(9).tile_channels == 32
+
+
+def test_a_named_file_must_exist(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert picked(9) == built_in(9)
+    with pytest.raises(FileNotFoundError):
+        gemm_tuning.override(tuned.parent / "absent.json")
+    monkeypatch.setenv(gemm_tuning.VARIABLE, str(tuned.parent / "absent.json"))
+    gemm_tuning.forget()
+    with pytest.raises(FileNotFoundError):
+        picked(9)
+
+
+def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tuned, row(64))
+    assert gemm_tuning.tuning_for("").rows == {}
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([1], r"rows\[0\]: got int, expected an object"),
+        ([row(64), {}], r"rows\[1\]: got \[\], expected \['band', "),
+        ([row(64, dtype="int4")], "dtype: got 'int4', expected int8 or e4m3"),
+        ([row(64, variant="gemm")], "variant: got 'gemm', expected a compiled GEMM of int8"),
+        ([row(64, dtype="e4m3")], "variant: got 'gemm_tiled-int8-bf16-128x64', expected"),
+        ([row(64, variant=["a"])], r"rows\[0\]: "),
+        ([row(0)], "m_max: got 0, expected an integer in 1"),
+        ([row(9, STREAMING)], r"m_max: got 9, expected an integer in 1\.\.8"),
+        ([row(64, n=True)], "n: got True, expected an integer"),
+        ([row(64, k="1")], "k: got '1', expected an integer"),
+        ([row(64, tile_channels=144)], r"tile_channels: got 144, expected an integer in 0\.\.128"),
+        ([row(64, tile_channels=24)], "tile_channels: got 24, expected a multiple of 16"),
+        ([row(64, tile_tokens=65)], r"tile_tokens: got 65, expected an integer in 0\.\.64"),
+        ([row(64, cluster=3)], r"cluster: got 3, expected an integer in 0\.\.2"),
+        ([row(64, band=-1)], "band: got -1"),
+        ([row(8, STREAMING, band=1)], r"band: got 1, expected an integer in 0\.\.0"),
+    ],
+)
+def test_malformed_rows(tuned: Path, rows: list[Any], match: str) -> None:
+    write(tuned, *rows)
+    with pytest.raises(ValueError, match=f"{tuned}: .*{match}"):
+        picked(9)
+    with pytest.raises(ValueError, match=match):
+        gemm_tuning.override(tuned)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "not JSON"),
+        ("[]", "got list, expected an object"),
+        ('{"gpu": 1}', "gpu: got int, expected str"),
+        ('{"gpu": "", "source": "", "rows": {}}', "rows: got dict, expected list"),
+    ],
+)
+def test_malformed_files(tuned: Path, text: str, match: str) -> None:
+    tuned.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        picked(9)
