@@ -90,6 +90,19 @@ def scalar_or_vector(
         scalar(name, value, dtype, device)
 
 
+def positive_scale(name: str, value: torch.Tensor | None, *, or_zero: bool = False) -> None:
+    """Check that every element of a scale is finite and positive `or_zero`; waits for the device.
+
+    None is no scale, and passes.
+    """
+    if value is None:
+        return
+    for element in value.flatten().tolist():
+        if not (math.isfinite(element) and (element > 0 or (or_zero and element == 0))):
+            expected = "at least 0" if or_zero else "above 0"
+            raise ValueError(f"{name}: got {element}, expected finite numbers {expected}")
+
+
 def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
     """Check that none of the last dimensions of `value`, named here in order, has size 0."""
     for dimension, size in zip(reversed(dimensions), reversed(value.shape), strict=False):

@@ -65,6 +65,7 @@ def w8a8_linear(
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = True,
     batch_invariant: bool = False,
+    check_scales: bool = False,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -93,6 +94,8 @@ def w8a8_linear(
         batch_invariant: make the bits of a row of an e4m3 product on CUDA independent of the
             other rows, at the price of the faster kernel for up to 16 rows. int8 products and those
             on the CPU are so in any case.
+        check_scales: for debugging: wait for the device, and refuse scales that are negative, NaN
+            or infinite. Not possible while a stream is being captured.
         out: [M, N] of `out_dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -128,14 +131,14 @@ def w8a8_linear(
         checks.tensor("w_sum", w_sum, (torch.int32,), (columns,), device)
     checks.flag("fast_accum", fast_accum)
     checks.flag("batch_invariant", batch_invariant)
+    checks.flag("check_scales", check_scales)
     if out is not None:
         checks.output("out", out, (out_dtype,), (rows, columns), device)
     with checks.launch_stream(stream, device):
         if out is None:
             out = torch.empty((rows, columns), dtype=out_dtype, device=device)
-        _w8a8_linear_op(
-            x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, fast_accum, batch_invariant, out
-        )
+        how = (fast_accum, batch_invariant, check_scales)
+        _w8a8_linear_op(x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, *how, out)
     return out
 
 
@@ -200,8 +203,12 @@ def _w8a8_linear(
     w_sum: torch.Tensor | None,
     fast_accum: bool,
     batch_invariant: bool,
+    check_scales: bool,
     out: torch.Tensor,
 ) -> None:
+    if check_scales:
+        checks.positive_scale("x_scale", x_scale, or_zero=True)
+        checks.positive_scale("w_scale", w_scale, or_zero=True)
     if x.device.type == "cuda":
         w8a8_gemm(
             x, w, x_scale, w_scale, bias, x_zero_point, w_sum, fast_accum, batch_invariant, out
@@ -246,7 +253,7 @@ _linear_op = register(
 )
 _w8a8_linear_op = register(
     "w8a8_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "
-    "Tensor? x_zero_point, Tensor? w_sum, bool fast_accum, bool batch_invariant, Tensor(a!) out) "
-    "-> ()",
+    "Tensor? x_zero_point, Tensor? w_sum, bool fast_accum, bool batch_invariant, "
+    "bool check_scales, Tensor(a!) out) -> ()",
     _w8a8_linear,
 )

@@ -84,12 +84,14 @@ def rms_norm_quantize(
     residual: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     zero_point: torch.Tensor | None = None,
+    check_scales: bool = False,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, ...]:
     """Do `rms_norm`, then quantise its fp32 result without rounding it in between.
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
-    whose `dtype`, `scale` and `zero_point` these are; all else is as for `rms_norm`. On CUDA
+    whose `dtype`, `scale`, `zero_point` and `check_scales` these are; all else is as for
+    `rms_norm`. On CUDA
     `weight` is a constant: the kernel may read it while the kernel in front of it on the stream is
     still running, so that one must not write it.
 
@@ -103,6 +105,7 @@ def rms_norm_quantize(
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
     _check_norm(x, weight, eps, residual)
     check_static(scale, zero_point, dtype, x.device)
+    checks.flag("check_scales", check_scales)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         scale_out = residual_out = None
@@ -111,7 +114,7 @@ def rms_norm_quantize(
         if residual is not None:
             residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _rms_norm_quantize_op(
-            x, weight, eps, residual, scale, zero_point, out, scale_out, residual_out
+            x, weight, eps, residual, scale, zero_point, check_scales, out, scale_out, residual_out
         )
     results = (out, scale, scale_out, residual_out)
     return tuple(result for result in results if result is not None)
@@ -160,10 +163,13 @@ def _rms_norm_quantize(
     residual: torch.Tensor | None,
     scale: torch.Tensor | None,
     zero_point: torch.Tensor | None,
+    check_scales: bool,
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> None:
+    if check_scales:
+        checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
         quantize_rows(
             "rms_norm",
@@ -189,6 +195,7 @@ _rms_norm_op = register(
 )
 _rms_norm_quantize_op = register(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? scale, "
-    "Tensor? zero_point, Tensor(a!) out, Tensor(b!)? scale_out, Tensor(c!)? residual_out) -> ()",
+    "Tensor? zero_point, bool check_scales, Tensor(a!) out, Tensor(b!)? scale_out, "
+    "Tensor(c!)? residual_out) -> ()",
     _rms_norm_quantize,
 )

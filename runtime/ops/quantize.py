@@ -89,6 +89,7 @@ def quantize_per_tensor(
     dtype: torch.dtype,
     *,
     zero_point: torch.Tensor | None = None,
+    check_scales: bool = False,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -102,6 +103,8 @@ def quantize_per_tensor(
         scale: fp32 scalar tensor (0-d or [1]), positive.
         dtype: torch.int8 or torch.float8_e4m3fn.
         zero_point: int32 scalar tensor in -128..127, int8 only: asymmetric quantisation.
+        check_scales: for debugging: wait for the device, and refuse a scale that is not positive
+            and finite.
         out: [M, K] of `dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -113,12 +116,13 @@ def quantize_per_tensor(
     """
     _check_input(x, dtype)
     check_static(scale, zero_point, dtype, x.device)
+    checks.flag("check_scales", check_scales)
     if out is not None:
         checks.output("out", out, (dtype,), x.shape, x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        _quantize_per_tensor_op(x, scale, zero_point, out)
+        _quantize_per_tensor_op(x, scale, zero_point, check_scales, out)
     return out
 
 
@@ -171,8 +175,14 @@ def _quantize_per_token(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Ten
 
 
 def _quantize_per_tensor(
-    x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    check_scales: bool,
+    out: torch.Tensor,
 ) -> None:
+    if check_scales:
+        checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
         quantize_rows("per_token", x, scale, zero_point, out, None)
     else:
@@ -184,6 +194,7 @@ _quantize_per_token_op = register(
     _quantize_per_token,
 )
 _quantize_per_tensor_op = register(
-    "quantize_per_tensor(Tensor x, Tensor scale, Tensor? zero_point, Tensor(a!) out) -> ()",
+    "quantize_per_tensor(Tensor x, Tensor scale, Tensor? zero_point, bool check_scales, "
+    "Tensor(a!) out) -> ()",
     _quantize_per_tensor,
 )

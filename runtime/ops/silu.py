@@ -41,12 +41,14 @@ def silu_mul_quantize(
     *,
     scale: torch.Tensor | None = None,
     zero_point: torch.Tensor | None = None,
+    check_scales: bool = False,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `silu_mul`, then quantise its fp32 result without rounding it in between.
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
-    whose `dtype`, `scale` and `zero_point` these are; all else is as for `silu_mul`.
+    whose `dtype`, `scale`, `zero_point` and `check_scales` these are; all else is as for
+    `silu_mul`.
 
     Returns:
         (values [M, I] of `dtype`, scale), scale fp32: [M] per token, else the one passed.
@@ -57,13 +59,14 @@ def silu_mul_quantize(
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
     shape = _check_gated(x)
     check_static(scale, zero_point, dtype, x.device)
+    checks.flag("check_scales", check_scales)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=dtype, device=x.device)
         if scale is not None:
-            _silu_mul_quantize_op(x, scale, zero_point, out, None)
+            _silu_mul_quantize_op(x, scale, zero_point, check_scales, out, None)
             return out, scale
         scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        _silu_mul_quantize_op(x, None, None, out, scale_out)
+        _silu_mul_quantize_op(x, None, None, False, out, scale_out)
     return out, scale_out
 
 
@@ -91,9 +94,12 @@ def _silu_mul_quantize(
     x: torch.Tensor,
     scale: torch.Tensor | None,
     zero_point: torch.Tensor | None,
+    check_scales: bool,
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
 ) -> None:
+    if check_scales:
+        checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
         quantize_rows("silu_mul", x, scale, zero_point, out, scale_out)
     else:
@@ -102,7 +108,7 @@ def _silu_mul_quantize(
 
 _silu_mul_op = register("silu_mul(Tensor x, Tensor(a!) out) -> ()", _silu_mul)
 _silu_mul_quantize_op = register(
-    "silu_mul_quantize(Tensor x, Tensor? scale, Tensor? zero_point, Tensor(a!) out, "
-    "Tensor(b!)? scale_out) -> ()",
+    "silu_mul_quantize(Tensor x, Tensor? scale, Tensor? zero_point, bool check_scales, "
+    "Tensor(a!) out, Tensor(b!)? scale_out) -> ()",
     _silu_mul_quantize,
 )

@@ -100,19 +100,19 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "append_kv": lambda: append_arguments(device, draw),
         "linear": lambda: [x, randn(5, 16), randn(5), empty(3, 5)],
         "paged_attention": lambda: attention_arguments(device, draw),
-        "quantize_per_tensor": lambda: [x, scale, zero, empty(3, 16, dtype=int8)],
+        "quantize_per_tensor": lambda: [x, scale, zero, False, empty(3, 16, dtype=int8)],
         "quantize_per_token": lambda: [x, empty(3, 16, dtype=int8), empty(3)],
         "rms_norm": lambda: [x, w, 1e-6, randn(3, 16), empty(3, 16), empty(3, 16)],
         "rms_norm_quantize": lambda: [
-            *(x, w, 1e-6, randn(3, 16), scale, zero),
+            *(x, w, 1e-6, randn(3, 16), scale, zero, False),
             *(empty(3, 16, dtype=int8), None, empty(3, 16)),
         ],
         "sample": lambda: sample_arguments(device, draw),
         "silu_mul": lambda: [x, empty(3, 8)],
-        "silu_mul_quantize": lambda: [x, None, None, empty(3, 8, dtype=int8), empty(3)],
+        "silu_mul_quantize": lambda: [x, None, None, False, empty(3, 8, dtype=int8), empty(3)],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
-            *(x8, w8, x_scale, w_scale, bias, zero, w_sum, True, False, empty(3, 8))
+            *(x8, w8, x_scale, w_scale, bias, zero, w_sum, True, False, False, empty(3, 8))
         ],
     }[name]()
 
@@ -254,7 +254,7 @@ def test_products_of_packed_weights_trace_too(device: torch.device) -> None:
     weight = ops.pack_weight(w)
     torch.library.opcheck(
         overload_of("w8a8_linear"),
-        (x, weight.data, x_scale, w_scale, None, None, None, True, True, x_scale.new_empty(3, 8)),
+        (x, weight.data, x_scale, w_scale, *[None] * 3, True, True, False, x_scale.new_empty(3, 8)),
     )
 
     def run(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:

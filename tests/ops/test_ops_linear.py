@@ -228,6 +228,7 @@ INT8 = torch.zeros(2, 4, dtype=torch.int8)
         ({"x": INT8[:, :0]}, ValueError, "x: got K = 0, expected at least 1"),
         ({"x_scale": torch.ones(2).to("meta")}, ValueError, "x_scale: got a tensor on meta"),
         ({"fast_accum": 1}, TypeError, "fast_accum: got int, expected a bool"),
+        ({"check_scales": 0}, TypeError, "check_scales: got int, expected a bool"),
         ({"batch_invariant": None}, TypeError, "batch_invariant: got NoneType"),
         ({"x_scale": torch.ones(3)}, ValueError, r"x_scale: got shape \[3\], expected \[2\]"),
         ({"x_scale": torch.ones(2, 1)}, ValueError, "x_scale: got shape"),
@@ -284,3 +285,17 @@ def test_sizes_beyond_32_bits(x: tuple[int, int], w: tuple[int, int], match: str
     one = torch.ones((), device="meta")
     with pytest.raises(ValueError, match=match):
         ops.w8a8_linear(*sizes, one, one)
+
+
+@pytest.mark.parametrize("bad", [-0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["x_scale", "w_scale"])
+def test_scales_are_checked_where_asked(name: str, bad: float, device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((3, 5, 16), torch.int8, device)
+    out = torch.ones(3, 5, dtype=torch.bfloat16, device=device)
+    scales = {"x_scale": x_scale, "w_scale": w_scale}
+    scales[name][2] = bad
+    with pytest.raises(ValueError, match=f"{name}: got {bad}, expected finite numbers at least 0"):
+        ops.w8a8_linear(x, w, **scales, check_scales=True, out=out)
+    assert (out == 1).all()
+    scales[name][2] = 0
+    ops.w8a8_linear(x, w, **scales, check_scales=True, out=out)

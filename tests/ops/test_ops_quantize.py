@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -127,7 +128,7 @@ def test_the_op_quantizes_also_when_nobody_asks_for_the_scale(
 ) -> None:
     x = torch.randn(3, 8, device=device)
     out = torch.zeros(3, 4, device=device).to(dtype)
-    torch.ops.ostinato.silu_mul_quantize(x, None, None, out, None)
+    torch.ops.ostinato.silu_mul_quantize(x, None, None, False, out, None)
     assert_same_bits(out, ops.silu_mul_quantize(x, dtype)[0])
 
 
@@ -192,3 +193,20 @@ def test_bad_static_input(changes: dict[str, Any], error: type[Exception], match
     arguments = {"x": X, "dtype": torch.int8, "scale": torch.ones(()), **changes}
     with pytest.raises(error, match=match):
         ops.quantize_per_tensor(**arguments)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, math.nan, math.inf])
+def test_scales_are_checked_where_asked(bad: float, device: torch.device) -> None:
+    x, weight = torch.ones(2, 4, device=device), torch.ones(4, device=device)
+    calls: list[Callable[..., Any]] = [
+        lambda **options: ops.quantize_per_tensor(x, dtype=torch.int8, **options),
+        lambda **options: ops.silu_mul_quantize(x, E4M3, **options),
+        lambda **options: ops.rms_norm_quantize(x, weight, 1e-6, torch.int8, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"scale: got {bad}, expected finite numbers above 0"):
+            call(scale=torch.tensor([bad], device=device), check_scales=True)
+        call(scale=torch.tensor(0.5, device=device), check_scales=True)
+        with pytest.raises(TypeError, match="check_scales: got int, expected a bool"):
+            call(scale=torch.tensor(0.5, device=device), check_scales=1)
+    ops.silu_mul_quantize(x, E4M3, check_scales=True)
