@@ -68,12 +68,9 @@ def w8a8_gemm(
             m=m,
             n=n,
             k=k,
-            tile_channels=choice.tile_channels,
-            tile_tokens=choice.tile_tokens,
-            cluster=choice.cluster,
-            band=choice.band,
             pdl=early,
             stream=stream,
+            **choice.cut,
         )
 
 

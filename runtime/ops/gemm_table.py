@@ -7,7 +7,8 @@ before it: see `ostinato.ops.gemm_tuning`.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
@@ -36,6 +37,14 @@ class Choice:
     tile_tokens: int = 0
     cluster: int = 0
     band: int = 0
+
+    @cached_property
+    def cut(self) -> dict[str, int]:
+        """All but the variant, as arguments of its launch."""
+        return {name: getattr(self, name) for name in CUT}
+
+
+CUT = tuple(field.name for field in fields(Choice) if field.name != "variant")
 
 
 @dataclass(frozen=True)

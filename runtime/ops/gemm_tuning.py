@@ -9,7 +9,8 @@
 A row holds for products of exactly this dtype, n and k, and for m up to `m_max`: of the rows whose
 kernel may serve a call (`gemm_table.serves`), the one with the smallest m_max counts, so that it
 begins where the one before it ends. Calls beyond the last row are left to the built-in table. A
-variant's output dtype is only that of the measurement: the row holds for the others as well.
+variant's output dtype is only that of the measurement: the row holds for the others as well. Of the
+numbers after the variant (see `gemm_table.Choice`) those left out are 0.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.kernels.sources import read_sources
 from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
 from ostinato.ops import gemm_table
-from ostinato.ops.gemm_table import Choice, GemmVariant
+from ostinato.ops.gemm_table import CUT, Choice, GemmVariant
 from ostinato.ops.packing import TILE_CHANNELS
 
 VARIABLE = "OSTINATO_GEMM_TABLE"
 _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
 _VARIANTS = {variant.name: variant for variant in _GEMMS}
-_FIELDS = ("tile_channels", "tile_tokens", "cluster", "band")
+_TILED_LIMITS = {"cluster": 2, "band": 2**31 - 1}
+_KEYS = {"dtype", "n", "k", "m_max", "variant"}
 
 
 @dataclass(frozen=True)
@@ -209,35 +211,33 @@ def variants(
 def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
     if not isinstance(row, dict):
         raise ValueError(f"got {type(row).__name__}, expected an object")
-    expected = {"dtype", "n", "k", "m_max", "variant", *_FIELDS}
-    if set(row) != expected:
-        raise ValueError(f"got {sorted(row)}, expected {sorted(expected)}")
+    if not _KEYS <= set(row) <= {*_KEYS, *CUT}:
+        raise ValueError(
+            f"got {sorted(row)}, expected {sorted(_KEYS)} and perhaps {', '.join(CUT)}"
+        )
     dtype, variant = row["dtype"], _VARIANTS.get(row["variant"])
     if dtype not in OPERAND_DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(OPERAND_DTYPES)}")
     if variant is None or variant.dtype != dtype:
         raise ValueError(f"variant: got {row['variant']!r}, expected a compiled GEMM of {dtype}")
-    for name in ("n", "k", "m_max", *_FIELDS):
-        _integer(name, row[name], least=0 if name in _FIELDS else 1)
+    for name in ("n", "k", "m_max"):
+        _integer(name, row[name], least=1)
     return (dtype, row["n"], row["k"]), TunedRow(row["m_max"], _choice(variant, row))
 
 
 def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:
-    limits = dict.fromkeys(_FIELDS, 0)
+    limits = dict.fromkeys(CUT, 0)
     if isinstance(variant, GemmSmallM):
         _integer("m_max", row["m_max"], least=1, most=variant.max_m)
     else:
-        limits = {
-            "tile_channels": variant.channels,
-            "tile_tokens": variant.tokens,
-            "cluster": 2,
-            "band": 2**31 - 1,
-        }
+        sizes = {"tile_channels": variant.channels, "tile_tokens": variant.tokens}
+        limits = {**_TILED_LIMITS, **sizes}
+    cut = {name: row.get(name, 0) for name in CUT}
     for name, most in limits.items():
-        _integer(name, row[name], least=0, most=most)
-    if row["tile_channels"] % TILE_CHANNELS:
-        raise ValueError(f"tile_channels: got {row['tile_channels']}, expected a multiple of 16")
-    return Choice(variant, *(row[name] for name in _FIELDS))
+        _integer(name, cut[name], least=0, most=most)
+    if cut["tile_channels"] % TILE_CHANNELS:
+        raise ValueError(f"tile_channels: got {cut['tile_channels']}, expected a multiple of 16")
+    return Choice(variant, **cut)
 
 
 def _integer(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:

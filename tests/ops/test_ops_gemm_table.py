@@ -125,8 +125,7 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def row(m_max: int, using: GemmSmallM | GemmTiled = TILED, **changes: Any) -> dict[str, Any]:
     size = {"dtype": using.dtype, "n": 512, "k": 1024, "m_max": m_max}
-    cut = dict.fromkeys(("tile_channels", "tile_tokens", "cluster", "band"), 0)
-    return {**size, "variant": using.name, **cut, **changes}
+    return {**size, "variant": using.name, **changes}
 
 
 def write(path: Path, *rows: Any, **changes: Any) -> None:
@@ -227,7 +226,8 @@ def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixtu
     ("rows", "match"),
     [
         ([1], r"rows\[0\]: got int, expected an object"),
-        ([row(64), {}], r"rows\[1\]: got \[\], expected \['band', "),
+        ([row(64), {}], r"rows\[1\]: got \[\], expected \['dtype', 'k', "),
+        ([row(64, tiles=1)], r"rows\[0\]: got .*'tiles'.*, expected"),
         ([row(64, dtype="int4")], "dtype: got 'int4', expected int8 or e4m3"),
         ([row(64, variant="gemm")], "variant: got 'gemm', expected a compiled GEMM of int8"),
         ([row(64, dtype="e4m3")], "variant: got 'gemm_tiled-int8-bf16-128x64', expected"),
