@@ -63,7 +63,10 @@ class PackedWeight:
 
 
 def pack_weight(w: torch.Tensor) -> PackedWeight:
-    """Copy a weight into the layout of `PackedWeight`, on its own device and torch's stream.
+    """Copy a weight into the layout of `PackedWeight`, on its own device.
+
+    On CUDA it returns when the copy is complete: from then on launches on any stream may read it,
+    and ahead of time. It cannot be captured.
 
     Args:
         w: [N, K] int8 or float8_e4m3fn with any strides.
@@ -73,7 +76,10 @@ def pack_weight(w: torch.Tensor) -> PackedWeight:
     """
     checks.tensor("w", w, checks.QUANTIZED_DTYPES, ("N", "K"), any_strides=True)
     checks.not_empty("w", w, "N", "K")
-    return PackedWeight(pack(w), w.size(0), w.size(1))
+    packed = PackedWeight(pack(w), w.size(0), w.size(1))
+    if w.is_cuda:
+        torch.cuda.current_stream(w.device).synchronize()
+    return packed
 
 
 def packed_shape(n: int, k: int) -> tuple[int, int, int, int]:
