@@ -29,6 +29,9 @@ class Choice:
         tile_channels: channels of a tile, a multiple of 16, at most those compiled.
         tile_tokens: tokens of a tile, at most those compiled.
         cluster: CTAs that share their tokens: 1 or 2.
+        split_k: CTAs that share K of a tile: 1 or, without a cluster and where all tiles are
+            computed at once, 2.
+        ctas_per_sm: 2 for CTAs of half the shared memory, so that a successor starts beside them.
         band: tiles of channels that are walked side by side.
     """
 
@@ -36,6 +39,8 @@ class Choice:
     tile_channels: int = 0
     tile_tokens: int = 0
     cluster: int = 0
+    split_k: int = 0
+    ctas_per_sm: int = 0
     band: int = 0
 
     @cached_property
@@ -54,18 +59,20 @@ class Streaming:
     max_m: int
     row_tiles: int
 
-    def variant(self, dtype: str, out_dtype: str, fast_accum: bool) -> GemmVariant:
+    def choice(
+        self, m: int, n: int, dtype: str, out_dtype: str, fast_accum: bool, sms: int
+    ) -> Choice:
         # Its FP8 sums are fp32 in any case: it serves both kinds of accumulation.
-        return GemmSmallM(
-            dtype=dtype, out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles
+        return Choice(
+            GemmSmallM(dtype=dtype, out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles)
         )
 
 
 @dataclass(frozen=True)
 class Tile:
-    """gemm_tiled with this much of the output per CTA.
+    """gemm_tiled with this much of the output per CTA; the rest is as of `Choice`.
 
-    `even` gives all SMs tiles of the same number of channels, as many as fit into the fewest
+    `even` gives all CTAs tiles of the same number of channels, as many as fit into the fewest
     rounds: right where reading the weights takes the time. Where multiplying does, a part of a
     tile costs as much as the whole, and tiles stay whole.
     """
@@ -73,17 +80,31 @@ class Tile:
     channels: int
     tokens: int
     cluster: int = 0
+    split_k: int = 0
+    ctas_per_sm: int = 0
     band: int = 0
     even: bool = True
 
-    def variant(self, dtype: str, out_dtype: str, fast_accum: bool) -> GemmVariant:
-        return GemmTiled(
+    def choice(
+        self, m: int, n: int, dtype: str, out_dtype: str, fast_accum: bool, sms: int
+    ) -> Choice:
+        variant = GemmTiled(
             dtype=dtype,
             out_dtype=out_dtype,
             channels=self.channels,
             tokens=self.tokens,
             fast_accum=fast_accum and dtype == "e4m3",
         )
+        cut = (self.cluster, self.split_k, self.ctas_per_sm, self.band)
+        return Choice(variant, self._even_channels(m, n, sms) if self.even else 0, 0, *cut)
+
+    def _even_channels(self, m: int, n: int, sms: int) -> int:
+        units = _ceil_div(n, TILE_CHANNELS)
+        token_tiles = _ceil_div(m, self.tokens)
+        tiles = token_tiles * _ceil_div(units, self.channels // TILE_CHANNELS)
+        at_once = sms // max(1, self.split_k)
+        columns = _ceil_div(tiles, at_once) * at_once // token_tiles
+        return TILE_CHANNELS * _ceil_div(units, columns)
 
 
 _ANY = range(1, 2**31)
@@ -169,42 +190,45 @@ def choose(
     for row in TABLE:
         if m > row.m_max or weight_tiles not in row.weight_tiles:
             continue
-        variant = row.kernel.variant(dtype, out_dtype, fast_accum)
-        if serves(variant, m, packed, fast_accum, batch_invariant):
-            if isinstance(row.kernel, Streaming):
-                return Choice(variant)
-            channels = _even_channels(row.kernel, m, n, sms) if row.kernel.even else 0
-            return Choice(variant, channels, 0, row.kernel.cluster, row.kernel.band)
+        choice = row.kernel.choice(m, n, dtype, out_dtype, fast_accum, sms)
+        if serves(choice, m, n, packed, fast_accum, batch_invariant, sms):
+            return choice
     raise AssertionError("the last rows serve every call")
 
 
 def serves(
-    variant: GemmVariant, m: int, packed: bool, fast_accum: bool, batch_invariant: bool
+    choice: Choice,
+    m: int,
+    n: int,
+    packed: bool,
+    fast_accum: bool,
+    batch_invariant: bool,
+    sms: int,
 ) -> bool:
-    """Return whether a kernel may be used for a call of its dtypes with m tokens.
+    """Return whether a choice may be used for a call of its dtypes.
 
-    The tiled kernels of one kind of accumulation add along K in one order, whatever their tiles.
-    The streaming one adds in another: FP8 results that must not depend on m are left to the first.
+    The tiled kernels of one kind of accumulation add along K in one order, whatever their tiles,
+    but for those that split K. The streaming one adds in another: FP8 results that must not depend
+    on m are left to the first.
     """
+    variant = choice.variant
     if variant not in _COMPILED:
         return False
     exact = variant.dtype == "int8"
     if isinstance(variant, GemmSmallM):
         return packed and m <= variant.max_m and (exact or not batch_invariant)
+    if choice.split_k > 1:
+        tokens = choice.tile_tokens or variant.tokens
+        channels = choice.tile_channels or variant.channels
+        tiles = _ceil_div(m, tokens) * _ceil_div(n, channels)
+        if (batch_invariant and not exact) or tiles * choice.split_k > sms:
+            return False
     return exact or variant.fast_accum == fast_accum
 
 
 def largest_ms() -> list[int]:
     """Return for which m the choice may change with the next larger one."""
     return sorted({row.m_max for row in TABLE})
-
-
-def _even_channels(tile: Tile, m: int, n: int, sms: int) -> int:
-    units = _ceil_div(n, TILE_CHANNELS)
-    token_tiles = _ceil_div(m, tile.tokens)
-    tiles = token_tiles * _ceil_div(units, tile.channels // TILE_CHANNELS)
-    columns = _ceil_div(tiles, sms) * sms // token_tiles
-    return TILE_CHANNELS * _ceil_div(units, columns)
 
 
 def _ceil_div(a: int, b: int) -> int:

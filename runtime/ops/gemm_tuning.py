@@ -36,7 +36,7 @@ from ostinato.ops.packing import TILE_CHANNELS
 VARIABLE = "OSTINATO_GEMM_TABLE"
 _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
 _VARIANTS = {variant.name: variant for variant in _GEMMS}
-_TILED_LIMITS = {"cluster": 2, "band": 2**31 - 1}
+_TILED_LIMITS = {"cluster": 2, "split_k": 2, "ctas_per_sm": 2, "band": 2**31 - 1}
 _KEYS = {"dtype", "n", "k", "m_max", "variant"}
 
 
@@ -172,7 +172,7 @@ def choose(
     for row in tuning_for(gpu).rows.get((dtype, n, k), ()):
         choice = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
         if m <= row.m_max and gemm_table.serves(
-            choice.variant, m, packed, fast_accum, batch_invariant
+            choice, m, n, packed, fast_accum, batch_invariant, sms
         ):
             return choice
     return gemm_table.choose(
@@ -201,9 +201,12 @@ def variants(
 ) -> list[GemmVariant]:
     """Return every kernel that a packed weight [n, k] may be multiplied by, whatever m."""
     tuned = (row.m_max for row in tuning_for(gpu).rows.get((dtype, n, k), ()))
+    last = {*gemm_table.largest_ms(), *tuned}
+    # Splitting K may be possible for the first m of a range and not for the last.
+    first = {1, *(m + 1 for m in last)} - {max(last) + 1}
     found = (
         choose(gpu, sms, m, n, k, dtype, out_dtype, True, fast_accum, batch_invariant).variant
-        for m in sorted({*gemm_table.largest_ms(), *tuned})
+        for m in sorted(first | last)
     )
     return list(dict.fromkeys(found))
 
@@ -237,6 +240,8 @@ def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:
         _integer(name, cut[name], least=0, most=most)
     if cut["tile_channels"] % TILE_CHANNELS:
         raise ValueError(f"tile_channels: got {cut['tile_channels']}, expected a multiple of 16")
+    if cut["cluster"] * cut["split_k"] > 2:
+        raise ValueError("split_k: got 2 with cluster 2, expected only one of them")
     return Choice(variant, **cut)
 
 

@@ -49,7 +49,8 @@ def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
     assert choice.tile_channels % 16 == 0
     assert 0 <= choice.tile_channels <= variant.channels
     assert 0 <= choice.tile_tokens <= variant.tokens
-    assert choice.cluster in (0, 1, 2)
+    assert max(1, choice.cluster) * max(1, choice.split_k) <= 2
+    assert choice.ctas_per_sm in (0, 1, 2)
     assert choice.band >= 0
 
 
@@ -146,7 +147,7 @@ def built_in(m: int, n: int = 512, k: int = 1024, **changes: Any) -> Choice:
 def test_rows_hold_for_their_size_and_up_to_their_m(tuned: Path) -> None:
     write(tuned, row(64, tile_channels=48, cluster=2, band=3), row(8, STREAMING))
     assert picked(8) == Choice(STREAMING)
-    assert picked(9) == picked(64) == Choice(TILED, 48, 0, 2, 3)
+    assert picked(9) == picked(64) == Choice(TILED, tile_channels=48, cluster=2, band=3)
     assert picked(65) == built_in(65)
     assert picked(9, n=513) == built_in(9, n=513)
     assert picked(9, k=1023) == built_in(9, k=1023)
@@ -170,6 +171,17 @@ def test_rows_that_may_not_serve_a_call_are_passed_over(tuned: Path) -> None:
     )
     assert {streaming, fast} <= set(known)
     assert exact not in known
+
+
+def test_k_is_split_only_where_that_is_possible(tuned: Path) -> None:
+    fast = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=64, fast_accum=True)
+    write(tuned, row(128, split_k=2), row(128, fast, split_k=2), row(128, n=8576, split_k=2))
+    assert picked(64).split_k == picked(64, dtype="e4m3").split_k == 2
+    assert picked(64, dtype="e4m3", batch_invariant=True) == built_in(
+        64, dtype="e4m3", batch_invariant=True
+    )
+    assert picked(64, batch_invariant=True).split_k == 2
+    assert picked(64, n=8576) == built_in(64, n=8576)  # 67 tiles for 66 pairs of SMs
 
 
 @pytest.mark.parametrize(
@@ -240,6 +252,7 @@ def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixtu
         ([row(64, tile_channels=24)], "tile_channels: got 24, expected a multiple of 16"),
         ([row(64, tile_tokens=65)], r"tile_tokens: got 65, expected an integer in 0\.\.64"),
         ([row(64, cluster=3)], r"cluster: got 3, expected an integer in 0\.\.2"),
+        ([row(64, cluster=2, split_k=2)], "split_k: got 2 with cluster 2, expected only one"),
         ([row(64, band=-1)], "band: got -1"),
         ([row(8, STREAMING, band=1)], r"band: got 1, expected an integer in 0\.\.0"),
     ],
