@@ -19,8 +19,8 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,8 @@ class TunedRow:
     choice: Choice
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """A file's rows by (dtype, n, k), those of a key in order of m_max; and what it holds for."""
-
-    gpu: str = ""
-    source: str = ""
-    rows: Mapping[tuple[str, int, int], tuple[TunedRow, ...]] = field(default_factory=dict)
+# Rows by (dtype, n, k), those of a key in order of m_max.
+Tuning = Mapping[tuple[str, int, int], Sequence[TunedRow]]
 
 
 def tuning_path() -> Path:
@@ -72,46 +67,20 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def read(path: Path) -> Tuning:
-    """Read a file of tuned rows.
-
-    Raises:
-        OSError: when it cannot be read.
-        ValueError: naming the file and the row, when it is not as this module says.
-    """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ValueError(f"{path}: got {type(document).__name__}, expected an object")
-    for name, kind in (("gpu", str), ("source", str), ("rows", list)):
-        if not isinstance(document.get(name), kind):
-            got = type(document.get(name)).__name__
-            raise ValueError(f"{path}: {name}: got {got}, expected {kind.__name__}")
-    rows: dict[tuple[str, int, int], list[TunedRow]] = {}
-    for index, row in enumerate(document["rows"]):
-        try:
-            key, tuned = _row(row)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: rows[{index}]: {error}") from error
-        rows.setdefault(key, []).append(tuned)
-    by_m = {key: tuple(sorted(of_key, key=lambda row: row.m_max)) for key, of_key in rows.items()}
-    return Tuning(document["gpu"], document["source"], by_m)
-
-
 def override(path: str | os.PathLike[str] | None) -> None:
     """Use this file from now on, or with None again the one that the environment names.
 
     Launches that a graph has captured stay as they are.
 
     Raises:
-        OSError, ValueError: as `read`.
+        OSError: when it cannot be read.
+        ValueError: naming the file, when it is no such document. Its rows are read at the next
+            call, if they hold for the GPU.
     """
     global _overriding
     chosen = None if path is None else Path(path)
     if chosen is not None:
-        read(chosen)
+        _document(chosen)
     _overriding = chosen
     forget()
 
@@ -130,25 +99,28 @@ def tuning_for(gpu: str) -> Tuning:
     """Return the rows that hold for a GPU of this name ("" for none), and say why a file's do not.
 
     Raises:
-        OSError, ValueError: as `read`; also when OSTINATO_GEMM_TABLE names no file.
+        OSError: when a file cannot be read, or OSTINATO_GEMM_TABLE names none.
+        ValueError: naming the file and the row, when it is not as this module says.
     """
-    if not gpu:
-        return Tuning()
     named = os.environ.get(VARIABLE)
     path = _overriding or (Path(named) if named else tuning_path())
-    if path == tuning_path() and not path.exists():
-        return Tuning()
-    tuning = read(path)
-    mismatch = ""
-    if tuning.gpu != gpu:
-        mismatch = f"another GPU ({tuning.gpu}; this one is {gpu})"
-    elif tuning.source != sources_hash():
-        mismatch = f"another source ({tuning.source}; this one is {sources_hash()})"
-    if mismatch:
-        said = f"ostinato: {path}: ignored: measured on {mismatch}; run `python -m ostinato tune`"
-        print(said, file=sys.stderr, flush=True)
-        return Tuning()
-    return tuning
+    if not gpu or (path == tuning_path() and not path.exists()):
+        return {}
+    document = _document(path)
+    # Before the rows: those of other sources may name kernels that there are no more.
+    for what, got, here in (
+        ("GPU", document["gpu"], gpu),
+        ("source", document["source"], sources_hash()),
+    ):
+        if got != here:
+            print(
+                f"ostinato: {path}: ignored: measured on another {what} ({got}; this one is "
+                f"{here}); run `python -m ostinato tune`",
+                file=sys.stderr,
+                flush=True,
+            )
+            return {}
+    return _rows(path, document["rows"])
 
 
 @lru_cache(maxsize=1 << 14)
@@ -169,7 +141,7 @@ def choose(
     The arguments are those of `gemm_table.choose`, after the GPU's name; all are positional, since
     this is called at every launch.
     """
-    for row in tuning_for(gpu).rows.get((dtype, n, k), ()):
+    for row in tuning_for(gpu).get((dtype, n, k), ()):
         choice = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
         if m <= row.m_max and gemm_table.serves(
             choice, m, n, packed, fast_accum, batch_invariant, sms
@@ -200,7 +172,7 @@ def variants(
     batch_invariant: bool,
 ) -> list[GemmVariant]:
     """Return every kernel that a packed weight [n, k] may be multiplied by, whatever m."""
-    tuned = (row.m_max for row in tuning_for(gpu).rows.get((dtype, n, k), ()))
+    tuned = (row.m_max for row in tuning_for(gpu).get((dtype, n, k), ()))
     last = {*gemm_table.largest_ms(), *tuned}
     # Splitting K may be possible for the first m of a range and not for the last.
     first = {1, *(m + 1 for m in last)} - {max(last) + 1}
@@ -209,6 +181,33 @@ def variants(
         for m in sorted(first | last)
     )
     return list(dict.fromkeys(found))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path}: got {type(document).__name__}, expected an object")
+    for name, kind in (("gpu", str), ("source", str), ("rows", list)):
+        if not isinstance(document.get(name), kind):
+            got = type(document.get(name)).__name__
+            raise ValueError(f"{path}: {name}: got {got}, expected {kind.__name__}")
+    return document
+
+
+def _rows(path: Path, rows: list[Any]) -> Tuning:
+    tuned: dict[tuple[str, int, int], list[TunedRow]] = {}
+    for index, row in enumerate(rows):
+        try:
+            key, tuned_row = _row(row)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: rows[{index}]: {error}") from error
+        tuned.setdefault(key, []).append(tuned_row)
+    for of_key in tuned.values():
+        of_key.sort(key=lambda row: row.m_max)
+    return tuned
 
 
 def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
