@@ -18,6 +18,9 @@ from ostinato.ops.packing import TILE_CHANNELS
 GemmVariant = GemmSmallM | GemmTiled
 
 H200_SMS = 132
+ORDERED_TOKENS = 64  # tiles compiled for fewer add along K in two chains
+SPLIT_TOKENS = 32  # those for fewer cannot split K
+HALF_SM_CHANNELS, HALF_SM_TOKENS = 64, 128  # the largest of which two fit on an SM
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Choice:
         cluster: CTAs that share their tokens: 1 or 2.
         split_k: CTAs that share K of a tile: 1 or, without a cluster and where all tiles are
             computed at once, 2.
-        ctas_per_sm: 2 for CTAs of half the shared memory, so that a successor starts beside them.
+        ctas_per_sm: 2 for CTAs of half the shared memory, so that a successor starts beside them:
+            tiles compiled for 64 channels and at most 128 tokens.
         band: tiles of channels that are walked side by side.
     """
 
@@ -140,7 +144,6 @@ TABLE = (
     Row(64, Tile(64, 64), "an SM's share in one tile"),
     Row(96, Tile(256, 96), "x is read by fewer tiles", weight_tiles=range(9, 2**31)),
     Row(96, Tile(128, 96), "an SM's share in one tile"),
-    Row(128, Tile(256, 128), "x is read by fewer tiles", weight_tiles=range(9, 2**31)),
     Row(128, Tile(128, 128), "an SM's share in one tile"),
     Row(160, Tile(128, 160), "weights are read once"),
     Row(192, Tile(128, 192), "weights are read once"),
@@ -207,23 +210,24 @@ def serves(
 ) -> bool:
     """Return whether a choice may be used for a call of its dtypes.
 
-    The tiled kernels of one kind of accumulation add along K in one order, whatever their tiles,
-    but for those that split K. The streaming one adds in another: FP8 results that must not depend
-    on m are left to the first.
+    The tiled kernels of one kind of accumulation for tiles of 64 tokens and more add along K in one
+    order, unless they split K; all others add in orders of their own. FP8 results that must not
+    depend on m are left to those.
     """
     variant = choice.variant
     if variant not in _COMPILED:
         return False
-    exact = variant.dtype == "int8"
+    any_order = variant.dtype == "int8" or not batch_invariant
     if isinstance(variant, GemmSmallM):
-        return packed and m <= variant.max_m and (exact or not batch_invariant)
+        return packed and m <= variant.max_m and any_order
     if choice.split_k > 1:
         tokens = choice.tile_tokens or variant.tokens
         channels = choice.tile_channels or variant.channels
         tiles = _ceil_div(m, tokens) * _ceil_div(n, channels)
-        if (batch_invariant and not exact) or tiles * choice.split_k > sms:
+        if variant.tokens < SPLIT_TOKENS or tiles * choice.split_k > sms or not any_order:
             return False
-    return exact or variant.fast_accum == fast_accum
+    in_order = variant.tokens >= ORDERED_TOKENS
+    return (any_order or in_order) and (variant.dtype == "int8" or variant.fast_accum == fast_accum)
 
 
 def largest_ms() -> list[int]:

@@ -241,7 +241,17 @@ def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:
         raise ValueError(f"tile_channels: got {cut['tile_channels']}, expected a multiple of 16")
     if cut["cluster"] * cut["split_k"] > 2:
         raise ValueError("split_k: got 2 with cluster 2, expected only one of them")
+    if cut["ctas_per_sm"] == 2 and not _fits_half_an_sm(variant):
+        raise ValueError(f"ctas_per_sm: got 2, expected 1 for {variant.name}")
     return Choice(variant, **cut)
+
+
+def _fits_half_an_sm(variant: GemmVariant) -> bool:
+    return (
+        isinstance(variant, GemmTiled)
+        and variant.channels <= gemm_table.HALF_SM_CHANNELS
+        and variant.tokens <= gemm_table.HALF_SM_TOKENS
+    )
 
 
 def _integer(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:

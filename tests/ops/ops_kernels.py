@@ -32,7 +32,7 @@ def kernels_of_the_tests() -> Iterator[Variant]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
         for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:
-            for packed, fast_accum in product([False, True], [False, True]):
+            for packed, fast_accum, invariant in product([False, True], repeat=3):
                 if m and (fast_accum or out_dtype == "bf16"):
                     yield gemm_table.choose(
                         m,
@@ -42,5 +42,6 @@ def kernels_of_the_tests() -> Iterator[Variant]:
                         out_dtype,
                         packed=packed,
                         fast_accum=fast_accum,
+                        batch_invariant=invariant,
                         sms=sms,
                     ).variant

@@ -51,6 +51,11 @@ def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
     assert 0 <= choice.tile_tokens <= variant.tokens
     assert max(1, choice.cluster) * max(1, choice.split_k) <= 2
     assert choice.ctas_per_sm in (0, 1, 2)
+    if choice.ctas_per_sm == 2:
+        assert (variant.channels, variant.tokens <= 128) == (64, True)
+    if call["batch_invariant"] and variant.dtype == "e4m3":
+        assert variant.tokens >= 64
+        assert choice.split_k <= 1
     assert choice.band >= 0
 
 
@@ -103,7 +108,7 @@ def test_examples_of_the_table() -> None:
     assert chosen(8, 4096) == "gemm_small_m-e4m3-bf16-m8-w1r2x4 0"
     assert chosen(8, 6144) == "gemm_small_m-e4m3-bf16-m8-w1r3x4 0"
     assert chosen(8, 6144, packed=False) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
-    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
+    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x64-fast_accum 48"
     assert chosen(8, 6144, batch_invariant=True, dtype="int8").startswith("gemm_small_m-int8")
     assert chosen(17, 28672) == "gemm_tiled-e4m3-bf16-128x32-fast_accum 112"
     assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-128x128 32"
@@ -253,6 +258,10 @@ def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixtu
         ([row(64, tile_tokens=65)], r"tile_tokens: got 65, expected an integer in 0\.\.64"),
         ([row(64, cluster=3)], r"cluster: got 3, expected an integer in 0\.\.2"),
         ([row(64, cluster=2, split_k=2)], "split_k: got 2 with cluster 2, expected only one"),
+        (
+            [row(64, ctas_per_sm=2)],
+            "ctas_per_sm: got 2, expected 1 for gemm_tiled-int8-bf16-128x64",
+        ),
         ([row(64, band=-1)], "band: got -1"),
         ([row(8, STREAMING, band=1)], r"band: got 1, expected an integer in 0\.\.0"),
     ],
