@@ -58,12 +58,11 @@ inline int square_band(const Plan& plan) {
 
 // How many stages fit, and the shared memory they take. The last stage is read as far as the
 // compiled tile reaches, and the partners of a split exchange half a tile of sums in the ring.
-inline void fit_ring(int ctas_per_sm, Plan* plan) {
+inline void fit_ring(Plan* plan) {
   const int spare_tokens = (kTokens - plan->token_rows) * kUnitDepth;
   const int spare_channels = (kChannels - plan->tile_channels) * kPackedDepth;
   const int spare = spare_tokens > spare_channels ? spare_tokens : spare_channels;
-  const int limit = kSmemOfSm / ctas_per_sm - kSmemReserved;
-  plan->stages = (limit - kRingOffset - spare) / plan->stage_bytes;
+  plan->stages = (kSmemLimit - kRingOffset - spare) / plan->stage_bytes;
   plan->stages = plan->stages < kMaxStages ? plan->stages : kMaxStages;
   plan->smem_bytes = kRingOffset + plan->stages * plan->stage_bytes + spare;
   if (plan->split_k > 1 && plan->smem_bytes < kRingOffset + kExchangeBytes) {
@@ -73,7 +72,6 @@ inline void fit_ring(int ctas_per_sm, Plan* plan) {
 
 // Returns false for a plan that this kernel cannot carry out.
 inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
-  const int ctas_per_sm = params.ctas_per_sm > 0 ? params.ctas_per_sm : 1;
   plan->tile_channels = params.tile_channels > 0 ? params.tile_channels : kChannels;
   plan->tile_tokens =
       params.tile_tokens > 0 ? params.tile_tokens : ceil_div(params.m, ceil_div(params.m, kTokens));
@@ -81,18 +79,18 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->split_k = params.split_k > 0 ? params.split_k : 1;
   plan->ctas = plan->cluster * plan->split_k;
   if (plan->tile_channels > kChannels || plan->tile_channels % kPackedRows != 0 ||
-      plan->tile_tokens > kTokens || plan->ctas > 2 || ctas_per_sm > 2) {
+      plan->tile_tokens > kTokens || plan->ctas > 2) {
     return false;
   }
   plan->token_rows = round_up(plan->tile_tokens, kTokenGroup * plan->cluster);
   plan->weight_bytes = plan->tile_channels * kStageDepth;
   plan->stage_bytes = plan->weight_bytes + plan->token_rows * kStageDepth;
-  fit_ring(ctas_per_sm, plan);
+  fit_ring(plan);
   plan->depth_steps = ceil_div(ceil_div(params.k, kStageDepth), plan->split_k);
   plan->token_tiles = ceil_div(params.m, plan->tile_tokens);
   plan->channel_groups = ceil_div(ceil_div(params.n, plan->tile_channels), plan->cluster);
   const int64_t tiles = int64_t(plan->token_tiles) * plan->channel_groups;
-  const int resident = sms * ctas_per_sm / plan->ctas;
+  const int resident = sms / plan->ctas;
   plan->clusters = tiles < resident ? static_cast<int>(tiles) : resident;
   plan->band = params.band > 0 ? params.band : square_band(*plan);
   plan->band = plan->band < plan->channel_groups ? plan->band : plan->channel_groups;

@@ -152,7 +152,7 @@ cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) {
   using namespace ostinato::tiled;
-  return ostinato::allow_dynamic_smem(tiled_gemm, kSmemOfSm - kSmemReserved);
+  return ostinato::allow_dynamic_smem(tiled_gemm, kSmemLimit);
 }
 
 OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
