@@ -58,9 +58,10 @@ inline constexpr int kPartialBytes = kDepthWarps * kTokens * kPartialPitch * 4;
 
 inline constexpr int kSmemLimit = 227 * 1024;
 inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;  // scales, zero points; rest
-// Deeper is not better: what is in flight is a queue, and x waits in it.
+// What shared memory takes is not there for L1, where all loads of x need a line at once.
 inline constexpr int kRingLimit = 144 * 1024;
-inline constexpr int kPrefillBytes = 64 * 1024;  // in flight when x is asked for
+// In flight when x is asked for; x, when it is much, is served after it.
+inline constexpr int kPrefillBytes = (kTokens <= 8 ? 64 : 32) * 1024;
 inline constexpr int kSmemForRing = kSmemLimit - kFixedBytes;
 inline constexpr int kStages =
     (kSmemForRing < kRingLimit ? kSmemForRing : kRingLimit) / kStageBytes;

@@ -82,10 +82,12 @@ class Consumer {
     for (int slot = 0; slot < kSlots; ++slot) {
       load_slot(slots_[slot], slot);
     }
+    OSTINATO_DELAY(small_m_x_requested, threadIdx.x / 32 == 4);
     __syncwarp();
     if (lane_ == 0) {
       arrive(&shared_.x_requested);
     }
+    OSTINATO_DELAY(small_m_scale_store, threadIdx.x / 32 == 0);
     if (threadIdx.x < params_.m) {
       shared_.x_scale[threadIdx.x] =
           params_.x_scale[static_cast<int64_t>(threadIdx.x) * params_.x_scale_stride];
@@ -101,10 +103,10 @@ class Consumer {
       store_partial();
       OSTINATO_DELAY(small_m_partial_store, threadIdx.x / 32 == 1);
       sync_mma_warps();
+      OSTINATO_DELAY(small_m_partial_load, threadIdx.x / 32 == 2);
       write_output(tile, channel_);
       channel_ = next_channel_;
       next_channel_ = channel_of(tile + 2 * kRowTiles);
-      OSTINATO_DELAY(small_m_partial_load, threadIdx.x / 32 == 2);
       sync_mma_warps();  // before the next tiles' sums overwrite these
     }
   }
@@ -192,6 +194,7 @@ class Consumer {
   // nobody reads.
   __device__ __forceinline__ void multiply_stage(const XChunk& x, int chunk) {
     wait(&shared_.full[position_.slot], position_.parity);
+    OSTINATO_DELAY(small_m_stage_load, threadIdx.x / 32 == 5);
     const uint8_t* stage =
         shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kBlockBytes + lane_ * 16;
     if (chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks) {
@@ -262,6 +265,7 @@ class Consumer {
       }
       const float y = fmaf(shared_.x_scale[token], channel.scale * static_cast<float>(sum),
                            static_cast<float>(channel.bias));
+      OSTINATO_DELAY(small_m_output_store, threadIdx.x / 32 == 0);
       static_cast<Output*>(params_.out)[token * params_.out_stride + n] = static_cast<Output>(y);
     }
   }
