@@ -42,6 +42,9 @@ inline constexpr int kRows = kRowTiles * kTileRows;
 // tensor core idle, even and odd blocks have their own.
 inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? 2 : 1;
 inline constexpr int kXSlots = OSTINATO_X_SLOTS;
+// Blocks of a stage whose weights are loaded, and widened, before x is waited for: as registers
+// allow.
+inline constexpr int kEarlyBlocks = Input::kInteger || kRowTiles * kTokenTiles <= 4 ? 1 : 0;
 static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
 static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
 static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");
