@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ostinato.bench import machine
+from ostinato.bench.files import write_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -85,4 +86,4 @@ class Report:
         Raises:
             OSError: when it cannot be written.
         """
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_whole(path, self.to_json())
