@@ -108,8 +108,8 @@ def summary(ours: Times, peers: Times) -> list[str]:
     First every case with the best peer's time and our ratios to it, then for each of our
     implementations geometric means by group and by m, the worst cases, and the cliffs.
     """
-    names = {impl for of_case in ours.values() for impl in of_case}
-    impls = sorted(name for name in names if name.startswith("ostinato_"))
+    names = dict.fromkeys(impl for of_case in ours.values() for impl in of_case)
+    impls = [name for name in names if name.startswith("ostinato_")]
     compared = {impl: compare(impl, ours, peers) for impl in impls}
     lines = _case_lines(compared)
     for impl, cells in compared.items():

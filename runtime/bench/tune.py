@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,9 +156,12 @@ def monotone(tuned: Sequence[Tuned]) -> list[Tuned]:
     serves its tokens, too.
     """
     kept: list[Tuned] = []
+    us = math.inf  # of the choice kept last, for as few tokens as the row has
     for row in sorted(tuned, key=lambda row: row.m, reverse=True):
-        if not kept or (row.us < kept[-1].us and row.choice != kept[-1].choice):
-            kept.append(row)
+        if row.us < us:
+            us = row.us
+            if not kept or row.choice != kept[-1].choice:
+                kept.append(row)
     return kept[::-1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.bench import machine
@@ -32,8 +32,17 @@ class TableRow:
     @staticmethod
     def of(dtype: str, shape: Shape, m_max: int, choice: Choice) -> TableRow:
         """Return the row of a choice."""
-        numbers = (choice.tile_channels, choice.tile_tokens, choice.cluster, choice.band)
-        return TableRow(dtype, shape.n, shape.k, m_max, choice.variant.name, *numbers)
+        return TableRow(
+            dtype,
+            shape.n,
+            shape.k,
+            m_max,
+            choice.variant.name,
+            choice.tile_channels,
+            choice.tile_tokens,
+            choice.cluster,
+            choice.band,
+        )
 
 
 @dataclass
@@ -101,5 +110,17 @@ class TimeRow:
     @staticmethod
     def of(dtype: str, case: Case, timed: Timed) -> TimeRow:
         """Return the row of a choice that was timed."""
-        row = TableRow.of(dtype, case.shape, case.m, timed.choice)
-        return TimeRow(*astuple(row), us=round(timed.us, 3), final=timed.final)
+        choice = timed.choice
+        return TimeRow(
+            dtype,
+            case.shape.n,
+            case.shape.k,
+            case.m,
+            choice.variant.name,
+            choice.tile_channels,
+            choice.tile_tokens,
+            choice.cluster,
+            choice.band,
+            round(timed.us, 3),
+            timed.final,
+        )

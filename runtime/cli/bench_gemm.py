@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
-from ostinato.cli.command import UserError, user_errors
+from ostinato.cli.command import Parser, UserError, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _DTYPES = ("int8", "fp8")
 _PDL = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
-def add_parser(sections: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     """Add the section to `bench`."""
     parser = sections.add_parser(
         "gemm",
@@ -164,8 +164,9 @@ class _Output:
     def finish(self, targets: Times | None, left: Sequence[Case]) -> None:
         from ostinato.bench.files import write_whole
         from ostinato.bench.gemm_summary import summary, times
+        from ostinato.bench.report import Row
 
-        measured = times(self._report.rows)
+        measured = times(row for row in self._report.rows if isinstance(row, Row))
         self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
         if targets is not None:
             self.say("", "== against the targets (µs)", *summary(measured, targets))

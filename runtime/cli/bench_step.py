@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.cli.command import UserError, user_errors
+from ostinato.cli.command import Parser, UserError, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HEADER = f"{'case':<32}{'impl':<16}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}"
 
 
-def add_parser(sections: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     """Add the section to `bench`."""
     step = sections.add_parser(
         "step",
