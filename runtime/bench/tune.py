@@ -35,17 +35,18 @@ _MOST_FINALISTS = 6
 _TIE_WITHIN = 1.01
 
 
-class WrongResultError(RuntimeError):
-    """A kernel computes something else."""
-
-
 @dataclass(frozen=True)
 class Timed:
-    """A choice and its microseconds; `final` when they are the median of a full measurement."""
+    """A choice and its microseconds; `final` when they are the median of a full measurement.
+
+    `failure` says why there is no time, which is infinite then: the launch was refused, or the
+    result was wrong.
+    """
 
     choice: Choice
     us: float
-    final: bool
+    final: bool = False
+    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,6 @@ def tune_shape(
         tokens: for which the choices are timed.
         device: a CUDA device with its index; the kernels should be compiled.
         report: called with what was timed in each case.
-
-    Raises:
-        WrongResultError: when the result of one of the best is not what it should be.
     """
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     weights = random_weights(shape, operands, device)
@@ -126,20 +124,23 @@ def time_choices(
         device: a CUDA device.
 
     Raises:
-        WrongResultError: when the result of one of the best is not what it should be.
+        RuntimeError: when all of them fail.
     """
-    quick = [_quick(_calls(choice, sets, device), device) for choice in choices]
-    ranked = sorted(range(len(choices)), key=quick.__getitem__)
-    best = quick[ranked[0]]
-    finalists = [i for i in ranked if quick[i] <= _FINALIST_WITHIN * best][:_MOST_FINALISTS]
-    finalists = list(dict.fromkeys([0, *finalists]))
-    _check([choices[i] for i in finalists], sets[0], device)
-    rotations = [rotate(_calls(choices[i], sets, device), device) for i in finalists]
-    full = dict(zip(finalists, interleave(rotations, device), strict=True))
-    return [
-        Timed(choice, 1e6 * (statistics.median(full[i]) if i in full else quick[i]), i in full)
-        for i, choice in enumerate(choices)
-    ]
+    timed = [_quick(choice, sets, device) for choice in choices]
+    best = min(one.us for one in timed)
+    ranked = sorted(timed[1:], key=lambda one: one.us)
+    close = [one for one in ranked if one.us <= _FINALIST_WITHIN * best][:_MOST_FINALISTS]
+    expected = product(sets[0])
+    checked = [_checked(one, sets[0], expected, device) for one in (timed[0], *close)]
+    finalists = [one for one in checked if not one.failure]
+    if not finalists:
+        raise RuntimeError(f"no kernel works, the table's neither: {timed[0].failure}")
+    rotations = [rotate(_calls(one.choice, sets, device), device) for one in finalists]
+    results = {one.choice: one for one in (*timed, *checked)}
+    for one, seconds in zip(finalists, interleave(rotations, device), strict=True):
+        us = 1e6 * statistics.median(seconds)
+        results[one.choice] = Timed(one.choice, us, final=True)
+    return [results[choice] for choice in choices]
 
 
 def fastest(timed: Sequence[Timed]) -> Timed:
@@ -195,20 +196,23 @@ def _launch(choice: Choice, inputs: Inputs, device: int) -> None:
     )
 
 
-def _quick(calls: Sequence[Call], device: torch.device) -> float:
-    rotation = rotate(calls, device, min_seconds=_QUICK_REPLAY_S)
+def _quick(choice: Choice, sets: Sequence[Inputs], device: torch.device) -> Timed:
+    try:
+        rotation = rotate(_calls(choice, sets, device), device, min_seconds=_QUICK_REPLAY_S)
+    except RuntimeError as error:
+        return Timed(choice, math.inf, failure=str(error))
     rotation.replay()
     times = time_each(rotation.replay, device, _QUICK_REPLAYS)
-    return statistics.median(times) / rotation.launches
+    return Timed(choice, 1e6 * statistics.median(times) / rotation.launches)
 
 
-def _check(choices: Sequence[Choice], inputs: Inputs, device: torch.device) -> None:
-    expected = product(inputs)
-    for choice in choices:
-        inputs.out.fill_(torch.nan)
-        _launch(choice, inputs, device.index)
-        wrong = difference(inputs.out, expected, inputs)
-        if wrong is not None:
-            m, n = inputs.out.shape
-            case = Case(Shape(n, inputs.x.size(1)), m)
-            raise WrongResultError(f"{case}: {choice}: {wrong}")
+def _checked(timed: Timed, inputs: Inputs, expected: torch.Tensor, device: torch.device) -> Timed:
+    """Return what was timed, as a failure if its result is wrong."""
+    if timed.failure:
+        return timed
+    inputs.out.fill_(torch.nan)
+    _launch(timed.choice, inputs, device.index)
+    wrong = difference(inputs.out, expected, inputs)
+    if wrong is None:
+        return timed
+    return Timed(timed.choice, math.inf, failure=f"wrong result: {wrong}")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ostinato.bench.tune import Timed
 
+_FAILED = 1
 _DTYPES = ("int8", "fp8")
 
 
@@ -63,7 +64,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--again", action="store_true", help="time also what the file has already")
     parser.add_argument(
-        "--budget-s", type=float, metavar="S", help="start no shape after so many seconds"
+        "--budget-s", type=float, metavar="S", help="start no shape that would end later"
     )
     parser.add_argument(
         "--out",
@@ -106,8 +107,9 @@ def _main(argv: Sequence[str]) -> int:
     print(f"{len(shapes) - len(todo)} of {len(shapes)} shapes are in {out} already", flush=True)
     _compile(todo, tokens, device)
     progress = _Progress(args.all_times, device, sum(map(len, todo.values())) * len(tokens))
+    longest, begun = 0.0, time.monotonic()
     for index, (shape, operands) in enumerate(todo.items()):
-        if args.budget_s is not None and time.monotonic() - started > args.budget_s:
+        if args.budget_s is not None and begun + longest - started > args.budget_s:
             left = ", ".join(map(str, list(todo)[index:]))
             print(f"not tuned, since the budget was spent: {left}")
             break
@@ -115,7 +117,9 @@ def _main(argv: Sequence[str]) -> int:
             table.put(operand, shape, rows)
         with user_errors(OSError):
             table.write(out)
-    return 0
+            progress.write()
+        longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
+    return _FAILED if progress.failures else 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -184,6 +188,7 @@ class _Progress:
         self._report = Report.for_device(device)
         self._count = count
         self._done = 0
+        self.failures = 0
 
     def add(self, operand: str, case: Case, timed: Sequence[Timed]) -> None:
         from ostinato.bench.tune import fastest
@@ -199,10 +204,16 @@ class _Progress:
             f"cluster {choice.cluster} band {choice.band}",
             flush=True,
         )
+        for one in timed:
+            if one.failure:
+                self.failures += 1
+                print(f"FAILED: {one.choice}: {one.failure}", flush=True)
+            else:
+                self._report.rows.append(TimeRow.of(operand, case, one))
+
+    def write(self) -> None:
         if self._all_times is not None:
-            self._report.rows += [TimeRow.of(operand, case, one) for one in timed]
-            with user_errors(OSError):
-                self._report.write(self._all_times)
+            self._report.write(self._all_times)
 
 
 COMMAND = Command("measure the fastest W8A8 kernels for this GPU", _main)

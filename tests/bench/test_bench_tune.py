@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,6 +96,8 @@ def test_the_first_of_those_that_tie_wins() -> None:
     ]
     assert fastest(timed) == timed[0]
     assert fastest([Timed(timed[0].choice, 10.2, True), *timed[1:]]) == timed[1]
+    failed = Timed(timed[0].choice, math.inf, failure="wrong result")
+    assert fastest([failed, *timed[1:]]) == timed[1]
 
 
 CHOICES = st.sampled_from([Choice(TILE, channels, 64) for channels in (16, 32, 64, 128)])
