@@ -28,10 +28,15 @@ _FP8_SUM_ERROR = 2.0**-14 / 32
 
 @dataclass
 class CaseResult:
-    """A case: its rows, and why an implementation that takes so many tokens has none."""
+    """A case: its rows, and for implementations that have none the reason.
+
+    A peer may have refused a size (`unsupported`); a wrong result, and a refusal of ours, is a
+    failure.
+    """
 
     case: Case
     rows: list[Row] = field(default_factory=list)
+    unsupported: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -70,14 +75,12 @@ def _time_case(
     products = {name: product(sets[0]) for name, sets in inputs.items()}
     rotations = {}
     for impl in implementations:
-        if case.m < impl.min_m:
-            continue
         sets = inputs[impl.operand]
         try:
             got = impl.call(sets[0])
-        # What is raised for shapes that an implementation does not take.
         except (RuntimeError, ValueError) as error:
-            result.failures[impl.name] = _first_line(error)
+            reasons = result.failures if impl.is_ours else result.unsupported
+            reasons[impl.name] = _first_line(error)
             continue
         wrong = difference(got, products[impl.operand], sets[0], scaled=impl.scaled)
         if wrong is not None:

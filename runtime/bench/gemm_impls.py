@@ -21,6 +21,7 @@ from ostinato.ops.launch import gpu
 from ostinato.ops.pdl import pdl
 
 DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
+OURS = "ostinato_"  # begins the names of our implementations
 SGL_LIBRARY = "OSTINATO_SGL_LIBRARY"
 
 
@@ -33,7 +34,6 @@ class Implementation:
         operand: dtype of x and w.
         call: multiplies one set of inputs and returns the result [m, n].
         scaled: whether the result is scaled by x_scale and w_scale.
-        min_m: the fewest tokens it takes.
         prepare: makes it ready; raises `OSError` or `ImportError` where it is not installed.
     """
 
@@ -41,8 +41,11 @@ class Implementation:
     operand: str
     call: Callable[[Inputs], torch.Tensor]
     scaled: bool = True
-    min_m: int = 1
     prepare: Callable[[], object] = lambda: None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith(OURS)
 
     def num_bytes(self, m: int, n: int, k: int) -> int:
         """Unique bytes read and written."""
@@ -53,7 +56,7 @@ class Implementation:
 
 def ours(dtype: str, *, with_pdl: bool) -> Implementation:
     """Return our op for a dtype in `DTYPES`, launched with or without PDL."""
-    name = f"ostinato_{dtype}" if with_pdl else f"ostinato_{dtype}_nopdl"
+    name = f"{OURS}{dtype}" if with_pdl else f"{OURS}{dtype}_nopdl"
     return Implementation(name, DTYPES[dtype], _with_pdl if with_pdl else _without_pdl)
 
 
@@ -85,7 +88,7 @@ def peers(names: Sequence[str], sgl_library: Path | None = None) -> list[Impleme
         Implementation("sgl_f8", "e4m3", _sgl_fp8, prepare=load),
         Implementation("smm_row", "e4m3", _scaled_mm_rowwise),
         Implementation("smm_ten", "e4m3", _scaled_mm_tensorwise, scaled=False),
-        Implementation("int_mm", "int8", _int_mm, scaled=False, min_m=17),
+        Implementation("int_mm", "int8", _int_mm, scaled=False),
         Implementation("bf16", "bf16", _bf16, scaled=False),
     )
     return [peer for peer in known if peer.name in names]

@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from ostinato.bench.gemm_cases import SHAPE_GROUPS, Case
-from ostinato.bench.gemm_impls import W8A8_PEERS
+from ostinato.bench.gemm_impls import OURS, W8A8_PEERS
 from ostinato.bench.report import Row
 
 Times = Mapping[Case, Mapping[str, float]]
@@ -109,7 +109,7 @@ def summary(ours: Times, peers: Times) -> list[str]:
     implementations geometric means by group and by m, the worst cases, and the cliffs.
     """
     names = dict.fromkeys(impl for of_case in ours.values() for impl in of_case)
-    impls = [name for name in names if name.startswith("ostinato_")]
+    impls = [name for name in names if name.startswith(OURS)]
     compared = {impl: compare(impl, ours, peers) for impl in impls}
     lines = _case_lines(compared)
     for impl, cells in compared.items():

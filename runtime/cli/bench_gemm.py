@@ -153,6 +153,8 @@ class _Output:
     def add(self, result: CaseResult) -> None:
         times = " ".join(f"{row.impl} {row.us:.2f}" for row in result.rows)
         self.say(f"{result.case!s:<24} {times or 'nothing'}")
+        for impl, reason in result.unsupported.items():
+            self.say(f"{result.case!s:<24} {impl} cannot: {reason}")
         for impl, reason in result.failures.items():
             self.say(f"{result.case!s:<24} {impl} FAILED: {reason}")
         self.failures += len(result.failures)
