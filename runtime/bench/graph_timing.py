@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 REPLAYS = 15  # per median
 MIN_REPLAY_S = 2e-3  # so that starting a graph does not show
-_MARGIN = 1.1  # a single turn takes longer for its share of the start
+_MARGIN = 1.1  # few launches take longer for their share of the start
 _ROUNDS = 3  # in which implementations take turns
 _L2_MULTIPLE = 4.1
 _MIN_L2 = 60_000_000  # bytes, where the driver reports a part only
@@ -67,12 +67,13 @@ def rotate(
     stream = _side_stream(device)
     with torch.cuda.stream(stream):
         calls[0]()  # allocates what libraries keep for each stream
-    trial = _capture(calls, len(calls), stream)
-    seconds = _seconds(trial, stream)
-    if seconds >= min_seconds:
-        return trial
-    turns = math.ceil(_MARGIN * min_seconds / seconds)
-    return _capture(calls, turns * len(calls), stream)
+    turns = 1
+    while True:
+        rotation = _capture(calls, turns * len(calls), stream)
+        seconds = _seconds(rotation, device)
+        if seconds >= min_seconds:
+            return rotation
+        turns = math.ceil(turns * _MARGIN * min_seconds / seconds)
 
 
 def interleave(
@@ -126,6 +127,6 @@ def _capture(calls: Sequence[Call], launches: int, stream: torch.cuda.Stream) ->
     return Rotation(graph.replay, launches)
 
 
-def _seconds(rotation: Rotation, stream: torch.cuda.Stream) -> float:
+def _seconds(rotation: Rotation, device: torch.device) -> float:
     rotation.replay()
-    return statistics.median(time_each(rotation.replay, stream.device, 3))
+    return statistics.median(time_each(rotation.replay, device, 3))

@@ -63,4 +63,4 @@ def test_a_replay_launches_every_set_equally_often_and_long_enough() -> None:
     rotation.replay()
     assert counts.tolist() == [rotation.launches / 3] * 3
     [times] = interleave([rotation], cuda)
-    assert 0.5 * MIN_REPLAY_S < min(times) * rotation.launches < 5 * MIN_REPLAY_S
+    assert 0.8 * MIN_REPLAY_S < min(times) * rotation.launches < 5 * MIN_REPLAY_S
