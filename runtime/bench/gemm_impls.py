@@ -34,6 +34,7 @@ class Implementation:
         operand: dtype of x and w.
         call: multiplies one set of inputs and returns the result [m, n].
         scaled: whether the result is scaled by x_scale and w_scale.
+        min_m: the fewest tokens it takes.
         prepare: makes it ready; raises `OSError` or `ImportError` where it is not installed.
     """
 
@@ -41,6 +42,7 @@ class Implementation:
     operand: str
     call: Callable[[Inputs], torch.Tensor]
     scaled: bool = True
+    min_m: int = 1
     prepare: Callable[[], object] = lambda: None
 
     @property
@@ -88,7 +90,7 @@ def peers(names: Sequence[str], sgl_library: Path | None = None) -> list[Impleme
         Implementation("sgl_f8", "e4m3", _sgl_fp8, prepare=load),
         Implementation("smm_row", "e4m3", _scaled_mm_rowwise),
         Implementation("smm_ten", "e4m3", _scaled_mm_tensorwise, scaled=False),
-        Implementation("int_mm", "int8", _int_mm, scaled=False),
+        Implementation("int_mm", "int8", _int_mm, scaled=False, min_m=17),
         Implementation("bf16", "bf16", _bf16, scaled=False),
     )
     return [peer for peer in known if peer.name in names]

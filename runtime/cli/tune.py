@@ -134,10 +134,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _cuda(name: str | None) -> torch.device:
+    import torch
+
     device = resolve_device(name)
     if device.type != "cuda":
         raise ValueError("--device: got the CPU, expected a CUDA device, whose kernels are timed")
-    return device
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
