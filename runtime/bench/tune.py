@@ -187,10 +187,7 @@ def _launch(choice: Choice, inputs: Inputs, device: int) -> None:
         m=m,
         n=n,
         k=inputs.x.size(1),
-        tile_channels=choice.tile_channels,
-        tile_tokens=choice.tile_tokens,
-        cluster=choice.cluster,
-        band=choice.band,
+        **choice.cut,
         pdl=True,
         stream=stream,
     )

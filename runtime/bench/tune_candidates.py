@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ostinato.bench.gemm_cases import Case
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant
+from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serves
 from ostinato.ops.packing import TILE_CHANNELS
 
 # Up to here reading the weights takes the time, beyond it multiplying does.
@@ -22,6 +23,12 @@ _PRODUCTS_PER_L2_BYTE = 100
 _PRODUCTS_PER_BYTE = 210
 _BANDED_M = 1024  # with fewer tokens all tiles of a band are in flight anyway
 _BANDS = (0, 8, 16)
+# (cluster, split_k, ctas_per_sm), the simplest first.
+_SHARED = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))
+_LEAST_SPLIT_TOKENS = 32
+_STAGE_DEPTH = 256  # bytes of K in a stage of a small tile
+_LEAST_STAGES = 2
+_HALF_RING = 80 * 1024  # bytes for stages, when an SM's shared memory is halved
 _MMA_CHANNELS = 64
 _MMA_TOKENS = 8
 
@@ -38,14 +45,26 @@ def candidates(case: Case, variants: Iterable[GemmVariant], *, sms: int = H200_S
     tiled = sorted(
         (v for v in given if isinstance(v, GemmTiled)), key=lambda v: (v.channels, v.tokens)
     )
-    found = [*_streaming(case.m, given), *_tiled(case, tiled, sms)]
-    return list(dict.fromkeys(found))
+    found = dict.fromkeys([*_streaming(case.m, given), *_tiled(case, tiled, sms)])
+    n = case.shape.n
+    return [choice for choice in found if serves(choice, case.m, n, True, True, False, sms)]
 
 
 def _streaming(m: int, variants: Sequence[GemmVariant]) -> Iterator[Choice]:
     able = [v for v in variants if isinstance(v, GemmSmallM) and v.max_m >= m]
     least = min((v.max_m for v in able), default=0)
     return (Choice(v) for v in able if v.max_m == least)
+
+
+class _Plan(NamedTuple):
+    """A choice that leaves the band open."""
+
+    variant: GemmTiled
+    channels: int
+    tokens: int
+    cluster: int
+    split_k: int
+    ctas_per_sm: int
 
 
 def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choice]:
@@ -55,17 +74,37 @@ def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choi
         for tokens in _tile_tokens(case.m, variant, variants)
         for channels in _tile_channels(case, variant, tokens, variants, sms)
     ]
-    estimates = [_estimate(case, *tile, sms) for tile in tiles]
+    plans = [_Plan(*tile, *shared) for shared in _SHARED for tile in tiles]
+    plans = [plan for plan in plans if _is_possible(case.shape.n, plan)]
+    estimates = [_estimate(case, plan, sms) for plan in plans]
     within = _WITHIN if case.m > _WEIGHTS_BOUND_M else _WITHIN_FEW_TOKENS
     most = within * min(estimates, default=0)
-    tiles = [tile for tile, its in zip(tiles, estimates, strict=True) if its <= most]
-    for cluster in (1, 2):
-        for variant, channels, tokens in tiles:
-            if cluster == 2 and _ceil_div(case.shape.n, channels) < 2:
-                continue
-            several = _ceil_div(case.m, tokens) > 1
+    for plan, estimate in zip(plans, estimates, strict=True):
+        if estimate <= most:
+            several = _ceil_div(case.m, plan.tokens) > 1
             for band in _BANDS if several and case.m >= _BANDED_M else (0,):
-                yield Choice(variant, channels, tokens, cluster, band)
+                yield Choice(
+                    plan.variant,
+                    tile_channels=plan.channels,
+                    tile_tokens=plan.tokens,
+                    cluster=plan.cluster,
+                    split_k=plan.split_k,
+                    ctas_per_sm=plan.ctas_per_sm,
+                    band=band,
+                )
+
+
+def _is_possible(n: int, plan: _Plan) -> bool:
+    """Return whether the kernel can and should work so (see tiled_plan.cuh)."""
+    if plan.cluster > 1 and plan.channels >= n:
+        return False
+    if plan.split_k > 1 and plan.variant.tokens < _LEAST_SPLIT_TOKENS:
+        return False
+    if plan.ctas_per_sm == 1:
+        return True
+    # Registers for two are there where one warpgroup multiplies.
+    stage = _STAGE_DEPTH * (plan.channels + _round_up(plan.tokens, _MMA_TOKENS * plan.cluster))
+    return plan.variant.channels == _MMA_CHANNELS and _LEAST_STAGES * stage <= _HALF_RING
 
 
 def _tile_tokens(m: int, variant: GemmTiled, variants: Sequence[GemmTiled]) -> Iterator[int]:
@@ -110,13 +149,14 @@ def _tile_channels(
             yield channels
 
 
-def _estimate(case: Case, variant: GemmTiled, channels: int, tokens: int, sms: int) -> int:
+def _estimate(case: Case, plan: _Plan, sms: int) -> int:
     """Return how long the busiest SM works for one step of K, in products."""
-    tiles = _ceil_div(case.shape.n, channels) * _ceil_div(case.m, tokens)
-    multiplied = _round_up(channels, _MMA_CHANNELS) * variant.tokens
-    loaded = _PRODUCTS_PER_L2_BYTE * (channels + tokens)
+    tiles = _ceil_div(case.shape.n, plan.channels) * _ceil_div(case.m, plan.tokens)
+    multiplied = _round_up(plan.channels, _MMA_CHANNELS) * plan.variant.tokens
+    loaded = _PRODUCTS_PER_L2_BYTE * (plan.channels + plan.tokens)
     streamed = _PRODUCTS_PER_BYTE * case.shape.n // sms
-    return max(_ceil_div(tiles, sms) * max(multiplied, loaded), streamed)
+    passes = _ceil_div(tiles * plan.split_k, sms)
+    return max(passes * max(multiplied, loaded) // plan.split_k, streamed)
 
 
 def _ceil_div(a: int, b: int) -> int:

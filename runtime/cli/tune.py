@@ -89,7 +89,7 @@ def _main(argv: Sequence[str]) -> int:
 
     from ostinato.bench.gemm_impls import DTYPES
     from ostinato.bench.tune import TUNED_M, tune_shape
-    from ostinato.bench.tune_table import Table
+    from ostinato.bench.tune_table import Table, known_choices
     from ostinato.ops import gemm_tuning
 
     with user_errors():
@@ -97,8 +97,8 @@ def _main(argv: Sequence[str]) -> int:
         shapes = _shapes(args)
         out = args.out or Path(os.environ.get(gemm_tuning.VARIABLE) or gemm_tuning.tuning_path())
         out.parent.mkdir(parents=True, exist_ok=True)
-        known = gemm_tuning.read(out) if out.exists() else None
-        table = Table(torch.cuda.get_device_name(device), known)
+        gpu = torch.cuda.get_device_name(device)
+        table = Table(gpu, known_choices(out, gpu))
     todo: dict[Shape, list[str]] = {}
     for shape, operand in product(shapes, (DTYPES[dtype] for dtype in args.dtype)):
         if args.again or (operand, shape) not in table:
@@ -196,16 +196,14 @@ class _Progress:
 
     def add(self, operand: str, case: Case, timed: Sequence[Timed]) -> None:
         from ostinato.bench.tune import fastest
-        from ostinato.bench.tune_table import TimeRow
+        from ostinato.bench.tune_table import time_row
 
         self._done += 1
         best, width = fastest(timed), len(str(self._count))
-        choice = best.choice
-        tile = f"{choice.tile_channels}x{choice.tile_tokens}"
+        cut = " ".join(f"{name} {value}" for name, value in best.choice.cut.items() if value)
         print(
             f"[{self._done:{width}}/{self._count}] {case} {operand}: {best.us:.2f} µs "
-            f"(table {timed[0].us:.2f}) of {len(timed)}: {choice.variant.name} {tile} "
-            f"cluster {choice.cluster} band {choice.band}",
+            f"(table {timed[0].us:.2f}) of {len(timed)}: {best.choice.variant.name} {cut}",
             flush=True,
         )
         for one in timed:
@@ -213,7 +211,7 @@ class _Progress:
                 self.failures += 1
                 print(f"FAILED: {one.choice}: {one.failure}", flush=True)
             else:
-                self._report.rows.append(TimeRow.of(operand, case, one))
+                self._report.rows.append(time_row(operand, case, one))
 
     def write(self) -> None:
         if self._all_times is not None:

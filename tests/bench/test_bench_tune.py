@@ -22,7 +22,7 @@ from ostinato.bench.tune import (
     tunable_variants,
 )
 from ostinato.bench.tune_candidates import candidates
-from ostinato.bench.tune_table import Table, TimeRow
+from ostinato.bench.tune_table import Table, known_choices, time_row
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
 from ostinato.ops import gemm_table, gemm_tuning
 from ostinato.ops.gemm_table import Choice
@@ -43,15 +43,17 @@ def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
     for choice in found:
         variant = choice.variant
         assert variant in variants
-        assert gemm_table.serves(variant, m, True, True, False)
+        assert gemm_table.serves(choice, m, n, True, True, False, 132)
         if isinstance(variant, GemmSmallM):
             assert choice == Choice(variant)
         else:
             assert 16 <= choice.tile_channels <= variant.channels
             assert choice.tile_channels % 16 == 0
             assert 8 <= choice.tile_tokens <= variant.tokens
-            assert choice.cluster in (1, 2)
             assert choice.cluster == 1 or choice.tile_channels < n
+            assert choice.cluster * choice.split_k <= 2
+            assert choice.split_k == 1 or variant.tokens > 16
+            assert choice.ctas_per_sm == 1 or variant.channels == 64
             assert choice.band in (0, 8, 16)
             assert choice.band == 0 or m >= 1024
 
@@ -120,45 +122,56 @@ def test_time_grows_with_m_in_a_table(measured: dict[int, tuple[Choice, float]])
 
 def test_the_ops_read_what_was_tuned(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    table = Table(GPU)
-    tile = Choice(TILE, 96, 64, 2, 8)
+    table = Table(GPU, {})
+    tile = Choice(TILE, 96, 64, cluster=2, band=8)
     table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0), Tuned(64, tile, 9.0)])
     table.write(file)
     document = json.loads(file.read_text())
     assert list(document) == ["gpu", "versions", "commit", "source", "rows"]
-    found = gemm_tuning.read(file)
-    assert (found.gpu, found.source) == (GPU, gemm_tuning.sources_hash())
-    rows = found.rows["int8", 6144, 4096]
+    assert (document["gpu"], document["source"]) == (GPU, gemm_tuning.sources_hash())
+    rows = known_choices(file, GPU)["int8", 6144, 4096]
     assert [(row.m_max, row.choice) for row in rows] == [(8, Choice(SMALL)), (64, tile)]
 
 
 def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    first = Table(GPU)
+    first = Table(GPU, {})
     first.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
     first.write(file)
-    again = Table(GPU, gemm_tuning.read(file))
+    again = Table(GPU, known_choices(file, GPU))
     assert ("int8", SHAPE) in again
     assert ("e4m3", SHAPE) not in again
     again.put("int8", SHAPE, [Tuned(8, Choice(TILE, 64, 8), 6.0)])
     again.write(file)
-    [row] = gemm_tuning.read(file).rows["int8", 6144, 4096]
+    [row] = known_choices(file, GPU)["int8", 6144, 4096]
     assert row.choice == Choice(TILE, 64, 8)
-    assert ("int8", SHAPE) not in Table("another GPU", gemm_tuning.read(file))
 
 
-def test_a_table_of_other_sources_is_begun_anew(
+def test_a_table_of_another_gpu_or_other_sources_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "table.json"
-    table = Table(GPU)
+    assert known_choices(file, GPU) == {}
+    table = Table(GPU, {})
     table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
     table.write(file)
+    assert known_choices(file, "another GPU") == {}
     monkeypatch.setattr(gemm_tuning, "sources_hash", lambda: "0" * 16)
-    assert ("int8", SHAPE) not in Table(GPU, gemm_tuning.read(file))
+    assert known_choices(file, GPU) == {}
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="gpu: got NoneType, expected str"):
+        known_choices(file, GPU)
 
 
 def test_every_time_is_a_row() -> None:
-    row = TimeRow.of("int8", Case(SHAPE, 64), Timed(Choice(TILE, 96, 64, 2, 8), 9.12345, True))
-    expected = TimeRow("int8", 6144, 4096, 64, TILE.name, 96, 64, 2, 8, 9.123, True)
-    assert row == expected
+    choice = Choice(TILE, 96, 64, cluster=2, band=8)
+    assert time_row("int8", Case(SHAPE, 64), Timed(choice, 9.12345, True)) == {
+        "dtype": "int8",
+        "n": 6144,
+        "k": 4096,
+        "m": 64,
+        "variant": TILE.name,
+        **choice.cut,
+        "us": 9.123,
+        "final": True,
+    }
