@@ -35,7 +35,6 @@ class W8A8Gemm:
         tile_tokens: int = 0,
         cluster: int = 0,
         split_k: int = 0,
-        ctas_per_sm: int = 0,
         band: int = 0,
         pdl: bool = False,
     ) -> None: ...

@@ -56,13 +56,13 @@ inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 // A stage of the ring holds this much of K of the tile's tokens and channels. Small tiles take two
 // units of 128, since each stage costs a round of barriers.
 inline constexpr int kUnitDepth = 128;
-inline constexpr int kUnits = kChannels + kTokens <= 192 ? 2 : 1;
+inline constexpr int kUnits = kChannels + kTokens <= 128 ? 2 : 1;
 inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 inline constexpr int kMaxStages = 16;
 // Weights that are asked for before x: deeper is not better, since x waits behind them.
-inline constexpr int kPrefillBytes = (kTokens <= 64 ? 64 : 32) * 1024;
+inline constexpr int kPrefillBytes = (kTokens <= 32 ? 192 : kTokens <= 64 ? 64 : 32) * 1024;
 // x is swizzled in groups of 8 tokens.
 inline constexpr int kTokenGroup = 8;
 
@@ -87,8 +87,7 @@ struct alignas(1024) FixedStorage {
 // Sums of half the tile's tokens, in fp32 or int32.
 inline constexpr int kExchangeBytes = kChannels * kTokens / 2 * 4;
 
-inline constexpr int kSmemOfSm = 228 * 1024;
-inline constexpr int kSmemReserved = 1024;  // of each CTA, by the driver
+inline constexpr int kSmemLimit = 227 * 1024;
 inline constexpr int kRingOffset = (sizeof(FixedStorage) + 1023) / 1024 * 1024;
 
 }  // namespace ostinato::tiled
