@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ostinato.bench.gemm_cases import Case
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serves
+from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serving
 from ostinato.ops.packing import TILE_CHANNELS
 
 # Up to here reading the weights takes the time, beyond it multiplying does.
@@ -23,12 +23,8 @@ _PRODUCTS_PER_L2_BYTE = 100
 _PRODUCTS_PER_BYTE = 210
 _BANDED_M = 1024  # with fewer tokens all tiles of a band are in flight anyway
 _BANDS = (0, 8, 16)
-# (cluster, split_k, ctas_per_sm), the simplest first.
-_SHARED = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))
-_LEAST_SPLIT_TOKENS = 32
-_STAGE_DEPTH = 256  # bytes of K in a stage of a small tile
-_LEAST_STAGES = 2
-_HALF_RING = 80 * 1024  # bytes for stages, when an SM's shared memory is halved
+# (cluster, split_k), the simplest first.
+_SHARED = ((1, 1), (2, 1), (2, 2))
 _MMA_CHANNELS = 64
 _MMA_TOKENS = 8
 
@@ -47,7 +43,7 @@ def candidates(case: Case, variants: Iterable[GemmVariant], *, sms: int = H200_S
     )
     found = dict.fromkeys([*_streaming(case.m, given), *_tiled(case, tiled, sms)])
     n = case.shape.n
-    return [choice for choice in found if serves(choice, case.m, n, True, True, False, sms)]
+    return [c for c in found if serving(c, case.m, n, True, True, False, sms) == c]
 
 
 def _streaming(m: int, variants: Sequence[GemmVariant]) -> Iterator[Choice]:
@@ -64,7 +60,6 @@ class _Plan(NamedTuple):
     tokens: int
     cluster: int
     split_k: int
-    ctas_per_sm: int
 
 
 def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choice]:
@@ -75,7 +70,7 @@ def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choi
         for channels in _tile_channels(case, variant, tokens, variants, sms)
     ]
     plans = [_Plan(*tile, *shared) for shared in _SHARED for tile in tiles]
-    plans = [plan for plan in plans if _is_possible(case.shape.n, plan)]
+    plans = [plan for plan in plans if plan.cluster == 1 or plan.channels < case.shape.n]
     estimates = [_estimate(case, plan, sms) for plan in plans]
     within = _WITHIN if case.m > _WEIGHTS_BOUND_M else _WITHIN_FEW_TOKENS
     most = within * min(estimates, default=0)
@@ -89,22 +84,8 @@ def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choi
                     tile_tokens=plan.tokens,
                     cluster=plan.cluster,
                     split_k=plan.split_k,
-                    ctas_per_sm=plan.ctas_per_sm,
                     band=band,
                 )
-
-
-def _is_possible(n: int, plan: _Plan) -> bool:
-    """Return whether the kernel can and should work so (see tiled_plan.cuh)."""
-    if plan.cluster > 1 and plan.channels >= n:
-        return False
-    if plan.split_k > 1 and plan.variant.tokens < _LEAST_SPLIT_TOKENS:
-        return False
-    if plan.ctas_per_sm == 1:
-        return True
-    # Registers for two are there where one warpgroup multiplies.
-    stage = _STAGE_DEPTH * (plan.channels + _round_up(plan.tokens, _MMA_TOKENS * plan.cluster))
-    return plan.variant.channels == _MMA_CHANNELS and _LEAST_STAGES * stage <= _HALF_RING
 
 
 def _tile_tokens(m: int, variant: GemmTiled, variants: Sequence[GemmTiled]) -> Iterator[int]:

@@ -7,11 +7,11 @@ before it: see `ostinato.ops.gemm_tuning`.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
-from ostinato.kernels.variants import GemmSmallM, GemmTiled
+from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
 from ostinato.ops import checks
 from ostinato.ops.packing import TILE_CHANNELS
 
@@ -20,7 +20,6 @@ GemmVariant = GemmSmallM | GemmTiled
 H200_SMS = 132
 ORDERED_TOKENS = 64  # tiles compiled for fewer add along K in two chains
 SPLIT_TOKENS = 32  # those for fewer cannot split K
-HALF_SM_CHANNELS, HALF_SM_TOKENS = 64, 128  # the largest of which two fit on an SM
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,8 @@ class Choice:
         tile_channels: channels of a tile, a multiple of 16, at most those compiled.
         tile_tokens: tokens of a tile, at most those compiled.
         cluster: CTAs that share their tokens: 1 or 2.
-        split_k: CTAs that share K of a tile: 1 or, without a cluster and where all tiles are
-            computed at once, 2.
-        ctas_per_sm: 2 for CTAs of half the shared memory, so that a successor starts beside them:
-            tiles compiled for 64 channels and at most 128 tokens.
+        split_k: 2: the CTAs of a cluster share K of the last round's tiles, where these would leave
+            half of the SMs idle (`can_split`).
         band: tiles of channels that are walked side by side.
     """
 
@@ -44,7 +41,6 @@ class Choice:
     tile_tokens: int = 0
     cluster: int = 0
     split_k: int = 0
-    ctas_per_sm: int = 0
     band: int = 0
 
     @cached_property
@@ -78,14 +74,14 @@ class Tile:
 
     `even` gives all CTAs tiles of the same number of channels, as many as fit into the fewest
     rounds: right where reading the weights takes the time. Where multiplying does, a part of a
-    tile costs as much as the whole, and tiles stay whole.
+    tile costs as much as the whole, and tiles stay whole. `cluster` and `split_k` count where the
+    sizes let them.
     """
 
     channels: int
     tokens: int
     cluster: int = 0
     split_k: int = 0
-    ctas_per_sm: int = 0
     band: int = 0
     even: bool = True
 
@@ -99,16 +95,17 @@ class Tile:
             tokens=self.tokens,
             fast_accum=fast_accum and dtype == "e4m3",
         )
-        cut = (self.cluster, self.split_k, self.ctas_per_sm, self.band)
-        return Choice(variant, self._even_channels(m, n, sms) if self.even else 0, 0, *cut)
+        channels = self._even_channels(m, n, sms) if self.even else 0
+        # The second CTA of a cluster needs channels of its own.
+        cluster = self.cluster if n > (channels or self.channels) else 0
+        return Choice(variant, channels, 0, cluster, self.split_k if cluster else 0, self.band)
 
     def _even_channels(self, m: int, n: int, sms: int) -> int:
-        units = _ceil_div(n, TILE_CHANNELS)
-        token_tiles = _ceil_div(m, self.tokens)
-        tiles = token_tiles * _ceil_div(units, self.channels // TILE_CHANNELS)
-        at_once = sms // max(1, self.split_k)
-        columns = _ceil_div(tiles, at_once) * at_once // token_tiles
-        return TILE_CHANNELS * _ceil_div(units, columns)
+        units, cluster = _ceil_div(n, TILE_CHANNELS), max(1, self.cluster)
+        columns = _ceil_div(_ceil_div(units, self.channels // TILE_CHANNELS), cluster)
+        token_tiles, at_once = _ceil_div(m, self.tokens), sms // cluster
+        rounds = _ceil_div(token_tiles * columns, at_once)
+        return TILE_CHANNELS * _ceil_div(units, rounds * at_once // token_tiles * cluster)
 
 
 _ANY = range(1, 2**31)
@@ -116,7 +113,7 @@ _ANY = range(1, 2**31)
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel for at most `m_max` tokens and some numbers of weight tiles per SM.
+    """A kernel for at most `m_max` tokens, some numbers of weight tiles per SM and some dtypes.
 
     A weight tile is 16 channels; an SM's share is rounded up: 14 for 28672 channels on 132 SMs.
     """
@@ -125,38 +122,38 @@ class Row:
     kernel: Streaming | Tile
     reason: str
     weight_tiles: Container[int] = _ANY
+    dtypes: Container[str] = OPERAND_DTYPES
 
 
 _LARGEST = 2**31 - 1
+_OVER_64 = range(5, 2**31)  # an SM's share is more than 64 channels
 
-# The first row counts whose sizes fit and whose kernel may serve the call (`serves`).
+# The first row counts whose sizes fit and whose kernel may serve the call (`serving`).
 TABLE = (
-    Row(8, Streaming(8, 3), "whole passes of three tiles", weight_tiles=(3, 5)),
+    Row(8, Streaming(8, 3), "whole passes of three tiles", weight_tiles=(3, 5), dtypes=("e4m3",)),
     Row(8, Streaming(8, 2), "reads weights at memory speed (docs/gemm_small_m.md)"),
     Row(16, Streaming(16, 3), "whole passes of three tiles", weight_tiles=(3, 5)),
     Row(16, Streaming(16, 2), "reads weights at memory speed (docs/gemm_small_m.md)"),
-    Row(16, Tile(128, 16), "an SM's share in one tile, or in fewer", weight_tiles=range(5, 2**31)),
+    Row(16, Tile(128, 16), "an SM's share in one tile, or in fewer", weight_tiles=_OVER_64),
     Row(16, Tile(64, 16), "an SM's share in one tile"),
-    Row(32, Tile(128, 32), "an SM's share in one tile, or in fewer", weight_tiles=range(5, 2**31)),
+    Row(32, Tile(128, 32), "an SM's share in one tile, or in fewer", weight_tiles=_OVER_64),
     Row(32, Tile(64, 32), "an SM's share in one tile"),
-    Row(64, Tile(256, 64), "x is read by fewer tiles", weight_tiles=range(9, 2**31)),
-    Row(64, Tile(128, 64), "an SM's share in one tile", weight_tiles=range(5, 9)),
-    Row(64, Tile(64, 64), "an SM's share in one tile"),
-    Row(96, Tile(256, 96), "x is read by fewer tiles", weight_tiles=range(9, 2**31)),
-    Row(96, Tile(128, 96), "an SM's share in one tile"),
-    Row(128, Tile(128, 128), "an SM's share in one tile"),
-    Row(160, Tile(128, 160), "weights are read once"),
-    Row(192, Tile(128, 192), "weights are read once"),
-    Row(224, Tile(128, 224), "weights are read once"),
-    Row(256, Tile(128, 256), "weights are read once"),
+    Row(64, Tile(128, 64, cluster=2), "x is fetched once for two SMs", weight_tiles=_OVER_64),
+    Row(64, Tile(64, 64, cluster=2), "x is fetched once for two SMs"),
+    Row(128, Tile(128, 128, cluster=2, split_k=2), "no SM is idle in the last round"),
+    Row(256, Tile(64, 128, cluster=2), "4096 channels: 128 tiles", weight_tiles=range(1, 3)),
+    Row(256, Tile(128, 128, cluster=2), "weights are read twice, by SMs that are all busy"),
     Row(
-        512,
-        Tile(128, 128),
-        "4096 channels: 128 tiles for 132 SMs, where tiles of 256 tokens leave half of them idle",
-        weight_tiles=range(1, 3),
+        _LARGEST,
+        Tile(128, 256, cluster=2, split_k=2, even=False),
+        "the most products per byte of shared memory",
     ),
-    Row(_LARGEST, Tile(128, 256, even=False), "the most products per byte of shared memory"),
-    Row(_LARGEST, Tile(128, 128), "FP8 with fp32 sums: the largest tile that is compiled"),
+    Row(
+        _LARGEST,
+        Tile(128, 224, cluster=2, split_k=2, even=False),
+        "fp32 outputs: the largest tile that is compiled",
+    ),
+    Row(_LARGEST, Tile(128, 128, cluster=2), "FP8 with fp32 sums: the largest that is compiled"),
 )
 
 _COMPILED = frozenset((*GEMM_SMALL_M, *GEMM_TILED))
@@ -191,15 +188,16 @@ def choose(
         checks.integer(name, size, least=1)
     weight_tiles = _ceil_div(_ceil_div(n, TILE_CHANNELS), sms)
     for row in TABLE:
-        if m > row.m_max or weight_tiles not in row.weight_tiles:
+        if m > row.m_max or weight_tiles not in row.weight_tiles or dtype not in row.dtypes:
             continue
-        choice = row.kernel.choice(m, n, dtype, out_dtype, fast_accum, sms)
-        if serves(choice, m, n, packed, fast_accum, batch_invariant, sms):
+        wanted = row.kernel.choice(m, n, dtype, out_dtype, fast_accum, sms)
+        choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
+        if choice is not None:
             return choice
     raise AssertionError("the last rows serve every call")
 
 
-def serves(
+def serving(
     choice: Choice,
     m: int,
     n: int,
@@ -207,8 +205,8 @@ def serves(
     fast_accum: bool,
     batch_invariant: bool,
     sms: int,
-) -> bool:
-    """Return whether a choice may be used for a call of its dtypes.
+) -> Choice | None:
+    """Return a choice, with K left whole if need be, if it may be used for a call of its dtypes.
 
     The tiled kernels of one kind of accumulation for tiles of 64 tokens and more add along K in one
     order, unless they split K; all others add in orders of their own. FP8 results that must not
@@ -216,18 +214,29 @@ def serves(
     """
     variant = choice.variant
     if variant not in _COMPILED:
-        return False
-    any_order = variant.dtype == "int8" or not batch_invariant
+        return None
+    exact = variant.dtype == "int8"
     if isinstance(variant, GemmSmallM):
-        return packed and m <= variant.max_m and any_order
-    if choice.split_k > 1:
-        tokens = choice.tile_tokens or variant.tokens
-        channels = choice.tile_channels or variant.channels
-        tiles = _ceil_div(m, tokens) * _ceil_div(n, channels)
-        if variant.tokens < SPLIT_TOKENS or tiles * choice.split_k > sms or not any_order:
-            return False
-    in_order = variant.tokens >= ORDERED_TOKENS
-    return (any_order or in_order) and (variant.dtype == "int8" or variant.fast_accum == fast_accum)
+        return choice if packed and m <= variant.max_m and (exact or not batch_invariant) else None
+    if not exact and variant.fast_accum != fast_accum:
+        return None
+    in_order = not exact and batch_invariant
+    if in_order and variant.tokens < ORDERED_TOKENS:
+        return None
+    if choice.split_k > 1 and (in_order or not can_split(choice, m, n, sms)):
+        return replace(choice, split_k=0)
+    return choice
+
+
+def can_split(choice: Choice, m: int, n: int, sms: int) -> bool:
+    """Return whether the tiled kernel can share the last round's tiles (csrc: share_out)."""
+    if not isinstance(choice.variant, GemmTiled):
+        return False
+    columns = _ceil_div(n, choice.tile_channels or choice.variant.channels)
+    groups = _ceil_div(columns, 2) * _ceil_div(m, choice.tile_tokens or choice.variant.tokens)
+    at_once = sms // 2
+    enough = choice.variant.tokens >= SPLIT_TOKENS and at_once > 0
+    return choice.cluster == 2 and enough and 2 * (groups % at_once) <= at_once
 
 
 def largest_ms() -> list[int]:

@@ -7,7 +7,7 @@
          "tile_channels": 0, "tile_tokens": 0, "cluster": 0, "band": 0}, …]}
 
 A row holds for products of exactly this dtype, n and k, and for m up to `m_max`: of the rows whose
-kernel may serve a call (`gemm_table.serves`), the one with the smallest m_max counts, so that it
+kernel may serve a call (`gemm_table.serving`), the one with the smallest m_max counts, so that it
 begins where the one before it ends. Calls beyond the last row are left to the built-in table. A
 variant's output dtype is only that of the measurement: the row holds for the others as well. Of the
 numbers after the variant (see `gemm_table.Choice`) those left out are 0.
@@ -36,7 +36,7 @@ from ostinato.ops.packing import TILE_CHANNELS
 VARIABLE = "OSTINATO_GEMM_TABLE"
 _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
 _VARIANTS = {variant.name: variant for variant in _GEMMS}
-_TILED_LIMITS = {"cluster": 2, "split_k": 2, "ctas_per_sm": 2, "band": 2**31 - 1}
+_TILED_LIMITS = {"cluster": 2, "split_k": 2, "band": 2**31 - 1}
 _KEYS = {"dtype", "n", "k", "m_max", "variant"}
 
 
@@ -142,10 +142,11 @@ def choose(
     this is called at every launch.
     """
     for row in tuning_for(gpu).get((dtype, n, k), ()):
-        choice = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
-        if m <= row.m_max and gemm_table.serves(
-            choice, m, n, packed, fast_accum, batch_invariant, sms
-        ):
+        if m > row.m_max:
+            continue
+        wanted = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
+        choice = gemm_table.serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
+        if choice is not None:
             return choice
     return gemm_table.choose(
         m,
@@ -173,12 +174,9 @@ def variants(
 ) -> list[GemmVariant]:
     """Return every kernel that a packed weight [n, k] may be multiplied by, whatever m."""
     tuned = (row.m_max for row in tuning_for(gpu).get((dtype, n, k), ()))
-    last = {*gemm_table.largest_ms(), *tuned}
-    # Splitting K may be possible for the first m of a range and not for the last.
-    first = {1, *(m + 1 for m in last)} - {max(last) + 1}
     found = (
         choose(gpu, sms, m, n, k, dtype, out_dtype, True, fast_accum, batch_invariant).variant
-        for m in sorted(first | last)
+        for m in sorted({*gemm_table.largest_ms(), *tuned})
     )
     return list(dict.fromkeys(found))
 
@@ -239,19 +237,9 @@ def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:
         _integer(name, cut[name], least=0, most=most)
     if cut["tile_channels"] % TILE_CHANNELS:
         raise ValueError(f"tile_channels: got {cut['tile_channels']}, expected a multiple of 16")
-    if cut["cluster"] * cut["split_k"] > 2:
-        raise ValueError("split_k: got 2 with cluster 2, expected only one of them")
-    if cut["ctas_per_sm"] == 2 and not _fits_half_an_sm(variant):
-        raise ValueError(f"ctas_per_sm: got 2, expected 1 for {variant.name}")
+    if cut["split_k"] == 2 and cut["cluster"] != 2:
+        raise ValueError(f"split_k: got 2 with cluster {cut['cluster']}, expected cluster 2")
     return Choice(variant, **cut)
-
-
-def _fits_half_an_sm(variant: GemmVariant) -> bool:
-    return (
-        isinstance(variant, GemmTiled)
-        and variant.channels <= gemm_table.HALF_SM_CHANNELS
-        and variant.tokens <= gemm_table.HALF_SM_TOKENS
-    )
 
 
 def _integer(name: str, value: Any, *, least: int, most: int = 2**31 - 1) -> None:
