@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ostinato.bench.gemm_cases import Case
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serving
+from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, can_split, serving
 from ostinato.ops.packing import TILE_CHANNELS
 
 # Up to here reading the weights takes the time, beyond it multiplying does.
@@ -70,7 +70,7 @@ def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choi
         for channels in _tile_channels(case, variant, tokens, variants, sms)
     ]
     plans = [_Plan(*tile, *shared) for shared in _SHARED for tile in tiles]
-    plans = [plan for plan in plans if plan.cluster == 1 or plan.channels < case.shape.n]
+    plans = [plan for plan in plans if _is_possible(case, plan, sms)]
     estimates = [_estimate(case, plan, sms) for plan in plans]
     within = _WITHIN if case.m > _WEIGHTS_BOUND_M else _WITHIN_FEW_TOKENS
     most = within * min(estimates, default=0)
@@ -86,6 +86,14 @@ def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choi
                     split_k=plan.split_k,
                     band=band,
                 )
+
+
+def _is_possible(case: Case, plan: _Plan, sms: int) -> bool:
+    """Return whether the kernel can and should work so."""
+    if plan.cluster > 1 and plan.channels >= case.shape.n:
+        return False
+    choice = Choice(plan.variant, plan.channels, plan.tokens, plan.cluster, plan.split_k)
+    return plan.split_k == 1 or can_split(choice, case.m, case.shape.n, sms)
 
 
 def _tile_tokens(m: int, variant: GemmTiled, variants: Sequence[GemmTiled]) -> Iterator[int]:
