@@ -9,10 +9,6 @@
 #include "gemm_w8a8/quantize_math.cuh"
 #include "gemm_w8a8/quantize_rows.cuh"
 
-#ifndef OSTINATO_WEIGHT_DTYPE
-#define OSTINATO_WEIGHT_DTYPE OSTINATO_IN_DTYPE
-#endif
-
 namespace ostinato {
 namespace {
 
