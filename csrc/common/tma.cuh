@@ -1,0 +1,118 @@
+// TMA: tensor maps encoded on the host, and copies of their boxes into shared memory.
+// Names and semantics: CUDA driver API, "Tensor Map Object Management"; PTX ISA,
+// "cp.async.bulk.tensor".
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "check.h"
+#include "mbarrier.cuh"
+
+namespace ostinato {
+
+// A tensor of bytes, the innermost dimension first, and the box that one copy moves.
+template <int kRank>
+struct TensorMapShape {
+  uint64_t size[kRank];
+  uint64_t stride[kRank];  // bytes; that of the innermost dimension is 1 and not read
+  uint32_t box[kRank];
+};
+
+// The libraries link no driver; the runtime knows where its functions are.
+inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
+  static void* found = nullptr;
+  if (found == nullptr) {
+    cudaDriverEntryPointQueryResult result;
+    OSTINATO_RETURN_IF_ERROR(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                              12000, cudaEnableDefault, &result));
+    if (result != cudaDriverEntryPointSuccess) {
+      return cudaErrorNotSupported;
+    }
+  }
+  *encoder = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  return cudaSuccess;
+}
+
+// The base address and all strides are multiples of 16 bytes. Outside the tensor a copy reads
+// zeros.
+template <int kRank>
+cudaError_t encode_tensor_map(CUtensorMap* map, const void* base,
+                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle swizzle) {
+  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  OSTINATO_RETURN_IF_ERROR(find_tensor_map_encoder(&encode));
+  uint32_t steps[kRank];
+  for (uint32_t& step : steps) {
+    step = 1;
+  }
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(base), shape.size,
+             shape.stride + 1, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies the box at (x, y); `barrier` counts its bytes.
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, int x, int y,
+                                         uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, int x, int y, int z,
+                                         int w, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Writes the box at (x, y), as far as it lies within the tensor; as part of the thread's current
+// group of stores. What threads wrote to shared memory must be fenced before.
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* shared, int x,
+                                          int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+      "r"(x), "r"(y), "r"(shared_address(shared))
+      : "memory");
+}
+
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the latest kPending groups of the thread's stores have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Lets the copy engine see what this thread has written to shared memory.
+__device__ __forceinline__ void fence_shared_for_tma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Copies the box to the same address in every CTA of `ctas` (a bit for each rank of the cluster),
+// and counts its bytes at the barrier there.
+__device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorMap& map, int x,
+                                                   int y, uint64_t* barrier, uint16_t ctas,
+                                                   uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
+          shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(barrier)), "h"(ctas), "l"(policy)
+      : "memory");
+}
+
+}  // namespace ostinato

@@ -1,0 +1,304 @@
+// The epilogue of the tiled GEMM: out = x_scale · (w_scale · (sum − x_zero_point · w_sum)) + bias,
+// in fp32, rounded once, and turned from the MMA's layout (channels are rows) into rows of out.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "common/mbarrier.cuh"
+#include "common/tma.cuh"
+#include "tiled_mma.cuh"
+#include "tiled_plan.cuh"
+
+namespace ostinato::tiled {
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// Two neighbours in a register, the first in the low half.
+template <class Out>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  if constexpr (std::is_same_v<Out, __half>) {
+    const __half2 both = __floats2half2_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+}
+
+// Stores four 8x8 matrices of 16 bits, transposed; lanes 8 i to 8 i + 7 name the rows of the i-th.
+__device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
+                                                 uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+class Epilogue {
+ public:
+  __device__ Epilogue(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& out_map,
+                      FixedStorage& fixed, int warpgroup)
+      : params_(params),
+        plan_(plan),
+        out_map_(out_map),
+        fixed_(fixed),
+        warpgroup_(warpgroup),
+        thread_(threadIdx.x % kWarpgroup),
+        vectors_(reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
+                 params.out_stride * sizeof(Output) % 16 == 0) {}
+
+  // Scales and bias of the channels whose sums this thread will hold.
+  __device__ __forceinline__ void fetch_channels(const Tile& tile) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int channel = channel_of_thread(tile, block, half);
+        const bool inside = channel < params_.n;
+        w_scale_[block][half] =
+            inside ? params_.w_scale[int64_t(channel) * params_.w_scale_stride] : 0.0F;
+        bias_[block][half] = inside && params_.bias != nullptr
+                                 ? to_float(static_cast<const Output*>(params_.bias)[channel])
+                                 : 0.0F;
+      }
+    }
+  }
+
+  // Scales of the tile's tokens, into registers: they arrive while the tile is summed.
+  __device__ __forceinline__ void fetch_tokens(const Tile& tile) {
+#pragma unroll
+    for (int i = 0; i < kFetches; ++i) {
+      const int token = tile.token + i * kWarpgroup + thread_;
+      const bool inside = i * kWarpgroup + thread_ < kTokens && token < params_.m;
+      x_scale_[i] = inside ? params_.x_scale[int64_t(token) * params_.x_scale_stride] : 0.0F;
+    }
+  }
+
+  // Writes the sums of kCount tokens from `first` on, counted in the tile.
+  template <int kCount>
+  __device__ __forceinline__ void store(const Tile& tile, int first,
+                                        Sum (&sums)[kBlocks][kCount / 2]) {
+    if (warpgroup_ * kBlocks * kMmaRows >= plan_.tile_channels) {
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kFetches; ++i) {
+      if (i * kWarpgroup + thread_ < kTokens) {
+        fixed_.x_scale[warpgroup_][i * kWarpgroup + thread_] = x_scale_[i];
+      }
+    }
+    sync_warpgroup();
+    if (kInt8 && params_.x_zero_point != nullptr) {
+      subtract_zero_points<kCount>(tile, first, sums);
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int chunk = 0; chunk < kCount / kChunkTokens; ++chunk) {
+        const int token = first + chunk * kChunkTokens;
+        if (token < plan_.tile_tokens) {
+          turn(token, block, &sums[block][chunk * kChunkTokens / 2]);
+          OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
+          write_chunk(tile, token, block);
+          buffer_ = buffer_ + 1 < kChunks ? buffer_ + 1 : 0;
+        }
+      }
+    }
+    // The next tile overwrites the tokens' scales, which a slow warp may still be reading.
+    sync_warpgroup();
+  }
+
+  // Shared memory must outlive the stores that read it.
+  __device__ __forceinline__ void finish() {
+    if (thread_ == 0) {
+      wait_stores_read<0>();
+    }
+  }
+
+ private:
+  static constexpr int kFetches = (kTokens + kWarpgroup - 1) / kWarpgroup;
+  static constexpr int kVectorBytes = 16;
+
+  __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
+
+  __device__ __forceinline__ int first_channel(const Tile& tile, int block) const {
+    return tile.channel + (warpgroup_ * kBlocks + block) * kMmaRows;
+  }
+
+  // Of the two channels of a block whose sums the thread holds.
+  __device__ __forceinline__ int channel_of_thread(const Tile& tile, int block, int half) const {
+    return first_channel(tile, block) + thread_ / 32 * 16 + half * 8 + thread_ % 32 / 4;
+  }
+
+  // Not prefetched into registers as scales are: few calls have any, and all would pay.
+  template <int kCount>
+  __device__ __forceinline__ void subtract_zero_points(const Tile& tile, int first,
+                                                       Sum (&sums)[kBlocks][kCount / 2]) {
+    int32_t* const zero_points = fixed_.x_zero_point[warpgroup_];
+    for (int i = thread_; i < kTokens; i += kWarpgroup) {
+      const int token = tile.token + i;
+      zero_points[i] = token < params_.m
+                           ? params_.x_zero_point[int64_t(token) * params_.x_zero_point_stride]
+                           : 0;
+    }
+    sync_warpgroup();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      uint32_t w_sum[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int channel = channel_of_thread(tile, block, half);
+        w_sum[half] = channel < params_.n ? params_.w_sum[channel] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kCount / 2; ++i) {
+        const int token = first + i / 4 * 8 + thread_ % 4 * 2 + i % 2;
+        // Unsigned, since the product alone may overflow; the difference never does.
+        sums[block][i] -= static_cast<uint32_t>(zero_points[token]) * w_sum[i / 2 % 2];
+      }
+    }
+  }
+
+  // Two neighbouring tokens of one channel.
+  __device__ __forceinline__ float2 scaled(const Sum* sums, float2 x_scale, int block,
+                                           int half) const {
+    float first, second;
+    if constexpr (kInt8) {
+      first = static_cast<int32_t>(sums[0]);
+      second = static_cast<int32_t>(sums[1]);
+    } else {
+      first = sums[0];
+      second = sums[1];
+    }
+    const float w_scale = w_scale_[block][half];
+    const float bias = bias_[block][half];
+    return make_float2(fmaf(x_scale.x, w_scale * first, bias),
+                       fmaf(x_scale.y, w_scale * second, bias));
+  }
+
+  // Where a byte of a chunk's row is: in the order of TMA's swizzle, which spreads rows over banks.
+  __device__ __forceinline__ uint32_t chunk_offset(int row, int byte) const {
+    const int vector = byte % kPieceBytes / kVectorBytes;
+    return (byte / kPieceBytes * kChunkTokens + row) * kPieceBytes +
+           (vector ^ (row % 8)) * kVectorBytes + byte % kVectorBytes;
+  }
+
+  __device__ __forceinline__ uint8_t* chunk() {
+    return &fixed_.chunk[warpgroup_][buffer_][0][0][0];
+  }
+
+  // Puts the sums of a chunk, from `token` of the tile on, into shared memory, a row per token.
+  template <class Out = Output>
+  __device__ __forceinline__ void turn(int token, int block, const Sum* sums) {
+    const int lane = thread_ % 32;
+    const int strip = thread_ / 32 * 16;  // the warp's 16 channels
+    const float* const x_scale = &fixed_.x_scale[warpgroup_][token + lane % 4 * 2];
+    if constexpr (sizeof(Out) == 2) {
+      const uint32_t rows = shared_address(chunk());
+      const int row = lane / 16 * 8 + lane % 8;
+      const int column = strip + lane / 8 % 2 * 8;
+#pragma unroll
+      for (int pair = 0; pair < kChunkTokens / 16; ++pair) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 scale = *reinterpret_cast<const float2*>(x_scale + pair * 16 + i / 2 * 8);
+          const float2 y = scaled(sums + pair * 8 + i * 2, scale, block, i % 2);
+          packed[i] = pack<Out>(y.x, y.y);
+        }
+        store_transposed(rows + chunk_offset(pair * 16 + row, column * 2), packed[0], packed[1],
+                         packed[2], packed[3]);
+      }
+    } else {
+#pragma unroll
+      for (int group = 0; group < kChunkTokens / 8; ++group) {
+        const float2 scale = *reinterpret_cast<const float2*>(x_scale + group * 8);
+        const int row = group * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 y = scaled(sums + group * 4 + half * 2, scale, block, half);
+          const int byte = (strip + half * 8 + lane / 4) * 4;
+          *reinterpret_cast<float*>(chunk() + chunk_offset(row, byte)) = y.x;
+          *reinterpret_cast<float*>(chunk() + chunk_offset(row + 1, byte)) = y.y;
+        }
+      }
+    }
+  }
+
+  // TMA writes whole blocks of channels, as far as they lie within out; a chunk that ends beyond
+  // the tile's tokens, in those of the next tile, is written by threads.
+  __device__ __forceinline__ void write_chunk(const Tile& tile, int token, int block) {
+    const bool whole =
+        token + kChunkTokens <= plan_.tile_tokens || tile.token + plan_.tile_tokens >= params_.m;
+    if (!plan_.whole_blocks || !whole) {
+      if (thread_ == 0) {
+        wait_stores_read<0>();
+      }
+      sync_warpgroup();
+      copy_out(tile, token, block);
+      return;
+    }
+    fence_shared_for_tma();
+    if (thread_ == 0) {
+      // All but the latest: the next chunk goes where one of them was.
+      wait_stores_read<kChunks - 2>();
+    }
+    sync_warpgroup();
+    OSTINATO_DELAY(epilogue_store, thread_ == 0);
+    if (thread_ == 0) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        tma_store(out_map_, chunk() + piece * kChunkTokens * kPieceBytes,
+                  first_channel(tile, block) * int(sizeof(Output)) + piece * kPieceBytes,
+                  tile.token + token);
+      }
+      commit_stores();
+    }
+  }
+
+  __device__ __forceinline__ void copy_out(const Tile& tile, int first_token, int block) {
+    constexpr int kVector = kVectorBytes / sizeof(Output);
+    constexpr int kVectors = kMmaRows / kVector;  // of a row
+    const int tile_end = tile.channel + plan_.tile_channels;
+    const int channels = tile_end < params_.n ? tile_end : params_.n;
+    const int tokens_left = params_.m - tile.token;
+    const int tokens = tokens_left < plan_.tile_tokens ? tokens_left : plan_.tile_tokens;
+#pragma unroll
+    for (int i = 0; i < kChunkTokens * kVectors / kWarpgroup; ++i) {
+      const int row = (i * kWarpgroup + thread_) / kVectors;
+      const int vector = (i * kWarpgroup + thread_) % kVectors;
+      const int token = first_token + row;
+      const int channel = first_channel(tile, block) + vector * kVector;
+      if (token >= tokens || channel >= channels) {
+        continue;
+      }
+      Output* const out = static_cast<Output*>(params_.out) +
+                          int64_t(tile.token + token) * params_.out_stride + channel;
+      const auto* const from =
+          reinterpret_cast<const Output*>(chunk() + chunk_offset(row, vector * kVectorBytes));
+      if (vectors_ && channel + kVector <= channels) {
+        *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(from);
+      } else {
+        for (int j = 0; j < kVector && channel + j < channels; ++j) {
+          out[j] = from[j];
+        }
+      }
+    }
+  }
+
+  const W8A8GemmParams& params_;
+  const Plan& plan_;
+  const CUtensorMap& out_map_;
+  FixedStorage& fixed_;
+  int warpgroup_, thread_;
+  bool vectors_;
+  int buffer_ = 0;
+  float w_scale_[kBlocks][2], bias_[kBlocks][2];
+  float x_scale_[kFetches];
+};
+
+}  // namespace ostinato::tiled

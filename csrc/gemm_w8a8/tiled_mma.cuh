@@ -1,0 +1,87 @@
+// One step of the tiled GEMM on the tensor cores: wgmma, with both operands in shared memory.
+#pragma once
+
+// CuTe builds tiles of 160 or 224 columns only when asked to.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
+#include <cstdint>
+#include <utility>
+
+#include "cute/arch/config.hpp"
+#include "cute/arch/mma_sm90_gmma.hpp"
+#include "tiled_config.cuh"
+
+namespace ostinato::tiled {
+
+#define OSTINATO_MMA_NAME_OF(tokens, types) MMA_64x##tokens##x32_##types##_SS_TN
+#define OSTINATO_MMA_NAME(tokens, types) OSTINATO_MMA_NAME_OF(tokens, types)
+
+template <bool kIsInt8>
+struct MmaOf {
+  using Sum = uint32_t;  // the bits of an int32
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_TOKENS, S32S8S8);
+};
+template <>
+struct MmaOf<false> {
+  using Sum = float;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_TOKENS, F32E4M3E4M3)<>;
+};
+#undef OSTINATO_MMA_NAME
+#undef OSTINATO_MMA_NAME_OF
+
+using Sum = MmaOf<kInt8>::Sum;
+using Mma = MmaOf<kInt8>::Mma;
+
+// How wgmma finds an operand of rows of kRowBytes, swizzled by TMA (PTX ISA, "matrix descriptor"):
+// the address, the distance of groups of 8 rows, and the swizzle, which has the width of a row.
+template <int kRowBytes>
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+  static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as the swizzle");
+  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+  constexpr uint64_t kGroupBytes = 8 * kRowBytes;
+  return (address >> 4) | (uint64_t(1) << 16) | ((kGroupBytes >> 4) << 32) | (kSwizzle << 62);
+}
+
+template <int... kIndex>
+__device__ __forceinline__ void multiply(uint64_t channels, uint64_t tokens, Sum (&sums)[kSums],
+                                         bool accumulate, std::integer_sequence<int, kIndex...>) {
+  Mma::fma(channels, tokens, sums[kIndex]...,
+           accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+// Keeps the compiler from moving accesses of the sums across the asynchronous multiplications.
+template <int kSets>
+__device__ __forceinline__ void pin(Sum (&sums)[kSets][kBlocks][kSums]) {
+#pragma unroll
+  for (auto& set : sums) {
+#pragma unroll
+    for (auto& block : set) {
+#pragma unroll
+      for (Sum& sum : block) {
+        cute::warpgroup_fence_operand(sum);
+      }
+    }
+  }
+}
+
+// Enqueues sums += channels · tokensᵀ over the depth of one unit. `channels` and `tokens` are the
+// shared addresses of the warpgroup's rows; packed blocks of K are `block_bytes` apart. With two
+// chains the products add to one and the other in turn.
+template <int kSets>
+__device__ __forceinline__ void multiply_unit(uint32_t channels, int block_bytes, uint32_t tokens,
+                                              bool accumulate, Sum (&sums)[kSets][kBlocks][kSums]) {
+#pragma unroll
+  for (int depth = 0; depth < kUnitDepth; depth += kMmaDepth) {
+    const uint32_t in_block = depth / kPackedDepth * block_bytes + depth % kPackedDepth;
+    const int step = depth / kMmaDepth;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      multiply(
+          matrix_descriptor<kPackedDepth>(channels + in_block + block * kMmaRows * kPackedDepth),
+          matrix_descriptor<kUnitDepth>(tokens + depth), sums[step % kSets][block],
+          accumulate || step >= kSets, std::make_integer_sequence<int, kSums>());
+    }
+  }
+}
+
+}  // namespace ostinato::tiled

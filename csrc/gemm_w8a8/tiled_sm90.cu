@@ -1,0 +1,160 @@
+// W8A8 GEMM for any number of tokens on Hopper (sm_90a): TMA, wgmma, a persistent grid.
+//
+// Channels feed the MMA's 64 rows and tokens its columns, so that few tokens waste nothing. One
+// producer keeps a ring of stages full, one or two consumer warpgroups multiply. A tile may use
+// less of both than what was compiled, whence tiles fit the SMs and time grows evenly with m. The
+// pieces: tiled_config.cuh (macros, shared memory), tiled_plan.cuh (tiles and their order),
+// tiled_producer.cuh, tiled_mma.cuh, tiled_consumer.cuh, tiled_epilogue.cuh. docs/gemm_tiled.md has
+// the reasons and the measurements.
+//
+// Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or
+// plain with 16-byte aligned rows. With params.pdl the predecessor may write x, x_scale and
+// x_zero_point. It must not write w, w_scale, w_sum or bias: these are read before the wait.
+#include <cuda_runtime.h>
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "common/params.h"
+#include "common/tma.cuh"
+#include "tiled_config.cuh"
+#include "tiled_consumer.cuh"
+#include "tiled_plan.cuh"
+#include "tiled_producer.cuh"
+
+namespace ostinato::tiled {
+namespace {
+
+using Registers = RegisterTable<2, kDebugPrint>;
+
+__global__ void __launch_bounds__(kThreads, 1)
+    tiled_gemm(const __grid_constant__ W8A8GemmParams params, const __grid_constant__ Plan plan,
+               const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+               const __grid_constant__ CUtensorMap out_map) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  FixedStorage& fixed = *reinterpret_cast<FixedStorage*>(storage);
+  uint8_t* const ring = storage + kRingOffset;
+  const int producer_lane = int(threadIdx.x) - kConsumers * kWarpgroup;
+  if (producer_lane == 0) {
+    prefetch_tensor_map(w_map);
+    prefetch_tensor_map(x_map);
+  }
+  if (producer_lane >= 0 && producer_lane < plan.stages) {
+    init_barrier(&fixed.full[producer_lane], 1);
+    init_barrier(&fixed.empty[producer_lane], kConsumers * plan.cluster);
+    fence_barrier_init();
+  }
+  // Copies and arrivals from the other CTA need its barriers, and it must be there for ours.
+  if (plan.ctas > 1) {
+    sync_cluster();
+  } else {
+    __syncthreads();
+  }
+  if (producer_lane >= 0) {
+    if constexpr (kConsumers > 1) {
+      give_up_registers<Registers::kSplit.producer>();
+    }
+    if (producer_lane == 0) {
+      Producer(params, plan, x_map, w_map, ring, fixed).run();
+    }
+    if (plan.split_k > 1) {
+      // Consumers exchange sums between these two.
+      __syncwarp();
+      sync_cluster();
+      sync_cluster();
+    }
+  } else {
+    if constexpr (kConsumers > 1) {
+      take_registers<Registers::kSplit.consumer>();
+    }
+    Consumer(params, plan, out_map, ring, fixed).run();
+  }
+  if (plan.cluster > 1) {
+    __syncwarp();
+    sync_cluster();
+  }
+}
+
+bool aligned(const void* pointer, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
+}
+
+bool implemented(const W8A8GemmParams& params) {
+  return params.m >= 0 && params.n >= 0 && params.k > 0 && params.x_scale != nullptr &&
+         params.w_scale != nullptr && aligned(params.x, params.x_stride) &&
+         aligned(params.w, params.w_stride) &&
+         (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr));
+}
+
+cudaError_t encode_x(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
+  const TensorMapShape<2> shape = {{uint64_t(params.k), uint64_t(params.m)},
+                                   {1, uint64_t(params.x_stride)},
+                                   {kUnitDepth, uint32_t(plan.token_rows / plan.cluster)}};
+  return encode_tensor_map(map, params.x, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
+  if (params.w_stride != 0) {
+    const TensorMapShape<2> plain = {{uint64_t(params.k), uint64_t(params.n)},
+                                     {1, uint64_t(params.w_stride)},
+                                     {kPackedDepth, uint32_t(plan.tile_channels)}};
+    return encode_tensor_map(map, params.w, plain, CU_TENSOR_MAP_SWIZZLE_64B);
+  }
+  const uint64_t blocks = round_up(params.k, kPackedDepthUnit) / kPackedDepth;
+  const uint64_t tiles = ceil_div(params.n, kPackedRows);
+  constexpr uint64_t kBlockBytes = kPackedRows * kPackedDepth;
+  const TensorMapShape<4> packed = {
+      {kPackedDepth, kPackedRows, tiles, blocks},
+      {1, kPackedDepth, blocks * kBlockBytes, kBlockBytes},
+      {kPackedDepth, kPackedRows, uint32_t(plan.tile_channels / kPackedRows), kStageBlocks}};
+  return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+// Only for stores by TMA; without them any map will do.
+cudaError_t encode_out(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
+  if (!plan.whole_blocks) {
+    return cudaSuccess;
+  }
+  const TensorMapShape<2> shape = {{uint64_t(params.n) * sizeof(Output), uint64_t(params.m)},
+                                   {1, uint64_t(params.out_stride) * sizeof(Output)},
+                                   {kPieceBytes, kChunkTokens}};
+  return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {
+  if (!implemented(params)) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.m == 0 || params.n == 0) {
+    return cudaSuccess;
+  }
+  int device = 0, sms = 0;
+  OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
+  OSTINATO_RETURN_IF_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  Plan plan;
+  if (!make_plan(params, sms, &plan)) {
+    return cudaErrorInvalidValue;
+  }
+  CUtensorMap x_map, w_map, out_map = {};
+  OSTINATO_RETURN_IF_ERROR(encode_x(params, plan, &x_map));
+  OSTINATO_RETURN_IF_ERROR(encode_w(params, plan, &w_map));
+  OSTINATO_RETURN_IF_ERROR(encode_out(params, plan, &out_map));
+  LaunchConfig config;
+  config.grid = dim3(plan.clusters * plan.ctas);
+  config.block = dim3(kThreads);
+  config.dynamic_smem = plan.smem_bytes;
+  config.cluster = dim3(plan.ctas);
+  config.pdl = params.pdl != 0;
+  return launch(tiled_gemm, config, stream, params, plan, x_map, w_map, out_map);
+}
+
+}  // namespace
+}  // namespace ostinato::tiled
+
+OSTINATO_EXPORT int ostinato_prepare(void) {
+  using namespace ostinato::tiled;
+  return ostinato::allow_dynamic_smem(tiled_gemm, kSmemLimit);
+}
+
+OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
+  return ostinato::tiled::launch_gemm(*params, static_cast<cudaStream_t>(stream));
+}
