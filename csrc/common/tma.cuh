@@ -40,7 +40,8 @@ inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* en
 // zeros.
 template <int kRank>
 cudaError_t encode_tensor_map(CUtensorMap* map, const void* base,
-                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle swizzle) {
+                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle swizzle,
+                              CUtensorMapL2promotion promotion) {
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   OSTINATO_RETURN_IF_ERROR(find_tensor_map_encoder(&encode));
   uint32_t steps[kRank];
@@ -49,8 +50,8 @@ cudaError_t encode_tensor_map(CUtensorMap* map, const void* base,
   }
   const CUresult result =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(base), shape.size,
-             shape.stride + 1, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             shape.stride + 1, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

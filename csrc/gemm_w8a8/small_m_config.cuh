@@ -42,6 +42,9 @@ inline constexpr int kRows = kRowTiles * kTileRows;
 // tensor core idle, even and odd blocks have their own.
 inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? 2 : 1;
 inline constexpr int kXSlots = OSTINATO_X_SLOTS;
+// Blocks of a stage whose weights are loaded, and widened, before x is waited for: as registers
+// allow.
+inline constexpr int kEarlyBlocks = Input::kInteger || kRowTiles * kTokenTiles <= 4 ? 1 : 0;
 static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
 static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
 static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");
@@ -58,9 +61,10 @@ inline constexpr int kPartialBytes = kDepthWarps * kTokens * kPartialPitch * 4;
 
 inline constexpr int kSmemLimit = 227 * 1024;
 inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;  // scales, zero points; rest
-// Deeper is not better: what is in flight is a queue, and x waits in it.
+// What shared memory takes is not there for L1, where all loads of x need a line at once.
 inline constexpr int kRingLimit = 144 * 1024;
-inline constexpr int kPrefillBytes = 64 * 1024;  // in flight when x is asked for
+// In flight when x is asked for; x, when it is much, is served after it.
+inline constexpr int kPrefillBytes = (kTokens <= 8 ? 64 : 32) * 1024;
 inline constexpr int kSmemForRing = kSmemLimit - kFixedBytes;
 inline constexpr int kStages =
     (kSmemForRing < kRingLimit ? kSmemForRing : kRingLimit) / kStageBytes;

@@ -82,10 +82,12 @@ class Consumer {
     for (int slot = 0; slot < kSlots; ++slot) {
       load_slot(slots_[slot], slot);
     }
+    OSTINATO_DELAY(small_m_x_requested, threadIdx.x / 32 == 4);
     __syncwarp();
     if (lane_ == 0) {
       arrive(&shared_.x_requested);
     }
+    OSTINATO_DELAY(small_m_scale_store, threadIdx.x / 32 == 0);
     if (threadIdx.x < params_.m) {
       shared_.x_scale[threadIdx.x] =
           params_.x_scale[static_cast<int64_t>(threadIdx.x) * params_.x_scale_stride];
@@ -101,10 +103,10 @@ class Consumer {
       store_partial();
       OSTINATO_DELAY(small_m_partial_store, threadIdx.x / 32 == 1);
       sync_mma_warps();
+      OSTINATO_DELAY(small_m_partial_load, threadIdx.x / 32 == 2);
       write_output(tile, channel_);
       channel_ = next_channel_;
       next_channel_ = channel_of(tile + 2 * kRowTiles);
-      OSTINATO_DELAY(small_m_partial_load, threadIdx.x / 32 == 2);
       sync_mma_warps();  // before the next tiles' sums overwrite these
     }
   }
@@ -175,9 +177,6 @@ class Consumer {
       for (int slot = 0; slot < kSlots; ++slot) {
         const int chunk = first + slot;
         if (chunk < work_.chunks) {
-          if (fresh_) {
-            make_fragments(slots_[slot]);
-          }
           multiply_stage(slots_[slot], chunk);
           const bool ahead = chunk + kSlots < work_.chunks;
           if (ahead || (!resident_ && !last)) {
@@ -188,23 +187,42 @@ class Consumer {
     }
   }
 
+  // This warp's part of a block of K, from a stage of the ring.
+  static __device__ __forceinline__ void load_weights(Input::Weights (&w)[kRowTiles],
+                                                      const uint8_t* block) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      const uint4* fragment = reinterpret_cast<const uint4*>(block + r * kChunkTileBytes);
+      w[r] = Input::prepare({fragment[0], fragment[kBlockBytes / 32]});
+    }
+  }
+
   // In a pass of fewer tiles than kRowTiles the rest of the stage holds old bytes, whose sums
   // nobody reads.
-  __device__ __forceinline__ void multiply_stage(const XChunk& x, int chunk) {
+  __device__ __forceinline__ void multiply_stage(XChunk& x, int chunk) {
     wait(&shared_.full[position_.slot], position_.parity);
+    OSTINATO_DELAY(small_m_stage_load, threadIdx.x / 32 == 5);
     const uint8_t* stage =
         shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kBlockBytes + lane_ * 16;
     if (chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks) {
+      Input::Weights w[kWarpBlocks][kRowTiles];
+#pragma unroll
+      for (int b = 0; b < kEarlyBlocks; ++b) {
+        load_weights(w[b], stage + b * kBlockBytes);
+      }
+      if (fresh_) {
+        make_fragments(x);  // waits for x
+      }
 #pragma unroll
       for (int b = 0; b < kWarpBlocks; ++b) {
+        if (b >= kEarlyBlocks) {
+          load_weights(w[b], stage + b * kBlockBytes);
+        }
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
-          const uint4* block =
-              reinterpret_cast<const uint4*>(stage + r * kChunkTileBytes + b * kBlockBytes);
-          const WeightFragment w = {block[0], block[kBlockBytes / 32]};
 #pragma unroll
           for (int j = 0; j < kTokenTiles; ++j) {
-            Input::multiply(sum_[b % kChains][r][j], w, x[b][j]);
+            Input::multiply(sum_[b % kChains][r][j], w[b][r], x[b][j]);
           }
         }
       }
@@ -262,6 +280,7 @@ class Consumer {
       }
       const float y = fmaf(shared_.x_scale[token], channel.scale * static_cast<float>(sum),
                            static_cast<float>(channel.bias));
+      OSTINATO_DELAY(small_m_output_store, threadIdx.x / 32 == 0);
       static_cast<Output*>(params_.out)[token * params_.out_stride + n] = static_cast<Output>(y);
     }
   }

@@ -21,9 +21,12 @@ using Accumulator = Sum[4];
 
 struct Int8 {
   using Sum = int32_t;
+  using Weights = WeightFragment;
   static constexpr bool kInteger = true;
 
-  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const WeightFragment& w,
+  static __device__ __forceinline__ Weights prepare(const WeightFragment& w) { return w; }
+
+  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const Weights& w,
                                                   const uint4& x) {
     mma(sum, w.low.x, w.high.x, w.low.y, w.high.y, x.x, x.y);
     mma(sum, w.low.z, w.high.z, w.low.w, w.high.w, x.z, x.w);
@@ -43,23 +46,33 @@ struct Int8 {
 // sm_90 has no E4M3 mma.sync. Every E4M3 value is an FP16 value, so the FP16 product with FP32 sums
 // is at least as accurate as the FP8 tensor core path, and where weights are streamed its lower
 // rate does not show.
-struct E4m3 {
-  using Sum = float;
-  static constexpr bool kInteger = false;
-
-  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const WeightFragment& w,
-                                                  const uint4& x) {
-    multiply_word(sum, w.low.x, w.high.x, x.x);
-    multiply_word(sum, w.low.y, w.high.y, x.y);
-    multiply_word(sum, w.low.z, w.high.z, x.z);
-    multiply_word(sum, w.low.w, w.high.w, x.w);
-  }
-
- private:
+class E4m3 {
   struct Halves {
     uint32_t first, second;  // two FP16 values each
   };
 
+ public:
+  using Sum = float;
+  static constexpr bool kInteger = false;
+
+  struct Weights {
+    Halves low[4], high[4];  // by words of the fragment
+  };
+
+  static __device__ __forceinline__ Weights prepare(const WeightFragment& w) {
+    return {{widen(w.low.x), widen(w.low.y), widen(w.low.z), widen(w.low.w)},
+            {widen(w.high.x), widen(w.high.y), widen(w.high.z), widen(w.high.w)}};
+  }
+
+  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const Weights& w,
+                                                  const uint4& x) {
+    mma(sum, w.low[0], w.high[0], widen(x.x));
+    mma(sum, w.low[1], w.high[1], widen(x.y));
+    mma(sum, w.low[2], w.high[2], widen(x.z));
+    mma(sum, w.low[3], w.high[3], widen(x.w));
+  }
+
+ private:
   static __device__ __forceinline__ Halves widen(uint32_t four) {
     Halves wide;
     asm("{\n"
@@ -73,14 +86,13 @@ struct E4m3 {
     return wide;
   }
 
-  static __device__ __forceinline__ void multiply_word(Accumulator<Sum>& d, uint32_t low,
-                                                       uint32_t high, uint32_t x) {
-    const Halves a = widen(low), b = widen(high), c = widen(x);
+  static __device__ __forceinline__ void mma(Accumulator<Sum>& d, const Halves& a, const Halves& b,
+                                             const Halves& x) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.first), "r"(b.first), "r"(a.second), "r"(b.second), "r"(c.first), "r"(c.second));
+        : "r"(a.first), "r"(b.first), "r"(a.second), "r"(b.second), "r"(x.first), "r"(x.second));
   }
 };
 

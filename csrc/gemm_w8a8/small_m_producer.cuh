@@ -1,6 +1,8 @@
 // The part of a small-M GEMM that one CTA does, and the thread that copies its weights.
 #pragma once
 
+#include "common/debug.cuh"
+#include "common/launch.cuh"
 #include "common/params.h"
 #include "small_m_config.cuh"
 #include "small_m_ring.cuh"
@@ -49,8 +51,12 @@ class Producer {
     for (int i = 0; i < kPrefillStages && !done(); ++i) {
       issue();
     }
-    wait(&shared_.x_requested, 0);
+    // Now, since the successor takes the place of the first CTAs that end, and fills its own ring.
+    let_successor_start();
     for (int i = kPrefillStages; i < kStages && !done(); ++i) {
+      while (!is_complete(&shared_.full[i - kPrefillStages], 0) &&
+             !is_complete(&shared_.x_requested, 0)) {
+      }
       issue();
     }
     while (!done()) {
@@ -65,6 +71,7 @@ class Producer {
     const int first_block = chunk_ * kChunkBlocks;
     const uint32_t bytes = min(kChunkBlocks, work_.depth_blocks - first_block) * kBlockBytes;
     uint64_t* full = &shared_.full[position_.slot];
+    OSTINATO_DELAY(small_m_stage_issue, true);
     arrive_expecting(full, tiles * bytes);
     for (int i = 0; i < tiles; ++i) {
       const int64_t block = static_cast<int64_t>(tile_ + i) * work_.depth_blocks + first_block;

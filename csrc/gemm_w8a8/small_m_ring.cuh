@@ -47,6 +47,21 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether the phase of this parity is over.
+__device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) {
+  uint32_t complete;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(complete)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return complete != 0;
+}
+
 // Weights are read once a launch: they should not push activations out of the L2 cache.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;

@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kMmaThreads) {
     if (threadIdx.x == kMmaThreads) {
       Producer(shared, params, work).run();
-      let_successor_start();
     }
     return;
   }

@@ -22,37 +22,44 @@ class Consumer {
         rank_(plan.cluster > 1 ? cluster_rank() : 0) {}
 
   __device__ __forceinline__ void run() {
-    const int clusters = gridDim.x / plan_.ctas;
-    const int tiles = plan_.token_tiles * plan_.channel_groups;
+    const int clusters = gridDim.x / plan_.cluster;
     Epilogue epilogue(params_, plan_, out_map_, fixed_, warpgroup_);
-    Position position;
+    Position position{0, 0};
     bool waited = false;
-    for (int index = blockIdx.x / plan_.ctas; index < tiles; index += clusters) {
-      const Tile tile = tile_at(plan_, index, rank_);
-      epilogue.fetch_channels(tile);
+    for (int index = blockIdx.x / plan_.cluster; index < plan_.items; index += clusters) {
+      Item item = item_at(plan_, index, rank_);
+      epilogue.fetch_channels(item);
       if (!waited) {
         wait_for_predecessor();
         waited = true;
       }
-      epilogue.fetch_tokens(tile);
+      epilogue.fetch_tokens(item);
       Sum sums[kBlocks][kSums];
       if constexpr (kPromote) {
-        sum_promoting(sums, position);
+        sum_promoting(item.steps, sums, position);
       } else {
-        sum(sums, position);
+        sum(item.steps, sums, position);
       }
-      if (kCanSplit && plan_.split_k > 1) {
+      // Computed again: while a tile is summed, every register is needed for sums.
+      item = item_at(plan_, forget(index), rank_);
+      if (kCanSplit && item.shared) {
         Sum half[kBlocks][kSums / 2];
         exchange(sums, half);
-        epilogue.store<kTokens / 2>(tile, cluster_rank() * (kTokens / 2), half);
+        epilogue.store<kTokens / 2>(item, rank_ * (kTokens / 2), half);
       } else {
-        epilogue.store<kTokens>(tile, 0, sums);
+        epilogue.store<kTokens>(item, 0, sums);
       }
     }
     epilogue.finish();
   }
 
  private:
+  // The same value, of which the compiler no longer knows what it has computed from it.
+  __device__ static __forceinline__ int forget(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+
   __device__ __forceinline__ uint32_t channels_of(int slot) const {
     return ring_ + slot * plan_.stage_bytes + warpgroup_ * kBlocks * kMmaRows * kPackedDepth;
   }
@@ -86,11 +93,11 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void sum(Sum (&sums)[kBlocks][kSums], Position& position) {
+  __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums], Position& position) {
     Sum chains[kChains][kBlocks][kSums];
     pin(chains);
     int previous = 0;
-    for (int step = 0; step < plan_.depth_steps; ++step) {
+    for (int step = 0; step < steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
       wait(&fixed_.full[position.slot], position.parity);
       multiply_stage(position.slot, step > 0, chains);
@@ -115,7 +122,8 @@ class Consumer {
   }
 
   // Sums of 128 products, added in fp32.
-  __device__ __forceinline__ void sum_promoting(Sum (&sums)[kBlocks][kSums], Position& position) {
+  __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
+                                                Position& position) {
     const int block_bytes = plan_.tile_channels * kPackedDepth;
 #pragma unroll
     for (auto& block : sums) {
@@ -124,7 +132,7 @@ class Consumer {
         s = 0;
       }
     }
-    for (int step = 0; step < plan_.depth_steps; ++step) {
+    for (int step = 0; step < steps; ++step) {
       wait(&fixed_.full[position.slot], position.parity);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
@@ -151,36 +159,39 @@ class Consumer {
 
   // Adds the partner's sums to ours, each for its half of the tokens: `half` is ours. They travel
   // through the ring of the one who adds, which is idle when both have multiplied everything.
-  __device__ __forceinline__ void exchange(const Sum (&sums)[kBlocks][kSums],
+  __device__ __forceinline__ void exchange(Sum (&sums)[kBlocks][kSums],
                                            Sum (&half)[kBlocks][kSums / 2]) {
     constexpr int kHalf = kSums / 2;
-    const uint32_t rank = cluster_rank();
+    constexpr int kVector = 4;
     const uint32_t mine =
-        ring_ + (warpgroup_ * kBlocks * kHalf * kWarpgroup + threadIdx.x % kWarpgroup * 4) * 4;
-    const uint32_t theirs = remote_address(mine, rank ^ 1);
+        ring_ + (warpgroup_ * kBlocks * kHalf * kWarpgroup + threadIdx.x % kWarpgroup * kVector) *
+                    sizeof(Sum);
+    const uint32_t theirs = remote_address(mine, rank_ ^ 1);
     sync_cluster();
 #pragma unroll
-    for (int i = 0; i < kBlocks * kHalf; i += 4) {
-      const Sum* const first = &sums[i / kHalf][i % kHalf];
-      uint32_t words[4];
+    for (int i = 0; i < kBlocks * kHalf; i += kVector) {
+      Sum* const low = &sums[i / kHalf][i % kHalf];
+      Sum* const high = low + kHalf;
+      uint32_t words[kVector];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Sum sum = rank == 0 ? first[kHalf + j] : first[j];
-        words[j] = reinterpret_cast<const uint32_t&>(sum);
+      for (int j = 0; j < kVector; ++j) {
+        // Ours to the low half: from here on the other half of the registers is free.
+        const Sum sent = rank_ == 0 ? high[j] : low[j];
+        low[j] = rank_ == 0 ? low[j] : high[j];
+        words[j] = reinterpret_cast<const uint32_t&>(sent);
       }
-      store_remote(theirs + i * kWarpgroup * 4, words);
+      store_remote(theirs + i * kWarpgroup * sizeof(Sum), words);
     }
     OSTINATO_DELAY(exchange, warpgroup_ == 0);
     sync_cluster();
 #pragma unroll
-    for (int i = 0; i < kBlocks * kHalf; i += 4) {
-      const Sum* const first = &sums[i / kHalf][i % kHalf];
-      uint32_t words[4];
-      load_shared(mine + i * kWarpgroup * 4, words);
+    for (int i = 0; i < kBlocks * kHalf; i += kVector) {
+      uint32_t words[kVector];
+      load_shared(mine + i * kWarpgroup * sizeof(Sum), words);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Sum sum = rank == 0 ? first[j] : first[kHalf + j];
-        half[i / kHalf][i % kHalf + j] = sum + reinterpret_cast<const Sum&>(words[j]);
+      for (int j = 0; j < kVector; ++j) {
+        half[i / kHalf][i % kHalf + j] =
+            sums[i / kHalf][i % kHalf + j] + reinterpret_cast<const Sum&>(words[j]);
       }
     }
   }

@@ -52,12 +52,12 @@ class Epilogue {
                  params.out_stride * sizeof(Output) % 16 == 0) {}
 
   // Scales and bias of the channels whose sums this thread will hold.
-  __device__ __forceinline__ void fetch_channels(const Tile& tile) {
+  __device__ __forceinline__ void fetch_channels(const Item& item) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int channel = channel_of_thread(tile, block, half);
+        const int channel = channel_of_thread(item, block, half);
         const bool inside = channel < params_.n;
         w_scale_[block][half] =
             inside ? params_.w_scale[int64_t(channel) * params_.w_scale_stride] : 0.0F;
@@ -69,10 +69,10 @@ class Epilogue {
   }
 
   // Scales of the tile's tokens, into registers: they arrive while the tile is summed.
-  __device__ __forceinline__ void fetch_tokens(const Tile& tile) {
+  __device__ __forceinline__ void fetch_tokens(const Item& item) {
 #pragma unroll
     for (int i = 0; i < kFetches; ++i) {
-      const int token = tile.token + i * kWarpgroup + thread_;
+      const int token = item.token + i * kWarpgroup + thread_;
       const bool inside = i * kWarpgroup + thread_ < kTokens && token < params_.m;
       x_scale_[i] = inside ? params_.x_scale[int64_t(token) * params_.x_scale_stride] : 0.0F;
     }
@@ -80,7 +80,7 @@ class Epilogue {
 
   // Writes the sums of kCount tokens from `first` on, counted in the tile.
   template <int kCount>
-  __device__ __forceinline__ void store(const Tile& tile, int first,
+  __device__ __forceinline__ void store(const Item& item, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
     if (warpgroup_ * kBlocks * kMmaRows >= plan_.tile_channels) {
       return;
@@ -93,7 +93,7 @@ class Epilogue {
     }
     sync_warpgroup();
     if (kInt8 && params_.x_zero_point != nullptr) {
-      subtract_zero_points<kCount>(tile, first, sums);
+      subtract_zero_points<kCount>(item, first, sums);
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -103,7 +103,7 @@ class Epilogue {
         if (token < plan_.tile_tokens) {
           turn(token, block, &sums[block][chunk * kChunkTokens / 2]);
           OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
-          write_chunk(tile, token, block);
+          write_chunk(item, token, block);
           buffer_ = buffer_ + 1 < kChunks ? buffer_ + 1 : 0;
         }
       }
@@ -125,22 +125,22 @@ class Epilogue {
 
   __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
 
-  __device__ __forceinline__ int first_channel(const Tile& tile, int block) const {
-    return tile.channel + (warpgroup_ * kBlocks + block) * kMmaRows;
+  __device__ __forceinline__ int first_channel(const Item& item, int block) const {
+    return item.channel + (warpgroup_ * kBlocks + block) * kMmaRows;
   }
 
   // Of the two channels of a block whose sums the thread holds.
-  __device__ __forceinline__ int channel_of_thread(const Tile& tile, int block, int half) const {
-    return first_channel(tile, block) + thread_ / 32 * 16 + half * 8 + thread_ % 32 / 4;
+  __device__ __forceinline__ int channel_of_thread(const Item& item, int block, int half) const {
+    return first_channel(item, block) + thread_ / 32 * 16 + half * 8 + thread_ % 32 / 4;
   }
 
   // Not prefetched into registers as scales are: few calls have any, and all would pay.
   template <int kCount>
-  __device__ __forceinline__ void subtract_zero_points(const Tile& tile, int first,
+  __device__ __forceinline__ void subtract_zero_points(const Item& item, int first,
                                                        Sum (&sums)[kBlocks][kCount / 2]) {
     int32_t* const zero_points = fixed_.x_zero_point[warpgroup_];
     for (int i = thread_; i < kTokens; i += kWarpgroup) {
-      const int token = tile.token + i;
+      const int token = item.token + i;
       zero_points[i] = token < params_.m
                            ? params_.x_zero_point[int64_t(token) * params_.x_zero_point_stride]
                            : 0;
@@ -151,7 +151,7 @@ class Epilogue {
       uint32_t w_sum[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int channel = channel_of_thread(tile, block, half);
+        const int channel = channel_of_thread(item, block, half);
         w_sum[half] = channel < params_.n ? params_.w_sum[channel] : 0;
       }
 #pragma unroll
@@ -231,15 +231,15 @@ class Epilogue {
 
   // TMA writes whole blocks of channels, as far as they lie within out; a chunk that ends beyond
   // the tile's tokens, in those of the next tile, is written by threads.
-  __device__ __forceinline__ void write_chunk(const Tile& tile, int token, int block) {
+  __device__ __forceinline__ void write_chunk(const Item& item, int token, int block) {
     const bool whole =
-        token + kChunkTokens <= plan_.tile_tokens || tile.token + plan_.tile_tokens >= params_.m;
+        token + kChunkTokens <= plan_.tile_tokens || item.token + plan_.tile_tokens >= params_.m;
     if (!plan_.whole_blocks || !whole) {
       if (thread_ == 0) {
         wait_stores_read<0>();
       }
       sync_warpgroup();
-      copy_out(tile, token, block);
+      copy_out(item, token, block);
       return;
     }
     fence_shared_for_tma();
@@ -253,31 +253,31 @@ class Epilogue {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         tma_store(out_map_, chunk() + piece * kChunkTokens * kPieceBytes,
-                  first_channel(tile, block) * int(sizeof(Output)) + piece * kPieceBytes,
-                  tile.token + token);
+                  first_channel(item, block) * int(sizeof(Output)) + piece * kPieceBytes,
+                  item.token + token);
       }
       commit_stores();
     }
   }
 
-  __device__ __forceinline__ void copy_out(const Tile& tile, int first_token, int block) {
+  __device__ __forceinline__ void copy_out(const Item& item, int first_token, int block) {
     constexpr int kVector = kVectorBytes / sizeof(Output);
     constexpr int kVectors = kMmaRows / kVector;  // of a row
-    const int tile_end = tile.channel + plan_.tile_channels;
+    const int tile_end = item.channel + plan_.tile_channels;
     const int channels = tile_end < params_.n ? tile_end : params_.n;
-    const int tokens_left = params_.m - tile.token;
+    const int tokens_left = params_.m - item.token;
     const int tokens = tokens_left < plan_.tile_tokens ? tokens_left : plan_.tile_tokens;
 #pragma unroll
     for (int i = 0; i < kChunkTokens * kVectors / kWarpgroup; ++i) {
       const int row = (i * kWarpgroup + thread_) / kVectors;
       const int vector = (i * kWarpgroup + thread_) % kVectors;
       const int token = first_token + row;
-      const int channel = first_channel(tile, block) + vector * kVector;
+      const int channel = first_channel(item, block) + vector * kVector;
       if (token >= tokens || channel >= channels) {
         continue;
       }
       Output* const out = static_cast<Output*>(params_.out) +
-                          int64_t(tile.token + token) * params_.out_stride + channel;
+                          int64_t(item.token + token) * params_.out_stride + channel;
       const auto* const from =
           reinterpret_cast<const Output*>(chunk() + chunk_offset(row, vector * kVectorBytes));
       if (vectors_ && channel + kVector <= channels) {

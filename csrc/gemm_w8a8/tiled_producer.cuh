@@ -9,8 +9,8 @@ namespace ostinato::tiled {
 
 // A position in the ring, and how often the ring has gone round (its parity).
 struct Position {
-  int slot = 0;
-  uint32_t parity = 0;
+  int slot;
+  uint32_t parity;
 
   __device__ __forceinline__ void advance(int stages) {
     if (++slot == stages) {
@@ -31,48 +31,42 @@ class Producer {
         ring_(ring),
         fixed_(fixed),
         rank_(plan.cluster > 1 ? cluster_rank() : 0),
-        first_step_(plan.split_k > 1 ? cluster_rank() * plan.depth_steps : 0),
         // Weights that one tile alone reads should not push activations out of the L2 cache.
         w_policy_(plan.token_tiles == 1 ? evict_first_policy() : evict_normal_policy()),
         x_policy_(evict_normal_policy()) {}
 
   __device__ void run() {
-    const int clusters = gridDim.x / plan_.ctas;
-    const int tiles = plan_.token_tiles * plan_.channel_groups;
-    const int first = blockIdx.x / plan_.ctas;
-    // Weights are constants: some are on their way before the predecessor,
-    // which may write x, has ended.
-    const int room = plan_.depth_steps < plan_.stages ? plan_.depth_steps : plan_.stages;
+    const int clusters = gridDim.x / plan_.cluster;
+    const int first = blockIdx.x / plan_.cluster;
+    // Weights are constants: some are on their way before the predecessor, which may write x, has
+    // ended.
+    Item item = item_at(plan_, first, rank_);
+    const int room = item.steps < plan_.stages ? item.steps : plan_.stages;
     const int wanted = ceil_div(kPrefillBytes, plan_.weight_bytes);
     const int ahead = wanted < room ? wanted : room;
-    Tile tile = tile_at(plan_, first, rank_);
 #pragma unroll 1
     for (int step = 0; step < ahead; ++step) {
       arrive_expecting(&fixed_.full[step], plan_.stage_bytes);
-      load_weights(tile, step, step);
+      load_weights(item, step, step);
     }
     let_successor_start();
     wait_for_predecessor();
 #pragma unroll 1
     for (int step = 0; step < ahead; ++step) {
-      load_tokens(tile, step, step);
+      load_tokens(item, step, step);
     }
-    Position position;
-#pragma unroll 1
-    for (int step = 0; step < ahead; ++step) {
-      position.advance(plan_.stages);
-    }
+    Position position{ahead < plan_.stages ? ahead : 0, ahead < plan_.stages ? 0u : 1u};
     int step = ahead;
 #pragma unroll 1
-    for (int index = first; index < tiles; index += clusters) {
-      tile = tile_at(plan_, index, rank_);
+    for (int index = first; index < plan_.items; index += clusters) {
+      item = item_at(plan_, index, rank_);
 #pragma unroll 1
-      for (; step < plan_.depth_steps; ++step) {
+      for (; step < item.steps; ++step) {
         OSTINATO_DELAY(producer, true);
         wait(&fixed_.empty[position.slot], position.parity ^ 1);
         arrive_expecting(&fixed_.full[position.slot], plan_.stage_bytes);
-        load_weights(tile, step, position.slot);
-        load_tokens(tile, step, position.slot);
+        load_weights(item, step, position.slot);
+        load_tokens(item, step, position.slot);
         position.advance(plan_.stages);
       }
       step = 0;
@@ -80,34 +74,40 @@ class Producer {
   }
 
  private:
-  __device__ __forceinline__ void load_weights(const Tile& tile, int step, int slot) {
+  __device__ __forceinline__ void load_weights(const Item& item, int step, int slot) {
     uint8_t* const stage = ring_ + slot * plan_.stage_bytes;
     if (params_.w_stride == 0) {
-      tma_load(stage, w_map_, 0, 0, tile.channel / kPackedRows, (first_step_ + step) * kStageBlocks,
-               &fixed_.full[slot], w_policy_);
+      tma_load(stage, w_map_, 0, 0, item.channel / kPackedRows,
+               (item.first_step + step) * kStageBlocks, &fixed_.full[slot], w_policy_);
       return;
     }
 #pragma unroll 1
     for (int block = 0; block < kStageBlocks; ++block) {
       tma_load(stage + block * plan_.tile_channels * kPackedDepth, w_map_,
-               (first_step_ + step) * kStageDepth + block * kPackedDepth, tile.channel,
+               (item.first_step + step) * kStageDepth + block * kPackedDepth, item.channel,
                &fixed_.full[slot], w_policy_);
     }
   }
 
-  // Each CTA of a cluster reads its share of the tokens, for all of them.
-  __device__ __forceinline__ void load_tokens(const Tile& tile, int step, int slot) {
+  // Each CTA of a cluster reads its share of the tokens for all of them, unless they share K.
+  __device__ __forceinline__ void load_tokens(const Item& item, int step, int slot) {
     uint8_t* const stage = ring_ + slot * plan_.stage_bytes + plan_.weight_bytes;
     const int share = plan_.token_rows / plan_.cluster;
+    const bool multicast = plan_.cluster > 1 && !item.shared;
+#pragma unroll 1
     for (int unit = 0; unit < kUnits; ++unit) {
-      uint8_t* const rows = stage + (unit * plan_.token_rows + rank_ * share) * kUnitDepth;
-      const int depth = (first_step_ + step) * kStageDepth + unit * kUnitDepth;
-      const int token = tile.token + rank_ * share;
-      if (plan_.cluster == 1) {
-        tma_load(rows, x_map_, depth, token, &fixed_.full[slot], x_policy_);
-      } else {
-        tma_load_multicast(rows, x_map_, depth, token, &fixed_.full[slot],
+      const int depth = (item.first_step + step) * kStageDepth + unit * kUnitDepth;
+      uint8_t* const rows = stage + unit * plan_.token_rows * kUnitDepth;
+      if (multicast) {
+        tma_load_multicast(rows + rank_ * share * kUnitDepth, x_map_, depth,
+                           item.token + rank_ * share, &fixed_.full[slot],
                            static_cast<uint16_t>((1 << plan_.cluster) - 1), x_policy_);
+        continue;
+      }
+#pragma unroll 1
+      for (int first = 0; first < plan_.token_rows; first += share) {
+        tma_load(rows + first * kUnitDepth, x_map_, depth, item.token + first, &fixed_.full[slot],
+                 x_policy_);
       }
     }
   }
@@ -118,7 +118,7 @@ class Producer {
   const CUtensorMap& w_map_;
   uint8_t* ring_;
   FixedStorage& fixed_;
-  int rank_, first_step_;
+  int rank_;
   uint64_t w_policy_, x_policy_;
 };
 

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   // Copies and arrivals from the other CTA need its barriers, and it must be there for ours.
-  if (plan.ctas > 1) {
+  if (plan.cluster > 1) {
     sync_cluster();
   } else {
     __syncthreads();
@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (producer_lane == 0) {
       Producer(params, plan, x_map, w_map, ring, fixed).run();
     }
-    if (plan.split_k > 1) {
-      // Consumers exchange sums between these two.
+    if (plan.whole_items + int(blockIdx.x) / plan.cluster < plan.items) {
+      // Consumers that share a tile exchange sums between these two.
       __syncwarp();
       sync_cluster();
       sync_cluster();
@@ -74,6 +74,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+// Where few tokens share the weights, memory is the limit and likes whole lines; where many do, the
+// L2 cache is.
+constexpr CUtensorMapL2promotion kPromotion =
+    kTokens < 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
+
 bool aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
 }
@@ -89,7 +94,7 @@ cudaError_t encode_x(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
   const TensorMapShape<2> shape = {{uint64_t(params.k), uint64_t(params.m)},
                                    {1, uint64_t(params.x_stride)},
                                    {kUnitDepth, uint32_t(plan.token_rows / plan.cluster)}};
-  return encode_tensor_map(map, params.x, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_tensor_map(map, params.x, shape, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion);
 }
 
 cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
@@ -97,7 +102,7 @@ cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
     const TensorMapShape<2> plain = {{uint64_t(params.k), uint64_t(params.n)},
                                      {1, uint64_t(params.w_stride)},
                                      {kPackedDepth, uint32_t(plan.tile_channels)}};
-    return encode_tensor_map(map, params.w, plain, CU_TENSOR_MAP_SWIZZLE_64B);
+    return encode_tensor_map(map, params.w, plain, CU_TENSOR_MAP_SWIZZLE_64B, kPromotion);
   }
   const uint64_t blocks = round_up(params.k, kPackedDepthUnit) / kPackedDepth;
   const uint64_t tiles = ceil_div(params.n, kPackedRows);
@@ -106,7 +111,7 @@ cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
       {kPackedDepth, kPackedRows, tiles, blocks},
       {1, kPackedDepth, blocks * kBlockBytes, kBlockBytes},
       {kPackedDepth, kPackedRows, uint32_t(plan.tile_channels / kPackedRows), kStageBlocks}};
-  return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_64B);
+  return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_64B, kPromotion);
 }
 
 // Only for stores by TMA; without them any map will do.
@@ -117,7 +122,7 @@ cudaError_t encode_out(const W8A8GemmParams& params, const Plan& plan, CUtensorM
   const TensorMapShape<2> shape = {{uint64_t(params.n) * sizeof(Output), uint64_t(params.m)},
                                    {1, uint64_t(params.out_stride) * sizeof(Output)},
                                    {kPieceBytes, kChunkTokens}};
-  return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion);
 }
 
 cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {
@@ -139,10 +144,10 @@ cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {
   OSTINATO_RETURN_IF_ERROR(encode_w(params, plan, &w_map));
   OSTINATO_RETURN_IF_ERROR(encode_out(params, plan, &out_map));
   LaunchConfig config;
-  config.grid = dim3(plan.clusters * plan.ctas);
+  config.grid = dim3(plan.clusters * plan.cluster);
   config.block = dim3(kThreads);
   config.dynamic_smem = plan.smem_bytes;
-  config.cluster = dim3(plan.ctas);
+  config.cluster = dim3(plan.cluster);
   config.pdl = params.pdl != 0;
   return launch(tiled_gemm, config, stream, params, plan, x_map, w_map, out_map);
 }

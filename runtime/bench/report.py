@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ostinato.bench import machine
+from ostinato.bench.files import write_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,13 +56,14 @@ class Row:
 class Report:
     """Rows with the GPU (the CPU where none was used), versions and commit they belong to.
 
-    `rows` are of `Row`, or of another dataclass where it is not time that was measured.
+    `rows` are of `Row`, or of another dataclass or mappings where it is something else that was
+    measured.
     """
 
     gpu: str
     versions: dict[str, str | None]
     commit: str | None
-    rows: list[DataclassInstance] = field(default_factory=list)
+    rows: list[DataclassInstance | Mapping[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def for_device(device: torch.device) -> Report:
@@ -76,7 +79,8 @@ class Report:
         """Return the document as JSON, one row per line so that changes of it can be read."""
         head = {name: value for name, value in asdict(self).items() if name != "rows"}
         fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        rows = ",\n".join("  " + json.dumps(asdict(row)) for row in self.rows)
+        dicts = [dict(row) if isinstance(row, Mapping) else asdict(row) for row in self.rows]
+        rows = ",\n".join("  " + json.dumps(row) for row in dicts)
         return "{\n" + "".join(f"{f},\n" for f in fields) + f'"rows": [\n{rows}\n]\n}}\n'
 
     def write(self, path: Path) -> None:
@@ -85,4 +89,4 @@ class Report:
         Raises:
             OSError: when it cannot be written.
         """
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_whole(path, self.to_json())

@@ -28,6 +28,11 @@ def time_calls(
         raise ValueError(f"repeats: got {repeats}, expected at least {MIN_REPEATS}")
     for _ in range(warmup):
         call()
+    return time_each(call, device, repeats)
+
+
+def time_each(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Return the seconds of each of `repeats` back-to-back calls, as `time_calls` measures them."""
     return _cuda(call, device, repeats) if device.type == "cuda" else _cpu(call, repeats)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ostinato import __version__
-from ostinato.cli import bench, build, env, generate, kernels, quantize
+from ostinato.cli import bench, build, env, generate, kernels, quantize, tune
 from ostinato.cli.command import Command, Parser, UserError
 from ostinato.cli.interrupt import INTERRUPTED
 
@@ -17,6 +17,7 @@ COMMANDS: dict[str, Command] = {
     "generate": generate.COMMAND,
     "quantize": quantize.COMMAND,
     "bench": bench.COMMAND,
+    "tune": tune.COMMAND,
     "build": build.COMMAND,
     "kernels": kernels.COMMAND,
     "env": env.COMMAND,

@@ -1,0 +1,95 @@
+"""Random operands of W8A8 products, in as many sets as it takes to keep the L2 cold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from ostinato import ops
+from ostinato.bench.gemm_cases import Case, Shape
+from ostinato.bench.graph_timing import num_sets
+
+OPERANDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+OUT_DTYPE = torch.bfloat16
+# Codes of ±127 times these give e4m3 values that use most of its exponents.
+_X_STEP, _W_STEP = 0.02, 0.08
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight: `plain` [n, k], `packed` for our kernels (None for bf16), `scale` [n] fp32."""
+
+    plain: torch.Tensor
+    packed: ops.PackedWeight | None
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one launch reads and where ours writes: x [m, k], x_scale [m] fp32, out [m, n]."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    weight: Weight
+    out: torch.Tensor
+
+    @property
+    def packed(self) -> ops.PackedWeight:
+        """The weight as our kernels read it.
+
+        Raises:
+            ValueError: for bf16, which they do not.
+        """
+        if self.weight.packed is None:
+            raise ValueError(f"weight: got {self.weight.plain.dtype}, expected a packed one")
+        return self.weight.packed
+
+
+def random_weights(
+    shape: Shape, operands: Collection[str], device: torch.device
+) -> dict[str, list[Weight]]:
+    """Return the sets of weights of each operand dtype; all of them hold the same codes.
+
+    Args:
+        shape: of the weights.
+        operands: names in `OPERANDS`.
+        device: where they shall lie.
+    """
+    found: dict[str, list[Weight]] = {name: [] for name in operands}
+    for _ in range(num_sets(shape.n * shape.k, device)):
+        codes = _codes(shape.n, shape.k, device)
+        scale = _scale(shape.n, device)
+        for name, weights in found.items():
+            plain = _as_operand(codes, name, _W_STEP)
+            packed = None if name == "bf16" else ops.pack_weight(plain)
+            weights.append(Weight(plain, packed, scale))
+    return found
+
+
+def random_inputs(case: Case, weights: dict[str, list[Weight]]) -> dict[str, list[Inputs]]:
+    """Return inputs for each set of weights, with activations of their own."""
+    found: dict[str, list[Inputs]] = {name: [] for name in weights}
+    for same in zip(*weights.values(), strict=True):
+        device = same[0].plain.device
+        codes = _codes(case.m, case.shape.k, device)
+        scale = _scale(case.m, device)
+        out = torch.empty(case.m, case.shape.n, dtype=OUT_DTYPE, device=device)
+        for name, weight in zip(weights, same, strict=True):
+            found[name].append(Inputs(_as_operand(codes, name, _X_STEP), scale, weight, out))
+    return found
+
+
+def _codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(-127, 128, (rows, columns), dtype=torch.int8, device=device)
+
+
+def _scale(rows: int, device: torch.device) -> torch.Tensor:
+    return torch.rand(rows, device=device) * 1e-2 + 1e-3
+
+
+def _as_operand(codes: torch.Tensor, name: str, step: float) -> torch.Tensor:
+    if name == "int8":
+        return codes
+    return (codes.to(torch.bfloat16) * step).to(OPERANDS[name])

@@ -1,0 +1,234 @@
+"""`bench gemm`: W8A8 products, ours and the peers'."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
+from ostinato.cli.command import Parser, UserError, user_errors
+from ostinato.cli.device import add_device_flag, resolve_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from ostinato.bench.gemm import CaseResult
+    from ostinato.bench.gemm_impls import Implementation
+    from ostinato.bench.gemm_summary import Times
+
+_FAILED = 1
+_DTYPES = ("int8", "fp8")
+_PDL = {"on": (True,), "off": (False,), "both": (True, False)}
+
+
+def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
+    """Add the section to `bench`."""
+    parser = sections.add_parser(
+        "gemm",
+        usage="python -m ostinato bench gemm [options]",
+        help="W8A8 products, and those of other libraries",
+        description="Time W8A8 products of quantised activations and packed weights: many "
+        "launches in one CUDA graph, with inputs that are not in the L2. Every result is checked "
+        "before it is timed. Ends with our times relative to those of the fastest W8A8 peer.",
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        default=list(_DTYPES),
+        choices=_DTYPES,
+        help="of our operands (default: both)",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPE_GROUPS),
+        metavar="S",
+        help=f"weights as NxK, or those of {', '.join(SHAPE_GROUPS)} (default: all of these)",
+    )
+    parser.add_argument(
+        "--m",
+        type=int,
+        nargs="+",
+        default=list(DEFAULT_M),
+        metavar="M",
+        help=f"tokens (default {' '.join(map(str, DEFAULT_M))})",
+    )
+    parser.add_argument(
+        "--edges",
+        action="store_true",
+        help=f"these tokens as well: {' '.join(map(str, EDGE_M))}",
+    )
+    parser.add_argument(
+        "--peer",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by "
+        "tensor), int_mm and bf16 (torch's, not W8A8: for reference), all that are installed "
+        "(default) or none",
+    )
+    parser.add_argument(
+        "--sgl-library",
+        type=Path,
+        metavar="F",
+        help="common_ops.abi3.so of sglang-kernel (default: OSTINATO_SGL_LIBRARY, or else the "
+        "installed package)",
+    )
+    parser.add_argument(
+        "--pdl",
+        choices=_PDL,
+        default="on",
+        help="programmatic dependent launch of ours (default on)",
+    )
+    parser.add_argument(
+        "--targets", type=Path, metavar="F", help="compare with the peers' times in this file, too"
+    )
+    parser.add_argument(
+        "--budget-s", type=float, metavar="S", help="start no case that would end later"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="F",
+        help="write the times to this file, and what is printed to F with .txt for its suffix",
+    )
+    add_device_flag(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    chosen = _check(args)
+
+    from ostinato.bench.gemm_summary import read_targets
+
+    with user_errors():
+        device = resolve_device(args.device)
+        targets = None if args.targets is None else read_targets(args.targets)
+    output = _Output(args.json, device)
+    impls = _implementations(args, output)
+    if device.type == "cuda":
+        _compile(chosen, args.dtype, device)
+    ends = None if args.budget_s is None else started + args.budget_s
+    with user_errors(OSError):
+        left = _measure(chosen, impls, device, ends, output)
+    output.finish(targets, left)
+    return _FAILED if output.failures else 0
+
+
+def _check(args: argparse.Namespace) -> list[Case]:
+    tokens = [*args.m, *(EDGE_M if args.edges else ())]
+    for m in tokens:
+        if m < 1:
+            raise UserError(f"--m: got {m}, expected at least 1")
+    if args.budget_s is not None and not args.budget_s > 0:
+        raise UserError(f"--budget-s: got {args.budget_s:g}, expected more than 0")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json: {args.json.parent} is not a folder")
+    try:
+        return cases(parse_shapes(args.shapes), tokens)
+    except ValueError as error:
+        raise UserError(f"--shapes: {error}") from error
+
+
+class _Output:
+    """What is printed, and the document that grows with every case."""
+
+    def __init__(self, json: Path | None, device: torch.device) -> None:
+        from ostinato.bench.report import Report
+
+        self.failures = 0
+        self._json = json
+        self._report = Report.for_device(device)
+        self._lines: list[str] = []
+        self.say(f"{self._report.gpu}, commit {self._report.commit or 'unknown'}")
+
+    def say(self, *lines: str) -> None:
+        self._lines += lines
+        print(*lines, sep="\n", flush=True)
+
+    def add(self, result: CaseResult) -> None:
+        times = " ".join(f"{row.impl} {row.us:.2f}" for row in result.rows)
+        self.say(f"{result.case!s:<24} {times or 'nothing'}")
+        for impl, reason in result.unsupported.items():
+            self.say(f"{result.case!s:<24} {impl} cannot: {reason}")
+        for impl, reason in result.failures.items():
+            self.say(f"{result.case!s:<24} {impl} FAILED: {reason}")
+        self.failures += len(result.failures)
+        self._report.rows += result.rows
+        # After every case: what was measured before a Ctrl-C is worth keeping.
+        if self._json is not None:
+            self._report.write(self._json)
+
+    def finish(self, targets: Times | None, left: Sequence[Case]) -> None:
+        from ostinato.bench.files import write_whole
+        from ostinato.bench.gemm_summary import summary, times
+        from ostinato.bench.report import Row
+
+        measured = times(row for row in self._report.rows if isinstance(row, Row))
+        self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
+        if targets is not None:
+            self.say("", "== against the targets (µs)", *summary(measured, targets))
+        if left:
+            names = ", ".join(map(str, left))
+            self.say("", f"not measured, since the budget was spent: {names}")
+        if self._json is not None:
+            text = "\n".join([*self._lines, ""])
+            with user_errors(OSError):
+                write_whole(self._json.with_suffix(".txt"), text)
+
+
+def _implementations(args: argparse.Namespace, output: _Output) -> list[Implementation]:
+    """Return ours and the peers, less those that are not installed, unless asked for by name."""
+    from ostinato.bench.gemm_impls import PEERS, ours, peers
+
+    impls = [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]]
+    names = {"all": list(PEERS), "none": []}.get(" ".join(args.peer), args.peer)
+    try:
+        asked = peers(names, args.sgl_library)
+    except ValueError as error:
+        raise UserError(f"--peer: {error}") from error
+    for peer in asked:
+        try:
+            peer.prepare()
+        except (OSError, ImportError) as error:
+            if names is args.peer or args.sgl_library is not None:
+                raise UserError(f"{peer.name}: {error}") from error
+            output.say(f"{peer.name} is not timed: {error}")
+        else:
+            impls.append(peer)
+    return impls
+
+
+def _compile(chosen: Sequence[Case], dtypes: Sequence[str], device: torch.device) -> None:
+    """Compile the kernels that the cases take, side by side."""
+    from ostinato.bench.gemm_impls import DTYPES, kernel
+    from ostinato.kernels.errors import KernelError
+    from ostinato.ops.precompile import precompile
+
+    needed = {kernel(case, DTYPES[dtype], device) for case in chosen for dtype in dtypes}
+    with user_errors(KernelError):
+        precompile(needed)
+
+
+def _measure(
+    chosen: Sequence[Case],
+    impls: Sequence[Implementation],
+    device: torch.device,
+    ends: float | None,
+    output: _Output,
+) -> Sequence[Case]:
+    """Time the cases and return those for which no time was left."""
+    from ostinato.bench.gemm import time_cases
+
+    results = time_cases(chosen, impls, device)
+    longest, begun = 0.0, time.monotonic()
+    for done in range(len(chosen)):
+        if ends is not None and time.monotonic() + longest > ends:
+            return chosen[done:]
+        output.add(next(results))
+        longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
+    return []

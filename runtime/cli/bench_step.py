@@ -1,0 +1,123 @@
+"""`bench step`: the decode step of a whole model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.bench.shapes import PRECISIONS, SHAPES
+from ostinato.cli.command import Parser, UserError, user_errors
+from ostinato.cli.device import add_device_flag, resolve_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from ostinato.bench.step import StepPlan, StepResult
+    from ostinato.model import Llama
+
+_HEADER = f"{'case':<32}{'impl':<16}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}"
+
+
+def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
+    """Add the section to `bench`."""
+    step = sections.add_parser(
+        "step",
+        usage="python -m ostinato bench step (--model DIR | --shape NAME) [options]",
+        help="one decode step of a whole model",
+        description="Time the engine's captured decode step: inputs into the static buffers, "
+        "replay, one token per sequence sampled. TB/s counts the weights and the KV cache "
+        "read by a step.",
+    )
+    _add_flags(step)
+    step.set_defaults(run=_run)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="DIR", help="folder of a checkpoint")
+    model.add_argument("--shape", choices=SHAPES, help="random weights of a model's shape")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1], metavar="B", help="sequences (default 1)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[512],
+        metavar="N",
+        help="tokens in the KV cache per sequence, this step's included (default 512)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=PRECISIONS,
+        nargs="+",
+        help="of the linear layers' weights, with --shape (default int8)",
+    )
+    parser.add_argument(
+        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=30, metavar="N", help="replays per median (default 30)"
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_device_flag(parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.model is not None and args.dtype is not None:
+        raise UserError("--dtype goes with --shape: a checkpoint has its own")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UserError(f"--json: {args.json.parent} is not a folder")
+
+    import torch
+
+    from ostinato.bench.report import Report
+    from ostinato.bench.step import StepPlan, time_steps
+
+    plan = StepPlan(args.batch, args.context, args.page_size, args.repeats)
+    with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+        device = resolve_device(args.device)
+        models = _models(args, plan, device)
+    report = Report.for_device(device)
+    print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
+        for name, make in models:
+            for result in time_steps(make(), name, plan):
+                print(_line(result), flush=True)
+                report.rows.append(result.row)
+                # After every row: what was measured before a Ctrl-C is worth keeping.
+                if args.json is not None:
+                    report.write(args.json)
+    return 0
+
+
+def _models(
+    args: argparse.Namespace, plan: StepPlan, device: torch.device
+) -> list[tuple[str, Callable[[], Llama]]]:
+    """Return the models' names and how to make them: one at a time, as two might not fit."""
+    from ostinato.bench.weights import random_llama
+    from ostinato.checkpoint import load_config, load_model
+    from ostinato.model import ModelConfig
+
+    max_context = max(args.context)
+    if args.model is not None:
+        folder = Path(args.model)
+        plan.check(load_config(folder))
+        model = load_model(folder, device=device, max_context=max_context)
+        return [(folder.resolve().name, lambda: model)]
+    config = ModelConfig.from_hf(SHAPES[args.shape])
+    plan.check(config)
+    return [
+        (args.shape, partial(random_llama, config, dtype, device, max_context=max_context))
+        for dtype in args.dtype or ["int8"]
+    ]
+
+
+def _line(result: StepResult) -> str:
+    row = result.row
+    return (
+        f"{row.case:<32}{row.impl:<16}{row.us:>12.1f}{result.tokens_per_s:>12.4g}{row.tb_s:>10.3g}"
+    )

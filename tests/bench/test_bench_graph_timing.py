@@ -1,0 +1,66 @@
+"""Rotating over input sets, and taking turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.bench.graph_timing import (
+    MIN_REPLAY_S,
+    REPLAYS,
+    interleave,
+    num_sets,
+    rotate,
+    turn_order,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_in_turns_everyone_comes_at_different_places(count: int) -> None:
+    orders = [turn_order(count, turn) for turn in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    for participant in range(count):
+        places = {order.index(participant) for order in orders}
+        assert len(places) > 1 or count == 1
+    if count > 2:
+        before = {order[order.index(0) - 1] for order in orders if order.index(0)}
+        assert len(before) > 1  # not always after the same one
+
+
+def test_all_sets_are_used_and_all_replays_timed() -> None:
+    calls: list[str] = []
+    rotations = [
+        rotate([lambda s=f"{name}{i}": calls.append(s) for i in range(3)], CPU) for name in "ab"
+    ]
+    seconds = interleave(rotations, CPU)
+    assert [len(of_one) for of_one in seconds] == [REPLAYS, REPLAYS]
+    assert all(0 <= time < 1 for of_one in seconds for time in of_one)
+    assert set(calls) == {f"{name}{i}" for name in "ab" for i in range(3)}
+    assert calls[:3] in (["a0", "a1", "a2"], ["b0", "b1", "b2"])
+
+
+def test_on_the_cpu_two_sets_do() -> None:
+    assert num_sets(1, CPU) == num_sets(10**12, CPU) == 2
+
+
+@pytest.mark.gpu
+def test_sets_exceed_the_l2() -> None:
+    cuda = torch.device("cuda")
+    l2 = torch.cuda.get_device_properties(cuda).L2_cache_size
+    assert 4 * l2 <= num_sets(1 << 20, cuda) << 20
+    assert num_sets(1 << 30, cuda) == 1
+
+
+@pytest.mark.gpu
+def test_a_replay_launches_every_set_equally_often_and_long_enough() -> None:
+    cuda = torch.device("cuda")
+    counts = torch.zeros(3, device=cuda)
+    rotation = rotate([lambda c=counts[i]: c.add_(1) for i in range(3)], cuda)
+    assert rotation.launches % 3 == 0
+    counts.zero_()
+    rotation.replay()
+    assert counts.tolist() == [rotation.launches / 3] * 3
+    [times] = interleave([rotation], cuda)
+    assert 0.8 * MIN_REPLAY_S < min(times) * rotation.launches < 5 * MIN_REPLAY_S

@@ -1,0 +1,177 @@
+"""Which choices are timed, which of them wins, and the file that they are kept in."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.bench.gemm_cases import SHAPE_GROUPS, Case, Shape
+from ostinato.bench.tune import (
+    TUNED_M,
+    Timed,
+    Tuned,
+    choices,
+    fastest,
+    monotone,
+    tunable_variants,
+)
+from ostinato.bench.tune_candidates import candidates
+from ostinato.bench.tune_table import Table, known_choices, time_row
+from ostinato.kernels.variants import GemmSmallM, GemmTiled
+from ostinato.ops import gemm_table, gemm_tuning
+from ostinato.ops.gemm_table import Choice
+
+SHAPE = Shape(6144, 4096)
+GPU = "NVIDIA H200"
+TILE = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
+SMALL = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+
+
+@pytest.mark.parametrize("operand", ["int8", "e4m3"])
+@given(n=st.integers(1, 60000), k=st.integers(1, 30000), m=st.integers(1, 9000))
+def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
+    variants = tunable_variants(operand)
+    found = candidates(Case(Shape(n, k), m), variants)
+    assert found
+    assert len(set(found)) == len(found)
+    for choice in found:
+        variant = choice.variant
+        assert variant in variants
+        assert gemm_table.serves(choice, m, n, True, True, False, 132)
+        if isinstance(variant, GemmSmallM):
+            assert choice == Choice(variant)
+        else:
+            assert 16 <= choice.tile_channels <= variant.channels
+            assert choice.tile_channels % 16 == 0
+            assert 8 <= choice.tile_tokens <= variant.tokens
+            assert choice.cluster == 1 or choice.tile_channels < n
+            assert choice.cluster * choice.split_k <= 2
+            assert choice.split_k == 1 or variant.tokens > 16
+            assert choice.ctas_per_sm == 1 or variant.channels == 64
+            assert choice.band in (0, 8, 16)
+            assert choice.band == 0 or m >= 1024
+
+
+@pytest.mark.parametrize("m", TUNED_M)
+@pytest.mark.parametrize("shape", SHAPE_GROUPS["llama-8b"], ids=str)
+def test_few_enough_candidates(shape: Shape, m: int) -> None:
+    found = choices(Case(shape, m), "int8", 132)
+    assert 2 <= len(found) <= 120
+    assert found[0] == gemm_table.choose(m, shape.n, shape.k, "int8", "bf16", packed=True)
+
+
+def test_candidates_share_the_work_of_all_sms() -> None:
+    tiles = {
+        (choice.variant.channels, choice.tile_channels, choice.tile_tokens)
+        for choice in candidates(Case(SHAPE, 64), tunable_variants("int8"))
+        if isinstance(choice.variant, GemmTiled)
+    }
+    # 384 weight tiles of 16 channels: three for each of 128 SMs; six for each of 64.
+    assert {(64, 48, 64), (128, 96, 64)} <= tiles
+    large = {
+        (choice.variant.channels, choice.variant.tokens)
+        for choice in candidates(Case(SHAPE, 8192), tunable_variants("int8"))
+        if isinstance(choice.variant, GemmTiled)
+    }
+    assert {(128, 256), (256, 128)} <= large
+    assert min(channels * tokens for channels, tokens in large) >= 128 * 128
+
+
+def test_streaming_kernels_are_those_for_just_so_many_tokens() -> None:
+    for m, max_m in ((1, 8), (8, 8), (9, 16), (16, 16), (17, None)):
+        found = candidates(Case(SHAPE, m), tunable_variants("e4m3"))
+        sizes = {c.variant.max_m for c in found if isinstance(c.variant, GemmSmallM)}
+        assert sizes == ({max_m} if max_m else set())
+
+
+def test_the_first_of_those_that_tie_wins() -> None:
+    timed = [
+        Timed(Choice(TILE, 128, 128), 10.09, True),
+        Timed(Choice(TILE, 64, 128), 10.0, True),
+        Timed(Choice(TILE, 32, 128), 9.0, False),
+    ]
+    assert fastest(timed) == timed[0]
+    assert fastest([Timed(timed[0].choice, 10.2, True), *timed[1:]]) == timed[1]
+    failed = Timed(timed[0].choice, math.inf, failure="wrong result")
+    assert fastest([failed, *timed[1:]]) == timed[1]
+
+
+CHOICES = st.sampled_from([Choice(TILE, channels, 64) for channels in (16, 32, 64, 128)])
+
+
+@given(st.dictionaries(st.integers(1, 99), st.tuples(CHOICES, st.floats(1, 9)), min_size=1))
+def test_time_grows_with_m_in_a_table(measured: dict[int, tuple[Choice, float]]) -> None:
+    tuned = [Tuned(m, choice, us) for m, (choice, us) in measured.items()]
+    rows = monotone(tuned)
+    assert rows[-1].m == max(measured)
+    for before, after in pairwise(rows):
+        assert before.m < after.m
+        assert before.us < after.us
+        assert before.choice != after.choice
+    for one in tuned:
+        served = next(row.choice for row in rows if row.m >= one.m)
+        known = [row.us for row in tuned if row.m >= one.m and row.choice == served]
+        assert min(known) <= one.us
+
+
+def test_the_ops_read_what_was_tuned(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    table = Table(GPU, {})
+    tile = Choice(TILE, 96, 64, cluster=2, band=8)
+    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0), Tuned(64, tile, 9.0)])
+    table.write(file)
+    document = json.loads(file.read_text())
+    assert list(document) == ["gpu", "versions", "commit", "source", "rows"]
+    assert (document["gpu"], document["source"]) == (GPU, gemm_tuning.sources_hash())
+    rows = known_choices(file, GPU)["int8", 6144, 4096]
+    assert [(row.m_max, row.choice) for row in rows] == [(8, Choice(SMALL)), (64, tile)]
+
+
+def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    first = Table(GPU, {})
+    first.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
+    first.write(file)
+    again = Table(GPU, known_choices(file, GPU))
+    assert ("int8", SHAPE) in again
+    assert ("e4m3", SHAPE) not in again
+    again.put("int8", SHAPE, [Tuned(8, Choice(TILE, 64, 8), 6.0)])
+    again.write(file)
+    [row] = known_choices(file, GPU)["int8", 6144, 4096]
+    assert row.choice == Choice(TILE, 64, 8)
+
+
+def test_a_table_of_another_gpu_or_other_sources_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "table.json"
+    assert known_choices(file, GPU) == {}
+    table = Table(GPU, {})
+    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
+    table.write(file)
+    assert known_choices(file, "another GPU") == {}
+    monkeypatch.setattr(gemm_tuning, "sources_hash", lambda: "0" * 16)
+    assert known_choices(file, GPU) == {}
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="gpu: got NoneType, expected str"):
+        known_choices(file, GPU)
+
+
+def test_every_time_is_a_row() -> None:
+    choice = Choice(TILE, 96, 64, cluster=2, band=8)
+    assert time_row("int8", Case(SHAPE, 64), Timed(choice, 9.12345, True)) == {
+        "dtype": "int8",
+        "n": 6144,
+        "k": 4096,
+        "m": 64,
+        "variant": TILE.name,
+        **choice.cut,
+        "us": 9.123,
+        "final": True,
+    }
