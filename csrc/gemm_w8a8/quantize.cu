@@ -26,7 +26,7 @@ constexpr int kWarpRowThreads = 128;  // of a CTA whose warps have a row each
 constexpr int kMaxCtasPerRow = 8;     // the largest portable cluster
 
 struct Plan {
-  void (*kernel)(QuantizeParams);
+  void (*kernel)(QuantizeParams, KnownDivisor);
   uint32_t threads;
   uint32_t rows_per_cta;
   uint32_t ctas_per_row;
@@ -34,9 +34,15 @@ struct Plan {
 
 template <int kElements, Share kShare, int kThreads>
 Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
-  return {aligned ? quantize_rows<kElements, kShare, kThreads, true>
-                  : quantize_rows<kElements, kShare, kThreads, false>,
+  return {aligned ? quantize_rows<kElements, kShare, kThreads, 1, true>
+                  : quantize_rows<kElements, kShare, kThreads, 1, false>,
           threads, kShare == Share::warp ? threads / 32 : 1, ctas_per_row};
+}
+
+// With the registers of an SM for kCtas CTAs of kThreads.
+template <int kElements, int kThreads, int kCtas>
+Plan aligned_rows_plan(uint32_t threads) {
+  return {quantize_rows<kElements, Share::cta, kThreads, kCtas, true>, threads, 1, 1};
 }
 
 // Threads of each of `ctas` CTAs, in whole warps, for k elements.
@@ -45,13 +51,42 @@ uint32_t threads_for(int32_t k, int32_t elements_per_thread, int32_t ctas = 1) {
   return static_cast<uint32_t>((k + per_warp - 1) / per_warp * 32);
 }
 
-// Chosen from capacities alone; a row's bits do not depend on the choice. docs/quantize_kernels.md
-// has the measurements behind the bounds.
-Plan plan(int32_t m, int32_t k, bool aligned) {
+// For many rows memory counts: more bytes in flight per thread, less that every thread repeats.
+Plan many_rows_plan(const QuantizeParams& p) {
+  if constexpr (kKind == Kind::rms_norm) {
+    // A residual is memory enough to hide the rest behind.
+    if (p.k <= 2048 || (p.k <= 4096 && (p.residual != nullptr || p.m <= 4096))) {
+      constexpr int kCtas = sizeof(Weight) == 4 ? 3 : 5;
+      return aligned_rows_plan<16, 256, kCtas>(threads_for(p.k, 16));
+    }
+  }
+  const uint32_t threads = threads_for(p.k, 32);
+  if (threads <= 128) {
+    return aligned_rows_plan<32, 128, 6>(threads);
+  }
+  if (threads <= 256) {
+    return aligned_rows_plan<32, 256, 3>(threads);
+  }
+  // What would spill with two CTAs on an SM gets one.
+  constexpr int kCtasOf448 = sizeof(In) == 4 ? 1 : 2;
+  constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
+  if (threads <= 448) {
+    return aligned_rows_plan<32, 448, kCtasOf448>(threads);
+  }
+  return aligned_rows_plan<32, 512, kCtasOf512>(threads);
+}
+
+// Chosen from capacities, alignment and which tensors there are, all frozen by capture; a row's
+// bits do not depend on the choice. docs/quantize_kernels.md has the measurements behind the
+// bounds.
+Plan plan(const QuantizeParams& p, bool aligned) {
   constexpr int32_t kSms = 132;
-  // Of CTAs with 32 elements a thread: the norm's weights, and fp32, need the registers of two.
-  constexpr int kManyThreads =
-      kKind == Kind::rms_norm || sizeof(In) == 4 ? kMaxThreads / 2 : kMaxThreads;
+  // With 8 elements a thread: what the registers of an SM hold.
+  constexpr int32_t kThreadsPerSm = kKind == Kind::per_token  ? 2048
+                                    : kKind == Kind::rms_norm ? 1536
+                                                              : 1280;
+  const int32_t m = p.m;
+  const int32_t k = p.k;
   if (k <= 8 * 32) {
     return rows_plan<8, Share::warp, kWarpRowThreads>(aligned, kWarpRowThreads);
   }
@@ -64,22 +99,24 @@ Plan plan(int32_t m, int32_t k, bool aligned) {
                                                        static_cast<uint32_t>(ctas));
     }
   }
-  if (m <= 2 * kSms && k <= 8 * kMaxThreads) {
+  const int32_t threads = static_cast<int32_t>(threads_for(k, 8));
+  const int32_t at_once = k <= 32 * 32 ? 2 * kSms : kThreadsPerSm / threads * kSms;
+  if (k <= 8 * kMaxThreads && m <= at_once) {
     return rows_plan<8, Share::cta, kMaxThreads>(aligned, threads_for(k, 8));
   }
   if (k <= 32 * 32) {
     return rows_plan<32, Share::warp, kWarpRowThreads>(aligned, kWarpRowThreads);
   }
-  // With many rows memory counts: more bytes in flight per thread, less that every thread repeats.
-  if (m > kSms && k <= 32 * kManyThreads && (k > 8 * kMaxThreads || m > 1024)) {
-    return rows_plan<32, Share::cta, kManyThreads>(aligned, threads_for(k, 32));
+  const int32_t few = k <= 4096 ? 1024 : k <= 8 * kMaxThreads ? 2 * kSms : kSms;
+  if (aligned && m > few && k <= 32 * 512) {
+    return many_rows_plan(p);
   }
   if (k <= 16 * kMaxThreads) {
     return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
   }
-  if constexpr (sizeof(In) == 2) {  // fp32 would spill
-    if (k <= 32 * kMaxThreads) {
-      return rows_plan<32, Share::cta, kMaxThreads>(aligned, threads_for(k, 32));
+  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2) {  // fp32 would spill
+    if (aligned && k <= 32 * kMaxThreads) {
+      return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
     }
   }
   return {aligned ? quantize_long_rows<true> : quantize_long_rows<false>, kMaxThreads, 1, 1};
@@ -129,12 +166,13 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::QuantizeParams* params, void
   if (!is_valid(*params)) {
     return cudaErrorInvalidValue;
   }
-  const Plan chosen = plan(params->m, params->k, is_aligned(*params));
+  const Plan chosen = plan(*params, is_aligned(*params));
   LaunchConfig config;
   config.grid = dim3((static_cast<uint32_t>(params->m) + chosen.rows_per_cta - 1) /
                      chosen.rows_per_cta * chosen.ctas_per_row);
   config.block = dim3(chosen.threads);
   config.cluster = dim3(chosen.ctas_per_row);
   config.pdl = params->pdl != 0;
-  return launch(chosen.kernel, config, static_cast<cudaStream_t>(stream), *params);
+  return launch(chosen.kernel, config, static_cast<cudaStream_t>(stream), *params,
+                KnownDivisor(static_cast<float>(params->k)));
 }

@@ -17,21 +17,109 @@ constexpr int kMaxThreads = 1024;
 // Who shares a row.
 enum class Share { warp, cta, cluster };
 
-// Rows of up to kElements elements per thread: each is read once and kept in registers.
-template <int kElements, Share kShare, int kThreads, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 1)
-    quantize_rows(const __grid_constant__ QuantizeParams p) {
+// What the threads of a CTA tell each other about a row.
+template <int kVectors>
+struct Exchange {
+  float sums[kVectors * kMaxWarps];
+  float maxima[kMaxWarps];
+  float cta_maximum;
+};
+
+__device__ __forceinline__ float cluster_max(float x, float& cta_maximum) {
+  const auto cluster = cooperative_groups::this_cluster();
+  OSTINATO_DELAY(quantize_cluster_store, cluster.block_rank() == 0);
+  if (threadIdx.x == 0) {
+    cta_maximum = x;
+  }
+  cluster.sync();
+  OSTINATO_DELAY(quantize_cluster_load, cluster.block_rank() == cluster.num_blocks() - 1);
+  const uint32_t lane = threadIdx.x % 32;
+  x = warp_max(lane < cluster.num_blocks() ? *cluster.map_shared_rank(&cta_maximum, lane) : 0.0f);
+  cluster.barrier_arrive();
+  return x;
+}
+
+// From a row's values to its codes. Thread `thread` of those that share the row has the vectors
+// that begin at first_of(v), and weight_of(v) gives it the norm's weights of each.
+template <Share kShare, bool kAligned, int kVectors, typename FirstOf, typename WeightOf>
+__device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static& fixed,
+                                           const KnownDivisor& k, const Row& row, int64_t index,
+                                           uint32_t thread, Values (&values)[kVectors],
+                                           const FirstOf& first_of, const WeightOf& weight_of,
+                                           Exchange<kVectors>& exchange) {
   constexpr bool kWarpPerRow = kShare == Share::warp;
+  if constexpr (kKind == Kind::rms_norm) {
+    float squares[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      squares[v] = sum_squares(values[v]);
+    }
+    const float sum = kWarpPerRow ? warp_row_sum(squares)
+                                  : cta_row_sum<kVectors>(warp_sums(squares), exchange.sums);
+    const Divisor rms(root_mean_square(sum, k, p.eps));
+    if (rms.fast) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        normalize<true>(values[v], rms, weight_of(v));
+      }
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        normalize<false>(values[v], rms, weight_of(v));
+      }
+    }
+  }
+
+  float scale;
+  if (fixed.given) {
+    scale = fixed.scale;
+  } else {
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      largest = max_magnitude_of(largest, values[v]);
+    }
+    largest = row_max<kWarpPerRow>(largest, exchange.maxima);
+    if constexpr (kShare == Share::cluster) {
+      largest = cluster_max(largest, exchange.cta_maximum);
+    }
+    scale = dynamic_scale(largest);
+    if (thread == 0) {
+      p.scale_out[index] = scale;
+    }
+  }
+  const Encoder encoder(fixed, scale);
+  if (encoder.bounded) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      encoder.write<kAligned, true>(row, first_of(v), values[v]);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      encoder.write<kAligned, false>(row, first_of(v), values[v]);
+    }
+  }
+  if constexpr (kShare == Share::cluster) {
+    if (!fixed.given) {
+      // No CTA may end while another can still read its maximum.
+      cooperative_groups::this_cluster().barrier_wait();
+    }
+  }
+}
+
+// Rows of up to kElements elements per thread: each is read once and kept in registers.
+template <int kElements, Share kShare, int kThreads, int kCtas, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kCtas)
+    quantize_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   constexpr int kVectors = kElements / kVectorSize;
   constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
   constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
-  // Weights that the registers of 1024 threads have no room for are left to the L2 cache.
-  constexpr bool kHoldWeights = kKind == Kind::rms_norm && kElements * kThreads <= 16 * kMaxThreads;
+  // Weights that the registers have no room for are left to the caches.
+  constexpr bool kHoldWeights = kKind == Kind::rms_norm && kElements <= 16;
   static_assert(kShare != Share::cluster || kKind != Kind::rms_norm,
                 "the sum of squares is not shared among CTAs");
-  __shared__ float sums[kVectors * kMaxWarps];
-  __shared__ float maxima[kMaxWarps];
-  __shared__ float cta_maximum;
+  __shared__ Exchange<kVectors> exchange;
 
   uint32_t threads = blockDim.x;
   uint32_t thread = threadIdx.x;
@@ -89,60 +177,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       combine<kAligned>(row, first_of(group + v), x[v], second[v], values[group + v]);
     }
   }
-
-  if constexpr (kKind == Kind::rms_norm) {
-    float squares[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      squares[v] = sum_squares(values[v]);
+  const auto weight_of = [&](int v) {
+    if constexpr (!kHoldWeights) {
+      load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[0]);
     }
-    const Divisor rms(root_mean_square(row_sum<kWarpPerRow>(squares, sums), p));
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if constexpr (!kHoldWeights) {
-        load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[0]);
-      }
-      normalize(values[v], rms, weights[kHoldWeights ? v : 0]);
-    }
-  }
-
-  float scale;
-  if (fixed.given) {
-    scale = fixed.scale;
-  } else {
-    float largest = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      largest = max_magnitude_of(largest, values[v]);
-    }
-    largest = row_max<kWarpPerRow>(largest, maxima);
-    if constexpr (kShare == Share::cluster) {
-      const auto cluster = cooperative_groups::this_cluster();
-      if (threadIdx.x == 0) {
-        cta_maximum = largest;
-      }
-      cluster.sync();
-      const uint32_t lane = threadIdx.x % 32;
-      largest = warp_max(lane < cluster.num_blocks() ? *cluster.map_shared_rank(&cta_maximum, lane)
-                                                     : 0.0f);
-      cluster.barrier_arrive();
-    }
-    scale = dynamic_scale(largest);
-    if (thread == 0) {
-      p.scale_out[index] = scale;
-    }
-  }
-  const Encoder encoder(fixed, scale);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    encoder.write<kAligned>(row, first_of(v), values[v]);
-  }
-  if constexpr (kShare == Share::cluster) {
-    if (!fixed.given) {
-      // No CTA may end while another can still read its maximum.
-      cooperative_groups::this_cluster().barrier_wait();
-    }
-  }
+    return weights[kHoldWeights ? v : 0];
+  };
+  finish_row<kShare, kAligned>(p, fixed, count, row, index, thread, values, first_of, weight_of,
+                               exchange);
 }
 
 // Rows of any length, read once for each of the sum, the maximum and the codes. With a residual the
@@ -150,10 +192,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 // may be the residual itself.
 template <bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    quantize_long_rows(const __grid_constant__ QuantizeParams p) {
+    quantize_long_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   __shared__ float sums[kMaxWarps];
   __shared__ float maxima[kMaxWarps];
   const uint32_t k = static_cast<uint32_t>(p.k);
+  const uint32_t lane = threadIdx.x % 32;
   const uint32_t begin = threadIdx.x * kVectorSize;
   const uint32_t step = blockDim.x * kVectorSize;
   const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
@@ -164,15 +207,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Row row(p, blockIdx.x);
   float rms_value = 1.0f;
   if constexpr (kKind == Kind::rms_norm) {
-    float sum[1] = {0.0f};
-    for (uint32_t first = begin; first < k; first += step) {
+    // With 32 warps, a warp's 32 neighbours of all rounds are every 32nd of the row's.
+    float sum = 0.0f;
+    for (uint32_t first = begin; first - lane * kVectorSize < k; first += step) {
       Vector x, second;
       Values values;
       load_pair<kAligned>(row, first, x, second);
       combine<kAligned>(row, first, x, second, values);
-      sum[0] += sum_squares(values);
+      sum += warp_sum(sum_squares(values));
     }
-    rms_value = root_mean_square(row_sum<false>(sum, sums), p);
+    rms_value = root_mean_square(cta_row_sum<1>(sum, sums), count, p.eps);
     if (row.second != nullptr) {
       row.x = row.residual_out;
       row.second = nullptr;
@@ -186,7 +230,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if constexpr (kKind == Kind::rms_norm) {
       WeightVector weight;
       load<kAligned, Reuse::kEveryRow>(norm_weight, first, k, weight);
-      normalize(values, rms, weight);
+      normalize<false>(values, rms, weight);
     }
   };
 
@@ -209,7 +253,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (uint32_t first = begin; first < k; first += step) {
     Values values;
     values_at(first, values);
-    encoder.write<kAligned>(row, first, values);
+    encoder.write<kAligned, false>(row, first, values);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ostinato {
 
@@ -21,23 +22,30 @@ struct e4m3 {
 };
 }  // namespace dtype
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+// Two 16-bit elements of a word, the first in its low half, and fp32.
+template <typename T>
+__device__ __forceinline__ void unpack_pair(uint32_t word, float& low, float& high) {
+  static_assert(sizeof(T) == 2, "two elements in a word");
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    low = __uint_as_float(word << 16);
+    high = __uint_as_float(word & 0xffff0000u);
+  } else {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
+    low = pair.x;
+    high = pair.y;
+  }
+}
 
 template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  static_assert(sizeof(T) == 2, "two elements in a word");
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
 }
 
 // max(a, |b|), NaN if either is.
@@ -53,6 +61,19 @@ __device__ __forceinline__ float clamp(float x, float low, float high) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(low));
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(y), "f"(high));
   return y;
+}
+
+__device__ __forceinline__ float approximate_inverse_of(float d) {
+  float z;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(d));
+  return z;
+}
+
+// Correctly rounded 1 / d for normal d whose inverse is normal: one step of Newton's is enough (the
+// compiler's own sequence).
+__device__ __forceinline__ float inverse_of(float d) {
+  const float z = approximate_inverse_of(d);
+  return __fmaf_rn(z, __fmaf_rn(-d, z, 1.0f), z);
 }
 
 // A divisor that many dividends share. With the correctly rounded inverse z of d, the three
@@ -71,8 +92,9 @@ struct Divisor {
     const float magnitude = fabsf(d);
     prescale = magnitude < kLeast ? 0x1p100f : magnitude > kMost ? 0x1p-100f : 1.0f;
     value = __fmul_rn(d, prescale);
-    inverse = __frcp_rn(value);
     regular = fabsf(value) >= kLeast && fabsf(value) <= kMost;
+    // NaN would come of refining the inverse of 0 or infinity.
+    inverse = regular ? inverse_of(value) : approximate_inverse_of(value);
     fast = magnitude >= kLeast && magnitude <= kMost;
   }
 
@@ -101,14 +123,28 @@ struct Divisor {
   }
 };
 
-// Correctly rounded x / d for normal d and finite x: the compiler's own division without its tests
-// and its call for the cases left out here.
+// A divisor between 1 and 2^32 whose inverse the host knows.
+struct KnownDivisor {
+  float value;
+  float inverse;
+
+  __host__ __device__ constexpr explicit KnownDivisor(float d) : value(d), inverse(1.0f / d) {}
+
+  // Correctly rounded x / value for all x.
+  __device__ __forceinline__ float divide(float x) const {
+    const float magnitude = fabsf(x);
+    if (magnitude < 0x1p-60f || !(magnitude < 0x1p100f)) {
+      return __fdiv_rn(x, value);
+    }
+    const float q = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(q, value, -x), -inverse, q);
+  }
+};
+
+// Correctly rounded x / d for finite x and normal d whose inverse is normal: as in Divisor.
 __device__ __forceinline__ float divide_regular(float x, float d) {
-  float z;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(d));
-  z = __fmaf_rn(z, __fmaf_rn(-d, z, 1.0f), z);
-  float q = __fmul_rn(x, z);
-  q = __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
+  const float z = inverse_of(d);
+  const float q = __fmul_rn(x, z);
   return __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
 }
 

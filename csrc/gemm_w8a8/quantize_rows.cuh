@@ -5,11 +5,13 @@
 
 #include <cstdint>
 
+#include "common/debug.cuh"
 #include "gemm_w8a8/quantize_math.cuh"
 
 namespace ostinato {
 
-// N elements as they lie in memory.
+// N elements as they lie in memory. 16-bit ones are converted in pairs: a conversion of one is an
+// instruction of the unit for transcendental functions, with an eighth of the throughput.
 template <typename T, int N>
 struct Packed {
   static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
@@ -17,24 +19,22 @@ struct Packed {
 
   __device__ __forceinline__ void unpack(float (&values)[N]) const {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < kWords; ++i) {
       if constexpr (sizeof(T) == 4) {
         values[i] = __uint_as_float(words[i]);
       } else {
-        const uint16_t bits = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
-        values[i] = to_float(reinterpret_cast<const T&>(bits));
+        unpack_pair<T>(words[i], values[2 * i], values[2 * i + 1]);
       }
     }
   }
 
   __device__ __forceinline__ void pack(const float (&values)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const T value = from_float<T>(values[i]);
+    for (int i = 0; i < kWords; ++i) {
       if constexpr (sizeof(T) == 4) {
-        words[i] = __float_as_uint(value);
+        words[i] = __float_as_uint(values[i]);
       } else {
-        set_half_word(i, reinterpret_cast<const uint16_t&>(value));
+        words[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
       }
     }
   }
@@ -145,52 +145,75 @@ __device__ __forceinline__ float row_max(float x, float (&partials)[kMaxWarps]) 
   if constexpr (!kWarpPerRow) {
     const uint32_t warp = threadIdx.x / 32;
     const uint32_t lane = threadIdx.x % 32;
+    OSTINATO_DELAY(quantize_maximum_store, warp == blockDim.x / 32 - 1);
     if (lane == 0) {
       partials[warp] = x;
     }
     __syncthreads();
+    OSTINATO_DELAY(quantize_maximum_load, warp == 0);
     x = warp_max(lane < blockDim.x / 32 ? partials[lane] : 0.0f);
   }
   return x;
+}
+
+// The sum of each of kVectors numbers over the lanes of a warp, all at once: at each of the first
+// distances half of them are handed to the other lane, so that lane l ends with number
+// l / (32 / kVectors). The pairs that are added are those of an all-lanes sum of each.
+template <int kVectors>
+__device__ __forceinline__ float warp_sums(float (&sums)[kVectors]) {
+  static_assert((kVectors & (kVectors - 1)) == 0 && kVectors <= 32, "numbers are handed in halves");
+  const uint32_t lane = threadIdx.x % 32;
+  int distance = 16;
+#pragma unroll
+  for (int half = kVectors / 2; half > 0; half /= 2, distance /= 2) {
+    const bool upper = (lane & distance) != 0;
+#pragma unroll
+    for (int v = 0; v < half; ++v) {
+      const float kept = upper ? sums[v + half] : sums[v];
+      const float handed = upper ? sums[v] : sums[v + half];
+      sums[v] = kept + __shfl_xor_sync(0xffffffffu, handed, distance);
+    }
+  }
+#pragma unroll
+  for (; distance > 0; distance /= 2) {
+    sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], distance);
+  }
+  return sums[0];
 }
 
 // The sum over a row of one non-negative number per vector, for every thread. Thread t of T has the
 // vectors t, t + T, t + 2T, ... The order of additions follows from a vector's index in the row
 // alone, not from T or the number of vectors a thread has: first within 32 neighbours, then of
 // these sums every 32nd, then those 32. (Vectors past the row's end are 0 and change nothing.)
-template <bool kWarpPerRow, int kVectors, int kPartials>
-__device__ __forceinline__ float row_sum(float (&sums)[kVectors], float (&partials)[kPartials]) {
+template <int kVectors>
+__device__ __forceinline__ float warp_row_sum(float (&sums)[kVectors]) {
+  float sum = warp_sums(sums);
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    sums[v] = warp_sum(sums[v]);
+  for (int distance = 16; distance >= 32 / kVectors; distance /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, distance);
   }
-  if constexpr (kWarpPerRow) {
-#pragma unroll
-    for (int half = kVectors / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int v = 0; v < half; ++v) {
-        sums[v] += sums[v + half];
-      }
-    }
-    return sums[0];
-  } else {
-    const uint32_t warps = blockDim.x / 32;
-    const uint32_t lane = threadIdx.x % 32;
-    if (lane == 0) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        partials[v * warps + threadIdx.x / 32] = sums[v];
-      }
-    }
-    __syncthreads();
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kPartials / 32; ++i) {
-      const uint32_t partial = 32 * i + lane;
-      sum += partial < kVectors * warps ? partials[partial] : 0.0f;
-    }
-    return warp_sum(sum);
+  return sum;
+}
+
+// The second half of it for a row that a CTA shares: `sum` is that of warp_sums.
+template <int kVectors, int kPartials>
+__device__ __forceinline__ float cta_row_sum(float sum, float (&partials)[kPartials]) {
+  constexpr int kLanesPerSum = 32 / kVectors;
+  const uint32_t warps = blockDim.x / 32;
+  const uint32_t lane = threadIdx.x % 32;
+  OSTINATO_DELAY(quantize_sum_store, threadIdx.x / 32 == warps - 1);
+  if (lane % kLanesPerSum == 0) {
+    partials[lane / kLanesPerSum * warps + threadIdx.x / 32] = sum;
   }
+  __syncthreads();
+  OSTINATO_DELAY(quantize_sum_load, threadIdx.x / 32 == 0);
+  sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPartials / 32; ++i) {
+    const uint32_t partial = 32 * i + lane;
+    sum += partial < kVectors * warps ? partials[partial] : 0.0f;
+  }
+  return warp_sum(sum);
 }
 
 }  // namespace ostinato

@@ -3,14 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/params.h"
 #include "gemm_w8a8/quantize_math.cuh"
 #include "gemm_w8a8/quantize_rows.cuh"
-
-#ifndef OSTINATO_WEIGHT_DTYPE
-#define OSTINATO_WEIGHT_DTYPE OSTINATO_IN_DTYPE
-#endif
 
 namespace ostinato {
 namespace {
@@ -54,16 +51,35 @@ struct Row {
         residual_out = static_cast<In*>(p.residual_out) + row * p.residual_out_stride;
       }
     }
+    // Otherwise the compiler adds the row's offset to that of each vector, in 64 bits.
+    asm("" : "+l"(x), "+l"(second), "+l"(residual_out), "+l"(out));
   }
 };
 
-__device__ __forceinline__ void gate(const Values& gates, const Values& ups, Values& values) {
-  float largest = 0.0f;
+// The largest magnitude of a vector, NaN left out.
+__device__ __forceinline__ float largest_gate(const Vector& gates) {
+  if constexpr (sizeof(In) == 4) {
+    float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kVectorSize; ++i) {
-    largest = fmaxf(largest, fabsf(gates[i]));
+    for (int i = 0; i < Vector::kWords; ++i) {
+      largest = fmaxf(largest, fabsf(__uint_as_float(gates.words[i])));
+    }
+    return largest;
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<In, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    const auto pair = [&](int i) { return __habs2(reinterpret_cast<const Pair&>(gates.words[i])); };
+    static_assert(Vector::kWords == 4, "a vector has 16 bytes");
+    const Pair largest = __hmax2(__hmax2(pair(0), pair(1)), __hmax2(pair(2), pair(3)));
+    float low, high;
+    unpack_pair<In>(reinterpret_cast<const uint32_t&>(largest), low, high);
+    return fmaxf(low, high);
   }
-  if (largest <= kSiluFastLimit) {
+}
+
+__device__ __forceinline__ void gate(const Vector& x, const Values& ups, Values& values) {
+  Values gates;
+  x.unpack(gates);
+  if (largest_gate(x) <= kSiluFastLimit) {
 #pragma unroll
     for (int i = 0; i < kVectorSize; ++i) {
       values[i] = __fmul_rn(silu_fast(gates[i]), ups[i]);
@@ -80,13 +96,14 @@ __device__ __forceinline__ void gate(const Values& gates, const Values& ups, Val
 template <bool kAligned>
 __device__ __forceinline__ void combine(const Row& row, uint32_t first, const Vector& x,
                                         const Vector& second, Values& values) {
-  x.unpack(values);
   if constexpr (kKind == Kind::silu_mul) {
-    Values gates, ups;
-    x.unpack(gates);
+    Values ups;
     second.unpack(ups);
-    gate(gates, ups, values);
-  } else if constexpr (kKind == Kind::rms_norm) {
+    gate(x, ups, values);
+    return;
+  }
+  x.unpack(values);
+  if constexpr (kKind == Kind::rms_norm) {
     if (row.second != nullptr) {
       Values residuals;
       second.unpack(residuals);
@@ -106,7 +123,7 @@ template <bool kAligned>
 __device__ __forceinline__ void load_pair(const Row& row, uint32_t first, Vector& x,
                                           Vector& second) {
   load<kAligned, Reuse::kOnce>(row.x, first, row.k, x);
-  if (kKind != Kind::per_token && row.second != nullptr) {
+  if (kKind == Kind::silu_mul || (kKind == Kind::rms_norm && row.second != nullptr)) {
     load<kAligned, Reuse::kOnce>(row.second, first, row.k, second);
   }
 }
@@ -120,24 +137,19 @@ __device__ __forceinline__ float sum_squares(const Values& values) {
   return sum;
 }
 
-__device__ __forceinline__ float root_mean_square(float sum, const QuantizeParams& p) {
-  return __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(p.k)), p.eps));
+__device__ __forceinline__ float root_mean_square(float sum, const KnownDivisor& k, float eps) {
+  return __fsqrt_rn(__fadd_rn(k.divide(sum), eps));
 }
 
+template <bool kFast>
 __device__ __forceinline__ void normalize(Values& values, const Divisor& rms,
                                           const WeightVector& weight) {
   Values weights;
   weight.unpack(weights);
-  if (rms.fast) {
 #pragma unroll
-    for (int i = 0; i < kVectorSize; ++i) {
-      values[i] = __fmul_rn(rms.divide_fast(values[i]), weights[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVectorSize; ++i) {
-      values[i] = __fmul_rn(rms.divide(values[i]), weights[i]);
-    }
+  for (int i = 0; i < kVectorSize; ++i) {
+    const float quotient = kFast ? rms.divide_fast(values[i]) : rms.divide(values[i]);
+    values[i] = __fmul_rn(quotient, weights[i]);
   }
 }
 
@@ -150,7 +162,8 @@ __device__ __forceinline__ float max_magnitude_of(float largest, const Values& v
 }
 
 __device__ __forceinline__ float dynamic_scale(float largest) {
-  const float scale = __fdiv_rn(largest, Out::kGridMax);
+  constexpr KnownDivisor kGridMax(Out::kGridMax);
+  const float scale = kGridMax.divide(largest);
   return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
@@ -179,31 +192,20 @@ struct Encoder {
     bounded = !fixed.given && scale.fast;
   }
 
-  __device__ __forceinline__ uint32_t encode(const float (&values)[4]) const {
-    float q[4];
-    if (bounded) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        q[i] = scale.divide_fast(values[i]);
-      }
-      return grid.encode_bounded(q);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      q[i] = scale.divide(values[i]);
-    }
-    return grid.encode(q);
-  }
-
-  template <bool kAligned>
+  // `kBounded` only where `bounded` is true.
+  template <bool kAligned, bool kBounded>
   __device__ __forceinline__ void write(const Row& row, uint32_t first,
                                         const Values& values) const {
     uint32_t codes[kCodeWords];
 #pragma unroll
     for (int word = 0; word < kCodeWords; ++word) {
-      const float four[4] = {values[4 * word], values[4 * word + 1], values[4 * word + 2],
-                             values[4 * word + 3]};
-      codes[word] = encode(four);
+      float q[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float value = values[4 * word + i];
+        q[i] = kBounded ? scale.divide_fast(value) : scale.divide(value);
+      }
+      codes[word] = kBounded ? grid.encode_bounded(q) : grid.encode(q);
     }
     store<kAligned, uint8_t, kVectorSize>(row.out, first, row.k, codes);
   }

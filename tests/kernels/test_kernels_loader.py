@@ -18,7 +18,8 @@ from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize
 
 _VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
 _COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"
-_TILED = GemmTiled(dtype="int8", out_dtype="bf16", tile=(128, 128, 128))
+_TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
+_TILING = ("tile_channels", "tile_tokens", "cluster", "split_k", "band")
 
 
 class GemmFields(ctypes.Structure):
@@ -31,7 +32,9 @@ class GemmFields(ctypes.Structure):
         *[("x_zero_point", ctypes.c_void_p), ("x_zero_point_stride", ctypes.c_int32)],
         ("w_sum", ctypes.c_void_p),
         *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
-        *[(name, ctypes.c_int32) for name in ("m", "n", "k", "pdl")],
+        *[(name, ctypes.c_int32) for name in ("m", "n", "k")],
+        *[(name, ctypes.c_int32) for name in _TILING],
+        ("pdl", ctypes.c_int32),
     ]
 
 
@@ -93,7 +96,8 @@ def test_optional_arguments_are_null(tmp_path: Path) -> None:
     )
     _C.W8A8Gemm(str(path)).launch(**required)
     seen, _ = _recorded(path, GemmFields)
-    assert [seen[name] for name in ("bias", "x_zero_point", "w_sum", "pdl")] == [None] * 3 + [0]
+    assert [seen[name] for name in ("bias", "x_zero_point", "w_sum")] == [None] * 3
+    assert [seen[name] for name in (*_TILING, "pdl")] == [0] * 6
 
 
 @pytest.mark.parametrize(

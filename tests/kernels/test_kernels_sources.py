@@ -108,7 +108,7 @@ def test_the_kernels_of_the_catalogue_include_the_parameters() -> None:
     quantize = plan(Quantize(kind="per_token", in_dtype="bf16", out_dtype="int8"))
     assert "common/params.h" in quantize.sources.texts
     assert not quantize.sources.uses_cutlass
-    tiled = plan(GemmTiled(dtype="int8", out_dtype="bf16", tile=(128, 128, 128)))
+    tiled = plan(GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128))
     assert tiled.sources.uses_cutlass
 
 
