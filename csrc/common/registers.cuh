@@ -36,7 +36,7 @@ struct RegisterTable {
   static_assert(Consumers == 2 || Consumers == 3,
                 "registers are divided among two or three consumer warpgroups");
   static constexpr RegisterSplit kRelease =
-      Consumers == 2 ? RegisterSplit{24, 240} : RegisterSplit{32, 160};
+      Consumers == 2 ? RegisterSplit{40, 232} : RegisterSplit{32, 160};
   static constexpr RegisterSplit kDebug =
       Consumers == 2 ? RegisterSplit{128, 184} : RegisterSplit{80, 144};
   static constexpr RegisterSplit kSplit = DebugPrint ? kDebug : kRelease;

@@ -48,9 +48,9 @@ static_assert(kChannels == 64 || kChannels == 128 || kChannels == 256,
 static_assert(kTokens % 16 == 0 && kTokens <= 256, "an INT8 MMA has a multiple of 16 columns");
 static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the registers");
 
-// One consumer leaves registers for all: its producer is a warp. Otherwise a warpgroup gives its
-// registers away.
-inline constexpr int kProducerThreads = kConsumers == 1 ? 32 : kWarpgroup;
+// One consumer leaves registers for all: its producers are two warps. Otherwise a warpgroup gives
+// its registers away.
+inline constexpr int kProducerThreads = kConsumers == 1 ? 64 : kWarpgroup;
 inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 
 // A stage of the ring holds this much of K of the tile's tokens and channels. Small tiles take two
@@ -82,6 +82,7 @@ struct alignas(1024) FixedStorage {
   int32_t x_zero_point[kConsumers][kTokens];
   uint64_t full[kMaxStages];
   uint64_t empty[kMaxStages];
+  uint64_t prefilled;  // the tokens' turn has come
 };
 
 // Sums of half the tile's tokens, in fp32 or int32.

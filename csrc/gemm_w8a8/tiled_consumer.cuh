@@ -18,21 +18,16 @@ class Consumer {
         out_map_(out_map),
         ring_(shared_address(ring)),
         fixed_(fixed),
-        warpgroup_(threadIdx.x / kWarpgroup),
-        rank_(plan.cluster > 1 ? cluster_rank() : 0) {}
+        warpgroup_(threadIdx.x / kWarpgroup) {}
 
   __device__ __forceinline__ void run() {
     const int clusters = gridDim.x / plan_.cluster;
     Epilogue epilogue(params_, plan_, out_map_, fixed_, warpgroup_);
     Position position{0, 0};
-    bool waited = false;
     for (int index = blockIdx.x / plan_.cluster; index < plan_.items; index += clusters) {
-      Item item = item_at(plan_, index, rank_);
+      Item item = item_at(plan_, index, rank());
       epilogue.fetch_channels(item);
-      if (!waited) {
-        wait_for_predecessor();
-        waited = true;
-      }
+      wait_for_predecessor();  // returns at once when it has returned before
       epilogue.fetch_tokens(item);
       Sum sums[kBlocks][kSums];
       if constexpr (kPromote) {
@@ -41,11 +36,11 @@ class Consumer {
         sum(item.steps, sums, position);
       }
       // Computed again: while a tile is summed, every register is needed for sums.
-      item = item_at(plan_, forget(index), rank_);
+      item = item_at(plan_, forget(index), rank());
       if (kCanSplit && item.shared) {
         Sum half[kBlocks][kSums / 2];
         exchange(sums, half);
-        epilogue.store<kTokens / 2>(item, rank_ * (kTokens / 2), half);
+        epilogue.store<kTokens / 2>(item, rank() * (kTokens / 2), half);
       } else {
         epilogue.store<kTokens>(item, 0, sums);
       }
@@ -59,6 +54,8 @@ class Consumer {
     asm volatile("" : "+r"(value));
     return value;
   }
+
+  __device__ __forceinline__ int rank() const { return plan_.cluster > 1 ? cluster_rank() : 0; }
 
   __device__ __forceinline__ uint32_t channels_of(int slot) const {
     return ring_ + slot * plan_.stage_bytes + warpgroup_ * kBlocks * kMmaRows * kPackedDepth;
@@ -166,7 +163,8 @@ class Consumer {
     const uint32_t mine =
         ring_ + (warpgroup_ * kBlocks * kHalf * kWarpgroup + threadIdx.x % kWarpgroup * kVector) *
                     sizeof(Sum);
-    const uint32_t theirs = remote_address(mine, rank_ ^ 1);
+    const bool first = rank() == 0;
+    const uint32_t theirs = remote_address(mine, first ? 1 : 0);
     sync_cluster();
 #pragma unroll
     for (int i = 0; i < kBlocks * kHalf; i += kVector) {
@@ -176,8 +174,8 @@ class Consumer {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         // Ours to the low half: from here on the other half of the registers is free.
-        const Sum sent = rank_ == 0 ? high[j] : low[j];
-        low[j] = rank_ == 0 ? low[j] : high[j];
+        const Sum sent = first ? high[j] : low[j];
+        low[j] = first ? low[j] : high[j];
         words[j] = reinterpret_cast<const uint32_t&>(sent);
       }
       store_remote(theirs + i * kWarpgroup * sizeof(Sum), words);
@@ -201,7 +199,7 @@ class Consumer {
   const CUtensorMap& out_map_;
   uint32_t ring_;
   FixedStorage& fixed_;
-  int warpgroup_, rank_;
+  int warpgroup_;
 };
 
 }  // namespace ostinato::tiled

@@ -38,6 +38,18 @@ __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint3
                : "memory");
 }
 
+// Copies a float to shared memory, or zero where there is none, past the registers.
+__device__ __forceinline__ void copy_float_async(float* shared, const float* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(exists ? 4 : 0)
+               : "memory");
+}
+
+// Until all of this thread's have arrived.
+__device__ __forceinline__ void wait_async_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 class Epilogue {
  public:
   __device__ Epilogue(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& out_map,
@@ -47,9 +59,7 @@ class Epilogue {
         out_map_(out_map),
         fixed_(fixed),
         warpgroup_(warpgroup),
-        thread_(threadIdx.x % kWarpgroup),
-        vectors_(reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
-                 params.out_stride * sizeof(Output) % 16 == 0) {}
+        thread_(threadIdx.x % kWarpgroup) {}
 
   // Scales and bias of the channels whose sums this thread will hold.
   __device__ __forceinline__ void fetch_channels(const Item& item) {
@@ -68,13 +78,13 @@ class Epilogue {
     }
   }
 
-  // Scales of the tile's tokens, into registers: they arrive while the tile is summed.
+  // Copies the scales of the tile's tokens to shared memory while the tile is summed.
   __device__ __forceinline__ void fetch_tokens(const Item& item) {
-#pragma unroll
-    for (int i = 0; i < kFetches; ++i) {
-      const int token = item.token + i * kWarpgroup + thread_;
-      const bool inside = i * kWarpgroup + thread_ < kTokens && token < params_.m;
-      x_scale_[i] = inside ? params_.x_scale[int64_t(token) * params_.x_scale_stride] : 0.0F;
+    for (int i = thread_; i < kTokens; i += kWarpgroup) {
+      const int token = item.token + i;
+      const bool inside = token < params_.m;
+      const int64_t offset = inside ? int64_t(token) * params_.x_scale_stride : 0;
+      copy_float_async(&fixed_.x_scale[warpgroup_][i], params_.x_scale + offset, inside);
     }
   }
 
@@ -85,11 +95,10 @@ class Epilogue {
     if (warpgroup_ * kBlocks * kMmaRows >= plan_.tile_channels) {
       return;
     }
-#pragma unroll
-    for (int i = 0; i < kFetches; ++i) {
-      if (i * kWarpgroup + thread_ < kTokens) {
-        fixed_.x_scale[warpgroup_][i * kWarpgroup + thread_] = x_scale_[i];
-      }
+    wait_async_copies();
+    if (thread_ == 0) {
+      // The tile before has left its chunks.
+      wait_stores_read<0>();
     }
     sync_warpgroup();
     if (kInt8 && params_.x_zero_point != nullptr) {
@@ -101,10 +110,10 @@ class Epilogue {
       for (int chunk = 0; chunk < kCount / kChunkTokens; ++chunk) {
         const int token = first + chunk * kChunkTokens;
         if (token < plan_.tile_tokens) {
-          turn(token, block, &sums[block][chunk * kChunkTokens / 2]);
+          const int buffer = (block * (kCount / kChunkTokens) + chunk) % kChunks;
+          turn(buffer, token, block, &sums[block][chunk * kChunkTokens / 2]);
           OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
-          write_chunk(item, token, block);
-          buffer_ = buffer_ + 1 < kChunks ? buffer_ + 1 : 0;
+          write_chunk(buffer, item, token, block);
         }
       }
     }
@@ -120,7 +129,6 @@ class Epilogue {
   }
 
  private:
-  static constexpr int kFetches = (kTokens + kWarpgroup - 1) / kWarpgroup;
   static constexpr int kVectorBytes = 16;
 
   __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
@@ -187,18 +195,18 @@ class Epilogue {
            (vector ^ (row % 8)) * kVectorBytes + byte % kVectorBytes;
   }
 
-  __device__ __forceinline__ uint8_t* chunk() {
-    return &fixed_.chunk[warpgroup_][buffer_][0][0][0];
+  __device__ __forceinline__ uint8_t* chunk(int buffer) {
+    return &fixed_.chunk[warpgroup_][buffer][0][0][0];
   }
 
   // Puts the sums of a chunk, from `token` of the tile on, into shared memory, a row per token.
   template <class Out = Output>
-  __device__ __forceinline__ void turn(int token, int block, const Sum* sums) {
+  __device__ __forceinline__ void turn(int buffer, int token, int block, const Sum* sums) {
     const int lane = thread_ % 32;
     const int strip = thread_ / 32 * 16;  // the warp's 16 channels
     const float* const x_scale = &fixed_.x_scale[warpgroup_][token + lane % 4 * 2];
     if constexpr (sizeof(Out) == 2) {
-      const uint32_t rows = shared_address(chunk());
+      const uint32_t rows = shared_address(chunk(buffer));
       const int row = lane / 16 * 8 + lane % 8;
       const int column = strip + lane / 8 % 2 * 8;
 #pragma unroll
@@ -222,8 +230,8 @@ class Epilogue {
         for (int half = 0; half < 2; ++half) {
           const float2 y = scaled(sums + group * 4 + half * 2, scale, block, half);
           const int byte = (strip + half * 8 + lane / 4) * 4;
-          *reinterpret_cast<float*>(chunk() + chunk_offset(row, byte)) = y.x;
-          *reinterpret_cast<float*>(chunk() + chunk_offset(row + 1, byte)) = y.y;
+          *reinterpret_cast<float*>(chunk(buffer) + chunk_offset(row, byte)) = y.x;
+          *reinterpret_cast<float*>(chunk(buffer) + chunk_offset(row + 1, byte)) = y.y;
         }
       }
     }
@@ -231,7 +239,7 @@ class Epilogue {
 
   // TMA writes whole blocks of channels, as far as they lie within out; a chunk that ends beyond
   // the tile's tokens, in those of the next tile, is written by threads.
-  __device__ __forceinline__ void write_chunk(const Item& item, int token, int block) {
+  __device__ __forceinline__ void write_chunk(int buffer, const Item& item, int token, int block) {
     const bool whole =
         token + kChunkTokens <= plan_.tile_tokens || item.token + plan_.tile_tokens >= params_.m;
     if (!plan_.whole_blocks || !whole) {
@@ -239,7 +247,7 @@ class Epilogue {
         wait_stores_read<0>();
       }
       sync_warpgroup();
-      copy_out(item, token, block);
+      copy_out(buffer, item, token, block);
       return;
     }
     fence_shared_for_tma();
@@ -252,7 +260,7 @@ class Epilogue {
     if (thread_ == 0) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        tma_store(out_map_, chunk() + piece * kChunkTokens * kPieceBytes,
+        tma_store(out_map_, chunk(buffer) + piece * kChunkTokens * kPieceBytes,
                   first_channel(item, block) * int(sizeof(Output)) + piece * kPieceBytes,
                   item.token + token);
       }
@@ -260,7 +268,8 @@ class Epilogue {
     }
   }
 
-  __device__ __forceinline__ void copy_out(const Item& item, int first_token, int block) {
+  __device__ __forceinline__ void copy_out(int buffer, const Item& item, int first_token,
+                                           int block) {
     constexpr int kVector = kVectorBytes / sizeof(Output);
     constexpr int kVectors = kMmaRows / kVector;  // of a row
     const int tile_end = item.channel + plan_.tile_channels;
@@ -279,8 +288,8 @@ class Epilogue {
       Output* const out = static_cast<Output*>(params_.out) +
                           int64_t(item.token + token) * params_.out_stride + channel;
       const auto* const from =
-          reinterpret_cast<const Output*>(chunk() + chunk_offset(row, vector * kVectorBytes));
-      if (vectors_ && channel + kVector <= channels) {
+          reinterpret_cast<const Output*>(chunk(buffer) + chunk_offset(row, vector * kVectorBytes));
+      if (plan_.aligned_out && channel + kVector <= channels) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(from);
       } else {
         for (int j = 0; j < kVector && channel + j < channels; ++j) {
@@ -295,10 +304,7 @@ class Epilogue {
   const CUtensorMap& out_map_;
   FixedStorage& fixed_;
   int warpgroup_, thread_;
-  bool vectors_;
-  int buffer_ = 0;
   float w_scale_[kBlocks][2], bias_[kBlocks][2];
-  float x_scale_[kFetches];
 };
 
 }  // namespace ostinato::tiled

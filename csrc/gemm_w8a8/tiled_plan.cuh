@@ -25,6 +25,7 @@ struct Plan {
   int items;        // of work: whole groups, then tiles whose K the CTAs of a cluster share
   int whole_items;  // items before this are whole groups
   int smem_bytes;
+  bool aligned_out;   // rows of out begin at multiples of 16 bytes
   bool whole_blocks;  // a tile is whole blocks of 64 channels, and TMA can write rows of out
 };
 
@@ -122,9 +123,10 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   fit_ring(plan);
   plan->band = params.band > 0 ? params.band : square_band(*plan);
   plan->band = plan->band < plan->channel_groups ? plan->band : plan->channel_groups;
-  plan->whole_blocks =
-      plan->tile_channels % kMmaRows == 0 && reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
-      params.out_stride * sizeof(Output) % 16 == 0 && params.n * sizeof(Output) % 16 == 0;
+  plan->aligned_out = reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
+                      params.out_stride * sizeof(Output) % 16 == 0;
+  plan->whole_blocks = plan->tile_channels % kMmaRows == 0 && plan->aligned_out &&
+                       params.n * sizeof(Output) % 16 == 0;
   return plan->stages >= 2;
 }
 

@@ -1,4 +1,4 @@
-// The producer of the tiled GEMM: one thread that keeps the ring full.
+// The producers of the tiled GEMM: one thread copies weights, another, in its own warp, tokens.
 #pragma once
 
 #include "common/launch.cuh"
@@ -20,106 +20,140 @@ struct Position {
   }
 };
 
+// What both producers know. A stage is full when the bytes of both have arrived; the weights'
+// thread announces them all.
 class Producer {
  public:
-  __device__ Producer(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& x_map,
-                      const CUtensorMap& w_map, uint8_t* ring, FixedStorage& fixed)
-      : params_(params),
-        plan_(plan),
-        x_map_(x_map),
-        w_map_(w_map),
+  __device__ Producer(const Plan& plan, uint8_t* ring, FixedStorage& fixed)
+      : plan_(plan),
         ring_(ring),
         fixed_(fixed),
         rank_(plan.cluster > 1 ? cluster_rank() : 0),
-        // Weights that one tile alone reads should not push activations out of the L2 cache.
-        w_policy_(plan.token_tiles == 1 ? evict_first_policy() : evict_normal_policy()),
-        x_policy_(evict_normal_policy()) {}
+        clusters_(gridDim.x / plan.cluster),
+        cluster_(blockIdx.x / plan.cluster) {}
 
+ protected:
+  __device__ __forceinline__ void wait_empty(const Position& position) {
+    wait(&fixed_.empty[position.slot], position.parity ^ 1);
+  }
+
+  const Plan& plan_;
+  uint8_t* ring_;
+  FixedStorage& fixed_;
+  int rank_, clusters_, cluster_;
+};
+
+class WeightProducer : Producer {
+ public:
+  __device__ WeightProducer(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& map,
+                            uint8_t* ring, FixedStorage& fixed, uint64_t* prefilled)
+      : Producer(plan, ring, fixed),
+        packed_(params.w_stride == 0),
+        map_(map),
+        prefilled_(prefilled),
+        // Weights that one tile alone reads should not push activations out of the L2 cache.
+        policy_(plan.token_tiles == 1 ? evict_first_policy() : evict_normal_policy()) {}
+
+  // Weights are constants: the first are on their way before the predecessor, which may write x,
+  // has ended. No more than some: tokens wait behind them.
   __device__ void run() {
-    const int clusters = gridDim.x / plan_.cluster;
-    const int first = blockIdx.x / plan_.cluster;
-    // Weights are constants: some are on their way before the predecessor, which may write x, has
-    // ended.
-    Item item = item_at(plan_, first, rank_);
-    const int room = item.steps < plan_.stages ? item.steps : plan_.stages;
-    const int wanted = ceil_div(kPrefillBytes, plan_.weight_bytes);
-    const int ahead = wanted < room ? wanted : room;
-#pragma unroll 1
-    for (int step = 0; step < ahead; ++step) {
-      arrive_expecting(&fixed_.full[step], plan_.stage_bytes);
-      load_weights(item, step, step);
-    }
-    let_successor_start();
-    wait_for_predecessor();
-#pragma unroll 1
-    for (int step = 0; step < ahead; ++step) {
-      load_tokens(item, step, step);
-    }
-    Position position{ahead < plan_.stages ? ahead : 0, ahead < plan_.stages ? 0u : 1u};
-    int step = ahead;
-#pragma unroll 1
-    for (int index = first; index < plan_.items; index += clusters) {
-      item = item_at(plan_, index, rank_);
-#pragma unroll 1
-      for (; step < item.steps; ++step) {
-        OSTINATO_DELAY(producer, true);
-        wait(&fixed_.empty[position.slot], position.parity ^ 1);
+    const int prefill = ceil_div(kPrefillBytes, plan_.weight_bytes);
+    int copied = 0;
+    Position position{0, 0};
+    for (int index = cluster_; index < plan_.items; index += clusters_) {
+      const Item item = item_at(plan_, index, rank_);
+      for (int step = 0; step < item.steps; ++step) {
+        if (copied == prefill) {
+          let_successor_start();
+          wait(prefilled_, 0);
+        }
+        ++copied;
+        OSTINATO_DELAY(weights, true);
+        wait_empty(position);
         arrive_expecting(&fixed_.full[position.slot], plan_.stage_bytes);
-        load_weights(item, step, position.slot);
-        load_tokens(item, step, position.slot);
+        copy(item, step, position.slot);
         position.advance(plan_.stages);
       }
-      step = 0;
     }
+    let_successor_start();
   }
 
  private:
-  __device__ __forceinline__ void load_weights(const Item& item, int step, int slot) {
+  __device__ __forceinline__ void copy(const Item& item, int step, int slot) {
     uint8_t* const stage = ring_ + slot * plan_.stage_bytes;
-    if (params_.w_stride == 0) {
-      tma_load(stage, w_map_, 0, 0, item.channel / kPackedRows,
-               (item.first_step + step) * kStageBlocks, &fixed_.full[slot], w_policy_);
+    if (packed_) {
+      tma_load(stage, map_, 0, 0, item.channel / kPackedRows,
+               (item.first_step + step) * kStageBlocks, &fixed_.full[slot], policy_);
       return;
     }
 #pragma unroll 1
     for (int block = 0; block < kStageBlocks; ++block) {
-      tma_load(stage + block * plan_.tile_channels * kPackedDepth, w_map_,
+      tma_load(stage + block * plan_.tile_channels * kPackedDepth, map_,
                (item.first_step + step) * kStageDepth + block * kPackedDepth, item.channel,
-               &fixed_.full[slot], w_policy_);
+               &fixed_.full[slot], policy_);
     }
   }
 
+  bool packed_;
+  const CUtensorMap& map_;
+  uint64_t* prefilled_;
+  uint64_t policy_;
+};
+
+class TokenProducer : Producer {
+ public:
+  __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
+                           FixedStorage& fixed, uint64_t* prefilled)
+      : Producer(plan, ring, fixed),
+        map_(map),
+        prefilled_(prefilled),
+        share_(plan.token_rows / plan.cluster),
+        policy_(evict_normal_policy()) {}
+
+  __device__ void run() {
+    wait_for_predecessor();
+    Position position{0, 0};
+    for (int index = cluster_; index < plan_.items; index += clusters_) {
+      const Item item = item_at(plan_, index, rank_);
+      for (int step = 0; step < item.steps; ++step) {
+        OSTINATO_DELAY(tokens, true);
+        wait_empty(position);
+        copy(item, step, position.slot);
+        if (index == cluster_ && step == 0) {
+          arrive(prefilled_);
+        }
+        position.advance(plan_.stages);
+      }
+    }
+  }
+
+ private:
   // Each CTA of a cluster reads its share of the tokens for all of them, unless they share K.
-  __device__ __forceinline__ void load_tokens(const Item& item, int step, int slot) {
+  __device__ __forceinline__ void copy(const Item& item, int step, int slot) {
     uint8_t* const stage = ring_ + slot * plan_.stage_bytes + plan_.weight_bytes;
-    const int share = plan_.token_rows / plan_.cluster;
-    const bool multicast = plan_.cluster > 1 && !item.shared;
-#pragma unroll 1
+    uint64_t* const full = &fixed_.full[slot];
+#pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       const int depth = (item.first_step + step) * kStageDepth + unit * kUnitDepth;
       uint8_t* const rows = stage + unit * plan_.token_rows * kUnitDepth;
-      if (multicast) {
-        tma_load_multicast(rows + rank_ * share * kUnitDepth, x_map_, depth,
-                           item.token + rank_ * share, &fixed_.full[slot],
-                           static_cast<uint16_t>((1 << plan_.cluster) - 1), x_policy_);
-        continue;
-      }
-#pragma unroll 1
-      for (int first = 0; first < plan_.token_rows; first += share) {
-        tma_load(rows + first * kUnitDepth, x_map_, depth, item.token + first, &fixed_.full[slot],
-                 x_policy_);
+      if (plan_.cluster == 1) {
+        tma_load(rows, map_, depth, item.token, full, policy_);
+      } else if (!item.shared) {
+        tma_load_multicast(rows + rank_ * share_ * kUnitDepth, map_, depth,
+                           item.token + rank_ * share_, full, kBothCtas, policy_);
+      } else {
+        tma_load(rows, map_, depth, item.token, full, policy_);
+        tma_load(rows + share_ * kUnitDepth, map_, depth, item.token + share_, full, policy_);
       }
     }
   }
 
-  const W8A8GemmParams& params_;
-  const Plan& plan_;
-  const CUtensorMap& x_map_;
-  const CUtensorMap& w_map_;
-  uint8_t* ring_;
-  FixedStorage& fixed_;
-  int rank_;
-  uint64_t w_policy_, x_policy_;
+  static constexpr uint16_t kBothCtas = 0b11;
+
+  const CUtensorMap& map_;
+  uint64_t* prefilled_;
+  int share_;
+  uint64_t policy_;
 };
 
 }  // namespace ostinato::tiled

@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int producer_lane = int(threadIdx.x) - kConsumers * kWarpgroup;
   if (producer_lane == 0) {
     prefetch_tensor_map(w_map);
+    init_barrier(&fixed.prefilled, 1);
+  } else if (producer_lane == 32) {
     prefetch_tensor_map(x_map);
   }
   if (producer_lane >= 0 && producer_lane < plan.stages) {
@@ -54,7 +56,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       give_up_registers<Registers::kSplit.producer>();
     }
     if (producer_lane == 0) {
-      Producer(params, plan, x_map, w_map, ring, fixed).run();
+      WeightProducer(params, plan, w_map, ring, fixed, &fixed.prefilled).run();
+    } else if (producer_lane == 32) {
+      TokenProducer(plan, x_map, ring, fixed, &fixed.prefilled).run();
     }
     if (plan.whole_items + int(blockIdx.x) / plan.cluster < plan.items) {
       // Consumers that share a tile exchange sums between these two.
