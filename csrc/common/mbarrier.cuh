@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and copied bytes, and the ring built from them.
+// Barriers in shared memory that count arrivals and copied bytes.
 // Names and semantics: PTX ISA, "mbarrier".
 #pragma once
 
@@ -60,55 +60,24 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// All threads of all CTAs of the cluster.
-__device__ __forceinline__ void sync_cluster() {
+// Whether the phase of this parity is over.
+__device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) {
+  uint32_t complete;
   asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// The address, in CTA `rank` of the cluster, of what `address` is in this one.
-__device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t rank) {
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-__device__ __forceinline__ void store_remote(uint32_t address, const uint32_t (&words)[4]) {
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
-__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&words)[4]) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(complete)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return complete != 0;
 }
 
 // Among `threads` threads that name the same barrier, 1 to 15 (0 is __syncthreads).
 __device__ __forceinline__ void sync_named(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t evict_normal_policy() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 }  // namespace ostinato

@@ -1,6 +1,7 @@
 // The part of a small-M GEMM that one CTA does, and the thread that copies its weights.
 #pragma once
 
+#include "common/cache_policy.cuh"
 #include "common/debug.cuh"
 #include "common/launch.cuh"
 #include "common/params.h"

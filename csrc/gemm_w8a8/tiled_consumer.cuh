@@ -1,6 +1,7 @@
 // A consumer warpgroup of the tiled GEMM: sums a tile over K, then hands it to the epilogue.
 #pragma once
 
+#include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "tiled_epilogue.cuh"
 #include "tiled_mma.cuh"

@@ -1,6 +1,8 @@
 // The producers of the tiled GEMM: one thread copies weights, another, in its own warp, tokens.
 #pragma once
 
+#include "common/cache_policy.cuh"
+#include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/tma.cuh"
 #include "tiled_plan.cuh"

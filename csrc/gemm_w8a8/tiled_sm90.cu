@@ -13,6 +13,7 @@
 #include <cuda_runtime.h>
 
 #include "common/check.h"
+#include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/params.h"
 #include "common/tma.cuh"

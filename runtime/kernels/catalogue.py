@@ -51,6 +51,8 @@ GEMM_TILED = tuple(
         ("e4m3", False, _EXACT_FP8_TILES),
     )
     for (channels, tokens), out_dtype in product(tiles, FLOAT_DTYPES)
+    # The epilogue's fp32 rows do not fit in the registers beside the sums of the largest tile.
+    if (tokens, out_dtype) != (256, "fp32")
 )
 CATALOGUE: tuple[Variant, ...] = (*QUANTIZE, *GEMM_SMALL_M, *GEMM_TILED)
 

@@ -29,12 +29,8 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-DNDEBUG", "-shared", "-Xptxas", "-v"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden", "-cudart", "static", "-cudadevrt", "none"),
 )
-# Without the macro the waits of CUTLASS are empty, and a programmatic launch is a race.
-# Warning 20012 is about defaulted functions in its headers.
-_CUTLASS_FLAGS = (
-    *("-DCUTLASS_ENABLE_GDC_FOR_SM90=1", "--expt-relaxed-constexpr"),
-    *("-diag-suppress", "20012"),
-)
+# Warning 20012 is about defaulted functions in CUTLASS's headers.
+_CUTLASS_FLAGS = ("--expt-relaxed-constexpr", "-diag-suppress", "20012")
 # Part of every key: to be raised when `Entry` changes, since old entries can not be read then.
 _RECORD_FORMAT = "1"
 _LOG_LINES = 20
@@ -201,7 +197,7 @@ class _Build:
 
     def _job(self, item: Plan) -> ninja.Job:
         command = item.command(self.nvcc, self._cutlass(item))
-        return ninja.Job(item.key, command, LIBRARY, heavy=item.sources.uses_cutlass)
+        return ninja.Job(item.key, command, LIBRARY)
 
     def _cutlass(self, item: Plan) -> Cutlass | None:
         return self.cutlass if item.sources.uses_cutlass else None

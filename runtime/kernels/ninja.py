@@ -12,9 +12,7 @@ from pathlib import Path
 from ostinato.kernels.resources import job_limit
 from ostinato.kernels.toolchain import find_ninja
 
-# Measured peaks, rounded up: cicc on a CUTLASS GEMM, and on a kernel without CUTLASS.
-_HEAVY_GIB = 4
-_LIGHT_GIB = 1
+_JOB_GIB = 1  # the measured peak of one compiler, rounded up
 
 _MARK = "finished "
 # nvcc would add these to the command line, unseen by the cache's hash.
@@ -29,13 +27,11 @@ class Job:
         name: of the folder, below that of the build, in which it runs.
         command: argument vector; it makes `UNCHECKED` there, and what it says goes to `LOG`.
         output: what `UNCHECKED` is renamed to when the command has succeeded.
-        heavy: takes gigabytes of memory.
     """
 
     name: str
     command: Sequence[str]
     output: str
-    heavy: bool
 
 
 LOG = "log.txt"
@@ -65,10 +61,9 @@ def run(
     environment = {k: v for k, v in os.environ.items() if k not in _HIDDEN_FLAGS}
     # Temporary files of a killed compiler go with the folder.
     environment.update(NINJA_STATUS=_MARK, TMPDIR=str(folder), TERM="dumb")
-    size = _HEAVY_GIB if any(job.heavy for job in jobs) else _LIGHT_GIB
     said = []
     with subprocess.Popen(
-        [ninja, "-C", folder, "-k", "0", "-j", str(job_limit(size, limit))],
+        [ninja, "-C", folder, "-k", "0", "-j", str(job_limit(_JOB_GIB, limit))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -126,7 +126,16 @@ class Row:
 
 
 _LARGEST = 2**31 - 1
-_OVER_64 = range(5, 2**31)  # an SM's share is more than 64 channels
+_TO_64 = range(1, 5)  # an SM's share is at most 64 channels
+_OVER_64 = range(5, 2**31)
+_TO_128 = range(5, 9)
+_TO_256 = range(5, 17)
+
+
+def _whole(channels: int, tokens: int) -> Tile:
+    """Return whole tiles in clusters of two CTAs, which share K where that keeps SMs busy."""
+    return Tile(channels, tokens, cluster=2, split_k=2, even=False)
+
 
 # The first row counts whose sizes fit and whose kernel may serve the call (`serving`).
 TABLE = (
@@ -136,23 +145,20 @@ TABLE = (
     Row(16, Streaming(16, 2), "reads weights at memory speed (docs/gemm_small_m.md)"),
     Row(16, Tile(128, 16), "an SM's share in one tile, or in fewer", weight_tiles=_OVER_64),
     Row(16, Tile(64, 16), "an SM's share in one tile"),
-    Row(32, Tile(128, 32), "an SM's share in one tile, or in fewer", weight_tiles=_OVER_64),
-    Row(32, Tile(64, 32), "an SM's share in one tile"),
-    Row(64, Tile(128, 64, cluster=2), "x is fetched once for two SMs", weight_tiles=_OVER_64),
-    Row(64, Tile(64, 64, cluster=2), "x is fetched once for two SMs"),
-    Row(128, Tile(128, 128, cluster=2, split_k=2), "no SM is idle in the last round"),
-    Row(256, Tile(64, 128, cluster=2), "4096 channels: 128 tiles", weight_tiles=range(1, 3)),
-    Row(256, Tile(128, 128, cluster=2), "weights are read twice, by SMs that are all busy"),
-    Row(
-        _LARGEST,
-        Tile(128, 256, cluster=2, split_k=2, even=False),
-        "the most products per byte of shared memory",
-    ),
-    Row(
-        _LARGEST,
-        Tile(128, 224, cluster=2, split_k=2, even=False),
-        "fp32 outputs: the largest tile that is compiled",
-    ),
+    Row(32, _whole(64, 32), "K is shared where half of the SMs would idle", weight_tiles=_TO_64),
+    Row(32, Tile(128, 32, cluster=2), "an SM's share in one tile", weight_tiles=_TO_256),
+    Row(32, _whole(64, 32), "many rounds: small tiles waste the least of the last one"),
+    Row(64, _whole(64, 64), "K is shared where half of the SMs would idle", weight_tiles=_TO_64),
+    Row(64, Tile(128, 64, cluster=2), "an SM's share in one tile", weight_tiles=_TO_128),
+    Row(64, Tile(256, 64, cluster=2), "an SM's share in one tile", weight_tiles=_TO_256),
+    Row(64, _whole(64, 64), "many rounds: small tiles waste the least of the last one"),
+    Row(128, _whole(64, 128), "96 tiles for 132 SMs", weight_tiles=(3,)),
+    Row(128, _whole(128, 128), "half as many tiles as SMs share K", weight_tiles=_TO_64),
+    Row(128, Tile(128, 128, cluster=2), "all SMs have as much to read"),
+    Row(256, _whole(64, 128), "128 tiles for 132 SMs", weight_tiles=(1, 2)),
+    Row(256, _whole(128, 128), "96 tiles for 132 SMs", weight_tiles=(3,)),
+    Row(_LARGEST, _whole(128, 256), "the most products per byte of shared memory"),
+    Row(_LARGEST, _whole(128, 224), "fp32 outputs: the largest tile that is compiled"),
     Row(_LARGEST, Tile(128, 128, cluster=2), "FP8 with fp32 sums: the largest that is compiled"),
 )
 

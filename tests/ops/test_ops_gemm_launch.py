@@ -200,10 +200,10 @@ def test_pdl_can_be_turned_off(launches: Launches) -> None:
 
 
 def test_the_choice_reaches_the_launch(launches: Launches) -> None:
-    x, w = matrix(20, 64, E4M3), ops.pack_weight(matrix(4096, 64, E4M3))
+    x, w = matrix(100, 64, E4M3), ops.pack_weight(matrix(28672, 64, E4M3))
     launch = call(launches, x, w, fast_accum=False)
-    assert launch["variant"] == GemmTiled(dtype="e4m3", out_dtype="bf16", channels=64, tokens=64)
-    assert launch["tile_channels"] == 32
+    assert launch["variant"] == GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=128)
+    assert (launch["tile_channels"], launch["cluster"]) == (112, 2)
     launch = call(launches, x[:8], w, batch_invariant=True)
     assert launch["variant"].tokens == 64
     assert launch["variant"].fast_accum

@@ -78,16 +78,18 @@ def test_every_call_gets_a_legal_choice(
 @settings(max_examples=200, deadline=None)
 @given(n=st.integers(1, 200_000), m=st.integers(1, 256), call=calls)
 def test_the_channels_are_shared_evenly(n: int, m: int, call: dict[str, Any]) -> None:
-    """In the rounds that the tiles take, no smaller tile would do."""
+    """Where tiles are not whole: in the rounds that they take, no smaller tile would do."""
     choice = choose(m, n, 4096, **{**call, "packed": False})
     assert isinstance(choice.variant, GemmTiled)
+    if choice.tile_channels == 0:
+        return
 
     def rounds(channels: int) -> int:
         columns = math.ceil(math.ceil(n / channels) / shared)
         return math.ceil(columns * math.ceil(m / choice.variant.tokens) / (SMS // shared))
 
     # What the row asks for: where the whole tile has all channels, the choice has no cluster.
-    shared = 1 if choice.variant.tokens < 64 else 2
+    shared = 1 if choice.variant.tokens == 16 else 2
     assert rounds(choice.tile_channels) == rounds(choice.variant.channels)
     smaller = choice.tile_channels - 16
     assert smaller == 0 or rounds(smaller) > rounds(choice.tile_channels)
@@ -123,7 +125,7 @@ def test_examples_of_the_table() -> None:
     assert chosen(8, 6144, dtype="int8") == "gemm_small_m-int8-bf16-m8-w1r2x4 0"
     assert chosen(9, 6144, dtype="int8") == "gemm_small_m-int8-bf16-m16-w1r3x4 0"
     assert chosen(8, 6144, packed=False) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
-    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x64-fast_accum 48"
+    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x64-fast_accum 0"
     assert chosen(17, 28672) == "gemm_tiled-e4m3-bf16-128x32-fast_accum 112"
     assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-128x128 32"
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 0"

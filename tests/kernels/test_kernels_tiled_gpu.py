@@ -1,0 +1,153 @@
+"""The tiled GEMM on a GPU: every way of cutting the output, and bits that no delay changes.
+
+What the ops choose of it is tested where they are (tests/ops).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import _C, ops
+from ostinato.kernels.compiler import build, plan
+from ostinato.kernels.mode import RELEASE, BuildMode
+from ostinato.kernels.variants import GemmTiled
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+_SITES = (
+    *("tokens", "weights", "consumer", "release", "exchange"),
+    *("epilogue_turn", "epilogue_store"),
+)
+_LATE = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
+_TILES = ((64, 16), (64, 32), (128, 96), (128, 128), (128, 256), (256, 64))
+_INT8 = {
+    (channels, tokens): GemmTiled(dtype="int8", out_dtype="bf16", channels=channels, tokens=tokens)
+    for channels, tokens in _TILES
+}
+_FP8 = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=256, fast_accum=True)
+# As the launch chooses, tiles that are not whole, clusters, bands.
+_CUTS: tuple[dict[str, int], ...] = (
+    {},
+    {"tile_channels": 48},
+    {"tile_tokens": 13},
+    {"cluster": 2},
+    {"cluster": 2, "tile_channels": 16, "tile_tokens": 9},
+    {"cluster": 2, "band": 3},
+    {"band": 2, "tile_channels": 32},
+)
+
+Launch = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Launch:
+    """Give a function of variant, mode, operands and cut that returns out."""
+    wanted: list[tuple[GemmTiled, BuildMode]] = [(v, RELEASE) for v in (*_INT8.values(), _FP8)]
+    wanted += [(_LATE, BuildMode(delay_site=site)) for site in _SITES]
+    entries = build([plan(variant, mode) for variant, mode in wanted])
+    libraries = {key: _C.W8A8Gemm(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    for library in libraries.values():
+        library.prepare()
+
+    def run(
+        variant: GemmTiled, mode: BuildMode, x: torch.Tensor, w: torch.Tensor, **cut: Any
+    ) -> torch.Tensor:
+        packed = ops.pack_weight(w)
+        m, n, k = x.size(0), w.size(0), w.size(1)
+        x_scale = torch.linspace(0.01, 0.02, m, device="cuda")
+        w_scale = torch.linspace(0.02, 0.03, n, device="cuda")
+        bias = torch.linspace(-1, 1, n, device="cuda").bfloat16()
+        guarded = torch.full((m + 2, n + 16), 99.0, dtype=torch.bfloat16, device="cuda")
+        out = guarded[1 : m + 1, 8 : n + 8].fill_(torch.nan)
+        libraries[variant, mode].launch(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            w=packed.data.data_ptr(),
+            w_stride=0,
+            x_scale=x_scale.data_ptr(),
+            x_scale_stride=1,
+            w_scale=w_scale.data_ptr(),
+            w_scale_stride=1,
+            bias=bias.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            m=m,
+            n=n,
+            k=k,
+            stream=torch.cuda.current_stream().cuda_stream,
+            pdl=True,
+            **cut,
+        )
+        whole = guarded.clone()
+        whole[1 : m + 1, 8 : n + 8] = 99.0
+        assert (whole == 99.0).all(), "written outside out"
+        return out
+
+    return run
+
+
+def _operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
+    return x.cuda(), w.cuda()
+
+
+def _expected(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    m, n = x.size(0), w.size(0)
+    x_scale = torch.linspace(0.01, 0.02, m, device="cuda").double()
+    w_scale = torch.linspace(0.02, 0.03, n, device="cuda")
+    bias = torch.linspace(-1, 1, n, device="cuda").bfloat16()
+    scaled = w_scale * (x.double() @ w.double().t()).float()
+    return (x_scale[:, None] * scaled.double() + bias.double()).float().bfloat16()
+
+
+@pytest.mark.parametrize("cut", _CUTS, ids=str)
+@pytest.mark.parametrize("tile", _TILES, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 200, 256), (70, 1003, 1040), (333, 520, 144)])
+def test_every_cut_gives_the_same_sums(
+    launch: Launch, tile: tuple[int, int], cut: dict[str, int], m: int, n: int, k: int
+) -> None:
+    x, w = _operands(m, n, k)
+    assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
+
+
+@pytest.mark.parametrize("tile", [tile for tile in _TILES if tile[1] > 16], ids=str)
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+@pytest.mark.parametrize("left", [1, 20])
+def test_ctas_share_k_in_the_last_round(
+    launch: Launch, tile: tuple[int, int], rounds: int, left: int
+) -> None:
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    groups = rounds * clusters + left
+    x, w = _operands(tile[1] - 3, 2 * groups * tile[0] - 9, 400)
+    got = launch(_INT8[tile], RELEASE, x, w, cluster=2, split_k=2)
+    assert torch.equal(got, _expected(x, w))
+
+
+@pytest.mark.parametrize(
+    "cut", [{"cluster": 3}, {"tile_channels": 40}, {"tile_tokens": 300}, {"split_k": 2}], ids=str
+)
+def test_impossible_cuts_are_refused(launch: Launch, cut: dict[str, int]) -> None:
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        launch(_LATE, RELEASE, *_operands(64, 256, 128), **cut)
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize("site", _SITES)
+def test_injected_delays_change_no_bit(launch: Launch, site: str, split_k: int) -> None:
+    x, w = _operands(300, 2000, 1500)
+    x = torch.nn.functional.pad(x, (0, 4))[:, :1500]
+    cut = {"cluster": 2, "split_k": split_k}
+    expected = _expected(x, w)
+    for _ in range(3):
+        assert torch.equal(launch(_LATE, BuildMode(delay_site=site), x, w, **cut), expected)
+
+
+def test_fp8_gives_the_same_bits_every_time(launch: Launch) -> None:
+    x, w = (torch.randn(rows, 4096, device="cuda").to(torch.float8_e4m3fn) for rows in (513, 4000))
+    expected = launch(_FP8, RELEASE, x, w, cluster=2)
+    for cluster in (1, 2) * 100:
+        assert torch.equal(launch(_FP8, RELEASE, x, w, cluster=cluster), expected)
