@@ -27,6 +27,7 @@ class Consumer {
     Position position{0, 0};
     for (int index = blockIdx.x / plan_.cluster; index < plan_.items; index += clusters) {
       Item item = item_at(plan_, index, rank());
+      shared_ = item.shared;
       epilogue.fetch_channels(item);
       wait_for_predecessor();  // returns at once when it has returned before
       epilogue.fetch_tokens(item);
@@ -79,15 +80,18 @@ class Consumer {
     cute::warpgroup_commit_batch();
   }
 
-  // Gives a stage back to the producers that write to it: those of the whole cluster.
+  // Gives a stage back to the producers that write to it: those of the whole cluster, or while the
+  // CTAs share K, each its own. The barrier counts as many arrivals either way.
   __device__ __forceinline__ void release(int slot) {
     OSTINATO_DELAY(release, warpgroup_ == 0);
-    if (plan_.cluster == 1) {
-      if (threadIdx.x % kWarpgroup == 0) {
-        arrive(&fixed_.empty[slot]);
-      }
-    } else if (threadIdx.x % kWarpgroup < plan_.cluster) {
-      arrive_at(&fixed_.empty[slot], threadIdx.x % kWarpgroup);
+    const int thread = threadIdx.x % kWarpgroup;
+    if (thread >= plan_.cluster) {
+      return;
+    }
+    if (plan_.cluster == 1 || shared_) {
+      arrive(&fixed_.empty[slot]);
+    } else {
+      arrive_at(&fixed_.empty[slot], thread);
     }
   }
 
@@ -201,6 +205,7 @@ class Consumer {
   uint32_t ring_;
   FixedStorage& fixed_;
   int warpgroup_;
+  bool shared_ = false;
 };
 
 }  // namespace ostinato::tiled
