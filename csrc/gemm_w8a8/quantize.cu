@@ -61,13 +61,14 @@ Plan many_rows_plan(const QuantizeParams& p) {
     }
   }
   const uint32_t threads = threads_for(p.k, 32);
+  // What would spill with so many CTAs on an SM gets one fewer.
+  constexpr bool kWide = kKind == Kind::rms_norm && sizeof(In) == 4;
   if (threads <= 128) {
-    return aligned_rows_plan<32, 128, 6>(threads);
+    return aligned_rows_plan<32, 128, kWide ? 5 : 6>(threads);
   }
   if (threads <= 256) {
-    return aligned_rows_plan<32, 256, 3>(threads);
+    return aligned_rows_plan<32, 256, kWide ? 2 : 3>(threads);
   }
-  // What would spill with two CTAs on an SM gets one.
   constexpr int kCtasOf448 = sizeof(In) == 4 ? 1 : 2;
   constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
   if (threads <= 448) {
