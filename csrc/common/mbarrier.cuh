@@ -52,8 +52,8 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni finished;\n"
-      "bra.uni again;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
       "finished:\n"
       "}" ::"r"(shared_address(barrier)),
       "r"(parity)

@@ -23,17 +23,16 @@ struct TensorMapShape {
 
 // The libraries link no driver; the runtime knows where its functions are.
 inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
-  static void* found = nullptr;
-  if (found == nullptr) {
+  static const auto found = [] {
+    void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-    OSTINATO_RETURN_IF_ERROR(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
-                                                              12000, cudaEnableDefault, &result));
-    if (result != cudaDriverEntryPointSuccess) {
-      return cudaErrorNotSupported;
-    }
-  }
-  *encoder = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-  return cudaSuccess;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &result);
+    const bool usable = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(usable ? function : nullptr);
+  }();
+  *encoder = found;
+  return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
 }
 
 // The base address and all strides are multiples of 16 bytes. Outside the tensor a copy reads

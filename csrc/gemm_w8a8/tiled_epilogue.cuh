@@ -92,25 +92,24 @@ class Epilogue {
   template <int kCount>
   __device__ __forceinline__ void store(const Item& item, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
-    if (warpgroup_ * kBlocks * kMmaRows >= plan_.tile_channels) {
-      return;
-    }
     wait_async_copies();
-    if (thread_ == 0) {
-      // The tile before has left its chunks.
-      wait_stores_read<0>();
-    }
-    sync_warpgroup();
+    free_chunks();
     if (kInt8 && params_.x_zero_point != nullptr) {
       subtract_zero_points<kCount>(item, first, sums);
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
+      if ((warpgroup_ * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
+        break;  // what lies there is not of this tile
+      }
+      if (block > 0) {
+        free_chunks();
+      }
 #pragma unroll
       for (int chunk = 0; chunk < kCount / kChunkTokens; ++chunk) {
         const int token = first + chunk * kChunkTokens;
         if (token < plan_.tile_tokens) {
-          const int buffer = (block * (kCount / kChunkTokens) + chunk) % kChunks;
+          const int buffer = chunk % kChunks;
           turn(buffer, token, block, &sums[block][chunk * kChunkTokens / 2]);
           OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
           write_chunk(buffer, item, token, block);
@@ -132,6 +131,14 @@ class Epilogue {
   static constexpr int kVectorBytes = 16;
 
   __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
+
+  // Until nobody reads the chunks that were written before.
+  __device__ __forceinline__ void free_chunks() {
+    if (thread_ == 0) {
+      wait_stores_read<0>();
+    }
+    sync_warpgroup();
+  }
 
   __device__ __forceinline__ int first_channel(const Item& item, int block) const {
     return item.channel + (warpgroup_ * kBlocks + block) * kMmaRows;

@@ -85,7 +85,7 @@ inline void fit_ring(Plan* plan) {
 inline bool share_out(int split_k, int sms, Plan* plan) {
   const int64_t groups = int64_t(plan->token_tiles) * plan->channel_groups;
   const int resident = sms / plan->cluster;
-  if (groups > INT32_MAX - 2 * resident) {
+  if (resident == 0 || groups > INT32_MAX - 2 * resident) {
     return false;
   }
   plan->items = plan->whole_items = static_cast<int>(groups);
@@ -126,7 +126,8 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->aligned_out = reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
                       params.out_stride * sizeof(Output) % 16 == 0;
   plan->whole_blocks = plan->tile_channels % kMmaRows == 0 && plan->aligned_out &&
-                       params.n * sizeof(Output) % 16 == 0;
+                       params.n * sizeof(Output) % 16 == 0 &&
+                       params.n * sizeof(Output) <= INT32_MAX;  // TMA counts bytes
   return plan->stages >= 2;
 }
 

@@ -88,8 +88,12 @@ bool aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
 }
 
+// Sizes are counted in 32 bits, in whole tiles and one tile beyond the last.
+constexpr int kLargestSize = INT32_MAX - 1024;
+
 bool implemented(const W8A8GemmParams& params) {
-  return params.m >= 0 && params.n >= 0 && params.k > 0 && params.x_scale != nullptr &&
+  return params.m >= 0 && params.n >= 0 && params.k > 0 && params.m <= kLargestSize &&
+         params.n <= kLargestSize && params.k <= kLargestSize && params.x_scale != nullptr &&
          params.w_scale != nullptr && aligned(params.x, params.x_stride) &&
          aligned(params.w, params.w_stride) &&
          (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr));

@@ -64,7 +64,7 @@ def ours(dtype: str, *, with_pdl: bool) -> Implementation:
 
 def kernel(case: Case, operand: str, device: torch.device) -> Variant:
     """Return the kernel that our op takes for a case with these operands."""
-    name, sms = gpu(device.index or 0)
+    name, sms = gpu(torch.cuda.current_device() if device.index is None else device.index)
     n, k = case.shape.n, case.shape.k
     choice = gemm_tuning.choose(name, sms, case.m, n, k, operand, "bf16", True, True, False)
     return choice.variant

@@ -69,11 +69,7 @@ def known_choices(path: Path, gpu: str) -> Tuning:
     """
     if not path.exists():
         return {}
-    gemm_tuning.override(path)
-    try:
-        return gemm_tuning.tuning_for(gpu)
-    finally:
-        gemm_tuning.override(None)
+    return gemm_tuning.read(path, gpu)
 
 
 def time_row(dtype: str, case: Case, timed: Timed) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ def w8a8_gemm(
         return
     device = x.get_device()
     with on_device(device):
-        # The kernels read what belongs to the weights before the kernel in front of them has ended.
+        # The kernels read what belongs to the weights while kernels before them are still running.
         early = w.dim() == 4 and pdl.enabled()
         if bias is not None and bias.dtype is not out.dtype:
             bias, early = bias.to(out.dtype), False
@@ -64,7 +64,7 @@ def w8a8_gemm(
             x_zero_point_stride=int(x_zero_point is not None and x_zero_point.numel() > 1),
             w_sum=0 if w_sum is None or x_zero_point is None else w_sum.data_ptr(),
             out=out.data_ptr(),
-            out_stride=out.stride(0),
+            out_stride=out.stride(0) if m > 1 else _padded(n),
             m=m,
             n=n,
             k=k,

@@ -97,11 +97,11 @@ class Tile:
         )
         channels = self._even_channels(m, n, sms) if self.even else 0
         # The second CTA of a cluster needs channels of its own.
-        cluster = self.cluster if n > (channels or self.channels) else 0
+        cluster = self.cluster if n > (channels or self.channels) and sms > 1 else 0
         return Choice(variant, channels, 0, cluster, self.split_k if cluster else 0, self.band)
 
     def _even_channels(self, m: int, n: int, sms: int) -> int:
-        units, cluster = _ceil_div(n, TILE_CHANNELS), max(1, self.cluster)
+        units, cluster = _ceil_div(n, TILE_CHANNELS), max(1, min(self.cluster, sms))
         columns = _ceil_div(_ceil_div(units, self.channels // TILE_CHANNELS), cluster)
         token_tiles, at_once = _ceil_div(m, self.tokens), sms // cluster
         rounds = _ceil_div(token_tiles * columns, at_once)

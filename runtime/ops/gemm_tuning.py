@@ -106,6 +106,16 @@ def tuning_for(gpu: str) -> Tuning:
     path = _overriding or (Path(named) if named else tuning_path())
     if not gpu or (path == tuning_path() and not path.exists()):
         return {}
+    return read(path, gpu)
+
+
+def read(path: Path, gpu: str) -> Tuning:
+    """Return the rows of a file if they hold for a GPU of this name, and say why if they do not.
+
+    Raises:
+        OSError: when it cannot be read.
+        ValueError: naming the file and the row, when it is not as this module says.
+    """
     document = _document(path)
     # Before the rows: those of other sources may name kernels that there are no more.
     for what, got, here in (

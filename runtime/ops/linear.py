@@ -76,9 +76,9 @@ def w8a8_linear(
 
     On CUDA this is one launch of a Hopper kernel, compiled on first use. It is at its fastest with
     a `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
-    the kernel in front of it on the stream is still running, so that one must not write them. A
-    plain w is read as it lies if it and its rows are aligned to 16 bytes, and otherwise packed for
-    the call; x is copied if it or its rows are not so aligned.
+    kernels before it on the stream are still running, so none of those may write them. A plain w is
+    read as it lies if it and its rows are aligned to 16 bytes, and otherwise packed for the call; x
+    is copied if it or its rows are not so aligned.
 
     Args:
         x: [M, K] int8 or float8_e4m3fn.

@@ -91,9 +91,8 @@ def rms_norm_quantize(
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
     whose `dtype`, `scale`, `zero_point` and `check_scales` these are; all else is as for
-    `rms_norm`. On CUDA
-    `weight` is a constant: the kernel may read it while the kernel in front of it on the stream is
-    still running, so that one must not write it.
+    `rms_norm`. On CUDA `weight` is a constant: the kernel may read it while kernels before it on
+    the stream are still running, so none of those may write it.
 
     Returns:
         (values [M, K] of `dtype`, scale), then the sum x + residual if `residual` was given. scale

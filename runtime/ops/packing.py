@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ostinato.ops import checks
 
+ALIGNMENT = 16  # bytes, of packed data: TMA asks for it
 TILE_CHANNELS = 16
 TILE_DEPTH = 64
 _DEPTH_UNIT = 2 * TILE_DEPTH
@@ -23,7 +24,7 @@ class PackedWeight:
     """An 8-bit weight [n, k], re-laid by `pack_weight` for `w8a8_linear` on CUDA.
 
     It is constant: once it is packed, nothing may write to it while a launch that reads it is
-    queued. That is what lets a kernel fetch it before the kernel in front of it has ended.
+    queued. That is what lets a kernel fetch it before those in front of it have ended.
 
     Args:
         data: [ceil(n / 16), 2 ceil(k / 128), 16, 64] int8 or float8_e4m3fn, contiguous and aligned
@@ -43,6 +44,8 @@ class PackedWeight:
         checks.tensor("data", self.data, checks.QUANTIZED_DTYPES, shape)
         if not self.data.is_contiguous():
             raise ValueError(f"data: got strides {list(self.data.stride())}, expected contiguous")
+        if self.data.data_ptr() % ALIGNMENT:
+            raise ValueError(f"data: got a tensor not aligned to {ALIGNMENT} bytes")
 
     @property
     def dtype(self) -> torch.dtype:

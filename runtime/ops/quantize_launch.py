@@ -26,7 +26,7 @@ def quantize_rows(
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
     The arguments are those of the ops, checked. Of these tensors the kernel reads only
-    `norm_weight` before the kernel in front of it on the stream has ended.
+    `norm_weight` before those in front of it on the stream have ended.
     """
     m, k = out.shape
     if m == 0:

@@ -23,7 +23,7 @@ _SITES = (
     *("epilogue_turn", "epilogue_store"),
 )
 _LATE = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
-_TILES = ((64, 16), (64, 32), (128, 96), (128, 128), (128, 256), (256, 64))
+_TILES = ((64, 16), (64, 32), (128, 96), (128, 128), (128, 256), (256, 64), (256, 96))
 _INT8 = {
     (channels, tokens): GemmTiled(dtype="int8", out_dtype="bf16", channels=channels, tokens=tokens)
     for channels, tokens in _TILES
@@ -112,6 +112,19 @@ def test_every_cut_gives_the_same_sums(
 ) -> None:
     x, w = _operands(m, n, k)
     assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
+
+
+@pytest.mark.parametrize("tile", [(256, 64), (256, 96)], ids=str)
+@pytest.mark.parametrize("channels", [16, 64, 80, 128, 192, 208])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("m", [5, 49, 64, 80, 96, 333])
+def test_tiles_that_end_within_a_warpgroup(
+    launch: Launch, tile: tuple[int, int], channels: int, cluster: int, m: int
+) -> None:
+    x, w = _operands(m, 1600, 272)
+    cut = {"tile_channels": channels, "cluster": cluster}
+    for _ in range(3):
+        assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
 
 
 @pytest.mark.parametrize("tile", [tile for tile in _TILES if tile[1] > 16], ids=str)
