@@ -49,6 +49,8 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(LOADER) $(SOURCE_F
 
 $(VENV)/.test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	# Of CUTLASS only the headers are wanted, not scipy and what else it asks for.
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps nvidia-cutlass
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test
