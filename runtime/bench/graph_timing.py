@@ -65,6 +65,7 @@ def rotate(
     if device.type != "cuda":
         return Rotation(lambda: [call() for call in calls], len(calls))
     stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # which may still be making the inputs
     with torch.cuda.stream(stream):
         calls[0]()  # allocates what libraries keep for each stream
     turns = 1
