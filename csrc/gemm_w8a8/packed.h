@@ -10,6 +10,7 @@ namespace ostinato {
 
 inline constexpr int kPackedRows = 16;
 inline constexpr int kPackedDepth = 64;
+inline constexpr int kPackedBlockBytes = kPackedRows * kPackedDepth;
 inline constexpr int kPackedDepthUnit = 128;  // K is padded to a multiple of it
 
 }  // namespace ostinato

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "packed.h"
 #include "small_m_mma.cuh"
 
 // -DOSTINATO_INPUT=Int8|E4m3              operands
@@ -19,14 +20,8 @@ namespace ostinato::small_m {
 using Input = OSTINATO_INPUT;
 using Output = OSTINATO_OUTPUT;
 
-// Packed weights: [tile of 16 rows][block of 64 of K][row][byte], zero padded to whole tiles and to
-// an even number of blocks. In torch: pad w to [16 t, 128 d], then
-// w.view(t, 16, 2 d, 64).permute(0, 2, 1, 3).contiguous().
-inline constexpr int kTileRows = 16;
-inline constexpr int kBlockDepth = 64;
-inline constexpr int kBlockBytes = kTileRows * kBlockDepth;
 inline constexpr int kWarpBlocks = 2;  // of a chunk, per warp: a whole line of every token
-inline constexpr int kWarpDepth = kWarpBlocks * kBlockDepth;
+inline constexpr int kWarpDepth = kWarpBlocks * kPackedDepth;
 
 inline constexpr int kMmaWarps = 8;
 inline constexpr int kMmaThreads = kMmaWarps * 32;
@@ -37,7 +32,7 @@ inline constexpr int kTokenWarps = OSTINATO_TOKEN_WARPS;
 inline constexpr int kDepthWarps = kMmaWarps / kTokenWarps;
 inline constexpr int kTokenTiles = kTokens / 8 / kTokenWarps;  // of 8 tokens, per warp
 inline constexpr int kRowTiles = OSTINATO_ROW_TILES;
-inline constexpr int kRows = kRowTiles * kTileRows;
+inline constexpr int kRows = kRowTiles * kPackedRows;
 // Consecutive products into one accumulator wait for each other. Where few accumulators leave the
 // tensor core idle, even and odd blocks have their own.
 inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? 2 : 1;
@@ -51,8 +46,8 @@ static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight r
 
 // A stage of the ring is a chunk of K for kRowTiles weight tiles.
 inline constexpr int kChunkBlocks = kDepthWarps * kWarpBlocks;
-inline constexpr int kChunkDepth = kChunkBlocks * kBlockDepth;
-inline constexpr int kChunkTileBytes = kChunkBlocks * kBlockBytes;
+inline constexpr int kChunkDepth = kChunkBlocks * kPackedDepth;
+inline constexpr int kChunkTileBytes = kChunkBlocks * kPackedBlockBytes;
 inline constexpr int kStageBytes = kRowTiles * kChunkTileBytes;
 
 // Sums of each depth warp, [token][row]. The pitch spreads a warp's stores over all banks.

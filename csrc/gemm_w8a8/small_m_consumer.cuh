@@ -3,10 +3,11 @@
 
 #include "common/debug.cuh"
 #include "common/launch.cuh"
+#include "common/mbarrier.cuh"
 #include "common/params.h"
+#include "common/ring.cuh"
 #include "small_m_config.cuh"
 #include "small_m_producer.cuh"
-#include "small_m_ring.cuh"
 
 namespace ostinato::small_m {
 
@@ -121,7 +122,7 @@ class Consumer {
   static __device__ int output_row() { return threadIdx.x % kRows; }
 
   __device__ Channel channel_of(int tile) const {
-    return Channel(params_, tile < work_.end_tile ? tile * kTileRows + output_row() : params_.n);
+    return Channel(params_, tile < work_.end_tile ? tile * kPackedRows + output_row() : params_.n);
   }
 
   // This warp's part of one chunk of x, as loaded: the memory system wants whole lines of 128
@@ -193,7 +194,7 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       const uint4* fragment = reinterpret_cast<const uint4*>(block + r * kChunkTileBytes);
-      w[r] = Input::prepare({fragment[0], fragment[kBlockBytes / 32]});
+      w[r] = Input::prepare({fragment[0], fragment[kPackedBlockBytes / 32]});
     }
   }
 
@@ -203,12 +204,12 @@ class Consumer {
     wait(&shared_.full[position_.slot], position_.parity);
     OSTINATO_DELAY(small_m_stage_load, threadIdx.x / 32 == 5);
     const uint8_t* stage =
-        shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kBlockBytes + lane_ * 16;
+        shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kPackedBlockBytes + lane_ * 16;
     if (chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks) {
       Input::Weights w[kWarpBlocks][kRowTiles];
 #pragma unroll
       for (int b = 0; b < kEarlyBlocks; ++b) {
-        load_weights(w[b], stage + b * kBlockBytes);
+        load_weights(w[b], stage + b * kPackedBlockBytes);
       }
       if (fresh_) {
         make_fragments(x);  // waits for x
@@ -216,7 +217,7 @@ class Consumer {
 #pragma unroll
       for (int b = 0; b < kWarpBlocks; ++b) {
         if (b >= kEarlyBlocks) {
-          load_weights(w[b], stage + b * kBlockBytes);
+          load_weights(w[b], stage + b * kPackedBlockBytes);
         }
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
@@ -232,7 +233,7 @@ class Consumer {
     if (lane_ == 0) {
       arrive(&shared_.empty[position_.slot]);
     }
-    position_.advance();
+    position_.advance(kStages);
   }
 
   __device__ __forceinline__ void store_partial() {
@@ -241,7 +242,7 @@ class Consumer {
       const int token = first_token_ + j * 8 + lane_ % 4;
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
-        const int row = r * kTileRows + lane_ / 4;
+        const int row = r * kPackedRows + lane_ / 4;
         Accumulator<Input::Sum> sum;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -261,9 +262,9 @@ class Consumer {
 
   __device__ __forceinline__ void write_output(int tile, const Channel& channel) {
     const int row = output_row();
-    const int n = tile * kTileRows + row;
+    const int n = tile * kPackedRows + row;
     const int tiles = min(kRowTiles, work_.end_tile - tile);
-    if (n >= params_.n || row >= tiles * kTileRows || threadIdx.x >= kTokenStep * kRows) {
+    if (n >= params_.n || row >= tiles * kPackedRows || threadIdx.x >= kTokenStep * kRows) {
       return;
     }
     for (int token = threadIdx.x / kRows; token < params_.m; token += kTokenStep) {
@@ -289,7 +290,7 @@ class Consumer {
   const W8A8GemmParams& params_;
   const Work& work_;
   int lane_, depth_warp_, first_token_;
-  Position position_;
+  RingPosition position_;
   const uint8_t* x_;       // this lane's first bytes of x
   int x_token_, x_limit_;  // their token, and how many bytes its row has from there
   Channel channel_, next_channel_;

@@ -1,28 +1,27 @@
 // The part of a small-M GEMM that one CTA does, and the thread that copies its weights.
 #pragma once
 
+#include "common/bulk_copy.cuh"
 #include "common/cache_policy.cuh"
 #include "common/debug.cuh"
 #include "common/launch.cuh"
 #include "common/params.h"
+#include "common/ring.cuh"
 #include "small_m_config.cuh"
-#include "small_m_ring.cuh"
 
 namespace ostinato::small_m {
-
-using Position = RingPosition<kStages>;
 
 // The weight tiles of this CTA and how K is cut.
 struct Work {
   int first_tile, end_tile;
-  int depth_blocks;  // of kBlockDepth; even
+  int depth_blocks;  // of kPackedDepth; even
   int chunks;        // of kChunkBlocks, the last one may be shorter
 
   __device__ explicit Work(const W8A8GemmParams& params) {
-    const int tiles = (params.n + kTileRows - 1) / kTileRows;
+    const int tiles = (params.n + kPackedRows - 1) / kPackedRows;
     first_tile = share(tiles, blockIdx.x);
     end_tile = share(tiles, blockIdx.x + 1);
-    depth_blocks = (params.k + 2 * kBlockDepth - 1) / (2 * kBlockDepth) * 2;
+    depth_blocks = (params.k + kPackedDepthUnit - 1) / kPackedDepthUnit * 2;
     chunks = (depth_blocks + kChunkBlocks - 1) / kChunkBlocks;
   }
 
@@ -70,16 +69,16 @@ class Producer {
   __device__ void issue() {
     const int tiles = min(kRowTiles, work_.end_tile - tile_);
     const int first_block = chunk_ * kChunkBlocks;
-    const uint32_t bytes = min(kChunkBlocks, work_.depth_blocks - first_block) * kBlockBytes;
+    const uint32_t bytes = min(kChunkBlocks, work_.depth_blocks - first_block) * kPackedBlockBytes;
     uint64_t* full = &shared_.full[position_.slot];
     OSTINATO_DELAY(small_m_stage_issue, true);
     arrive_expecting(full, tiles * bytes);
     for (int i = 0; i < tiles; ++i) {
       const int64_t block = static_cast<int64_t>(tile_ + i) * work_.depth_blocks + first_block;
-      bulk_copy(&shared_.ring[position_.slot][i * kChunkTileBytes], weights_ + block * kBlockBytes,
-                bytes, full, policy_);
+      bulk_copy(&shared_.ring[position_.slot][i * kChunkTileBytes],
+                weights_ + block * kPackedBlockBytes, bytes, full, policy_);
     }
-    position_.advance();
+    position_.advance(kStages);
     if (++chunk_ == work_.chunks) {
       chunk_ = 0;
       tile_ += kRowTiles;
@@ -90,7 +89,7 @@ class Producer {
   const uint8_t* weights_;
   const Work work_;
   const uint64_t policy_;
-  Position position_;
+  RingPosition position_;
   int tile_;
   int chunk_ = 0;
 };

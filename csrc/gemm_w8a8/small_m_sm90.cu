@@ -12,11 +12,11 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "common/mbarrier.cuh"
 #include "common/params.h"
 #include "small_m_config.cuh"
 #include "small_m_consumer.cuh"
 #include "small_m_producer.cuh"
-#include "small_m_ring.cuh"
 
 namespace ostinato::small_m {
 namespace {
@@ -67,7 +67,7 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void
   int device = 0, sms = 0;
   OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
   OSTINATO_RETURN_IF_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  const int tiles = (params->n + kTileRows - 1) / kTileRows;
+  const int tiles = (params->n + ostinato::kPackedRows - 1) / ostinato::kPackedRows;
   ostinato::LaunchConfig config;
   config.grid = dim3(tiles < sms ? tiles : sms);
   config.block = dim3(kThreads);

@@ -3,10 +3,10 @@
 
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
+#include "common/ring.cuh"
 #include "tiled_epilogue.cuh"
 #include "tiled_mma.cuh"
 #include "tiled_plan.cuh"
-#include "tiled_producer.cuh"
 
 namespace ostinato::tiled {
 
@@ -24,7 +24,7 @@ class Consumer {
   __device__ __forceinline__ void run() {
     const int clusters = gridDim.x / plan_.cluster;
     Epilogue epilogue(params_, plan_, out_map_, fixed_, warpgroup_);
-    Position position{0, 0};
+    RingPosition position;
     for (int index = blockIdx.x / plan_.cluster; index < plan_.items; index += clusters) {
       Item item = item_at(plan_, index, rank());
       shared_ = item.shared;
@@ -95,7 +95,8 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums], Position& position) {
+  __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums],
+                                      RingPosition& position) {
     Sum chains[kChains][kBlocks][kSums];
     pin(chains);
     int previous = 0;
@@ -125,7 +126,7 @@ class Consumer {
 
   // Sums of 128 products, added in fp32.
   __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
-                                                Position& position) {
+                                                RingPosition& position) {
     const int block_bytes = plan_.tile_channels * kPackedDepth;
 #pragma unroll
     for (auto& block : sums) {

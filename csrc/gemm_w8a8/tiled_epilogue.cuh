@@ -250,10 +250,7 @@ class Epilogue {
     const bool whole =
         token + kChunkTokens <= plan_.tile_tokens || item.token + plan_.tile_tokens >= params_.m;
     if (!plan_.whole_blocks || !whole) {
-      if (thread_ == 0) {
-        wait_stores_read<0>();
-      }
-      sync_warpgroup();
+      free_chunks();
       copy_out(buffer, item, token, block);
       return;
     }

@@ -4,23 +4,11 @@
 #include "common/cache_policy.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
+#include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "tiled_plan.cuh"
 
 namespace ostinato::tiled {
-
-// A position in the ring, and how often the ring has gone round (its parity).
-struct Position {
-  int slot;
-  uint32_t parity;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++slot == stages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // What both producers know. A stage is full when the bytes of both have arrived; the weights'
 // thread announces them all.
@@ -35,7 +23,7 @@ class Producer {
         cluster_(blockIdx.x / plan.cluster) {}
 
  protected:
-  __device__ __forceinline__ void wait_empty(const Position& position) {
+  __device__ __forceinline__ void wait_empty(const RingPosition& position) {
     wait(&fixed_.empty[position.slot], position.parity ^ 1);
   }
 
@@ -48,11 +36,10 @@ class Producer {
 class WeightProducer : Producer {
  public:
   __device__ WeightProducer(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& map,
-                            uint8_t* ring, FixedStorage& fixed, uint64_t* prefilled)
+                            uint8_t* ring, FixedStorage& fixed)
       : Producer(plan, ring, fixed),
         packed_(params.w_stride == 0),
         map_(map),
-        prefilled_(prefilled),
         // Weights that one tile alone reads should not push activations out of the L2 cache.
         policy_(plan.token_tiles == 1 ? evict_first_policy() : evict_normal_policy()) {}
 
@@ -61,13 +48,13 @@ class WeightProducer : Producer {
   __device__ void run() {
     const int prefill = ceil_div(kPrefillBytes, plan_.weight_bytes);
     int copied = 0;
-    Position position{0, 0};
+    RingPosition position;
     for (int index = cluster_; index < plan_.items; index += clusters_) {
       const Item item = item_at(plan_, index, rank_);
       for (int step = 0; step < item.steps; ++step) {
         if (copied == prefill) {
           let_successor_start();
-          wait(prefilled_, 0);
+          wait(&fixed_.prefilled, 0);
         }
         ++copied;
         OSTINATO_DELAY(weights, true);
@@ -98,23 +85,21 @@ class WeightProducer : Producer {
 
   bool packed_;
   const CUtensorMap& map_;
-  uint64_t* prefilled_;
   uint64_t policy_;
 };
 
 class TokenProducer : Producer {
  public:
   __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
-                           FixedStorage& fixed, uint64_t* prefilled)
+                           FixedStorage& fixed)
       : Producer(plan, ring, fixed),
         map_(map),
-        prefilled_(prefilled),
         share_(plan.token_rows / plan.cluster),
         policy_(evict_normal_policy()) {}
 
   __device__ void run() {
     wait_for_predecessor();
-    Position position{0, 0};
+    RingPosition position;
     for (int index = cluster_; index < plan_.items; index += clusters_) {
       const Item item = item_at(plan_, index, rank_);
       for (int step = 0; step < item.steps; ++step) {
@@ -122,7 +107,7 @@ class TokenProducer : Producer {
         wait_empty(position);
         copy(item, step, position.slot);
         if (index == cluster_ && step == 0) {
-          arrive(prefilled_);
+          arrive(&fixed_.prefilled);
         }
         position.advance(plan_.stages);
       }
@@ -153,7 +138,6 @@ class TokenProducer : Producer {
   static constexpr uint16_t kBothCtas = 0b11;
 
   const CUtensorMap& map_;
-  uint64_t* prefilled_;
   int share_;
   uint64_t policy_;
 };

@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       give_up_registers<Registers::kSplit.producer>();
     }
     if (producer_lane == 0) {
-      WeightProducer(params, plan, w_map, ring, fixed, &fixed.prefilled).run();
+      WeightProducer(params, plan, w_map, ring, fixed).run();
     } else if (producer_lane == 32) {
-      TokenProducer(plan, x_map, ring, fixed, &fixed.prefilled).run();
+      TokenProducer(plan, x_map, ring, fixed).run();
     }
     if (plan.whole_items + int(blockIdx.x) / plan.cluster < plan.items) {
       // Consumers that share a tile exchange sums between these two.
@@ -115,10 +115,9 @@ cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
   }
   const uint64_t blocks = round_up(params.k, kPackedDepthUnit) / kPackedDepth;
   const uint64_t tiles = ceil_div(params.n, kPackedRows);
-  constexpr uint64_t kBlockBytes = kPackedRows * kPackedDepth;
   const TensorMapShape<4> packed = {
       {kPackedDepth, kPackedRows, tiles, blocks},
-      {1, kPackedDepth, blocks * kBlockBytes, kBlockBytes},
+      {1, kPackedDepth, blocks * kPackedBlockBytes, kPackedBlockBytes},
       {kPackedDepth, kPackedRows, uint32_t(plan.tile_channels / kPackedRows), kStageBlocks}};
   return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_64B, kPromotion);
 }

@@ -1,10 +1,10 @@
-// The parts of a ring of bulk copies: the copy engine's global-to-shared copy, and a position.
+// The copy engine's copy of a run of bytes from global to shared memory.
 // Semantics: PTX ISA, "cp.async.bulk".
 #pragma once
 
 #include <cstdint>
 
-#include "common/mbarrier.cuh"
+#include "mbarrier.cuh"
 
 namespace ostinato {
 
@@ -17,19 +17,5 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
-
-// A position in a ring of `kStages` slots, and how often the ring has gone round (its parity).
-template <int kStages>
-struct RingPosition {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 }  // namespace ostinato
