@@ -17,7 +17,7 @@ from ostinato.bench.gemm_cases import Case
 from ostinato.bench.gemm_inputs import OUT_DTYPE, Inputs
 from ostinato.kernels.variants import Variant
 from ostinato.ops import gemm_tuning
-from ostinato.ops.launch import gpu
+from ostinato.ops.launch import device_index, gpu
 from ostinato.ops.pdl import pdl
 
 DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
@@ -64,7 +64,7 @@ def ours(dtype: str, *, with_pdl: bool) -> Implementation:
 
 def kernel(case: Case, operand: str, device: torch.device) -> Variant:
     """Return the kernel that our op takes for a case with these operands."""
-    name, sms = gpu(torch.cuda.current_device() if device.index is None else device.index)
+    name, sms = gpu(device_index(device))
     n, k = case.shape.n, case.shape.k
     choice = gemm_tuning.choose(name, sms, case.m, n, k, operand, "bf16", True, True, False)
     return choice.variant

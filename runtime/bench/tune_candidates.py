@@ -9,6 +9,7 @@ from ostinato.bench.gemm_cases import Case
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
 from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, can_split, serving
 from ostinato.ops.packing import TILE_CHANNELS
+from ostinato.ops.sizes import ceil_div, round_up
 
 # Up to here reading the weights takes the time, beyond it multiplying does.
 _WEIGHTS_BOUND_M = 256
@@ -76,7 +77,7 @@ def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choi
     most = within * min(estimates, default=0)
     for plan, estimate in zip(plans, estimates, strict=True):
         if estimate <= most:
-            several = _ceil_div(case.m, plan.tokens) > 1
+            several = ceil_div(case.m, plan.tokens) > 1
             for band in _BANDS if several and case.m >= _BANDED_M else (0,):
                 yield Choice(
                     plan.variant,
@@ -106,9 +107,9 @@ def _tile_tokens(m: int, variant: GemmTiled, variants: Sequence[GemmTiled]) -> I
         ),
         default=0,
     )
-    most = _MOST_TOKEN_TILES if m <= _WEIGHTS_BOUND_M else _ceil_div(m, variant.tokens)
+    most = _MOST_TOKEN_TILES if m <= _WEIGHTS_BOUND_M else ceil_div(m, variant.tokens)
     for tiles in range(1, most + 1):
-        tokens = _round_up(_ceil_div(m, tiles), _MMA_TOKENS)
+        tokens = round_up(ceil_div(m, tiles), _MMA_TOKENS)
         if smaller < tokens <= variant.tokens:
             yield tokens
 
@@ -121,17 +122,17 @@ def _tile_channels(
     The latter are the fewest with which the tiles take no more passes over the SMs than whole ones
     do, or one more; and twice as many, for half of the SMs.
     """
-    n, token_tiles = case.shape.n, _ceil_div(case.m, tokens)
+    n, token_tiles = case.shape.n, ceil_div(case.m, tokens)
     smaller = max(
         (v.channels for v in variants if v.channels < variant.channels and v.tokens >= tokens),
         default=0,
     )
     found = [variant.channels]
-    fewest = _ceil_div(_ceil_div(n, variant.channels) * token_tiles, sms)
+    fewest = ceil_div(ceil_div(n, variant.channels) * token_tiles, sms)
     for passes in (fewest, fewest + 1):
         columns = sms * passes // token_tiles
         if columns:
-            even = _round_up(_ceil_div(n, columns), TILE_CHANNELS)
+            even = round_up(ceil_div(n, columns), TILE_CHANNELS)
             found += [even, 2 * even]
     for channels in dict.fromkeys(found):
         if smaller < channels <= variant.channels:
@@ -140,17 +141,9 @@ def _tile_channels(
 
 def _estimate(case: Case, plan: _Plan, sms: int) -> int:
     """Return how long the busiest SM works for one step of K, in products."""
-    tiles = _ceil_div(case.shape.n, plan.channels) * _ceil_div(case.m, plan.tokens)
-    multiplied = _round_up(plan.channels, _MMA_CHANNELS) * plan.variant.tokens
+    tiles = ceil_div(case.shape.n, plan.channels) * ceil_div(case.m, plan.tokens)
+    multiplied = round_up(plan.channels, _MMA_CHANNELS) * plan.variant.tokens
     loaded = _PRODUCTS_PER_L2_BYTE * (plan.channels + plan.tokens)
     streamed = _PRODUCTS_PER_BYTE * case.shape.n // sms
-    passes = _ceil_div(tiles * plan.split_k, sms)
+    passes = ceil_div(tiles * plan.split_k, sms)
     return max(passes * max(multiplied, loaded) // plan.split_k, streamed)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return _ceil_div(size, multiple) * multiple

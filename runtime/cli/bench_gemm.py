@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
-from ostinato.cli.command import Parser, UserError, user_errors
+from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
+from ostinato.cli.gemm_flags import Budget, add_budget_flag, add_dtype_flag, check_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ostinato.bench.gemm_summary import Times
 
 _FAILED = 1
-_DTYPES = ("int8", "fp8")
 _PDL = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
@@ -34,13 +34,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "launches in one CUDA graph, with inputs that are not in the L2. Every result is checked "
         "before it is timed. Ends with our times relative to those of the fastest W8A8 peer.",
     )
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        default=list(_DTYPES),
-        choices=_DTYPES,
-        help="of our operands (default: both)",
-    )
+    add_dtype_flag(parser)
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -86,9 +80,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--targets", type=Path, metavar="F", help="compare with the peers' times in this file, too"
     )
-    parser.add_argument(
-        "--budget-s", type=float, metavar="S", help="start no case that would end later"
-    )
+    add_budget_flag(parser, "case")
     parser.add_argument(
         "--json",
         type=Path,
@@ -100,7 +92,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    started = time.monotonic()
+    budget = Budget(args.budget_s, time.monotonic())
     chosen = _check(args)
 
     from ostinato.bench.gemm_summary import read_targets
@@ -112,22 +104,16 @@ def _run(args: argparse.Namespace) -> int:
     impls = _implementations(args, output)
     if device.type == "cuda":
         _compile(chosen, args.dtype, device)
-    ends = None if args.budget_s is None else started + args.budget_s
     with user_errors(OSError):
-        left = _measure(chosen, impls, device, ends, output)
+        left = _measure(chosen, impls, device, budget, output)
     output.finish(targets, left)
     return _FAILED if output.failures else 0
 
 
 def _check(args: argparse.Namespace) -> list[Case]:
     tokens = [*args.m, *(EDGE_M if args.edges else ())]
-    for m in tokens:
-        if m < 1:
-            raise UserError(f"--m: got {m}, expected at least 1")
-    if args.budget_s is not None and not args.budget_s > 0:
-        raise UserError(f"--budget-s: got {args.budget_s:g}, expected more than 0")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json: {args.json.parent} is not a folder")
+    check_tokens(tokens)
+    check_folder("--json", args.json)
     try:
         return cases(parse_shapes(args.shapes), tokens)
     except ValueError as error:
@@ -218,17 +204,15 @@ def _measure(
     chosen: Sequence[Case],
     impls: Sequence[Implementation],
     device: torch.device,
-    ends: float | None,
+    budget: Budget,
     output: _Output,
 ) -> Sequence[Case]:
     """Time the cases and return those for which no time was left."""
     from ostinato.bench.gemm import time_cases
 
     results = time_cases(chosen, impls, device)
-    longest, begun = 0.0, time.monotonic()
     for done in range(len(chosen)):
-        if ends is not None and time.monotonic() + longest > ends:
+        if not budget.allows_another():
             return chosen[done:]
         output.add(next(results))
-        longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
     return []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.cli.command import Parser, UserError, user_errors
+from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.model is not None and args.dtype is not None:
         raise UserError("--dtype goes with --shape: a checkpoint has its own")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise UserError(f"--json: {args.json.parent} is not a folder")
+    check_folder("--json", args.json)
 
     import torch
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -42,6 +43,12 @@ def user_errors(*types: type[Exception]) -> Iterator[None]:
         raise
     except expected as error:
         raise UserError(_one_line(error)) from error
+
+
+def check_folder(flag: str, path: Path | None) -> None:
+    """Check that the file which a flag names, if it does, can be made: that its folder is there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"{flag}: {path.parent} is not a folder")
 
 
 def comma_separated(text: str) -> list[int]:

@@ -17,8 +17,9 @@ from ostinato.bench.gemm_cases import (
     linear_shapes,
     parse_shapes,
 )
-from ostinato.cli.command import Command, Parser, UserError, user_errors
+from ostinato.cli.command import Command, Parser, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
+from ostinato.cli.gemm_flags import Budget, add_budget_flag, add_dtype_flag, check_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ostinato.bench.tune import Timed
 
 _FAILED = 1
-_DTYPES = ("int8", "fp8")
 
 
 def _parser() -> Parser:
@@ -47,13 +47,7 @@ def _parser() -> Parser:
     products.add_argument(
         "--model", type=Path, metavar="DIR", help="the weights of this checkpoint's linear layers"
     )
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        default=list(_DTYPES),
-        choices=_DTYPES,
-        help="of the operands (default: both)",
-    )
+    add_dtype_flag(parser)
     parser.add_argument(
         "--m",
         type=int,
@@ -63,9 +57,7 @@ def _parser() -> Parser:
         "of two and the sizes of tiles, to 8192)",
     )
     parser.add_argument("--again", action="store_true", help="time also what the file has already")
-    parser.add_argument(
-        "--budget-s", type=float, metavar="S", help="start no shape that would end later"
-    )
+    add_budget_flag(parser, "shape")
     parser.add_argument(
         "--out",
         type=Path,
@@ -83,6 +75,7 @@ def _parser() -> Parser:
 def _main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     args = _parser().parse_args(argv)
+    budget = Budget(args.budget_s, started)
     _check(args)
 
     import torch
@@ -107,9 +100,8 @@ def _main(argv: Sequence[str]) -> int:
     print(f"{len(shapes) - len(todo)} of {len(shapes)} shapes are in {out} already", flush=True)
     _compile(todo, tokens, device)
     progress = _Progress(args.all_times, device, sum(map(len, todo.values())) * len(tokens))
-    longest, begun = 0.0, time.monotonic()
     for index, (shape, operands) in enumerate(todo.items()):
-        if args.budget_s is not None and begun + longest - started > args.budget_s:
+        if not budget.allows_another():
             left = ", ".join(map(str, list(todo)[index:]))
             print(f"not tuned, since the budget was spent: {left}")
             break
@@ -118,30 +110,24 @@ def _main(argv: Sequence[str]) -> int:
         with user_errors(OSError):
             table.write(out)
             progress.write()
-        longest, begun = max(longest, time.monotonic() - begun), time.monotonic()
     return _FAILED if progress.failures else 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    for m in args.m or ():
-        if m < 1:
-            raise UserError(f"--m: got {m}, expected at least 1")
-    if args.budget_s is not None and not args.budget_s > 0:
-        raise UserError(f"--budget-s: got {args.budget_s:g}, expected more than 0")
-    for flag, path in (("--out", args.out), ("--all-times", args.all_times)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{flag}: {path.parent} is not a folder")
+    check_tokens(args.m or ())
+    check_folder("--out", args.out)
+    check_folder("--all-times", args.all_times)
 
 
 def _cuda(name: str | None) -> torch.device:
     import torch
 
+    from ostinato.ops.launch import device_index
+
     device = resolve_device(name)
     if device.type != "cuda":
         raise ValueError("--device: got the CPU, expected a CUDA device, whose kernels are timed")
-    return torch.device(
-        "cuda", torch.cuda.current_device() if device.index is None else device.index
-    )
+    return torch.device("cuda", device_index(device))
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:

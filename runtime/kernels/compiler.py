@@ -13,7 +13,7 @@ from ostinato.kernels.budgets import parse_ptxas
 from ostinato.kernels.cache import LIBRARY, Entry, cache_folder, exclusive_build, publish
 from ostinato.kernels.errors import KernelBuildError
 from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.sources import CSRC, ENTRY, PARAMS, Sources, read_sources
+from ostinato.kernels.sources import CSRC, ENTRY, PARAMS, Sources, digest, read_sources
 from ostinato.kernels.toolchain import (
     Cutlass,
     Nvcc,
@@ -48,12 +48,8 @@ class Plan:
     @property
     def key(self) -> str:
         """The variant's name and a hash of all texts and flags that the library depends on."""
-        digest = hashlib.sha256()
-        files = (part for item in self.sources.texts.items() for part in item)
-        for text in (_RECORD_FORMAT, *self.flags, *files):
-            digest.update(f"{len(text)}:".encode())
-            digest.update(text.encode())
-        return f"{self.variant.name}-{digest.hexdigest()[:16]}"
+        texts = (_RECORD_FORMAT, *self.flags, *self.sources.parts)
+        return f"{self.variant.name}-{digest(texts)}"
 
     def folder(self, cache: Path, nvcc: Nvcc, cutlass: Cutlass | None) -> Path:
         """Return the folder of the library that this toolchain makes."""

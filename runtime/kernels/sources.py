@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +28,23 @@ class Sources:
     uses_cutlass: bool
 
     @property
+    def parts(self) -> Iterable[str]:
+        """Names and texts in turn, for a `digest`."""
+        return (part for item in self.texts.items() for part in item)
+
+    @property
     def own(self) -> list[str]:
         """The texts without debug.cuh, which defines the macros that the others use."""
         return [text for name, text in self.texts.items() if name != DEBUG]
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Return 16 hexadecimal digits that stand for these texts, their order and their bounds."""
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(f"{len(text)}:".encode())
+        found.update(text.encode())
+    return found.hexdigest()[:16]
 
 
 def read_sources(source: Path) -> Sources:

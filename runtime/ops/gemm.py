@@ -7,6 +7,7 @@ import torch
 from ostinato.kernels.loader import load
 from ostinato.ops import gemm_tuning, packing, pdl
 from ostinato.ops.launch import KERNEL_NAMES, current_stream, gpu, on_device
+from ostinato.ops.sizes import round_up
 
 _ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
 
@@ -64,7 +65,7 @@ def w8a8_gemm(
             x_zero_point_stride=int(x_zero_point is not None and x_zero_point.numel() > 1),
             w_sum=0 if w_sum is None or x_zero_point is None else w_sum.data_ptr(),
             out=out.data_ptr(),
-            out_stride=out.stride(0) if m > 1 else _padded(n),
+            out_stride=out.stride(0) if m > 1 else round_up(n, _ALIGNMENT),
             m=m,
             n=n,
             k=k,
@@ -83,14 +84,12 @@ def _is_aligned(x: torch.Tensor) -> bool:
 
 def _row_stride(x: torch.Tensor) -> int:
     # The stride of a single row says nothing, but TMA wants a good one all the same.
-    return x.stride(0) if x.size(0) > 1 else _padded(x.size(1))
+    return x.stride(0) if x.size(0) > 1 else round_up(x.size(1), _ALIGNMENT)
 
 
 def _aligned_copy(x: torch.Tensor) -> torch.Tensor:
     rows, columns = x.shape
-    copy = torch.empty(rows, _padded(columns), dtype=torch.int8, device=x.device)[:, :columns]
+    copy = torch.empty(rows, round_up(columns, _ALIGNMENT), dtype=torch.int8, device=x.device)[
+        :, :columns
+    ]
     return copy.copy_(x.view(torch.int8)).view(x.dtype)
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // _ALIGNMENT) * _ALIGNMENT

@@ -14,6 +14,7 @@ from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
 from ostinato.ops import checks
 from ostinato.ops.packing import TILE_CHANNELS
+from ostinato.ops.sizes import ceil_div
 
 GemmVariant = GemmSmallM | GemmTiled
 
@@ -101,11 +102,11 @@ class Tile:
         return Choice(variant, channels, 0, cluster, self.split_k if cluster else 0, self.band)
 
     def _even_channels(self, m: int, n: int, sms: int) -> int:
-        units, cluster = _ceil_div(n, TILE_CHANNELS), max(1, min(self.cluster, sms))
-        columns = _ceil_div(_ceil_div(units, self.channels // TILE_CHANNELS), cluster)
-        token_tiles, at_once = _ceil_div(m, self.tokens), sms // cluster
-        rounds = _ceil_div(token_tiles * columns, at_once)
-        return TILE_CHANNELS * _ceil_div(units, rounds * at_once // token_tiles * cluster)
+        units, cluster = ceil_div(n, TILE_CHANNELS), max(1, min(self.cluster, sms))
+        columns = ceil_div(ceil_div(units, self.channels // TILE_CHANNELS), cluster)
+        token_tiles, at_once = ceil_div(m, self.tokens), sms // cluster
+        rounds = ceil_div(token_tiles * columns, at_once)
+        return TILE_CHANNELS * ceil_div(units, rounds * at_once // token_tiles * cluster)
 
 
 _ANY = range(1, 2**31)
@@ -192,7 +193,7 @@ def choose(
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
         checks.integer(name, size, least=1)
-    weight_tiles = _ceil_div(_ceil_div(n, TILE_CHANNELS), sms)
+    weight_tiles = ceil_div(ceil_div(n, TILE_CHANNELS), sms)
     for row in TABLE:
         if m > row.m_max or weight_tiles not in row.weight_tiles or dtype not in row.dtypes:
             continue
@@ -238,8 +239,8 @@ def can_split(choice: Choice, m: int, n: int, sms: int) -> bool:
     """Return whether the tiled kernel can share the last round's tiles (csrc: share_out)."""
     if not isinstance(choice.variant, GemmTiled):
         return False
-    columns = _ceil_div(n, choice.tile_channels or choice.variant.channels)
-    groups = _ceil_div(columns, 2) * _ceil_div(m, choice.tile_tokens or choice.variant.tokens)
+    columns = ceil_div(n, choice.tile_channels or choice.variant.channels)
+    groups = ceil_div(columns, 2) * ceil_div(m, choice.tile_tokens or choice.variant.tokens)
     at_once = sms // 2
     enough = choice.variant.tokens >= SPLIT_TOKENS and at_once > 0
     return choice.cluster == 2 and enough and 2 * (groups % at_once) <= at_once
@@ -248,7 +249,3 @@ def can_split(choice: Choice, m: int, n: int, sms: int) -> bool:
 def largest_ms() -> list[int]:
     """Return for which m the choice may change with the next larger one."""
     return sorted({row.m_max for row in TABLE})
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -15,7 +15,6 @@ numbers after the variant (see `gemm_table.Choice`) those left out are 0.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 
 from ostinato.kernels.cache import cache_folder
 from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
-from ostinato.kernels.sources import read_sources
+from ostinato.kernels.sources import digest, read_sources
 from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
 from ostinato.ops import gemm_table
 from ostinato.ops.gemm_table import CUT, Choice, GemmVariant
@@ -59,12 +58,8 @@ def tuning_path() -> Path:
 
 def sources_hash() -> str:
     """Return a hash of the sources of both GEMM kernels: other sources, other times."""
-    digest = hashlib.sha256()
-    for kernel in (GemmSmallM, GemmTiled):
-        for part in (text for item in read_sources(kernel.source).texts.items() for text in item):
-            digest.update(f"{len(part)}:".encode())
-            digest.update(part.encode())
-    return digest.hexdigest()[:16]
+    kernels = (GemmSmallM, GemmTiled)
+    return digest(part for kernel in kernels for part in read_sources(kernel.source).parts)
 
 
 def override(path: str | os.PathLike[str] | None) -> None:

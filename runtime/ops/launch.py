@@ -36,6 +36,11 @@ def gpu(device: int) -> tuple[str, int]:
     return properties.name, properties.multi_processor_count
 
 
+def device_index(device: torch.device) -> int:
+    """Return the index of a CUDA device; without one of its own, that of the current device."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def on_device(device: int) -> AbstractContextManager[object]:
     """Return a context in which a device is the current one, as launches want it."""
     return _AS_IT_IS if torch.cuda.current_device() == device else torch.cuda.device(device)

@@ -12,6 +12,7 @@ from ostinato.ops.library import register
 from ostinato.ops.packing import PackedWeight
 from ostinato.ops.precision import full_precision
 from ostinato.ops.rows import in_row_blocks
+from ostinato.ops.sizes import ceil_div, round_up
 
 _CACHE_LINE = 64  # bytes
 
@@ -170,7 +171,7 @@ def _float_product_cpu(
     if x.dtype is torch.float32:
         full_precision(x.device)
     # MKL's order of summation depends on where in a cache line a row starts: all must start alike.
-    depth = _round_up(x.size(1), _CACHE_LINE // x.itemsize)
+    depth = round_up(max(1, x.size(1)), _CACHE_LINE // x.itemsize)
     x, w = _zero_padded(x, x.size(0), depth), _zero_padded(w, w.size(0), depth)
     in_row_blocks(lambda block: functional.linear(block, w, bias), x, out)
 
@@ -185,7 +186,7 @@ def _check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
     """Check that sizes and numbers of tiles fit the kernels' 32 bits, for the smallest of tiles."""
     checks.int32_sizes("x", x_shape, "M", "K")
     checks.int32_sizes("w", w_shape, "N", "K")
-    tiles = -(-x_shape[0] // 16) * -(-w_shape[0] // 16)
+    tiles = ceil_div(x_shape[0], 16) * ceil_div(w_shape[0], 16)
     if tiles > checks.INT32_MAX:
         raise ValueError(
             f"x: got M = {x_shape[0]} with N = {w_shape[0]}, "
@@ -241,10 +242,6 @@ def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if x.shape == (rows, columns):
         return x.contiguous()
     return functional.pad(x, (0, columns - x.size(1), 0, rows - x.size(0))).contiguous()
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return max(1, -(-size // multiple)) * multiple
 
 
 _linear_op = register(

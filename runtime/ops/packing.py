@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from ostinato.ops import checks
+from ostinato.ops.sizes import ceil_div
 
 ALIGNMENT = 16  # bytes, of packed data: TMA asks for it
 TILE_CHANNELS = 16
@@ -87,7 +88,7 @@ def pack_weight(w: torch.Tensor) -> PackedWeight:
 
 def packed_shape(n: int, k: int) -> tuple[int, int, int, int]:
     """Return the shape of the data of a weight [n, k]."""
-    return (-(-n // TILE_CHANNELS), -(-k // _DEPTH_UNIT) * 2, TILE_CHANNELS, TILE_DEPTH)
+    return (ceil_div(n, TILE_CHANNELS), 2 * ceil_div(k, _DEPTH_UNIT), TILE_CHANNELS, TILE_DEPTH)
 
 
 def pack(w: torch.Tensor) -> torch.Tensor:

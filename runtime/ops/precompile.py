@@ -13,7 +13,7 @@ from ostinato.kernels.mode import BuildMode
 from ostinato.kernels.toolchain import find_cutlass, find_nvcc
 from ostinato.kernels.variants import Quantize, Variant
 from ostinato.ops import gemm_table, gemm_tuning
-from ostinato.ops.launch import KERNEL_NAMES, gpu
+from ostinato.ops.launch import KERNEL_NAMES, device_index, gpu
 
 __all__ = ["Variant", "layer_kernels", "precompile"]
 
@@ -39,7 +39,7 @@ def layer_kernels(
         batch_invariant: likewise.
         device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
     """
-    name, sms = ("", gemm_table.H200_SMS) if device is None else gpu(_index(device))
+    name, sms = ("", gemm_table.H200_SMS) if device is None else gpu(device_index(device))
     operand, output = KERNEL_NAMES[dtype], KERNEL_NAMES[activations]
     gemms = gemm_tuning.variants(
         name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
@@ -72,7 +72,3 @@ def precompile(variants: Iterable[Variant]) -> None:
             flush=True,
         )
         compiler.build(missing)
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
