@@ -90,7 +90,8 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
                       std::uintptr_t bias, std::uintptr_t x_zero_point,
                       std::int32_t x_zero_point_stride, std::uintptr_t w_sum,
                       std::int32_t tile_channels, std::int32_t tile_tokens, std::int32_t cluster,
-                      std::int32_t split_k, std::int32_t band, bool pdl) {
+                      std::int32_t share_weights, std::int32_t split_k, std::int32_t band,
+                      bool pdl) {
   W8A8GemmParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
@@ -112,6 +113,7 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
   params.tile_channels = tile_channels;
   params.tile_tokens = tile_tokens;
   params.cluster = cluster;
+  params.share_weights = share_weights;
   params.split_k = split_k;
   params.band = band;
   params.pdl = pdl ? 1 : 0;
@@ -185,7 +187,7 @@ PYBIND11_MODULE(_C, module) {
            arg("w_scale_stride"), arg("out"), arg("out_stride"), arg("m"), arg("n"), arg("k"),
            arg("stream"), arg("bias") = 0, arg("x_zero_point") = 0, arg("x_zero_point_stride") = 0,
            arg("w_sum") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0, arg("cluster") = 0,
-           arg("split_k") = 0, arg("band") = 0, arg("pdl") = false);
+           arg("share_weights") = 0, arg("split_k") = 0, arg("band") = 0, arg("pdl") = false);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))

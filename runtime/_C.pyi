@@ -34,6 +34,7 @@ class W8A8Gemm:
         tile_channels: int = 0,
         tile_tokens: int = 0,
         cluster: int = 0,
+        share_weights: int = 0,
         split_k: int = 0,
         band: int = 0,
         pdl: bool = False,

@@ -6,7 +6,16 @@
 
 namespace ostinato {
 
-// All threads of all CTAs of the cluster.
+// All threads of all CTAs of the cluster have come here. It orders no writes.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// As meet_cluster(), and what they wrote before is visible to all: a release at the scope of the
+// cluster waits for all of a thread's memory traffic.
 __device__ __forceinline__ void sync_cluster() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"

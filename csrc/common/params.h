@@ -27,7 +27,8 @@ struct W8A8GemmParams {
   // How the tiled kernel cuts the output; 0 leaves the choice to the launch.
   int32_t tile_channels;  // channels of a CTA's tile, at most those compiled; a multiple of 16
   int32_t tile_tokens;    // tokens of a tile, at most those compiled
-  int32_t cluster;        // CTAs that share their tokens: 1 or 2
+  int32_t cluster;        // CTAs that share what they copy: 1 or 2
+  int32_t share_weights;  // 1: they are of neighbouring tokens and share their weights, not tokens
   int32_t split_k;        // 2: the CTAs of a cluster share K of tiles that would leave SMs idle
   int32_t band;           // tiles of channels that are walked side by side
   int32_t pdl;            // 1: launched with programmatic stream serialization

@@ -16,6 +16,13 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+
+  __device__ __forceinline__ void advance(int slots, int steps) {
+    const int ahead = slot + steps;
+    const int rounds = ahead / slots;
+    slot = ahead - rounds * slots;
+    parity ^= rounds & 1;
+  }
 };
 
 }  // namespace ostinato

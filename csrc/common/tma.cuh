@@ -13,11 +13,12 @@
 
 namespace ostinato {
 
-// A tensor of bytes, the innermost dimension first, and the box that one copy moves.
+// A tensor, the innermost dimension first, and the box that one copy moves. Strides are in bytes,
+// all else in elements.
 template <int kRank>
 struct TensorMapShape {
   uint64_t size[kRank];
-  uint64_t stride[kRank];  // bytes; that of the innermost dimension is 1 and not read
+  uint64_t stride[kRank];  // that of the innermost dimension is not read
   uint32_t box[kRank];
 };
 
@@ -36,11 +37,11 @@ inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* en
 }
 
 // The base address and all strides are multiples of 16 bytes. Outside the tensor a copy reads
-// zeros.
+// zeros. Of memory the L2 cache fetches whole lines.
 template <int kRank>
 cudaError_t encode_tensor_map(CUtensorMap* map, const void* base,
                               const TensorMapShape<kRank>& shape, CUtensorMapSwizzle swizzle,
-                              CUtensorMapL2promotion promotion) {
+                              CUtensorMapDataType element = CU_TENSOR_MAP_DATA_TYPE_UINT8) {
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   OSTINATO_RETURN_IF_ERROR(find_tensor_map_encoder(&encode));
   uint32_t steps[kRank];
@@ -48,8 +49,8 @@ cudaError_t encode_tensor_map(CUtensorMap* map, const void* base,
     step = 1;
   }
   const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank, const_cast<void*>(base), shape.size,
-             shape.stride + 1, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+      encode(map, element, kRank, const_cast<void*>(base), shape.size, shape.stride + 1, shape.box,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -60,20 +61,20 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
 
 // Copies the box at (x, y); `barrier` counts its bytes.
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, int x, int y,
-                                         uint64_t* barrier, uint64_t policy) {
+                                         uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(x), "r"(y), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(barrier))
       : "memory");
 }
 
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, int x, int y, int z,
-                                         int w, uint64_t* barrier, uint64_t policy) {
+                                         uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
 
@@ -105,13 +106,20 @@ __device__ __forceinline__ void fence_shared_for_tma() {
 // Copies the box to the same address in every CTA of `ctas` (a bit for each rank of the cluster),
 // and counts its bytes at the barrier there.
 __device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorMap& map, int x,
-                                                   int y, uint64_t* barrier, uint16_t ctas,
-                                                   uint64_t policy) {
+                                                   int y, uint64_t* barrier, uint16_t ctas) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
-          shared_address(shared)),
-      "l"(&map), "r"(x), "r"(y), "r"(shared_address(barrier)), "h"(ctas), "l"(policy)
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(shared_address(barrier)), "h"(ctas)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorMap& map, int x,
+                                                   int y, int z, uint64_t* barrier, uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(ctas)
       : "memory");
 }
 

@@ -1,9 +1,10 @@
 // The layout of packed weights: tiles of 16 rows by 64 of K, each a run of 1 KB.
 //
 // [tile of 16 rows][block of 64 of K][row][byte], zero padded to whole tiles and to an even number
-// of blocks. In torch: pad w to [16 t, 128 d], then w.view(t, 16, 2 d, 64).permute(0, 2, 1, 3). A
-// bulk copy of many blocks of a tile reads one run of memory; a TMA box of many tiles arrives in
-// shared memory as rows of 64 bytes, which is an operand of wgmma.
+// of blocks. Within a row, the v-th vector of 16 bytes stands at v ^ (row / 2 % 4): that is TMA's
+// and wgmma's 64-byte swizzle, so that a copy of whole runs arrives in shared memory as an operand
+// of wgmma (TMA takes some 2 clocks per row, of up to 128 bytes: rows of 64 would halve its speed),
+// and no reader meets a bank conflict. runtime/ops/packing.py packs.
 #pragma once
 
 namespace ostinato {

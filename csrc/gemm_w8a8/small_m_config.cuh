@@ -1,4 +1,4 @@
-// The shape of one compiled small-M GEMM, from its -D macros, and the layout of its packed weights.
+// The shape of one compiled small-M GEMM, from its -D macros.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -66,6 +66,10 @@ inline constexpr int kStages =
 inline constexpr int kWantedPrefill = (kPrefillBytes + kStageBytes - 1) / kStageBytes;
 inline constexpr int kPrefillStages = kWantedPrefill < kStages ? kWantedPrefill : kStages;
 static_assert(kStages >= 2, "the ring needs two stages: fewer row tiles or tokens");
+
+// Named barriers.
+inline constexpr int kMmaDone = 1;
+inline constexpr int kInitialized = 2;
 
 struct alignas(128) SharedStorage {
   uint8_t ring[kStages][kStageBytes];

@@ -53,9 +53,7 @@ struct Channel {
   }
 };
 
-__device__ __forceinline__ void sync_mma_warps() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kMmaThreads) : "memory");
-}
+__device__ __forceinline__ void sync_mma_warps() { sync_named(kMmaDone, kMmaThreads); }
 
 template <bool kVectorLoads>
 class Consumer {
@@ -65,6 +63,9 @@ class Consumer {
     const int warp = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
     depth_warp_ = warp % kDepthWarps;
+    // Of the MMA's fragment: row lane / 4, vector lane % 4, where the swizzle has put it.
+    const int row = lane_ / 4;
+    in_block_ = row * kPackedDepth + (lane_ % 4 ^ row / 2 % 4) * 16;
     first_token_ = warp / kDepthWarps * kTokenTiles * 8;
     const int column = depth_warp_ * kWarpDepth + lane_ % 8 * 16;
     x_token_ = first_token_ + lane_ / 8;
@@ -83,6 +84,7 @@ class Consumer {
     for (int slot = 0; slot < kSlots; ++slot) {
       load_slot(slots_[slot], slot);
     }
+    sync_named(kInitialized, kThreads);
     OSTINATO_DELAY(small_m_x_requested, threadIdx.x / 32 == 4);
     __syncwarp();
     if (lane_ == 0) {
@@ -204,7 +206,7 @@ class Consumer {
     wait(&shared_.full[position_.slot], position_.parity);
     OSTINATO_DELAY(small_m_stage_load, threadIdx.x / 32 == 5);
     const uint8_t* stage =
-        shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kPackedBlockBytes + lane_ * 16;
+        shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kPackedBlockBytes + in_block_;
     if (chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks) {
       Input::Weights w[kWarpBlocks][kRowTiles];
 #pragma unroll
@@ -290,6 +292,7 @@ class Consumer {
   const W8A8GemmParams& params_;
   const Work& work_;
   int lane_, depth_warp_, first_token_;
+  int in_block_;  // where this lane's weights are in a block of K
   RingPosition position_;
   const uint8_t* x_;       // this lane's first bytes of x
   int x_token_, x_limit_;  // their token, and how many bytes its row has from there

@@ -45,12 +45,15 @@ class Producer {
 
   __device__ bool done() const { return tile_ >= work_.end_tile; }
 
-  __device__ void run() {
-    // Slots that nothing has used yet. What is in flight when x is asked for is served before x:
-    // more than this would delay x by more than it hastens the weights.
+  // Fills slots that nothing has used yet. What is in flight when x is asked for is served before
+  // x: more than this would delay x by more than it hastens the weights.
+  __device__ void prefill() {
     for (int i = 0; i < kPrefillStages && !done(); ++i) {
       issue();
     }
+  }
+
+  __device__ void run() {
     // Now, since the successor takes the place of the first CTAs that end, and fills its own ring.
     let_successor_start();
     for (int i = kPrefillStages; i < kStages && !done(); ++i) {

@@ -4,7 +4,7 @@
 // full, and begins before it waits for the predecessor kernel: weights are constants. Eight warps
 // split each chunk of K (and, for many tokens, the tokens), keep their part of x in registers, and
 // add their sums through shared memory in a fixed order. docs/gemm_small_m.md has the reasons and
-// the measurements, small_m_config.cuh the macros and the layout of the packed weights.
+// the measurements, small_m_config.cuh the macros, packed.h the layout of weights.
 //
 // With params.pdl the predecessor may write x, x_scale and x_zero_point. It must not write w,
 // w_scale, w_sum or bias: these are read before the wait.
@@ -26,18 +26,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t storage[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
   const Work work(params);
-  if (threadIdx.x == kMmaThreads) {
-    for (int i = 0; i < kStages; ++i) {
-      init_barrier(&shared.full[i], 1);
-      init_barrier(&shared.empty[i], kMmaWarps);
-    }
-    init_barrier(&shared.x_requested, kMmaWarps);
-    fence_barrier_init();
-  }
-  __syncthreads();
   if (threadIdx.x >= kMmaThreads) {
+    // To initialise a barrier takes some 60 clocks: the first weights wait for their own only, and
+    // nobody waits here for the others, who ask for x meanwhile.
+    Producer producer(shared, params, work);
     if (threadIdx.x == kMmaThreads) {
-      Producer(shared, params, work).run();
+      for (uint64_t& full : shared.full) {
+        init_barrier(&full, 1);
+      }
+      fence_barrier_init();
+      producer.prefill();
+      for (uint64_t& empty : shared.empty) {
+        init_barrier(&empty, kMmaWarps);
+      }
+      init_barrier(&shared.x_requested, kMmaWarps);
+      fence_barrier_init();
+    }
+    __syncwarp();
+    arrive_named(kInitialized, kThreads);
+    if (threadIdx.x == kMmaThreads) {
+      producer.run();
     }
     return;
   }

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/debug.cuh"
 #include "common/params.h"
@@ -13,8 +14,9 @@
 
 // -DOSTINATO_OPERAND=int8|e4m3      x and w
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias
-// -DOSTINATO_CHANNELS=64|128|256    most channels of a tile: the MMA's rows
-// -DOSTINATO_TOKENS=16...256        most tokens of a tile: the MMA's columns
+// -DOSTINATO_CHANNELS=64...256      most channels of a tile
+// -DOSTINATO_TOKENS=16|32|64|128|256   most tokens of a tile
+// -DOSTINATO_PINGPONG=0|1           1: two warpgroups with a tile each take turns
 // -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: sums stay in the tensor cores (about 13 fraction
 //                                   bits); 0: they are added in fp32 every 128 products
 namespace ostinato::tiled {
@@ -32,20 +34,32 @@ inline constexpr bool kFastAccum = OSTINATO_FAST_ACCUM;
 inline constexpr bool kPromote = !kInt8 && !kFastAccum;
 static_assert(!(kInt8 && kFastAccum), "INT8 sums are exact: there is nothing to accumulate fast");
 
+inline constexpr bool kPingPong = OSTINATO_PINGPONG;
+// What feeds the MMA's 64 rows; the other feeds its columns, of which there may be as many as are
+// wanted. Tokens, so that a tile has any number of channels; but channels where few tokens would
+// leave rows empty, and where a tile is to be as large as it can or stored while another is summed:
+// there the epilogue that turns results and stores them by TMA takes less power.
+#define OSTINATO_TOKEN_ROWS \
+  ((OSTINATO_TOKENS == 64 || OSTINATO_TOKENS == 128) && !OSTINATO_PINGPONG)
+inline constexpr bool kTokenRows = OSTINATO_TOKEN_ROWS;
+
 inline constexpr int kChannels = OSTINATO_CHANNELS;
 inline constexpr int kTokens = OSTINATO_TOKENS;
+inline constexpr int kTileRows = kTokenRows ? kTokens : kChannels;
+inline constexpr int kTileColumns = kTokenRows ? kChannels : kTokens;
 inline constexpr int kMmaRows = 64;
 inline constexpr int kMmaDepth = 32;
 inline constexpr int kWarpgroup = 128;  // threads
-inline constexpr int kConsumers = kChannels > kMmaRows ? 2 : 1;
-inline constexpr int kBlocks = kChannels / (kMmaRows * kConsumers);  // of 64 channels, a warpgroup
-inline constexpr int kSums = kTokens / 2;                            // per thread and block
+inline constexpr int kConsumers = kPingPong || kTileRows > kMmaRows ? 2 : 1;
+inline constexpr int kSharers = kPingPong ? 1 : kConsumers;        // warpgroups of a tile
+inline constexpr int kBlocks = kTileRows / (kMmaRows * kSharers);  // of 64 rows, a warpgroup
+inline constexpr int kSums = kTileColumns / 2;                     // per thread and block
 // A product waits for the one before it that has the same sums. Where few columns leave the tensor
 // core idle meanwhile, two sets of sums take turns.
-inline constexpr int kChains = kTokens <= 32 && !kPromote ? 2 : 1;
-static_assert(kChannels == 64 || kChannels == 128 || kChannels == 256,
-              "one warpgroup of 64 channels, or two of 64 or 128");
-static_assert(kTokens % 16 == 0 && kTokens <= 256, "an INT8 MMA has a multiple of 16 columns");
+inline constexpr int kChains = kTileColumns <= 32 && !kPromote ? 2 : 1;
+static_assert(kTileRows == 64 || kTileRows == 128, "one warpgroup of 64 rows, or two");
+static_assert(kTileColumns % 16 == 0 && kTileColumns <= 256,
+              "an INT8 MMA has a multiple of 16 columns");
 static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the registers");
 
 // One consumer leaves registers for all: its producers are two warps. Otherwise a warpgroup gives
@@ -56,36 +70,50 @@ inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 // A stage of the ring holds this much of K of the tile's tokens and channels. Small tiles take two
 // units of 128, since each stage costs a round of barriers.
 inline constexpr int kUnitDepth = 128;
-inline constexpr int kUnits = kChannels + kTokens <= 128 ? 2 : 1;
+inline constexpr int kUnits = kChannels + kTokens <= 160 ? 2 : 1;
 inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 inline constexpr int kMaxStages = 16;
 // Weights that are asked for before x: deeper is not better, since x waits behind them.
 inline constexpr int kPrefillBytes = (kTokens <= 32 ? 192 : kTokens <= 64 ? 64 : 32) * 1024;
-// x is swizzled in groups of 8 tokens.
-inline constexpr int kTokenGroup = 8;
+// Shared memory is swizzled in groups of 8 rows.
+inline constexpr int kGroupRows = 8;
 
-// The epilogue turns a chunk of tokens at a time from the MMA's layout into rows of out, of 64
-// channels. Several take turns, since TMA reads one while the next is written. A row is stored in
-// pieces as wide as TMA's widest swizzle.
+// Where channels are rows, the epilogue turns a chunk of tokens at a time from the MMA's layout
+// into rows of out, of 64 channels. Several take turns, since TMA reads one while the next is
+// written. A row is stored in pieces as wide as TMA's widest swizzle.
 inline constexpr int kChunkTokens = kTokens % 64 == 0 ? 32 : 16;
 inline constexpr int kChunks = 3;
 inline constexpr int kPieceBytes = 128;
 inline constexpr int kPieces = kMmaRows * sizeof(Output) / kPieceBytes;
-// Two CTAs can share the K of a tile where each is left with a whole chunk.
-inline constexpr bool kCanSplit = kTokens / 2 % kChunkTokens == 0;
+// Where tokens are, it stores 16 channels of a token at a time.
+inline constexpr int kStoredChannels = 16;
+// Two CTAs can share the K of a tile where each is left with whole ones of these.
+inline constexpr int kStoredColumns = kTokenRows ? kStoredChannels : kChunkTokens;
+inline constexpr bool kCanSplit = !kPingPong && kTileColumns / 2 % kStoredColumns == 0;
 
-struct alignas(1024) FixedStorage {
+struct TurnedStorage {
   uint8_t chunk[kConsumers][kChunks][kPieces][kChunkTokens][kPieceBytes];
   float x_scale[kConsumers][kTokens];
   int32_t x_zero_point[kConsumers][kTokens];
+};
+
+struct DirectStorage {
+  float w_scale[kConsumers][kChannels];
+  float bias[kConsumers][kChannels];
+  int32_t w_sum[kConsumers][kChannels];
+};
+
+struct alignas(1024) FixedStorage {
+  std::conditional_t<kTokenRows, DirectStorage, TurnedStorage> epilogue;
   uint64_t full[kMaxStages];
   uint64_t empty[kMaxStages];
+  uint64_t turn[2];    // ping-pong: the warpgroup may multiply
   uint64_t prefilled;  // the tokens' turn has come
 };
 
-// Sums of half the tile's tokens, in fp32 or int32.
+// Sums of half the tile's columns, in fp32 or int32.
 inline constexpr int kExchangeBytes = kChannels * kTokens / 2 * 4;
 
 inline constexpr int kSmemLimit = 227 * 1024;

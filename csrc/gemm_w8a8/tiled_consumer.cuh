@@ -4,7 +4,11 @@
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
-#include "tiled_epilogue.cuh"
+#if OSTINATO_TOKEN_ROWS
+#include "tiled_epilogue_direct.cuh"
+#else
+#include "tiled_epilogue_turned.cuh"
+#endif
 #include "tiled_mma.cuh"
 #include "tiled_plan.cuh"
 
@@ -22,10 +26,15 @@ class Consumer {
         warpgroup_(threadIdx.x / kWarpgroup) {}
 
   __device__ __forceinline__ void run() {
-    const int clusters = gridDim.x / plan_.cluster;
+    const int clusters = plan_.clusters;
     Epilogue epilogue(params_, plan_, out_map_, fixed_, warpgroup_);
     RingPosition position;
-    for (int index = blockIdx.x / plan_.cluster; index < plan_.items; index += clusters) {
+    int first = blockIdx.x >> (plan_.cluster - 1);
+    if (kPingPong && warpgroup_ == 1) {
+      first += clusters;
+      position.advance(plan_.stages, plan_.depth_steps);
+    }
+    for (int index = first; index < plan_.items; index += clusters * (kPingPong ? 2 : 1)) {
       Item item = item_at(plan_, index, rank());
       shared_ = item.shared;
       epilogue.fetch_channels(item);
@@ -42,9 +51,12 @@ class Consumer {
       if (kCanSplit && item.shared) {
         Sum half[kBlocks][kSums / 2];
         exchange(sums, half);
-        epilogue.store<kTokens / 2>(item, rank() * (kTokens / 2), half);
+        epilogue.store<kTileColumns / 2>(item, rank() * (kTileColumns / 2), half);
       } else {
-        epilogue.store<kTokens>(item, 0, sums);
+        epilogue.store<kTileColumns>(item, 0, sums);
+      }
+      if (kPingPong) {
+        position.advance(plan_.stages, plan_.depth_steps);
       }
     }
     epilogue.finish();
@@ -60,20 +72,24 @@ class Consumer {
   __device__ __forceinline__ int rank() const { return plan_.cluster > 1 ? cluster_rank() : 0; }
 
   __device__ __forceinline__ uint32_t channels_of(int slot) const {
-    return ring_ + slot * plan_.stage_bytes + warpgroup_ * kBlocks * kMmaRows * kPackedDepth;
+    return ring_ + slot * plan_.stage_bytes +
+           (kTokenRows ? 0 : part() * kBlocks * kMmaRows * kPackedDepth);
   }
+  // Which part of the tile is this warpgroup's.
+  __device__ __forceinline__ int part() const { return kPingPong ? 0 : warpgroup_; }
+
   __device__ __forceinline__ uint32_t tokens_of(int slot) const {
-    return ring_ + slot * plan_.stage_bytes + plan_.weight_bytes;
+    return ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
+           (kTokenRows ? part() * kBlocks * kMmaRows * kUnitDepth : 0);
   }
 
   // Enqueues the products of a stage, as one group.
   __device__ __forceinline__ void multiply_stage(int slot, bool accumulate,
                                                  Sum (&sums)[kChains][kBlocks][kSums]) {
-    const int block_bytes = plan_.tile_channels * kPackedDepth;
     cute::warpgroup_arrive();
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      multiply_unit(channels_of(slot) + unit * kUnitBlocks * block_bytes, block_bytes,
+      multiply_unit(channels_of(slot) + unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes,
                     tokens_of(slot) + unit * plan_.token_rows * kUnitDepth, accumulate || unit > 0,
                     sums);
     }
@@ -95,11 +111,26 @@ class Consumer {
     }
   }
 
+  // One warpgroup multiplies while the other stores its tile. The turn also keeps a warpgroup from
+  // a stage that the ring has yet to reach again: a barrier's parity tells only two rounds apart.
+  __device__ __forceinline__ void wait_turn() {
+    if (kPingPong) {
+      wait(&fixed_.turn[warpgroup_], turn_parity_);
+      turn_parity_ ^= 1;
+    }
+  }
+  __device__ __forceinline__ void give_turn() {
+    if (kPingPong && threadIdx.x % 32 == 0) {
+      arrive(&fixed_.turn[warpgroup_ ^ 1]);
+    }
+  }
+
   __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums],
                                       RingPosition& position) {
     Sum chains[kChains][kBlocks][kSums];
     pin(chains);
     int previous = 0;
+    wait_turn();
     for (int step = 0; step < steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
       wait(&fixed_.full[position.slot], position.parity);
@@ -112,6 +143,7 @@ class Consumer {
       previous = position.slot;
       position.advance(plan_.stages);
     }
+    give_turn();
     cute::warpgroup_wait<0>();
     pin(chains);
     release(previous);
@@ -127,7 +159,6 @@ class Consumer {
   // Sums of 128 products, added in fp32.
   __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
                                                 RingPosition& position) {
-    const int block_bytes = plan_.tile_channels * kPackedDepth;
 #pragma unroll
     for (auto& block : sums) {
 #pragma unroll
@@ -135,6 +166,7 @@ class Consumer {
         s = 0;
       }
     }
+    wait_turn();
     for (int step = 0; step < steps; ++step) {
       wait(&fixed_.full[position.slot], position.parity);
 #pragma unroll
@@ -142,7 +174,8 @@ class Consumer {
         Sum part[1][kBlocks][kSums];
         pin(part);
         cute::warpgroup_arrive();
-        multiply_unit(channels_of(position.slot) + unit * kUnitBlocks * block_bytes, block_bytes,
+        multiply_unit(channels_of(position.slot) + unit * kUnitBlocks * plan_.block_bytes,
+                      plan_.block_bytes,
                       tokens_of(position.slot) + unit * plan_.token_rows * kUnitDepth, false, part);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
@@ -158,9 +191,10 @@ class Consumer {
       release(position.slot);
       position.advance(plan_.stages);
     }
+    give_turn();
   }
 
-  // Adds the partner's sums to ours, each for its half of the tokens: `half` is ours. They travel
+  // Adds the partner's sums to ours, each for its half of the columns: `half` is ours. They travel
   // through the ring of the one who adds, which is idle when both have multiplied everything.
   __device__ __forceinline__ void exchange(Sum (&sums)[kBlocks][kSums],
                                            Sum (&half)[kBlocks][kSums / 2]) {
@@ -207,6 +241,7 @@ class Consumer {
   FixedStorage& fixed_;
   int warpgroup_;
   bool shared_ = false;
+  uint32_t turn_parity_ = warpgroup_ == 0 ? 1 : 0;  // the first turn is warpgroup 0's
 };
 
 }  // namespace ostinato::tiled

@@ -13,18 +13,24 @@
 
 namespace ostinato::tiled {
 
-#define OSTINATO_MMA_NAME_OF(tokens, types) MMA_64x##tokens##x32_##types##_SS_TN
-#define OSTINATO_MMA_NAME(tokens, types) OSTINATO_MMA_NAME_OF(tokens, types)
+#define OSTINATO_MMA_NAME_OF(columns, types) MMA_64x##columns##x32_##types##_SS_TN
+#define OSTINATO_MMA_NAME(columns, types) OSTINATO_MMA_NAME_OF(columns, types)
+
+#if OSTINATO_TOKEN_ROWS
+#define OSTINATO_COLUMNS OSTINATO_CHANNELS
+#else
+#define OSTINATO_COLUMNS OSTINATO_TOKENS
+#endif
 
 template <bool kIsInt8>
 struct MmaOf {
   using Sum = uint32_t;  // the bits of an int32
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_TOKENS, S32S8S8);
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, S32S8S8);
 };
 template <>
 struct MmaOf<false> {
   using Sum = float;
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_TOKENS, F32E4M3E4M3)<>;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, F32E4M3E4M3)<>;
 };
 #undef OSTINATO_MMA_NAME
 #undef OSTINATO_MMA_NAME_OF
@@ -38,14 +44,14 @@ template <int kRowBytes>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as the swizzle");
   constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
-  constexpr uint64_t kGroupBytes = 8 * kRowBytes;
+  constexpr uint64_t kGroupBytes = kGroupRows * kRowBytes;
   return (address >> 4) | (uint64_t(1) << 16) | ((kGroupBytes >> 4) << 32) | (kSwizzle << 62);
 }
 
 template <int... kIndex>
-__device__ __forceinline__ void multiply(uint64_t channels, uint64_t tokens, Sum (&sums)[kSums],
+__device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns, Sum (&sums)[kSums],
                                          bool accumulate, std::integer_sequence<int, kIndex...>) {
-  Mma::fma(channels, tokens, sums[kIndex]...,
+  Mma::fma(rows, columns, sums[kIndex]...,
            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
@@ -64,9 +70,9 @@ __device__ __forceinline__ void pin(Sum (&sums)[kSets][kBlocks][kSums]) {
   }
 }
 
-// Enqueues sums += channels · tokensᵀ over the depth of one unit. `channels` and `tokens` are the
-// shared addresses of the warpgroup's rows; packed blocks of K are `block_bytes` apart. With two
-// chains the products add to one and the other in turn.
+// Enqueues sums += channels · tokensᵀ, or its transpose, over the depth of one unit. `channels` and
+// `tokens` are the shared addresses of the warpgroup's rows; blocks of K of channels are
+// `block_bytes` apart. With two chains the products add to one and the other in turn.
 template <int kSets>
 __device__ __forceinline__ void multiply_unit(uint32_t channels, int block_bytes, uint32_t tokens,
                                               bool accumulate, Sum (&sums)[kSets][kBlocks][kSums]) {
@@ -76,10 +82,13 @@ __device__ __forceinline__ void multiply_unit(uint32_t channels, int block_bytes
     const int step = depth / kMmaDepth;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      multiply(
-          matrix_descriptor<kPackedDepth>(channels + in_block + block * kMmaRows * kPackedDepth),
-          matrix_descriptor<kUnitDepth>(tokens + depth), sums[step % kSets][block],
-          accumulate || step >= kSets, std::make_integer_sequence<int, kSums>());
+      const uint64_t of_channels = matrix_descriptor<kPackedDepth>(
+          channels + in_block + (kTokenRows ? 0 : block * kMmaRows * kPackedDepth));
+      const uint64_t of_tokens = matrix_descriptor<kUnitDepth>(
+          tokens + depth + (kTokenRows ? block * kMmaRows * kUnitDepth : 0));
+      multiply(kTokenRows ? of_tokens : of_channels, kTokenRows ? of_channels : of_tokens,
+               sums[step % kSets][block], accumulate || step >= kSets,
+               std::make_integer_sequence<int, kSums>());
     }
   }
 }

@@ -1,8 +1,10 @@
 // How a launch of the tiled GEMM cuts its output into tiles, and the order in which CTAs walk them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "cutlass/fast_math.h"
 #include "tiled_config.cuh"
 
 namespace ostinato::tiled {
@@ -14,13 +16,18 @@ __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b)
 // MMA then multiplies whatever lies behind it in shared memory, and nobody looks at the result.
 struct Plan {
   int tile_channels, tile_tokens;
-  int cluster;     // CTAs of neighbouring channels that share their tokens
-  int token_rows;  // of a stage: tile_tokens in whole groups, for every CTA of the cluster
+  int cluster;         // CTAs of neighbouring channels that share their tokens
+  bool share_weights;  // they are of neighbouring tokens and share their channels instead
+  int token_share;     // tokens of a stage that a CTA copies, for all that share them
+  int token_rows;      // of a stage: tile_tokens in whole shares of whole groups
   int stages;
   int stage_bytes, weight_bytes;
-  int depth_steps;                  // stages of a whole tile
-  int token_tiles, channel_groups;  // a group: the tiles of one cluster
-  int band;                         // channel groups that are walked side by side
+  int block_bytes;                              // of weights of a stage, for 64 of K
+  int depth_steps;                              // stages of a whole tile
+  int token_tiles, channel_groups;              // of one of them a cluster has a group each
+  int band;                                     // channel groups that are walked side by side
+  cutlass::FastDivmod of_band;                  // by the groups of a band
+  cutlass::FastDivmod of_width, of_last_width;  // by the channel groups of a band, of the last one
   int clusters;
   int items;        // of work: whole groups, then tiles whose K the CTAs of a cluster share
   int whole_items;  // items before this are whole groups
@@ -40,17 +47,17 @@ __device__ __forceinline__ Item item_at(const Plan& plan, int index, int rank) {
   const bool shared = index >= plan.whole_items;
   const int tail = index - plan.whole_items;
   const int group = shared ? plan.whole_items + tail / 2 : index;
-  const int band_groups = plan.band * plan.token_tiles;
-  const int band = group / band_groups;
-  const int within = group - band * band_groups;
-  const int first = band * plan.band;
-  const int left = plan.channel_groups - first;
-  const int width = left < plan.band ? left : plan.band;
-  const int token_tile = within / width;
-  const int channel_group = first + within - token_tile * width;
-  const int channel_tile = channel_group * plan.cluster + (shared ? tail % 2 : rank);
+  int band, within, token_tile, in_width;
+  plan.of_band(band, within, group);
+  const bool last = (band + 1) * plan.band > plan.channel_groups;
+  (last ? plan.of_last_width : plan.of_width)(token_tile, in_width, within);
+  const int channel_group = band * plan.band + in_width;
+  const int in_group = shared ? tail % 2 : rank;
+  const int channel_tile =
+      plan.share_weights ? channel_group : channel_group * plan.cluster + in_group;
+  const int own_token_tile = plan.share_weights ? token_tile * plan.cluster + in_group : token_tile;
   const int half = ceil_div(plan.depth_steps, 2);
-  return {channel_tile * plan.tile_channels, token_tile * plan.tile_tokens,
+  return {channel_tile * plan.tile_channels, own_token_tile * plan.tile_tokens,
           shared ? rank * half : 0, shared ? half : plan.depth_steps, shared};
 }
 
@@ -70,7 +77,7 @@ inline int square_band(const Plan& plan) {
 inline void fit_ring(Plan* plan) {
   const int spare_tokens = (kTokens - plan->token_rows) * kUnitDepth;
   const int spare_channels = (kChannels - plan->tile_channels) * kPackedDepth;
-  const int spare = spare_tokens > spare_channels ? spare_tokens : spare_channels;
+  const int spare = std::max(spare_tokens, spare_channels);
   plan->stages = (kSmemLimit - kRingOffset - spare) / plan->stage_bytes;
   plan->stages = plan->stages < kMaxStages ? plan->stages : kMaxStages;
   plan->smem_bytes = kRingOffset + plan->stages * plan->stage_bytes + spare;
@@ -107,22 +114,33 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->tile_tokens =
       params.tile_tokens > 0 ? params.tile_tokens : ceil_div(params.m, ceil_div(params.m, kTokens));
   plan->cluster = params.cluster > 0 ? params.cluster : 1;
+  plan->share_weights = params.share_weights != 0;
   if (plan->tile_channels > kChannels || plan->tile_channels % kPackedRows != 0 ||
-      plan->tile_tokens > kTokens || plan->cluster > 2 || params.split_k > 2) {
+      plan->tile_tokens > kTokens || plan->cluster > 2 || params.split_k > 2 ||
+      (plan->share_weights && (plan->cluster == 1 || params.split_k > 1))) {
     return false;
   }
-  plan->token_rows = round_up(plan->tile_tokens, kTokenGroup * plan->cluster);
+  const int sharers = plan->share_weights ? 1 : plan->cluster;
+  plan->token_share = round_up(ceil_div(plan->tile_tokens, sharers), kGroupRows);
+  plan->token_rows = plan->token_share * sharers;
   plan->weight_bytes = plan->tile_channels * kStageDepth;
   plan->stage_bytes = plan->weight_bytes + plan->token_rows * kStageDepth;
+  plan->block_bytes = plan->tile_channels * kPackedDepth;
   plan->depth_steps = ceil_div(params.k, kStageDepth);
   plan->token_tiles = ceil_div(params.m, plan->tile_tokens);
-  plan->channel_groups = ceil_div(ceil_div(params.n, plan->tile_channels), plan->cluster);
+  plan->channel_groups = ceil_div(params.n, plan->tile_channels);
+  int* const grouped = plan->share_weights ? &plan->token_tiles : &plan->channel_groups;
+  *grouped = ceil_div(*grouped, plan->cluster);
   if (!share_out(params.split_k, sms, plan)) {
     return false;
   }
   fit_ring(plan);
   plan->band = params.band > 0 ? params.band : square_band(*plan);
   plan->band = plan->band < plan->channel_groups ? plan->band : plan->channel_groups;
+  plan->of_band = cutlass::FastDivmod(plan->band * plan->token_tiles);
+  plan->of_width = cutlass::FastDivmod(plan->band);
+  const int last_width = plan->channel_groups % plan->band;
+  plan->of_last_width = cutlass::FastDivmod(last_width > 0 ? last_width : plan->band);
   plan->aligned_out = reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
                       params.out_stride * sizeof(Output) % 16 == 0;
   plan->whole_blocks = plan->tile_channels % kMmaRows == 0 && plan->aligned_out &&

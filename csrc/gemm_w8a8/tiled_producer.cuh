@@ -1,7 +1,8 @@
 // The producers of the tiled GEMM: one thread copies weights, another, in its own warp, tokens.
+// What they do between two copies limits how fast a ring of small stages fills, so that each way to
+// copy has a loop of its own.
 #pragma once
 
-#include "common/cache_policy.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -14,132 +15,135 @@ namespace ostinato::tiled {
 // thread announces them all.
 class Producer {
  public:
-  __device__ Producer(const Plan& plan, uint8_t* ring, FixedStorage& fixed)
+  __device__ Producer(const Plan& plan, const CUtensorMap& map, uint8_t* ring, FixedStorage& fixed)
       : plan_(plan),
+        map_(map),
         ring_(ring),
         fixed_(fixed),
-        rank_(plan.cluster > 1 ? cluster_rank() : 0),
-        clusters_(gridDim.x / plan.cluster),
-        cluster_(blockIdx.x / plan.cluster) {}
+        rank_(plan.cluster > 1 ? cluster_rank() : 0) {}
 
  protected:
-  __device__ __forceinline__ void wait_empty(const RingPosition& position) {
-    wait(&fixed_.empty[position.slot], position.parity ^ 1);
+  static constexpr uint16_t kBothCtas = 0b11;
+
+  // Calls copy(item, step, stage, full) for every stage of every item of this CTA, when the stage
+  // is empty; before it announce(full).
+  template <class Announce, class Copy>
+  __device__ __forceinline__ void fill(Announce announce, Copy copy) {
+    RingPosition position;
+    for (int index = blockIdx.x >> (plan_.cluster - 1); index < plan_.items;
+         index += plan_.clusters) {
+      const Item item = item_at(plan_, index, rank_);
+      const int end = item.first_step + item.steps;
+#pragma unroll 1
+      for (int step = item.first_step; step < end; ++step) {
+        uint64_t* const full = &fixed_.full[position.slot];
+        wait(&fixed_.empty[position.slot], position.parity ^ 1);
+        announce(full);
+        copy(item, step, ring_ + position.slot * plan_.stage_bytes, full);
+        position.advance(plan_.stages);
+      }
+    }
   }
 
   const Plan& plan_;
+  const CUtensorMap& map_;
   uint8_t* ring_;
   FixedStorage& fixed_;
-  int rank_, clusters_, cluster_;
+  int rank_;
 };
 
 class WeightProducer : Producer {
  public:
-  __device__ WeightProducer(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& map,
-                            uint8_t* ring, FixedStorage& fixed)
-      : Producer(plan, ring, fixed),
-        packed_(params.w_stride == 0),
-        map_(map),
-        // Weights that one tile alone reads should not push activations out of the L2 cache.
-        policy_(plan.token_tiles == 1 ? evict_first_policy() : evict_normal_policy()) {}
+  using Producer::Producer;
 
   // Weights are constants: the first are on their way before the predecessor, which may write x,
   // has ended. No more than some: tokens wait behind them.
-  __device__ void run() {
-    const int prefill = ceil_div(kPrefillBytes, plan_.weight_bytes);
+  __device__ void run(bool packed) {
+    // CTAs that share weights copy as many blocks of K each, for both.
+    constexpr int kHalf = kStageBlocks / 2;
+    const int first = plan_.share_weights ? rank_ * kHalf : 0;
+    const int blocks = plan_.share_weights ? kHalf : kStageBlocks;
+    const int offset = first * plan_.block_bytes;
     int copied = 0;
-    RingPosition position;
-    for (int index = cluster_; index < plan_.items; index += clusters_) {
-      const Item item = item_at(plan_, index, rank_);
-      for (int step = 0; step < item.steps; ++step) {
-        if (copied == prefill) {
-          let_successor_start();
-          wait(&fixed_.prefilled, 0);
-        }
-        ++copied;
-        OSTINATO_DELAY(weights, true);
-        wait_empty(position);
-        arrive_expecting(&fixed_.full[position.slot], plan_.stage_bytes);
-        copy(item, step, position.slot);
-        position.advance(plan_.stages);
+    const int prefill = ceil_div(kPrefillBytes, plan_.weight_bytes);
+    const auto announce = [&](uint64_t* full) {
+      if (copied++ == prefill) {
+        let_successor_start();
+        wait(&fixed_.prefilled, 0);
       }
-    }
-    let_successor_start();
-  }
-
- private:
-  __device__ __forceinline__ void copy(const Item& item, int step, int slot) {
-    uint8_t* const stage = ring_ + slot * plan_.stage_bytes;
-    if (packed_) {
-      tma_load(stage, map_, 0, 0, item.channel / kPackedRows,
-               (item.first_step + step) * kStageBlocks, &fixed_.full[slot], policy_);
-      return;
-    }
+      OSTINATO_DELAY(weights, true);
+      arrive_expecting(full, plan_.stage_bytes);
+    };
+    if (packed && plan_.share_weights) {
+      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+        tma_load_multicast(stage + offset, map_, 0, item.channel / kPackedRows,
+                           step * kStageBlocks + first, full, kBothCtas);
+      });
+    } else if (packed) {
+      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+        tma_load(stage, map_, 0, item.channel / kPackedRows, step * kStageBlocks, full);
+      });
+    } else {
+      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
 #pragma unroll 1
-    for (int block = 0; block < kStageBlocks; ++block) {
-      tma_load(stage + block * plan_.tile_channels * kPackedDepth, map_,
-               (item.first_step + step) * kStageDepth + block * kPackedDepth, item.channel,
-               &fixed_.full[slot], policy_);
+        for (int block = first; block < first + blocks; ++block) {
+          uint8_t* const to = stage + block * plan_.block_bytes;
+          const int depth = (step * kStageBlocks + block) * kPackedDepth;
+          if (plan_.share_weights) {
+            tma_load_multicast(to, map_, depth, item.channel, full, kBothCtas);
+          } else {
+            tma_load(to, map_, depth, item.channel, full);
+          }
+        }
+      });
+    }
+    if (copied <= prefill) {
+      let_successor_start();
     }
   }
-
-  bool packed_;
-  const CUtensorMap& map_;
-  uint64_t policy_;
 };
 
 class TokenProducer : Producer {
  public:
-  __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
-                           FixedStorage& fixed)
-      : Producer(plan, ring, fixed),
-        map_(map),
-        share_(plan.token_rows / plan.cluster),
-        policy_(evict_normal_policy()) {}
+  using Producer::Producer;
 
+  // Each CTA of a cluster that shares tokens reads some of them for all, unless the CTAs share K.
   __device__ void run() {
     wait_for_predecessor();
-    RingPosition position;
-    for (int index = cluster_; index < plan_.items; index += clusters_) {
-      const Item item = item_at(plan_, index, rank_);
-      for (int step = 0; step < item.steps; ++step) {
-        OSTINATO_DELAY(tokens, true);
-        wait_empty(position);
-        copy(item, step, position.slot);
-        if (index == cluster_ && step == 0) {
-          arrive(&fixed_.prefilled);
-        }
-        position.advance(plan_.stages);
-      }
-    }
-  }
-
- private:
-  // Each CTA of a cluster reads its share of the tokens for all of them, unless they share K.
-  __device__ __forceinline__ void copy(const Item& item, int step, int slot) {
-    uint8_t* const stage = ring_ + slot * plan_.stage_bytes + plan_.weight_bytes;
-    uint64_t* const full = &fixed_.full[slot];
+    bool announced = false;
+    const auto announce = [&](uint64_t*) { OSTINATO_DELAY(tokens, true); };
+    const auto copy_units = [&](int step, uint8_t* stage, auto copy) {
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      const int depth = (item.first_step + step) * kStageDepth + unit * kUnitDepth;
-      uint8_t* const rows = stage + unit * plan_.token_rows * kUnitDepth;
-      if (plan_.cluster == 1) {
-        tma_load(rows, map_, depth, item.token, full, policy_);
-      } else if (!item.shared) {
-        tma_load_multicast(rows + rank_ * share_ * kUnitDepth, map_, depth,
-                           item.token + rank_ * share_, full, kBothCtas, policy_);
-      } else {
-        tma_load(rows, map_, depth, item.token, full, policy_);
-        tma_load(rows + share_ * kUnitDepth, map_, depth, item.token + share_, full, policy_);
+      for (int unit = 0; unit < kUnits; ++unit) {
+        copy(stage + plan_.weight_bytes + unit * plan_.token_rows * kUnitDepth,
+             step * kStageDepth + unit * kUnitDepth);
       }
+      if (!announced) {
+        arrive(&fixed_.prefilled);
+        announced = true;
+      }
+    };
+    if (plan_.cluster == 1 || plan_.share_weights) {
+      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+        copy_units(step, stage,
+                   [&](uint8_t* to, int depth) { tma_load(to, map_, depth, item.token, full); });
+      });
+      return;
     }
+    const int share = plan_.token_share;
+    fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+      copy_units(step, stage, [&](uint8_t* to, int depth) {
+        if (!item.shared) {
+          const int first = rank_ * share;
+          tma_load_multicast(to + first * kUnitDepth, map_, depth, item.token + first, full,
+                             kBothCtas);
+        } else {
+          tma_load(to, map_, depth, item.token, full);
+          tma_load(to + share * kUnitDepth, map_, depth, item.token + share, full);
+        }
+      });
+    });
   }
-
-  static constexpr uint16_t kBothCtas = 0b11;
-
-  const CUtensorMap& map_;
-  int share_;
-  uint64_t policy_;
 };
 
 }  // namespace ostinato::tiled

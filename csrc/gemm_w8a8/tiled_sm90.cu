@@ -1,11 +1,11 @@
 // W8A8 GEMM for any number of tokens on Hopper (sm_90a): TMA, wgmma, a persistent grid.
 //
-// Channels feed the MMA's 64 rows and tokens its columns, so that few tokens waste nothing. One
-// producer keeps a ring of stages full, one or two consumer warpgroups multiply. A tile may use
-// less of both than what was compiled, whence tiles fit the SMs and time grows evenly with m. The
-// pieces: tiled_config.cuh (macros, shared memory), tiled_plan.cuh (tiles and their order),
-// tiled_producer.cuh, tiled_mma.cuh, tiled_consumer.cuh, tiled_epilogue.cuh. docs/gemm_tiled.md has
-// the reasons and the measurements.
+// Tokens or channels feed the MMA's 64 rows, the others its columns. Two producers keep a ring of
+// stages full, one or two consumer warpgroups multiply. A tile may use less of both than what was
+// compiled, whence tiles fit the SMs and time grows evenly with m. The pieces: tiled_config.cuh
+// (macros, shared memory), tiled_plan.cuh (tiles and their order), tiled_producer.cuh,
+// tiled_mma.cuh, tiled_consumer.cuh, tiled_epilogue_{direct,turned}.cuh, tiled_output.cuh.
+// docs/gemm_tiled.md has the reasons and the measurements.
 //
 // Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or
 // plain with 16-byte aligned rows. With params.pdl the predecessor may write x, x_scale and
@@ -17,6 +17,7 @@
 #include "common/launch.cuh"
 #include "common/params.h"
 #include "common/tma.cuh"
+#include "cute/arch/cluster_sm90.hpp"
 #include "tiled_config.cuh"
 #include "tiled_consumer.cuh"
 #include "tiled_plan.cuh"
@@ -27,6 +28,36 @@ namespace {
 
 using Registers = RegisterTable<2, kDebugPrint>;
 
+// Copies and arrivals from the other CTA need its barriers, and it must be there for ours.
+__device__ __forceinline__ void sync_ctas(const Plan& plan) {
+  if (plan.cluster > 1) {
+    __syncwarp();
+    meet_cluster();
+  } else {
+    __syncthreads();
+  }
+}
+
+// One lane of each warp initialises some: a warp that initialised all would take long.
+__device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fixed) {
+  constexpr int kWarps = kThreads / 32;
+  if (threadIdx.x % 32 != 0) {
+    return;
+  }
+  for (int i = threadIdx.x / 32; i < plan.stages; i += kWarps) {
+    init_barrier(&fixed.full[i], 1);
+    init_barrier(&fixed.empty[i], kSharers * plan.cluster);
+  }
+  if (threadIdx.x == 0) {
+    init_barrier(&fixed.prefilled, 1);
+    if (kPingPong) {
+      init_barrier(&fixed.turn[0], kWarpgroup / 32);
+      init_barrier(&fixed.turn[1], kWarpgroup / 32);
+    }
+  }
+  fence_barrier_init();
+}
+
 __global__ void __launch_bounds__(kThreads, 1)
     tiled_gemm(const __grid_constant__ W8A8GemmParams params, const __grid_constant__ Plan plan,
                const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
@@ -34,34 +65,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t storage[];
   FixedStorage& fixed = *reinterpret_cast<FixedStorage*>(storage);
   uint8_t* const ring = storage + kRingOffset;
-  const int producer_lane = int(threadIdx.x) - kConsumers * kWarpgroup;
-  if (producer_lane == 0) {
+  // Of the producers, one warp copies weights and one tokens. ptxas issues TMA without loops where
+  // it sees that the warp is one and its thread elected.
+  const int producer = __shfl_sync(0xffffffff, threadIdx.x / 32, 0) - kConsumers * kWarpgroup / 32;
+  if (producer == 0) {
     prefetch_tensor_map(w_map);
-    init_barrier(&fixed.prefilled, 1);
-  } else if (producer_lane == 32) {
+  } else if (producer == 1) {
     prefetch_tensor_map(x_map);
   }
-  if (producer_lane >= 0 && producer_lane < plan.stages) {
-    init_barrier(&fixed.full[producer_lane], 1);
-    init_barrier(&fixed.empty[producer_lane], kConsumers * plan.cluster);
-    fence_barrier_init();
-  }
-  // Copies and arrivals from the other CTA need its barriers, and it must be there for ours.
-  if (plan.cluster > 1) {
-    sync_cluster();
-  } else {
-    __syncthreads();
-  }
-  if (producer_lane >= 0) {
+  init_barriers(plan, fixed);
+  sync_ctas(plan);
+  if (producer >= 0) {
     if constexpr (kConsumers > 1) {
       give_up_registers<Registers::kSplit.producer>();
     }
-    if (producer_lane == 0) {
-      WeightProducer(params, plan, w_map, ring, fixed).run();
-    } else if (producer_lane == 32) {
+    if (producer == 0 && cute::elect_one_sync()) {
+      WeightProducer(plan, w_map, ring, fixed).run(params.w_stride == 0);
+    } else if (producer == 1 && cute::elect_one_sync()) {
       TokenProducer(plan, x_map, ring, fixed).run();
     }
-    if (plan.whole_items + int(blockIdx.x) / plan.cluster < plan.items) {
+    if (plan.whole_items + int(blockIdx.x >> (plan.cluster - 1)) < plan.items) {
       // Consumers that share a tile exchange sums between these two.
       __syncwarp();
       sync_cluster();
@@ -75,14 +98,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (plan.cluster > 1) {
     __syncwarp();
-    sync_cluster();
+    meet_cluster();
   }
 }
-
-// Where few tokens share the weights, memory is the limit and likes whole lines; where many do, the
-// L2 cache is.
-constexpr CUtensorMapL2promotion kPromotion =
-    kTokens < 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
 
 bool aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
@@ -102,8 +120,8 @@ bool implemented(const W8A8GemmParams& params) {
 cudaError_t encode_x(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
   const TensorMapShape<2> shape = {{uint64_t(params.k), uint64_t(params.m)},
                                    {1, uint64_t(params.x_stride)},
-                                   {kUnitDepth, uint32_t(plan.token_rows / plan.cluster)}};
-  return encode_tensor_map(map, params.x, shape, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion);
+                                   {kUnitDepth, uint32_t(plan.token_share)}};
+  return encode_tensor_map(map, params.x, shape, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
@@ -111,26 +129,30 @@ cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
     const TensorMapShape<2> plain = {{uint64_t(params.k), uint64_t(params.n)},
                                      {1, uint64_t(params.w_stride)},
                                      {kPackedDepth, uint32_t(plan.tile_channels)}};
-    return encode_tensor_map(map, params.w, plain, CU_TENSOR_MAP_SWIZZLE_64B, kPromotion);
+    return encode_tensor_map(map, params.w, plain, CU_TENSOR_MAP_SWIZZLE_64B);
   }
-  const uint64_t blocks = round_up(params.k, kPackedDepthUnit) / kPackedDepth;
+  // Tiles and blocks as runs of 1 KB, in elements of 8 bytes: a box has at most 256 of them a side.
+  constexpr uint64_t kRun = kPackedBlockBytes / sizeof(uint64_t);
   const uint64_t tiles = ceil_div(params.n, kPackedRows);
-  const TensorMapShape<4> packed = {
-      {kPackedDepth, kPackedRows, tiles, blocks},
-      {1, kPackedDepth, blocks * kPackedBlockBytes, kPackedBlockBytes},
-      {kPackedDepth, kPackedRows, uint32_t(plan.tile_channels / kPackedRows), kStageBlocks}};
-  return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_64B, kPromotion);
+  const uint64_t blocks = round_up(params.k, kPackedDepthUnit) / kPackedDepth;
+  const TensorMapShape<3> packed = {
+      {kRun, tiles, blocks},
+      {1, blocks * kPackedBlockBytes, kPackedBlockBytes},
+      {kRun, uint32_t(plan.tile_channels / kPackedRows),
+       uint32_t(plan.share_weights ? kStageBlocks / 2 : kStageBlocks)}};
+  return encode_tensor_map(map, params.w, packed, CU_TENSOR_MAP_SWIZZLE_NONE,
+                           CU_TENSOR_MAP_DATA_TYPE_UINT64);
 }
 
 // Only for stores by TMA; without them any map will do.
 cudaError_t encode_out(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
-  if (!plan.whole_blocks) {
+  if (kTokenRows || !plan.whole_blocks) {
     return cudaSuccess;
   }
   const TensorMapShape<2> shape = {{uint64_t(params.n) * sizeof(Output), uint64_t(params.m)},
                                    {1, uint64_t(params.out_stride) * sizeof(Output)},
                                    {kPieceBytes, kChunkTokens}};
-  return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion);
+  return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {

@@ -21,7 +21,7 @@ QUANTIZE = tuple(
 )
 # (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
 # weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins.
-_SMALL_M = ((8, 1, 2, 4), (8, 1, 3, 4), (16, 1, 2, 4), (16, 1, 3, 4))
+_SMALL_M = ((8, 1, 2, 4), (16, 1, 2, 4), (16, 1, 3, 4))
 GEMM_SMALL_M = tuple(
     GemmSmallM(
         dtype=dtype,
@@ -34,23 +34,30 @@ GEMM_SMALL_M = tuple(
     for max_m, token_warps, row_tiles, x_slots in _SMALL_M
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES)
 )
-# (channels, tokens): those of docs/gemm_tiled.md.
+# (channels, tokens, pingpong): those of docs/gemm_tiled.md.
 _TILES = (
-    *((64, 16), (64, 32), (64, 64), (64, 128), (128, 16), (128, 32), (128, 64), (128, 96)),
-    *((128, 128), (128, 160), (128, 192), (128, 224), (128, 256), (256, 32), (256, 64), (256, 96)),
+    *((64, 16, False), (64, 32, False), (128, 32, False)),
+    *((channels, 64, False) for channels in (64, 96, 128, 160)),
+    *((channels, 128, False) for channels in (64, 96, 128, 160, 192, 224, 256)),
+    *((128, 256, False), (128, 128, True)),
 )
 # fp32 sums beside those of the tensor cores: half the tile fits in the registers.
-_EXACT_FP8_TILES = ((64, 16), (64, 64), (128, 128))
+_EXACT_FP8_TILES = ((64, 16, False), (64, 64, False), (128, 128, False))
 GEMM_TILED = tuple(
     GemmTiled(
-        dtype=dtype, out_dtype=out_dtype, channels=channels, tokens=tokens, fast_accum=fast_accum
+        dtype=dtype,
+        out_dtype=out_dtype,
+        channels=channels,
+        tokens=tokens,
+        pingpong=pingpong,
+        fast_accum=fast_accum,
     )
     for dtype, fast_accum, tiles in (
         ("int8", False, _TILES),
         ("e4m3", True, _TILES),
         ("e4m3", False, _EXACT_FP8_TILES),
     )
-    for (channels, tokens), out_dtype in product(tiles, FLOAT_DTYPES)
+    for (channels, tokens, pingpong), out_dtype in product(tiles, FLOAT_DTYPES)
     # The epilogue's fp32 rows do not fit in the registers beside the sums of the largest tile.
     if (tokens, out_dtype) != (256, "fp32")
 )

@@ -143,8 +143,10 @@ class GemmTiled(Variant):
     Args:
         dtype: of x and w, int8 or e4m3.
         out_dtype: of the output and the bias.
-        channels: most channels of a CTA's tile: 64, 128 or 256.
-        tokens: most tokens of a tile.
+        channels: most channels of a CTA's tile: a multiple of 32 up to 256 where `token_rows`,
+            otherwise 64 or 128.
+        tokens: most tokens of a tile: 16, 32, 64, 128 or 256.
+        pingpong: two warpgroups take turns, one multiplies a tile while the other stores one.
         fast_accum: e4m3 sums stay in the tensor cores; otherwise they are added in fp32 every 128
             products.
     """
@@ -156,20 +158,29 @@ class GemmTiled(Variant):
     out_dtype: str
     channels: int
     tokens: int
+    pingpong: bool = False
     fast_accum: bool = False
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, OPERAND_DTYPES)
         _check("out_dtype", self.out_dtype, FLOAT_DTYPES)
-        _check("channels", self.channels, (64, 128, 256))
-        _check("tokens", self.tokens, (16, 32, 64, 96, 128, 160, 192, 224, 256))
+        _check("tokens", self.tokens, (16, 32, 64, 128, 256))
+        _check(
+            "channels", self.channels, tuple(range(64, 257, 32)) if self.token_rows else (64, 128)
+        )
         if self.fast_accum and self.dtype != "e4m3":
             raise ValueError(f"fast_accum: got True with dtype {self.dtype!r}, expected 'e4m3'")
 
     @property
+    def token_rows(self) -> bool:
+        """Whether tokens feed the rows of the MMA and channels its columns (csrc: kTokenRows)."""
+        return self.tokens in (64, 128) and not self.pingpong
+
+    @property
     def name(self) -> str:
         name = f"{self.family}-{self.dtype}-{self.out_dtype}-{self.channels}x{self.tokens}"
-        return f"{name}-fast_accum" if self.fast_accum else name
+        options = (("pingpong", self.pingpong), ("fast_accum", self.fast_accum))
+        return "-".join((name, *(option for option, chosen in options if chosen)))
 
     def defines(self) -> dict[str, str]:
         return {
@@ -177,6 +188,7 @@ class GemmTiled(Variant):
             "OSTINATO_OUT": self.out_dtype,
             "OSTINATO_CHANNELS": str(self.channels),
             "OSTINATO_TOKENS": str(self.tokens),
+            "OSTINATO_PINGPONG": str(int(self.pingpong)),
             "OSTINATO_FAST_ACCUM": str(int(self.fast_accum)),
         }
 

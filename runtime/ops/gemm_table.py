@@ -1,26 +1,26 @@
 """Which kernel multiplies W8A8 matrices of which sizes: one table, with a reason beside each row.
 
-The table is data; `choose` reads it. What `python -m ostinato tune` measured on a machine goes
-before it: see `ostinato.ops.gemm_tuning`.
+The table is data; `choose` reads it. Its first rows say for which sizes they hold; among the others
+the model of `gemm_model` finds the fastest. What `python -m ostinato tune` measured on a machine
+goes before both: see `ostinato.ops.gemm_tuning`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
-from ostinato.ops import checks
+from ostinato.ops import checks, gemm_model
 from ostinato.ops.packing import TILE_CHANNELS
-from ostinato.ops.sizes import ceil_div
+from ostinato.ops.sizes import ceil_div, round_up
 
 GemmVariant = GemmSmallM | GemmTiled
 
 H200_SMS = 132
 ORDERED_TOKENS = 64  # tiles compiled for fewer add along K in two chains
-SPLIT_TOKENS = 32  # those for fewer cannot split K
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Choice:
         variant: the kernel.
         tile_channels: channels of a tile, a multiple of 16, at most those compiled.
         tile_tokens: tokens of a tile, at most those compiled.
-        cluster: CTAs that share their tokens: 1 or 2.
+        cluster: CTAs that share what they copy: 1 or 2.
+        share_weights: 1: they are of neighbouring tokens and share their weights; 0: they are of
+            neighbouring channels and share their tokens.
         split_k: 2: the CTAs of a cluster share K of the last round's tiles, where these would leave
             half of the SMs idle (`can_split`).
         band: tiles of channels that are walked side by side.
@@ -41,6 +43,7 @@ class Choice:
     tile_channels: int = 0
     tile_tokens: int = 0
     cluster: int = 0
+    share_weights: int = 0
     split_k: int = 0
     band: int = 0
 
@@ -53,114 +56,58 @@ class Choice:
 CUT = tuple(field.name for field in fields(Choice) if field.name != "variant")
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """gemm_small_m: every CTA streams its run of the weights once; x comes in passing."""
-
-    max_m: int
-    row_tiles: int
-
-    def choice(
-        self, m: int, n: int, dtype: str, out_dtype: str, fast_accum: bool, sms: int
-    ) -> Choice:
-        # Its FP8 sums are fp32 in any case: it serves both kinds of accumulation.
-        return Choice(
-            GemmSmallM(dtype=dtype, out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles)
-        )
-
-
-@dataclass(frozen=True)
-class Tile:
-    """gemm_tiled with this much of the output per CTA; the rest is as of `Choice`.
-
-    `even` gives all CTAs tiles of the same number of channels, as many as fit into the fewest
-    rounds: right where reading the weights takes the time. Where multiplying does, a part of a
-    tile costs as much as the whole, and tiles stay whole. `cluster` and `split_k` count where the
-    sizes let them.
-    """
-
-    channels: int
-    tokens: int
-    cluster: int = 0
-    split_k: int = 0
-    band: int = 0
-    even: bool = True
-
-    def choice(
-        self, m: int, n: int, dtype: str, out_dtype: str, fast_accum: bool, sms: int
-    ) -> Choice:
-        variant = GemmTiled(
-            dtype=dtype,
-            out_dtype=out_dtype,
-            channels=self.channels,
-            tokens=self.tokens,
-            fast_accum=fast_accum and dtype == "e4m3",
-        )
-        channels = self._even_channels(m, n, sms) if self.even else 0
-        # The second CTA of a cluster needs channels of its own.
-        cluster = self.cluster if n > (channels or self.channels) and sms > 1 else 0
-        return Choice(variant, channels, 0, cluster, self.split_k if cluster else 0, self.band)
-
-    def _even_channels(self, m: int, n: int, sms: int) -> int:
-        units, cluster = ceil_div(n, TILE_CHANNELS), max(1, min(self.cluster, sms))
-        columns = ceil_div(ceil_div(units, self.channels // TILE_CHANNELS), cluster)
-        token_tiles, at_once = ceil_div(m, self.tokens), sms // cluster
-        rounds = ceil_div(token_tiles * columns, at_once)
-        return TILE_CHANNELS * ceil_div(units, rounds * at_once // token_tiles * cluster)
-
-
 _ANY = range(1, 2**31)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A kernel for at most `m_max` tokens, some numbers of weight tiles per SM and some dtypes.
+class Streaming:
+    """gemm_small_m: every CTA streams its run of the weights once; x comes in passing.
 
-    A weight tile is 16 channels; an SM's share is rounded up: 14 for 28672 channels on 132 SMs.
+    It holds for at most `max_m` tokens, and some numbers of weight tiles per SM and some dtypes. A
+    weight tile is 16 channels; an SM's share is rounded up: 14 for 28672 channels on 132 SMs.
     """
 
-    m_max: int
-    kernel: Streaming | Tile
+    max_m: int
+    row_tiles: int
     reason: str
     weight_tiles: Container[int] = _ANY
     dtypes: Container[str] = OPERAND_DTYPES
 
 
-_LARGEST = 2**31 - 1
-_TO_64 = range(1, 5)  # an SM's share is at most 64 channels
-_OVER_64 = range(5, 2**31)
-_TO_128 = range(5, 9)
-_TO_256 = range(5, 17)
+@dataclass(frozen=True)
+class Tile:
+    """gemm_tiled with up to this much of the output per CTA; `cuts` says how much of it."""
+
+    channels: int
+    tokens: int
+    reason: str
+    pingpong: bool = False
 
 
-def _whole(channels: int, tokens: int) -> Tile:
-    """Return whole tiles in clusters of two CTAs, which share K where that keeps SMs busy."""
-    return Tile(channels, tokens, cluster=2, split_k=2, even=False)
+_MANY = range(6, 2**31)
 
-
-# The first row counts whose sizes fit and whose kernel may serve the call (`serving`).
-TABLE = (
-    Row(8, Streaming(8, 3), "whole passes of three tiles", weight_tiles=(3, 5), dtypes=("e4m3",)),
-    Row(8, Streaming(8, 2), "reads weights at memory speed (docs/gemm_small_m.md)"),
-    Row(16, Streaming(16, 3), "whole passes of three tiles", weight_tiles=(3, 5)),
-    Row(16, Streaming(16, 2), "reads weights at memory speed (docs/gemm_small_m.md)"),
-    Row(16, Tile(128, 16), "an SM's share in one tile, or in fewer", weight_tiles=_OVER_64),
-    Row(16, Tile(64, 16), "an SM's share in one tile"),
-    Row(32, _whole(64, 32), "K is shared where half of the SMs would idle", weight_tiles=_TO_64),
-    Row(32, Tile(128, 32, cluster=2), "an SM's share in one tile", weight_tiles=_TO_256),
-    Row(32, _whole(64, 32), "many rounds: small tiles waste the least of the last one"),
-    Row(64, _whole(64, 64), "K is shared where half of the SMs would idle", weight_tiles=_TO_64),
-    Row(64, Tile(128, 64, cluster=2), "an SM's share in one tile", weight_tiles=_TO_128),
-    Row(64, Tile(256, 64, cluster=2), "an SM's share in one tile", weight_tiles=_TO_256),
-    Row(64, _whole(64, 64), "many rounds: small tiles waste the least of the last one"),
-    Row(128, _whole(64, 128), "96 tiles for 132 SMs", weight_tiles=(3,)),
-    Row(128, _whole(128, 128), "half as many tiles as SMs share K", weight_tiles=_TO_64),
-    Row(128, Tile(128, 128, cluster=2), "all SMs have as much to read"),
-    Row(256, _whole(64, 128), "128 tiles for 132 SMs", weight_tiles=(1, 2)),
-    Row(256, _whole(128, 128), "96 tiles for 132 SMs", weight_tiles=(3,)),
-    Row(_LARGEST, _whole(128, 256), "the most products per byte of shared memory"),
-    Row(_LARGEST, _whole(128, 224), "fp32 outputs: the largest tile that is compiled"),
-    Row(_LARGEST, Tile(128, 128, cluster=2), "FP8 with fp32 sums: the largest that is compiled"),
+# A row of the first kind counts where it holds. Of the others the fastest by `gemm_model` does.
+TABLE: tuple[Streaming | Tile, ...] = (
+    Streaming(8, 2, "reads weights at memory speed (docs/gemm_small_m.md)"),
+    Streaming(16, 3, "whole passes of three tiles", weight_tiles=(3,)),
+    Streaming(16, 2, "reads weights at memory speed", weight_tiles=(1, 2, 4)),
+    Streaming(16, 2, "reads weights at memory speed", weight_tiles=_MANY, dtypes=("int8",)),
+    Tile(64, 16, "no more columns than tokens"),
+    Tile(64, 32, "no more columns than tokens; an SM's share of N <= 8192"),
+    Tile(128, 32, "an SM's share of larger N in one tile"),
+    Tile(64, 64, "N = 4096 has 64 of them, or 128 for 128 tokens"),
+    Tile(96, 64, "N = 6144 has 64 of them"),
+    Tile(128, 64, "reads less per product than 64 x 64"),
+    Tile(160, 64, "N = 10240 has 64 of them"),
+    Tile(64, 128, "N = 4096 and 256 tokens fill the SMs"),
+    Tile(96, 128, "N = 6144 and 256 tokens fill the SMs; two rounds of N = 10240"),
+    Tile(128, 128, "N = 4096 and 512 tokens fill the SMs; the largest for FP8 with fp32 sums"),
+    Tile(160, 128, "N = 10240 and 256 tokens fill the SMs"),
+    Tile(192, 128, "N = 6144 and 512 tokens fill the SMs"),
+    Tile(224, 128, "N = 28672 has 128 of them"),
+    Tile(256, 128, "the largest for fp32 outputs"),
+    Tile(128, 256, "the most products per byte and per joule"),
+    Tile(128, 128, "stores one tile while it multiplies another", pingpong=True),
 )
 
 _COMPILED = frozenset((*GEMM_SMALL_M, *GEMM_TILED))
@@ -195,13 +142,68 @@ def choose(
         checks.integer(name, size, least=1)
     weight_tiles = ceil_div(ceil_div(n, TILE_CHANNELS), sms)
     for row in TABLE:
-        if m > row.m_max or weight_tiles not in row.weight_tiles or dtype not in row.dtypes:
+        if isinstance(row, Streaming) and weight_tiles in row.weight_tiles and dtype in row.dtypes:
+            variant = GemmSmallM(
+                dtype=dtype, out_dtype=out_dtype, max_m=row.max_m, row_tiles=row.row_tiles
+            )
+            choice = serving(Choice(variant), m, n, packed, fast_accum, batch_invariant, sms)
+            if choice is not None:
+                return choice
+    accumulates = fast_accum and dtype == "e4m3"
+    wanted = _fastest(modelled_m(m), n, k, dtype, out_dtype, accumulates, batch_invariant, sms)
+    choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
+    assert choice is not None, "a choice for more tokens serves fewer"
+    return choice
+
+
+# The model is asked for these only, so that few calls wait for it: (up to m, in steps of).
+_MODELLED = ((256, 16), (1024, 64), (4096, 256), (16384, 1024))
+
+
+def modelled_m(m: int) -> int:
+    """Return for how many tokens the choice for m is made: a few more, and 16384 at most.
+
+    Up to 1024 tokens both have as many tiles of 64 and of 128.
+    """
+    for most, step in _MODELLED:
+        if m <= most:
+            return round_up(m, step)
+    return _MODELLED[-1][0]
+
+
+@lru_cache(maxsize=1 << 12)
+def _fastest(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    out_dtype: str,
+    fast_accum: bool,
+    batch_invariant: bool,
+    sms: int,
+) -> Choice:
+    """Return the tiled kernel that the model takes for the fastest."""
+    best: tuple[float, Choice] | None = None
+    for row in TABLE:
+        if not isinstance(row, Tile):
             continue
-        wanted = row.kernel.choice(m, n, dtype, out_dtype, fast_accum, sms)
-        choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
-        if choice is not None:
-            return choice
-    raise AssertionError("the last rows serve every call")
+        variant = GemmTiled(
+            dtype=dtype,
+            out_dtype=out_dtype,
+            channels=row.channels,
+            tokens=row.tokens,
+            pingpong=row.pingpong,
+            fast_accum=fast_accum,
+        )
+        for cut in gemm_model.cuts(variant, m, n, sms):
+            choice = Choice(variant, **cut._asdict())
+            if serving(choice, m, n, True, fast_accum, batch_invariant, sms) != choice:
+                continue
+            us = gemm_model.predicted_us(variant, cut, m, n, k, sms)
+            if best is None or us < best[0]:
+                best = us, choice
+    assert best is not None, "some kernels serve every call"
+    return best[1]
 
 
 def serving(
@@ -237,15 +239,19 @@ def serving(
 
 def can_split(choice: Choice, m: int, n: int, sms: int) -> bool:
     """Return whether the tiled kernel can share the last round's tiles (csrc: share_out)."""
-    if not isinstance(choice.variant, GemmTiled):
+    variant = choice.variant
+    if not isinstance(variant, GemmTiled) or choice.cluster != 2 or choice.share_weights:
         return False
-    columns = ceil_div(n, choice.tile_channels or choice.variant.channels)
-    groups = ceil_div(columns, 2) * ceil_div(m, choice.tile_tokens or choice.variant.tokens)
-    at_once = sms // 2
-    enough = choice.variant.tokens >= SPLIT_TOKENS and at_once > 0
-    return choice.cluster == 2 and enough and 2 * (groups % at_once) <= at_once
+    columns = ceil_div(n, choice.tile_channels or variant.channels)
+    groups = ceil_div(columns, 2) * ceil_div(m, choice.tile_tokens or variant.tokens)
+    return gemm_model.splits(variant, groups, sms)
 
 
 def largest_ms() -> list[int]:
     """Return for which m the choice may change with the next larger one."""
-    return sorted({row.m_max for row in TABLE})
+    streaming = {row.max_m for row in TABLE if isinstance(row, Streaming)}
+    modelled, least = set(), 1
+    for most, step in _MODELLED:
+        modelled |= {modelled_m(m) for m in range(least, most + 1, step)} | {most}
+        least = most + 1
+    return sorted(streaming | modelled)

@@ -4,7 +4,8 @@
 
     {"gpu": "NVIDIA H200", "source": "0123456789abcdef", "rows": [
         {"dtype": "int8", "n": 6144, "k": 4096, "m_max": 8, "variant": "gemm_small_m-int8-bf16-…",
-         "tile_channels": 0, "tile_tokens": 0, "cluster": 0, "band": 0}, …]}
+         "tile_channels": 0, "tile_tokens": 0, "cluster": 0, "share_weights": 0, "split_k": 0,
+         "band": 0}, …]}
 
 A row holds for products of exactly this dtype, n and k, and for m up to `m_max`: of the rows whose
 kernel may serve a call (`gemm_table.serving`), the one with the smallest m_max counts, so that it
@@ -35,7 +36,7 @@ from ostinato.ops.packing import TILE_CHANNELS
 VARIABLE = "OSTINATO_GEMM_TABLE"
 _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
 _VARIANTS = {variant.name: variant for variant in _GEMMS}
-_TILED_LIMITS = {"cluster": 2, "split_k": 2, "band": 2**31 - 1}
+_TILED_LIMITS = {"cluster": 2, "share_weights": 1, "split_k": 2, "band": 2**31 - 1}
 _KEYS = {"dtype", "n", "k", "m_max", "variant"}
 
 
@@ -242,8 +243,12 @@ def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:
         _integer(name, cut[name], least=0, most=most)
     if cut["tile_channels"] % TILE_CHANNELS:
         raise ValueError(f"tile_channels: got {cut['tile_channels']}, expected a multiple of 16")
-    if cut["split_k"] == 2 and cut["cluster"] != 2:
-        raise ValueError(f"split_k: got 2 with cluster {cut['cluster']}, expected cluster 2")
+    for name in ("share_weights", "split_k"):
+        if cut[name] and cut["cluster"] != 2:
+            got = f"{cut[name]} with cluster {cut['cluster']}"
+            raise ValueError(f"{name}: got {got}, expected cluster 2")
+    if cut["split_k"] == 2 and cut["share_weights"]:
+        raise ValueError("split_k: got 2 with share_weights 1, expected share_weights 0")
     return Choice(variant, **cut)
 
 

@@ -1,7 +1,8 @@
 """Weights of W8A8 layers in the order in which the kernels read them.
 
 The layout is that of csrc/gemm_w8a8/packed.h: tiles of 16 output channels by 64 of K, each a run of
-1 KB, padded with zeros to whole tiles and to an even number of them along K.
+1 KB, padded with zeros to whole tiles and to an even number of them along K. Within a row of 64 the
+four vectors of 16 bytes are swizzled: the v-th is at v ^ (row // 2 % 4).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ALIGNMENT = 16  # bytes, of packed data: TMA asks for it
 TILE_CHANNELS = 16
 TILE_DEPTH = 64
 _DEPTH_UNIT = 2 * TILE_DEPTH
+_VECTOR = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,27 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     padding = (0, blocks * depth - w.size(1), 0, tiles * rows - w.size(0))
     padded = functional.pad(w.view(torch.int8), padding) if any(padding) else w.view(torch.int8)
     tiled = padded.reshape(tiles, rows, blocks, depth).transpose(1, 2)
-    return tiled.clone(memory_format=torch.contiguous_format).view(w.dtype)
+    return _swizzle(tiled).view(w.dtype)
 
 
 def unpack(data: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """Return the weight [n, k] of the data of a `PackedWeight`."""
     tiles, blocks, rows, depth = data.shape
-    padded = data.view(torch.int8).transpose(1, 2).reshape(tiles * rows, blocks * depth)
+    tiled = _swizzle(data.view(torch.int8))
+    padded = tiled.transpose(1, 2).reshape(tiles * rows, blocks * depth)
     return padded[:n, :k].contiguous().view(data.dtype)
+
+
+def _swizzle(tiled: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy with the vectors of each row in the order of csrc's packed.h.
+
+    It is its own inverse.
+    """
+    tiles, blocks, rows, depth = tiled.shape
+    row = torch.arange(rows, device=tiled.device).unsqueeze(1)
+    vector = torch.arange(depth // _VECTOR, device=tiled.device)
+    vectors = tiled.reshape(tiles, blocks, rows, depth // _VECTOR, _VECTOR)
+    return vectors[:, :, row, vector ^ (row // 2 % 4)].view(tiles, blocks, rows, depth)
 
 
 def channel_sums(w: torch.Tensor, n: int) -> torch.Tensor:

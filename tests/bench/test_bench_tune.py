@@ -49,10 +49,11 @@ def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
         else:
             assert 16 <= choice.tile_channels <= variant.channels
             assert choice.tile_channels % 16 == 0
-            assert 8 <= choice.tile_tokens <= variant.tokens
-            assert choice.cluster == 1 or choice.tile_channels < n
-            assert (choice.cluster, choice.split_k) in ((1, 1), (2, 1), (2, 2))
-            assert choice.split_k == 1 or gemm_table.can_split(choice, m, n, 132)
+            assert 1 <= choice.tile_tokens <= variant.tokens
+            assert choice.cluster == 1 or choice.tile_channels < n or choice.tile_tokens < m
+            sharing = (choice.cluster, choice.share_weights, choice.split_k)
+            assert sharing in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 0, 2))
+            assert choice.split_k == 0 or gemm_table.can_split(choice, m, n, 132)
             assert choice.band in (0, 8, 16)
             assert choice.band == 0 or m >= 1024
 
@@ -71,15 +72,15 @@ def test_candidates_share_the_work_of_all_sms() -> None:
         for choice in candidates(Case(SHAPE, 64), tunable_variants("int8"))
         if isinstance(choice.variant, GemmTiled)
     }
-    # 384 weight tiles of 16 channels: three for each of 128 SMs; six for each of 64.
-    assert {(64, 48, 64), (128, 96, 64)} <= tiles
+    # 384 weight tiles of 16 channels: three for each of 128 SMs, or four for each of 96.
+    assert {(64, 48, 64), (64, 64, 64)} <= tiles
     large = {
-        (choice.variant.channels, choice.variant.tokens)
+        (choice.variant.channels, choice.variant.tokens, choice.variant.pingpong)
         for choice in candidates(Case(SHAPE, 8192), tunable_variants("int8"))
         if isinstance(choice.variant, GemmTiled)
     }
-    assert {(128, 256), (256, 96)} <= large
-    assert min(channels * tokens for channels, tokens in large) >= 128 * 128
+    assert {(128, 256, False), (128, 128, True)} <= large
+    assert min(channels * tokens for channels, tokens, _ in large) >= 96 * 128
 
 
 def test_streaming_kernels_are_those_for_just_so_many_tokens() -> None:

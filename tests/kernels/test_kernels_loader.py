@@ -19,7 +19,7 @@ from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize
 _VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
 _COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"
 _TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
-_TILING = ("tile_channels", "tile_tokens", "cluster", "split_k", "band")
+_TILING = ("tile_channels", "tile_tokens", "cluster", "share_weights", "split_k", "band")
 
 
 class GemmFields(ctypes.Structure):
@@ -97,7 +97,7 @@ def test_optional_arguments_are_null(tmp_path: Path) -> None:
     _C.W8A8Gemm(str(path)).launch(**required)
     seen, _ = _recorded(path, GemmFields)
     assert [seen[name] for name in ("bias", "x_zero_point", "w_sum")] == [None] * 3
-    assert [seen[name] for name in (*_TILING, "pdl")] == [0] * 6
+    assert [seen[name] for name in (*_TILING, "pdl")] == [0] * 7
 
 
 @pytest.mark.parametrize(

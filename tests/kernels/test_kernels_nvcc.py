@@ -56,9 +56,11 @@ def test_kernels_are_within_their_budgets() -> None:
     variants = [
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
+        GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256),
-        GemmTiled(dtype="e4m3", out_dtype="fp32", channels=256, tokens=96, fast_accum=True),
+        GemmTiled(dtype="int8", out_dtype="fp32", channels=128, tokens=128, pingpong=True),
         GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=128),
+        GemmTiled(dtype="e4m3", out_dtype="fp16", channels=128, tokens=32, fast_accum=True),
     ]
     budgets = read_budgets(BUDGETS)
     entries = build([plan(variant) for variant in variants])
@@ -126,7 +128,7 @@ def test_asserts_do_not_compile(tmp_path: Path) -> None:
 
 
 _SMALL = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
-_TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256)
+_TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ _TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256)
     [
         (replace(_SMALL, token_warps=4), "every token warp needs whole tiles of 8 tokens"),
         (replace(_SMALL, row_tiles=32), "the epilogue gives each thread one weight row"),
-        (replace(_TILED, channels=256), "sums must fit in the registers"),
+        (replace(_TILED, pingpong=True), "sums must fit in the registers"),
     ],
 )
 def test_impossible_variants_do_not_compile(variant: Variant, sentence: str) -> None:

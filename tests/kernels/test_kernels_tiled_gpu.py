@@ -23,12 +23,20 @@ _SITES = (
     *("epilogue_turn", "epilogue_store"),
 )
 _LATE = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
-_TILES = ((64, 16), (64, 32), (128, 96), (128, 128), (128, 256), (256, 64), (256, 96))
+_PINGPONG = (128, 128, True)
+_TILES = (
+    *((64, 16, False), (64, 32, False), (128, 32, False), (64, 64, False), (160, 64, False)),
+    *((96, 128, False), (128, 128, False), (256, 128, False), (128, 256, False), _PINGPONG),
+)
 _INT8 = {
-    (channels, tokens): GemmTiled(dtype="int8", out_dtype="bf16", channels=channels, tokens=tokens)
-    for channels, tokens in _TILES
+    (channels, tokens, pingpong): GemmTiled(
+        dtype="int8", out_dtype="bf16", channels=channels, tokens=tokens, pingpong=pingpong
+    )
+    for channels, tokens, pingpong in _TILES
 }
-_FP8 = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=256, fast_accum=True)
+_LATE_PINGPONG = _INT8[_PINGPONG]
+_LATE_TURNED = _INT8[128, 32, False]
+_FP8 = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=256, tokens=128, fast_accum=True)
 # As the launch chooses, tiles that are not whole, clusters, bands.
 _CUTS: tuple[dict[str, int], ...] = (
     {},
@@ -37,6 +45,8 @@ _CUTS: tuple[dict[str, int], ...] = (
     {"cluster": 2},
     {"cluster": 2, "tile_channels": 16, "tile_tokens": 9},
     {"cluster": 2, "band": 3},
+    {"cluster": 2, "share_weights": 1},
+    {"cluster": 2, "share_weights": 1, "tile_channels": 48, "tile_tokens": 11},
     {"band": 2, "tile_channels": 32},
 )
 
@@ -47,7 +57,11 @@ Launch = Callable[..., torch.Tensor]
 def launch() -> Launch:
     """Give a function of variant, mode, operands and cut that returns out."""
     wanted: list[tuple[GemmTiled, BuildMode]] = [(v, RELEASE) for v in (*_INT8.values(), _FP8)]
-    wanted += [(_LATE, BuildMode(delay_site=site)) for site in _SITES]
+    wanted += [
+        (v, BuildMode(delay_site=site))
+        for v in (_LATE, _LATE_PINGPONG, _LATE_TURNED)
+        for site in _SITES
+    ]
     entries = build([plan(variant, mode) for variant, mode in wanted])
     libraries = {key: _C.W8A8Gemm(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
@@ -108,18 +122,20 @@ def _expected(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tile", _TILES, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 200, 256), (70, 1003, 1040), (333, 520, 144)])
 def test_every_cut_gives_the_same_sums(
-    launch: Launch, tile: tuple[int, int], cut: dict[str, int], m: int, n: int, k: int
+    launch: Launch, tile: tuple[int, int, bool], cut: dict[str, int], m: int, n: int, k: int
 ) -> None:
     x, w = _operands(m, n, k)
     assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
 
 
-@pytest.mark.parametrize("tile", [(256, 64), (256, 96)], ids=str)
-@pytest.mark.parametrize("channels", [16, 64, 80, 128, 192, 208])
+@pytest.mark.parametrize(
+    "tile", [(128, 32, False), (256, 128, False), (128, 256, False), _PINGPONG], ids=str
+)
+@pytest.mark.parametrize("channels", [16, 64, 80, 112, 128])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("m", [5, 49, 64, 80, 96, 333])
-def test_tiles_that_end_within_a_warpgroup(
-    launch: Launch, tile: tuple[int, int], channels: int, cluster: int, m: int
+def test_tiles_that_end_within_the_compiled_one(
+    launch: Launch, tile: tuple[int, int, bool], channels: int, cluster: int, m: int
 ) -> None:
     x, w = _operands(m, 1600, 272)
     cut = {"tile_channels": channels, "cluster": cluster}
@@ -127,11 +143,11 @@ def test_tiles_that_end_within_a_warpgroup(
         assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
 
 
-@pytest.mark.parametrize("tile", [tile for tile in _TILES if tile[1] > 16], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in _TILES if tile[1] > 16 and not tile[2]], ids=str)
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 @pytest.mark.parametrize("left", [1, 20])
 def test_ctas_share_k_in_the_last_round(
-    launch: Launch, tile: tuple[int, int], rounds: int, left: int
+    launch: Launch, tile: tuple[int, int, bool], rounds: int, left: int
 ) -> None:
     clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
     groups = rounds * clusters + left
@@ -141,26 +157,42 @@ def test_ctas_share_k_in_the_last_round(
 
 
 @pytest.mark.parametrize(
-    "cut", [{"cluster": 3}, {"tile_channels": 40}, {"tile_tokens": 300}, {"split_k": 2}], ids=str
+    "cut",
+    [
+        *({"cluster": 3}, {"tile_channels": 40}, {"tile_tokens": 300}, {"split_k": 2}),
+        *({"share_weights": 1}, {"cluster": 2, "share_weights": 1, "split_k": 2}),
+    ],
+    ids=str,
 )
 def test_impossible_cuts_are_refused(launch: Launch, cut: dict[str, int]) -> None:
     with pytest.raises(RuntimeError, match="invalid argument"):
         launch(_LATE, RELEASE, *_operands(64, 256, 128), **cut)
 
 
-@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize(
+    ("variant", "cut"),
+    [
+        *((_LATE, {"cluster": 2, "split_k": 2}), (_LATE, {"cluster": 2, "share_weights": 1})),
+        (_LATE_PINGPONG, {"cluster": 2, "share_weights": 1, "tile_channels": 32}),
+        *((_LATE_TURNED, {"cluster": 2}), (_LATE_TURNED, {"cluster": 2, "split_k": 2})),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("site", _SITES)
-def test_injected_delays_change_no_bit(launch: Launch, site: str, split_k: int) -> None:
-    x, w = _operands(300, 2000, 1500)
+def test_injected_delays_change_no_bit(
+    launch: Launch, site: str, variant: GemmTiled, cut: dict[str, int]
+) -> None:
+    # More tiles of 32 channels than twice the SMs: both warpgroups get several.
+    x, w = _operands(30 if variant.tokens == 32 else 300, 2000, 1500)
     x = torch.nn.functional.pad(x, (0, 4))[:, :1500]
-    cut = {"cluster": 2, "split_k": split_k}
     expected = _expected(x, w)
     for _ in range(3):
-        assert torch.equal(launch(_LATE, BuildMode(delay_site=site), x, w, **cut), expected)
+        got = launch(variant, BuildMode(delay_site=site), x, w, **cut)
+        assert torch.equal(got, expected)
 
 
 def test_fp8_gives_the_same_bits_every_time(launch: Launch) -> None:
     x, w = (torch.randn(rows, 4096, device="cuda").to(torch.float8_e4m3fn) for rows in (513, 4000))
     expected = launch(_FP8, RELEASE, x, w, cluster=2)
-    for cluster in (1, 2) * 100:
-        assert torch.equal(launch(_FP8, RELEASE, x, w, cluster=cluster), expected)
+    for cut in ({"cluster": 1}, {"cluster": 2}, {"cluster": 2, "share_weights": 1}) * 70:
+        assert torch.equal(launch(_FP8, RELEASE, x, w, **cut), expected)

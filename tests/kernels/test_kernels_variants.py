@@ -12,7 +12,7 @@ from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize, Variant
 
 _QUANTIZE = {"kind": "rms_norm", "in_dtype": "bf16", "out_dtype": "int8"}
 _SMALL = {"dtype": "int8", "out_dtype": "bf16", "max_m": 16}
-_TILED = {"dtype": "int8", "out_dtype": "bf16", "channels": 128, "tokens": 256}
+_TILED = {"dtype": "int8", "out_dtype": "bf16", "channels": 128, "tokens": 128}
 
 
 def test_names_and_macros_are_unique_in_the_catalogue() -> None:
@@ -50,7 +50,8 @@ def test_a_name_tells_every_field_apart() -> None:
         GemmTiled(**_TILED),
         GemmTiled(**{**_TILED, "out_dtype": "fp16"}),
         GemmTiled(**{**_TILED, "channels": 256}),
-        GemmTiled(**{**_TILED, "tokens": 128}),
+        GemmTiled(**{**_TILED, "tokens": 64}),
+        GemmTiled(**_TILED, pingpong=True),
         GemmTiled(**{**_TILED, "dtype": "e4m3"}),
         GemmTiled(**{**_TILED, "dtype": "e4m3"}, fast_accum=True),
     ]
@@ -76,8 +77,9 @@ def test_the_norm_weight_has_the_input_dtype_unless_told() -> None:
         (GemmSmallM, _SMALL, {"token_warps": 3}, "token_warps: got 3"),
         (GemmTiled, _TILED, {"dtype": "int4"}, "dtype: got 'int4'"),
         (GemmTiled, _TILED, {"out_dtype": "fp64"}, "out_dtype: got 'fp64'"),
-        (GemmTiled, _TILED, {"channels": 192}, "channels: got 192, expected 64 or 128 or 256"),
-        (GemmTiled, _TILED, {"tokens": 8}, "tokens: got 8, expected 16 or 32 or 64 or 96 or"),
+        (GemmTiled, _TILED, {"channels": 80}, "channels: got 80, expected 64 or 96 or"),
+        (GemmTiled, _TILED, {"tokens": 8}, "tokens: got 8, expected 16 or 32 or 64 or 128 or"),
+        (GemmTiled, _TILED, {"tokens": 32, "channels": 96}, "channels: got 96, expected 64 or 128"),
         (GemmTiled, _TILED, {"fast_accum": True}, "fast_accum: got True with dtype 'int8'"),
     ],
 )

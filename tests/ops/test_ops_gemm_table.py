@@ -52,6 +52,7 @@ def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
     assert 0 <= choice.tile_tokens <= variant.tokens
     assert choice.cluster in (0, 1, 2)
     assert choice.split_k in (0, 2)
+    assert choice.cluster == 2 or not choice.share_weights
     if call["batch_invariant"] and variant.dtype == "e4m3":
         assert variant.tokens >= 64
         assert not choice.split_k
@@ -68,7 +69,9 @@ def test_every_call_gets_a_legal_choice(
     if choice.split_k:
         # As csrc/gemm_w8a8/tiled_plan.cuh has it.
         assert choice.cluster == 2
+        assert not choice.share_weights
         assert choice.variant.tokens >= 32
+        assert not choice.variant.pingpong
         tokens = choice.tile_tokens or choice.variant.tokens
         columns = -(-n // (choice.tile_channels or choice.variant.channels))
         left = -(-columns // 2) * -(-m // tokens) % (sms // 2)
@@ -76,23 +79,25 @@ def test_every_call_gets_a_legal_choice(
 
 
 @settings(max_examples=200, deadline=None)
-@given(n=st.integers(1, 200_000), m=st.integers(1, 256), call=calls)
-def test_the_channels_are_shared_evenly(n: int, m: int, call: dict[str, Any]) -> None:
-    """Where tiles are not whole: in the rounds that they take, no smaller tile would do."""
-    choice = choose(m, n, 4096, **{**call, "packed": False})
+@given(n=st.integers(16, 60_000), m=st.integers(1, 256), k=st.integers(512, 30_000), call=calls)
+def test_no_sm_has_much_more_to_do_than_another(
+    n: int, m: int, k: int, call: dict[str, Any]
+) -> None:
+    """The tiles fill their rounds, unless there are too few channels for that."""
+    choice = choose(m, n, k, **{**call, "packed": False})
     assert isinstance(choice.variant, GemmTiled)
-    if choice.tile_channels == 0:
-        return
+    groups = math.ceil(n / choice.tile_channels) * math.ceil(m / choice.tile_tokens)
+    rounds = math.ceil(groups / SMS)
+    assert rounds == 1 or groups / (rounds * SMS) > 0.5
 
-    def rounds(channels: int) -> int:
-        columns = math.ceil(math.ceil(n / channels) / shared)
-        return math.ceil(columns * math.ceil(m / choice.variant.tokens) / (SMS // shared))
 
-    # What the row asks for: where the whole tile has all channels, the choice has no cluster.
-    shared = 1 if choice.variant.tokens == 16 else 2
-    assert rounds(choice.tile_channels) == rounds(choice.variant.channels)
-    smaller = choice.tile_channels - 16
-    assert smaller == 0 or rounds(smaller) > rounds(choice.tile_channels)
+@given(st.integers(1, 40_000))
+def test_the_model_is_asked_for_few_more_tokens_than_there_are(m: int) -> None:
+    modelled = gemm_table.modelled_m(m)
+    assert modelled == 16384 if m > 16384 else m <= modelled <= max(m + 15, 1.25 * m)
+    assert modelled in gemm_table.largest_ms()
+    if m <= 1024:
+        assert [math.ceil(m / t) for t in (64, 128)] == [math.ceil(modelled / t) for t in (64, 128)]
 
 
 @settings(max_examples=100, deadline=None)
@@ -120,15 +125,16 @@ def test_examples_of_the_table() -> None:
         choice = choose(m, n, 4096, **options)
         return f"{choice.variant.name} {choice.tile_channels}"
 
-    assert chosen(8, 4096) == "gemm_small_m-e4m3-bf16-m8-w1r2x4 0"
-    assert chosen(8, 6144) == "gemm_small_m-e4m3-bf16-m8-w1r3x4 0"
-    assert chosen(8, 6144, dtype="int8") == "gemm_small_m-int8-bf16-m8-w1r2x4 0"
-    assert chosen(9, 6144, dtype="int8") == "gemm_small_m-int8-bf16-m16-w1r3x4 0"
-    assert chosen(8, 6144, packed=False) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
-    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x64-fast_accum 0"
-    assert chosen(17, 28672) == "gemm_tiled-e4m3-bf16-128x32-fast_accum 112"
-    assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-128x128 0"
-    assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 0"
+    assert chosen(8, 6144) == "gemm_small_m-e4m3-bf16-m8-w1r2x4 0"
+    assert chosen(9, 6144) == "gemm_small_m-e4m3-bf16-m16-w1r3x4 0"
+    assert chosen(9, 28672, dtype="int8") == "gemm_small_m-int8-bf16-m16-w1r2x4 0"
+    assert chosen(9, 28672) == "gemm_tiled-e4m3-bf16-128x32-fast_accum 112"
+    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x64-fast_accum 48"
+    assert chosen(8, 4096, packed=False, dtype="int8") == "gemm_tiled-int8-bf16-64x16 32"
+    assert chosen(128, 6144) == "gemm_tiled-e4m3-bf16-96x64-fast_accum 96"
+    assert chosen(256, 6144) == "gemm_tiled-e4m3-bf16-96x128-fast_accum 96"
+    assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-64x64 64"
+    assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
 
 
 # Tuned choices.
@@ -270,6 +276,7 @@ def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixtu
         ([row(64, n=True)], "n: got True, expected an integer"),
         ([row(64, k="1")], "k: got '1', expected an integer"),
         ([row(64, tile_channels=144)], r"tile_channels: got 144, expected an integer in 0\.\.128"),
+        ([row(64, share_weights=1)], "share_weights: got 1 with cluster 0, expected cluster 2"),
         ([row(64, tile_channels=24)], "tile_channels: got 24, expected a multiple of 16"),
         ([row(64, tile_tokens=65)], r"tile_tokens: got 65, expected an integer in 0\.\.64"),
         ([row(64, cluster=3)], r"cluster: got 3, expected an integer in 0\.\.2"),

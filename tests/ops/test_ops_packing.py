@@ -26,7 +26,9 @@ def test_every_byte_has_its_place(
     tiles, blocks, rows, depth = packed.data.shape
     assert (rows, depth, blocks % 2) == (16, 64, 0)
     channel = torch.arange(tiles * rows).view(tiles, 1, rows, 1)
-    feature = torch.arange(blocks * depth).view(1, blocks, 1, depth)
+    # The vectors of 16 bytes are swizzled, in a way of each pair of rows.
+    byte = torch.arange(depth) ^ (torch.arange(rows) // 2 % 4 * 16).unsqueeze(1)
+    feature = torch.arange(blocks).view(1, blocks, 1, 1) * depth + byte
     inside = (channel < shape[0]) & (feature < shape[1])
     index = (channel * shape[1] + feature).where(inside, 0)
     expected = w.view(torch.int8).flatten()[index].where(inside, 0)

@@ -1,34 +1,14 @@
-// The epilogue of the tiled GEMM: out = x_scale · (w_scale · (sum − x_zero_point · w_sum)) + bias,
-// in fp32, rounded once, and turned from the MMA's layout (channels are rows) into rows of out.
+// The epilogue of the tiled GEMM where channels are the MMA's rows: results are turned into rows of
+// out. (What is computed: tiled_output.cuh.)
 #pragma once
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
 
 #include "common/mbarrier.cuh"
 #include "common/tma.cuh"
 #include "tiled_mma.cuh"
+#include "tiled_output.cuh"
 #include "tiled_plan.cuh"
 
 namespace ostinato::tiled {
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-// Two neighbours in a register, the first in the low half.
-template <class Out>
-__device__ __forceinline__ uint32_t pack(float first, float second) {
-  if constexpr (std::is_same_v<Out, __half>) {
-    const __half2 both = __floats2half2_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(both);
-  } else {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(both);
-  }
-}
 
 // Stores four 8x8 matrices of 16 bits, transposed; lanes 8 i to 8 i + 7 name the rows of the i-th.
 __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
@@ -36,18 +16,6 @@ __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint3
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
-}
-
-// Copies a float to shared memory, or zero where there is none, past the registers.
-__device__ __forceinline__ void copy_float_async(float* shared, const float* global, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(exists ? 4 : 0)
-               : "memory");
-}
-
-// Until all of this thread's have arrived.
-__device__ __forceinline__ void wait_async_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 class Epilogue {
@@ -84,7 +52,7 @@ class Epilogue {
       const int token = item.token + i;
       const bool inside = token < params_.m;
       const int64_t offset = inside ? int64_t(token) * params_.x_scale_stride : 0;
-      copy_float_async(&fixed_.x_scale[warpgroup_][i], params_.x_scale + offset, inside);
+      copy_word_async(&fixed_.epilogue.x_scale[warpgroup_][i], params_.x_scale + offset, inside);
     }
   }
 
@@ -99,7 +67,7 @@ class Epilogue {
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      if ((warpgroup_ * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
+      if ((part() * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
         break;  // what lies there is not of this tile
       }
       if (block > 0) {
@@ -140,8 +108,10 @@ class Epilogue {
     sync_warpgroup();
   }
 
+  __device__ __forceinline__ int part() const { return kPingPong ? 0 : warpgroup_; }
+
   __device__ __forceinline__ int first_channel(const Item& item, int block) const {
-    return item.channel + (warpgroup_ * kBlocks + block) * kMmaRows;
+    return item.channel + (part() * kBlocks + block) * kMmaRows;
   }
 
   // Of the two channels of a block whose sums the thread holds.
@@ -153,7 +123,7 @@ class Epilogue {
   template <int kCount>
   __device__ __forceinline__ void subtract_zero_points(const Item& item, int first,
                                                        Sum (&sums)[kBlocks][kCount / 2]) {
-    int32_t* const zero_points = fixed_.x_zero_point[warpgroup_];
+    int32_t* const zero_points = fixed_.epilogue.x_zero_point[warpgroup_];
     for (int i = thread_; i < kTokens; i += kWarpgroup) {
       const int token = item.token + i;
       zero_points[i] = token < params_.m
@@ -181,18 +151,10 @@ class Epilogue {
   // Two neighbouring tokens of one channel.
   __device__ __forceinline__ float2 scaled(const Sum* sums, float2 x_scale, int block,
                                            int half) const {
-    float first, second;
-    if constexpr (kInt8) {
-      first = static_cast<int32_t>(sums[0]);
-      second = static_cast<int32_t>(sums[1]);
-    } else {
-      first = sums[0];
-      second = sums[1];
-    }
     const float w_scale = w_scale_[block][half];
     const float bias = bias_[block][half];
-    return make_float2(fmaf(x_scale.x, w_scale * first, bias),
-                       fmaf(x_scale.y, w_scale * second, bias));
+    return make_float2(fmaf(x_scale.x, w_scale * to_float(sums[0]), bias),
+                       fmaf(x_scale.y, w_scale * to_float(sums[1]), bias));
   }
 
   // Where a byte of a chunk's row is: in the order of TMA's swizzle, which spreads rows over banks.
@@ -203,7 +165,7 @@ class Epilogue {
   }
 
   __device__ __forceinline__ uint8_t* chunk(int buffer) {
-    return &fixed_.chunk[warpgroup_][buffer][0][0][0];
+    return &fixed_.epilogue.chunk[warpgroup_][buffer][0][0][0];
   }
 
   // Puts the sums of a chunk, from `token` of the tile on, into shared memory, a row per token.
@@ -211,7 +173,7 @@ class Epilogue {
   __device__ __forceinline__ void turn(int buffer, int token, int block, const Sum* sums) {
     const int lane = thread_ % 32;
     const int strip = thread_ / 32 * 16;  // the warp's 16 channels
-    const float* const x_scale = &fixed_.x_scale[warpgroup_][token + lane % 4 * 2];
+    const float* const x_scale = &fixed_.epilogue.x_scale[warpgroup_][token + lane % 4 * 2];
     if constexpr (sizeof(Out) == 2) {
       const uint32_t rows = shared_address(chunk(buffer));
       const int row = lane / 16 * 8 + lane % 8;

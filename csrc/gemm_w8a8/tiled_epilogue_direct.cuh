@@ -1,0 +1,215 @@
+// The epilogue of the tiled GEMM where tokens are the MMA's rows: four lanes hold neighbouring
+// channels of a token, and store them from registers. (What is computed: tiled_output.cuh.)
+#pragma once
+
+#include "tiled_mma.cuh"
+#include "tiled_output.cuh"
+#include "tiled_plan.cuh"
+
+namespace ostinato::tiled {
+
+class Epilogue {
+ public:
+  __device__ Epilogue(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap&,
+                      FixedStorage& fixed, int warpgroup)
+      : params_(params),
+        plan_(plan),
+        w_scale_(fixed.epilogue.w_scale[warpgroup]),
+        bias_(fixed.epilogue.bias[warpgroup]),
+        w_sum_(fixed.epilogue.w_sum[warpgroup]),
+        warpgroup_(warpgroup),
+        thread_(threadIdx.x % kWarpgroup) {}
+
+  // Copies scales and sums of the tile's channels to shared memory, and asks for their bias: what
+  // is asked for here arrives while the tile is summed.
+  __device__ __forceinline__ void fetch_channels(const Item& item) {
+#pragma unroll
+    for (int i = 0; i < kChannelsOfThread; ++i) {
+      const int in_tile = thread_ + i * kWarpgroup;
+      const int channel = item.channel + in_tile;
+      const bool inside = in_tile < kChannels && channel < params_.n;
+      if (in_tile < kChannels) {
+        const int64_t offset = inside ? int64_t(channel) * params_.w_scale_stride : 0;
+        copy_word_async(&w_scale_[in_tile], params_.w_scale + offset, inside);
+        if (has_zero_points()) {
+          copy_word_async(&w_sum_[in_tile], params_.w_sum + (inside ? channel : 0), inside);
+        }
+      }
+      fetched_bias_[i] = inside && params_.bias != nullptr
+                             ? static_cast<const Output*>(params_.bias)[channel]
+                             : Output(0.0F);
+    }
+  }
+
+  // Scales of the tokens whose sums this thread will hold.
+  __device__ __forceinline__ void fetch_tokens(const Item& item) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = token_of_thread(item, block, half);
+        x_scale_[block][half] =
+            token < params_.m ? params_.x_scale[int64_t(token) * params_.x_scale_stride] : 0.0F;
+      }
+    }
+  }
+
+  // Writes the sums of kCount channels from `first` on, counted in the tile.
+  template <int kCount>
+  __device__ __forceinline__ void store(const Item& item, int first,
+                                        Sum (&sums)[kBlocks][kCount / 2]) {
+#pragma unroll
+    for (int i = 0; i < kChannelsOfThread; ++i) {
+      if (thread_ + i * kWarpgroup < kChannels) {
+        bias_[thread_ + i * kWarpgroup] = to_float(fetched_bias_[i]);
+      }
+    }
+    wait_async_copies();
+    sync_warpgroup();
+    OSTINATO_DELAY(epilogue_store, thread_ / 32 == 1);
+    const int left = min(plan_.tile_channels, params_.n - item.channel);
+    const int tokens_end = min(params_.m, item.token + plan_.tile_tokens);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      Row rows[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = token_of_thread(item, block, half);
+        const bool inside = token < tokens_end;
+        rows[half].out =
+            static_cast<Output*>(params_.out) + int64_t(token) * params_.out_stride + item.channel;
+        rows[half].end = inside ? left : 0;
+        rows[half].scale = x_scale_[block][half];
+        rows[half].zero_point =
+            inside && has_zero_points()
+                ? params_.x_zero_point[int64_t(token) * params_.x_zero_point_stride]
+                : 0;
+      }
+      const bool whole = plan_.aligned_out && left % 16 == 0;
+      if (whole && !has_zero_points()) {
+        store_rows<kCount, true, false>(first, sums[block], rows);
+      } else if (whole) {
+        store_rows<kCount, true, true>(first, sums[block], rows);
+      } else {
+        store_rows<kCount, false, true>(first, sums[block], rows);
+      }
+    }
+    // The next tile overwrites scales and bias, which a slow warp may still be reading.
+    sync_warpgroup();
+  }
+
+  __device__ __forceinline__ void finish() {}
+
+ private:
+  __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
+
+  // Of the two tokens of a block whose sums the thread holds.
+  __device__ __forceinline__ int token_of_thread(const Item& item, int block, int half) const {
+    return item.token + (warpgroup_ * kBlocks + block) * kMmaRows + thread_ / 32 * 16 + half * 8 +
+           thread_ % 32 / 4;
+  }
+
+  // The first of two neighbouring channels, of 8, whose sums the thread holds.
+  __device__ __forceinline__ int lane_channel() const { return thread_ % 4 * 2; }
+
+  __device__ __forceinline__ bool has_zero_points() const {
+    return kInt8 && params_.x_zero_point != nullptr;
+  }
+
+  // A token's part of the tile: where it begins in out, and how many channels of it are stored.
+  struct Row {
+    Output* out;
+    int end;
+    float scale;
+    uint32_t zero_point;
+  };
+
+  // Stores two tokens' channels from `first` of the tile on, 16 at a time: of these the thread has
+  // two of the first 8 and, 4 sums later, two of the others. kWhole: out takes whole vectors. Only
+  // the stores are conditional, so that there are many things to do at a time.
+  template <int kCount, bool kWhole, bool kZeroPoints>
+  __device__ __forceinline__ void store_rows(int first, const Sum (&sums)[kCount / 2],
+                                             const Row (&rows)[2]) const {
+#pragma unroll
+    for (int pair = 0; pair < kCount / kStoredChannels; ++pair) {
+      const int column = first + pair * kStoredChannels + lane_channel();
+      const float2 w_scale[2] = {pair_of<float2>(w_scale_, column),
+                                 pair_of<float2>(w_scale_, column + 8)};
+      const float2 bias[2] = {pair_of<float2>(bias_, column), pair_of<float2>(bias_, column + 8)};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const Row& row = rows[half];
+        float y[4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Sum sum[2] = {sums[pair * 8 + half * 2 + i * 4], sums[pair * 8 + half * 2 + i * 4 + 1]};
+          if constexpr (kInt8 && kZeroPoints) {
+            // Unsigned, since the product alone may overflow; the difference never does.
+            const uint2 w_sum = pair_of<uint2>(w_sum_, column + i * 8);
+            sum[0] -= row.zero_point * w_sum.x;
+            sum[1] -= row.zero_point * w_sum.y;
+          }
+          y[i * 2] = fmaf(row.scale, w_scale[i].x * to_float(sum[0]), bias[i].x);
+          y[i * 2 + 1] = fmaf(row.scale, w_scale[i].y * to_float(sum[1]), bias[i].y);
+        }
+        if constexpr (sizeof(Output) == 4) {
+          store_vector<kWhole>(row, column,
+                               make_uint2(__float_as_uint(y[0]), __float_as_uint(y[1])));
+          store_vector<kWhole>(row, column + 8,
+                               make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3])));
+        } else {
+          // Neighbouring lanes trade, so that each has four neighbours and a quad a whole sector.
+          const uint32_t low = pack<Output>(y[0], y[1]), high = pack<Output>(y[2], y[3]);
+          const bool odd = thread_ % 2;
+          const uint32_t theirs = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
+          const uint2 four = odd ? make_uint2(theirs, high) : make_uint2(low, theirs);
+          const int from = first + pair * kStoredChannels + (odd ? 8 : 0) + thread_ % 4 / 2 * 4;
+          store_vector<kWhole>(row, from, four);
+        }
+      }
+      // Much at a time takes registers. At the edges it may take its time.
+      if (!kWhole || pair % 4 == 3) {
+        __syncwarp();
+      }
+    }
+  }
+
+  template <class Pair, class Value>
+  static __device__ __forceinline__ Pair pair_of(const Value* values, int column) {
+    return *reinterpret_cast<const Pair*>(&values[column]);
+  }
+
+  // Stores 8 bytes, as far as they lie within the row.
+  template <bool kWhole>
+  static __device__ __forceinline__ void store_vector(const Row& row, int channel, uint2 vector) {
+    using Bits = std::conditional_t<sizeof(Output) == 4, uint32_t, uint16_t>;
+    constexpr int kCount = sizeof(vector) / sizeof(Bits);
+    if constexpr (kWhole) {
+      if (channel < row.end) {
+        *reinterpret_cast<uint2*>(row.out + channel) = vector;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (channel + i < row.end) {
+          const uint32_t word = i < kCount / 2 ? vector.x : vector.y;
+          reinterpret_cast<Bits*>(row.out)[channel + i] =
+              static_cast<Bits>(word >> (i * 8 * sizeof(Bits) % 32));
+        }
+      }
+    }
+  }
+
+  static constexpr int kChannelsOfThread = (kChannels + kWarpgroup - 1) / kWarpgroup;
+
+  const W8A8GemmParams& params_;
+  const Plan& plan_;
+  float* const w_scale_;
+  float* const bias_;
+  int32_t* const w_sum_;
+  const int warpgroup_, thread_;
+  float x_scale_[kBlocks][2];
+  Output fetched_bias_[kChannelsOfThread];
+};
+
+}  // namespace ostinato::tiled

@@ -1,0 +1,49 @@
+// What both epilogues of the tiled GEMM are made of. They compute
+//   out = x_scale · (w_scale · (sum − x_zero_point · w_sum)) + bias
+// in fp32, and round once.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "common/mbarrier.cuh"
+#include "tiled_mma.cuh"
+
+namespace ostinato::tiled {
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+// A sum of an INT8 MMA, which CuTe keeps as the bits of an int32.
+__device__ __forceinline__ float to_float(uint32_t int32_bits) {
+  return static_cast<float>(static_cast<int32_t>(int32_bits));
+}
+
+// Two neighbours in a register, the first in the low half.
+template <class Out>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  if constexpr (std::is_same_v<Out, __half>) {
+    const __half2 both = __floats2half2_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+}
+
+// Copies 4 bytes to shared memory, or zero where there is none, past the registers.
+__device__ __forceinline__ void copy_word_async(void* shared, const void* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(exists ? 4 : 0)
+               : "memory");
+}
+
+// Until all of this thread's have arrived.
+__device__ __forceinline__ void wait_async_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+}  // namespace ostinato::tiled
