@@ -30,20 +30,22 @@ _MMA_CLOCKS = 1.04  # of the tensor cores, as a multiple of what they should tak
 _WEIGHT_ROW_CLOCKS, _TOKEN_ROW_CLOCKS = 0.61, 0.06
 _ROW_CLOCKS_LARGE_M = 0.3
 _PINGPONG = 0.95  # of the clocks of a step
-# So is the largest tile, with many tokens: they bring the card to its power limit, and it takes
-# less power than other tiles (docs/gemm_tiled.md).
-_LARGEST_TILE = 0.86
+# With many tokens even less. The card is then at its power limit, and beside peers that set its
+# clocks, fewest clocks were fastest (docs/gemm_tiled.md, "Large M").
+_PINGPONG_LARGE_M = 0.92
 _EPILOGUE_CLOCKS = 7.8  # for a column
 _TURNED_EPILOGUE_CLOCKS = 16.6  # where channels are rows and columns many
 _EXCHANGE_CLOCKS = 6500  # of CTAs that share K
 _STEP_DEPTH = 128
 _MMA_ROWS = 64
-_LARGEST_TOKENS = 256
+_MANY_COLUMNS = 256
 _NORM = 6
-# Tiles are cut to no less than this, as there are smaller ones; beyond this m only whole ones pay.
+# Tiles are cut to no less than this, as there are smaller ones. With many tokens the card is at its
+# power limit, and multiplying what nobody looks at takes power: tiles stay whole.
 _LEAST_PART = 2
 _CUT_M = 512
 _LEAST_PART_LARGE_M = 1.25
+_WHOLE_M = 2048
 
 
 class Cut(NamedTuple):
@@ -60,9 +62,9 @@ def cuts(variant: GemmTiled, m: int, n: int, sms: int) -> Iterator[Cut]:
     """Yield the ways to cut an output [m, n] that may be the fastest for a kernel."""
     units = ceil_div(n, TILE_CHANNELS)
     whole = variant.channels // TILE_CHANNELS
-    part = _LEAST_PART if m <= _CUT_M else _LEAST_PART_LARGE_M
+    part = _LEAST_PART if m <= _CUT_M else _LEAST_PART_LARGE_M if m < _WHOLE_M else 1
     token_tiles = ceil_div(m, variant.tokens)
-    for tiles in (token_tiles, token_tiles + 1):
+    for tiles in (token_tiles, token_tiles + 1) if m < _WHOLE_M else (token_tiles,):
         tokens = ceil_div(m, tiles)
         if ceil_div(m, tokens) < tiles:
             continue
@@ -113,8 +115,7 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
         _ROW_CLOCKS * (weight_rows + token_rows),
         (read + channels + tokens) * _STEP_DEPTH / _SHARED_BYTES_PER_CLOCK,
     )
-    many_tokens = m > _CUT_M
-    if many_tokens:
+    if m > _CUT_M:
         step += _ROW_CLOCKS_LARGE_M * (weight_rows + token_rows)
     else:
         step += _WEIGHT_ROW_CLOCKS * weight_rows + _TOKEN_ROW_CLOCKS * token_rows
@@ -123,12 +124,11 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
     epilogue = _EPILOGUE_CLOCKS * mma_columns
     if variant.pingpong:
         # One warpgroup stores a whole tile while the other multiplies; none does at the end.
-        clocks += _PINGPONG * steps * step + 2 * epilogue
-    elif variant.tokens == _LARGEST_TOKENS:
-        epilogue = _TURNED_EPILOGUE_CLOCKS * mma_columns
-        factor = _LARGEST_TILE if many_tokens else 1.0
-        clocks += factor * steps * step + epilogue * (whole + bool(left))
+        factor = _PINGPONG_LARGE_M if m > _CUT_M else _PINGPONG
+        clocks += factor * steps * step + 2 * epilogue
     else:
+        if not variant.token_rows and mma_columns == _MANY_COLUMNS:
+            epilogue = _TURNED_EPILOGUE_CLOCKS * mma_columns
         clocks += steps * step + epilogue * (whole + bool(left))
     if split_k:
         clocks += _EXCHANGE_CLOCKS

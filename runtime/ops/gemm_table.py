@@ -105,8 +105,7 @@ TABLE: tuple[Streaming | Tile, ...] = (
     Tile(160, 128, "N = 10240 and 256 tokens fill the SMs"),
     Tile(192, 128, "N = 6144 and 512 tokens fill the SMs"),
     Tile(224, 128, "N = 28672 has 128 of them"),
-    Tile(256, 128, "the largest for fp32 outputs"),
-    Tile(128, 256, "the most products per byte and per joule"),
+    Tile(256, 128, "the most products per byte of shared memory"),
     Tile(128, 128, "stores one tile while it multiplies another", pingpong=True),
 )
 

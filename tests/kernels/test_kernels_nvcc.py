@@ -128,7 +128,7 @@ def test_asserts_do_not_compile(tmp_path: Path) -> None:
 
 
 _SMALL = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
-_TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128)
+_TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256)
 
 
 @pytest.mark.parametrize(
