@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,6 +16,9 @@ Call = Callable[[], object]
 
 REPLAYS = 15  # per median
 MIN_REPLAY_S = 2e-3  # so that starting a graph does not show
+# Untimed, at the beginning of a turn: the card needs some 20 ms to find the clock at which what is
+# timed stays within the power limit (docs/gemm_tiled.md).
+RUN_IN_S = 20e-3
 _MARGIN = 1.1  # few launches take longer for their share of the start
 _ROUNDS = 3  # in which implementations take turns
 _L2_MULTIPLE = 4.1
@@ -43,10 +46,12 @@ class Rotation:
     Args:
         replay: launches them all.
         launches: how many they are.
+        seconds: about how long they take, 0 where that was not measured.
     """
 
     replay: Call
     launches: int
+    seconds: float = 0.0
 
 
 def rotate(
@@ -73,7 +78,7 @@ def rotate(
         rotation = _capture(calls, turns * len(calls), stream)
         seconds = _seconds(rotation, device)
         if seconds >= min_seconds:
-            return rotation
+            return replace(rotation, seconds=seconds)
         turns = math.ceil(turns * _MARGIN * min_seconds / seconds)
 
 
@@ -82,8 +87,10 @@ def interleave(
 ) -> list[list[float]]:
     """Return the seconds per launch of `REPLAYS` replays of each rotation.
 
-    They take turns of a few replays after an untimed one, in an order that changes from turn to
-    turn: heat and the power limit then slow all of them alike.
+    They take turns of a few replays, in an order that changes from turn to turn, so that all of
+    them find the same heat. A turn begins with untimed replays for at least `RUN_IN_S`, so that an
+    implementation runs at the clock that its own need of power leaves, not at that of the one
+    before: a server's GEMMs are all of one library.
 
     Args:
         rotations: what to time.
@@ -94,7 +101,8 @@ def interleave(
     for round_ in range(_ROUNDS):
         for index in turn_order(len(rotations), start + round_):
             rotation = rotations[index]
-            rotation.replay()
+            for _ in range(_run_in(rotation)):
+                rotation.replay()
             times = time_each(rotation.replay, device, REPLAYS // _ROUNDS)
             seconds[index] += [time / rotation.launches for time in times]
     return seconds
@@ -104,6 +112,10 @@ def turn_order(count: int, turn: int) -> list[int]:
     """Return the order of `count` participants: rotated every other turn, odd ones backwards."""
     order = [(index + turn // 2) % count for index in range(count)]
     return order[::-1] if turn % 2 else order
+
+
+def _run_in(rotation: Rotation) -> int:
+    return math.ceil(RUN_IN_S / rotation.seconds) if rotation.seconds else 1
 
 
 @cache

@@ -8,6 +8,8 @@ import torch
 from ostinato.bench.graph_timing import (
     MIN_REPLAY_S,
     REPLAYS,
+    RUN_IN_S,
+    Rotation,
     interleave,
     num_sets,
     rotate,
@@ -39,6 +41,18 @@ def test_all_sets_are_used_and_all_replays_timed() -> None:
     assert all(0 <= time < 1 for of_one in seconds for time in of_one)
     assert set(calls) == {f"{name}{i}" for name in "ab" for i in range(3)}
     assert calls[:3] in (["a0", "a1", "a2"], ["b0", "b1", "b2"])
+
+
+def test_a_turn_begins_when_the_clock_has_settled() -> None:
+    calls: list[str] = []
+    rotations = [
+        Rotation(lambda: calls.append("slow"), launches=1, seconds=2 * RUN_IN_S),
+        Rotation(lambda: calls.append("fast"), launches=1, seconds=RUN_IN_S / 10.5),
+    ]
+    interleave(rotations, CPU)
+    turns = calls.count("slow") - REPLAYS
+    assert turns > 0
+    assert calls.count("fast") == REPLAYS + turns * 11
 
 
 def test_on_the_cpu_two_sets_do() -> None:
