@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from ostinato import _C, ops
+from ostinato.kernels.catalogue import GEMM_TILED
 from ostinato.kernels.compiler import build, plan
 from ostinato.kernels.mode import RELEASE, BuildMode
 from ostinato.kernels.variants import GemmTiled
+from ostinato.ops.gemm_table import ORDERED_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -36,7 +38,18 @@ _INT8 = {
 }
 _LATE_PINGPONG = _INT8[_PINGPONG]
 _LATE_TURNED = _INT8[128, 32, False]
-_FP8 = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=256, tokens=128, fast_accum=True)
+# Those that add along K in one order, by the kind of sums.
+_FP8 = {
+    fast_accum: tuple(
+        variant
+        for variant in GEMM_TILED
+        if variant.dtype == "e4m3"
+        and variant.out_dtype == "bf16"
+        and variant.fast_accum == fast_accum
+        and variant.tokens >= ORDERED_TOKENS
+    )
+    for fast_accum in (False, True)
+}
 # As the launch chooses, tiles that are not whole, clusters, bands.
 _CUTS: tuple[dict[str, int], ...] = (
     {},
@@ -56,7 +69,9 @@ Launch = Callable[..., torch.Tensor]
 @pytest.fixture(scope="module")
 def launch() -> Launch:
     """Give a function of variant, mode, operands and cut that returns out."""
-    wanted: list[tuple[GemmTiled, BuildMode]] = [(v, RELEASE) for v in (*_INT8.values(), _FP8)]
+    wanted: list[tuple[GemmTiled, BuildMode]] = [
+        (v, RELEASE) for v in (*_INT8.values(), *_FP8[False], *_FP8[True])
+    ]
     wanted += [
         (v, BuildMode(delay_site=site))
         for v in (_LATE, _LATE_PINGPONG, _LATE_TURNED)
@@ -191,8 +206,11 @@ def test_injected_delays_change_no_bit(
         assert torch.equal(got, expected)
 
 
-def test_fp8_gives_the_same_bits_every_time(launch: Launch) -> None:
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_fp8_gives_the_same_bits_in_every_tile_every_time(launch: Launch, fast_accum: bool) -> None:
     x, w = (torch.randn(rows, 4096, device="cuda").to(torch.float8_e4m3fn) for rows in (513, 4000))
-    expected = launch(_FP8, RELEASE, x, w, cluster=2)
-    for cut in ({"cluster": 1}, {"cluster": 2}, {"cluster": 2, "share_weights": 1}) * 70:
-        assert torch.equal(launch(_FP8, RELEASE, x, w, **cut), expected)
+    expected = launch(_FP8[fast_accum][0], RELEASE, x, w)
+    cuts = ({"cluster": 1}, {"cluster": 2}, {"cluster": 2, "share_weights": 1})
+    for variant in _FP8[fast_accum]:
+        for cut in (*cuts * 15, {"tile_channels": 48, "tile_tokens": 37}):
+            assert torch.equal(launch(variant, RELEASE, x, w, **cut), expected), (variant, cut)
