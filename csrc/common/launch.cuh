@@ -48,6 +48,13 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchConfig& config, cu
   return cudaLaunchKernelEx(&native, kernel, std::forward<Arguments>(args)...);
 }
 
+// Of the current device.
+inline cudaError_t count_sms(int* sms) {
+  int device = 0;
+  OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
+  return cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
+}
+
 // Lets the current device run the kernel with this much dynamic shared memory, beyond 48 KB too.
 template <typename... Parameters>
 cudaError_t allow_dynamic_smem(void (*kernel)(Parameters...), std::size_t bytes) {

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/pack_pair.cuh"
+
 namespace ostinato {
 
 namespace dtype {
@@ -33,18 +35,6 @@ __device__ __forceinline__ void unpack_pair(uint32_t word, float& low, float& hi
     const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
     low = pair.x;
     high = pair.y;
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  static_assert(sizeof(T) == 2, "two elements in a word");
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
   }
 }
 

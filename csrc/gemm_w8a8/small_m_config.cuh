@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/sizes.cuh"
 #include "packed.h"
 #include "small_m_mma.cuh"
 
@@ -63,7 +64,7 @@ inline constexpr int kPrefillBytes = (kTokens <= 8 ? 64 : 32) * 1024;
 inline constexpr int kSmemForRing = kSmemLimit - kFixedBytes;
 inline constexpr int kStages =
     (kSmemForRing < kRingLimit ? kSmemForRing : kRingLimit) / kStageBytes;
-inline constexpr int kWantedPrefill = (kPrefillBytes + kStageBytes - 1) / kStageBytes;
+inline constexpr int kWantedPrefill = ceil_div(kPrefillBytes, kStageBytes);
 inline constexpr int kPrefillStages = kWantedPrefill < kStages ? kWantedPrefill : kStages;
 static_assert(kStages >= 2, "the ring needs two stages: fewer row tiles or tokens");
 

@@ -18,11 +18,11 @@ struct Work {
   int chunks;        // of kChunkBlocks, the last one may be shorter
 
   __device__ explicit Work(const W8A8GemmParams& params) {
-    const int tiles = (params.n + kPackedRows - 1) / kPackedRows;
+    const int tiles = ceil_div(params.n, kPackedRows);
     first_tile = share(tiles, blockIdx.x);
     end_tile = share(tiles, blockIdx.x + 1);
-    depth_blocks = (params.k + kPackedDepthUnit - 1) / kPackedDepthUnit * 2;
-    chunks = (depth_blocks + kChunkBlocks - 1) / kChunkBlocks;
+    depth_blocks = ceil_div(params.k, kPackedDepthUnit) * 2;
+    chunks = ceil_div(depth_blocks, kChunkBlocks);
   }
 
  private:

@@ -72,10 +72,9 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void
       reinterpret_cast<uintptr_t>(params->w) % 16 != 0) {
     return cudaErrorInvalidValue;
   }
-  int device = 0, sms = 0;
-  OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
-  OSTINATO_RETURN_IF_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-  const int tiles = (params->n + ostinato::kPackedRows - 1) / ostinato::kPackedRows;
+  int sms = 0;
+  OSTINATO_RETURN_IF_ERROR(ostinato::count_sms(&sms));
+  const int tiles = ostinato::ceil_div(params->n, ostinato::kPackedRows);
   ostinato::LaunchConfig config;
   config.grid = dim3(tiles < sms ? tiles : sms);
   config.block = dim3(kThreads);

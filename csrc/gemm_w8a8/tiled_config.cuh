@@ -51,7 +51,8 @@ inline constexpr int kMmaRows = 64;
 inline constexpr int kMmaDepth = 32;
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kConsumers = kPingPong || kTileRows > kMmaRows ? 2 : 1;
-inline constexpr int kSharers = kPingPong ? 1 : kConsumers;        // warpgroups of a tile
+inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups of a tile
+__device__ __forceinline__ int part_of_tile(int warpgroup) { return kPingPong ? 0 : warpgroup; }
 inline constexpr int kBlocks = kTileRows / (kMmaRows * kSharers);  // of 64 rows, a warpgroup
 inline constexpr int kSums = kTileColumns / 2;                     // per thread and block
 // A product waits for the one before it that has the same sums. Where few columns leave the tensor

@@ -73,14 +73,11 @@ class Consumer {
 
   __device__ __forceinline__ uint32_t channels_of(int slot) const {
     return ring_ + slot * plan_.stage_bytes +
-           (kTokenRows ? 0 : part() * kBlocks * kMmaRows * kPackedDepth);
+           (kTokenRows ? 0 : part_of_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth);
   }
-  // Which part of the tile is this warpgroup's.
-  __device__ __forceinline__ int part() const { return kPingPong ? 0 : warpgroup_; }
-
   __device__ __forceinline__ uint32_t tokens_of(int slot) const {
     return ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
-           (kTokenRows ? part() * kBlocks * kMmaRows * kUnitDepth : 0);
+           (kTokenRows ? part_of_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0);
   }
 
   // Enqueues the products of a stage, as one group.

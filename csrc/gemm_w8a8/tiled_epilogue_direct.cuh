@@ -159,7 +159,7 @@ class Epilogue {
                                make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3])));
         } else {
           // Neighbouring lanes trade, so that each has four neighbours and a quad a whole sector.
-          const uint32_t low = pack<Output>(y[0], y[1]), high = pack<Output>(y[2], y[3]);
+          const uint32_t low = pack_pair<Output>(y[0], y[1]), high = pack_pair<Output>(y[2], y[3]);
           const bool odd = thread_ % 2;
           const uint32_t theirs = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
           const uint2 four = odd ? make_uint2(theirs, high) : make_uint2(low, theirs);
@@ -200,7 +200,7 @@ class Epilogue {
     }
   }
 
-  static constexpr int kChannelsOfThread = (kChannels + kWarpgroup - 1) / kWarpgroup;
+  static constexpr int kChannelsOfThread = ceil_div(kChannels, kWarpgroup);
 
   const W8A8GemmParams& params_;
   const Plan& plan_;

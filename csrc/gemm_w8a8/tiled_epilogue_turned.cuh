@@ -67,7 +67,7 @@ class Epilogue {
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      if ((part() * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
+      if ((part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
         break;  // what lies there is not of this tile
       }
       if (block > 0) {
@@ -108,10 +108,8 @@ class Epilogue {
     sync_warpgroup();
   }
 
-  __device__ __forceinline__ int part() const { return kPingPong ? 0 : warpgroup_; }
-
   __device__ __forceinline__ int first_channel(const Item& item, int block) const {
-    return item.channel + (part() * kBlocks + block) * kMmaRows;
+    return item.channel + (part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows;
   }
 
   // Of the two channels of a block whose sums the thread holds.
@@ -185,7 +183,7 @@ class Epilogue {
         for (int i = 0; i < 4; ++i) {
           const float2 scale = *reinterpret_cast<const float2*>(x_scale + pair * 16 + i / 2 * 8);
           const float2 y = scaled(sums + pair * 8 + i * 2, scale, block, i % 2);
-          packed[i] = pack<Out>(y.x, y.y);
+          packed[i] = pack_pair<Out>(y.x, y.y);
         }
         store_transposed(rows + chunk_offset(pair * 16 + row, column * 2), packed[0], packed[1],
                          packed[2], packed[3]);

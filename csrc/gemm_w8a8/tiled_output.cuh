@@ -6,9 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <type_traits>
-
 #include "common/mbarrier.cuh"
+#include "common/pack_pair.cuh"
 #include "tiled_mma.cuh"
 
 namespace ostinato::tiled {
@@ -20,18 +19,6 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat
 // A sum of an INT8 MMA, which CuTe keeps as the bits of an int32.
 __device__ __forceinline__ float to_float(uint32_t int32_bits) {
   return static_cast<float>(static_cast<int32_t>(int32_bits));
-}
-
-// Two neighbours in a register, the first in the low half.
-template <class Out>
-__device__ __forceinline__ uint32_t pack(float first, float second) {
-  if constexpr (std::is_same_v<Out, __half>) {
-    const __half2 both = __floats2half2_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(both);
-  } else {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
-    return reinterpret_cast<const uint32_t&>(both);
-  }
 }
 
 // Copies 4 bytes to shared memory, or zero where there is none, past the registers.

@@ -4,13 +4,16 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/sizes.cuh"
 #include "cutlass/fast_math.h"
 #include "tiled_config.cuh"
 
 namespace ostinato::tiled {
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+// Whether TMA and vectors of 16 bytes can go from row to row.
+inline bool aligned(const void* pointer, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
+}
 
 // Everything a CTA must know beside the problem. A tile may use less than what was compiled: the
 // MMA then multiplies whatever lies behind it in shared memory, and nobody looks at the result.
@@ -141,8 +144,7 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->of_width = cutlass::FastDivmod(plan->band);
   const int last_width = plan->channel_groups % plan->band;
   plan->of_last_width = cutlass::FastDivmod(last_width > 0 ? last_width : plan->band);
-  plan->aligned_out = reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
-                      params.out_stride * sizeof(Output) % 16 == 0;
+  plan->aligned_out = aligned(params.out, params.out_stride * sizeof(Output));
   plan->whole_blocks = plan->tile_channels % kMmaRows == 0 && plan->aligned_out &&
                        params.n * sizeof(Output) % 16 == 0 &&
                        params.n * sizeof(Output) <= INT32_MAX;  // TMA counts bytes

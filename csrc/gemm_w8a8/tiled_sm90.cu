@@ -102,10 +102,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-bool aligned(const void* pointer, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
-}
-
 // Sizes are counted in 32 bits, in whole tiles and one tile beyond the last.
 constexpr int kLargestSize = INT32_MAX - 1024;
 
@@ -162,9 +158,8 @@ cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {
   if (params.m == 0 || params.n == 0) {
     return cudaSuccess;
   }
-  int device = 0, sms = 0;
-  OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
-  OSTINATO_RETURN_IF_ERROR(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  int sms = 0;
+  OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
   Plan plan;
   if (!make_plan(params, sms, &plan)) {
     return cudaErrorInvalidValue;

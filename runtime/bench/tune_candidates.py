@@ -9,8 +9,8 @@ from ostinato.kernels.variants import GemmSmallM, GemmTiled
 from ostinato.ops.gemm_model import cuts, predicted_us
 from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serving
 
-# What the model takes for this much slower than the fastest is not timed. Its times were 7% wrong
-# on average, and up to 28% with few tokens.
+# What the model takes for this much slower than its fastest is not timed. What was the fastest of
+# those that it was fitted to, with few tokens it took for up to 28% slower.
 _WITHIN_FEW_TOKENS, _FEW_TOKENS = 1.3, 512
 _WITHIN = 1.15
 _MOST_OF_A_KERNEL = 4

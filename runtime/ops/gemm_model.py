@@ -2,8 +2,8 @@
 
 A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
 numbers were fitted to the times of some 2000 ways to multiply 8 shapes of weights by 16 to 1024
-tokens on an H200 (docs/gemm_tiled.md). They are effective numbers, not a data sheet's: what they
-take for the fastest was 1.3% slower than the fastest measured on average, and 8% at worst.
+tokens on an H200, and are effective ones, not a data sheet's. docs/gemm_tiled.md says how well they
+fit.
 """
 
 from __future__ import annotations

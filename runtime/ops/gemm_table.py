@@ -249,8 +249,8 @@ def can_split(choice: Choice, m: int, n: int, sms: int) -> bool:
 def largest_ms() -> list[int]:
     """Return for which m the choice may change with the next larger one."""
     streaming = {row.max_m for row in TABLE if isinstance(row, Streaming)}
-    modelled, least = set(), 1
+    modelled, last = set[int](), 0
     for most, step in _MODELLED:
-        modelled |= {modelled_m(m) for m in range(least, most + 1, step)} | {most}
-        least = most + 1
+        modelled.update(range(last + step, most + 1, step))
+        last = most
     return sorted(streaming | modelled)
