@@ -88,6 +88,10 @@ inline constexpr int kChunkTokens = kTokens % 64 == 0 ? 32 : 16;
 inline constexpr int kChunks = 3;
 inline constexpr int kPieceBytes = 128;
 inline constexpr int kPieces = kMmaRows * sizeof(Output) / kPieceBytes;
+// The largest tile is stored while the next one is summed: its results, two to a register, fit
+// beside the sums. Ping-pong has another warpgroup for that.
+inline constexpr bool kDeferStores =
+    !kTokenRows && !kPingPong && sizeof(Output) == 2 && kBlocks == 1 && kTileColumns == 256;
 // Where tokens are, it stores 16 channels of a token at a time.
 inline constexpr int kStoredChannels = 16;
 // Two CTAs can share the K of a tile where each is left with whole ones of these.

@@ -44,7 +44,7 @@ class Consumer {
       if constexpr (kPromote) {
         sum_promoting(item.steps, sums, position);
       } else {
-        sum(item.steps, sums, position);
+        sum(item.steps, sums, position, epilogue);
       }
       // Computed again: while a tile is summed, every register is needed for sums.
       item = item_at(plan_, forget(index), rank());
@@ -53,7 +53,7 @@ class Consumer {
         exchange(sums, half);
         epilogue.store<kTileColumns / 2>(item, rank() * (kTileColumns / 2), half);
       } else {
-        epilogue.store<kTileColumns>(item, 0, sums);
+        epilogue.store_tile(item, sums);
       }
       if (kPingPong) {
         position.advance(plan_.stages, plan_.depth_steps);
@@ -71,24 +71,35 @@ class Consumer {
 
   __device__ __forceinline__ int rank() const { return plan_.cluster > 1 ? cluster_rank() : 0; }
 
-  __device__ __forceinline__ uint32_t channels_of(int slot) const {
-    return ring_ + slot * plan_.stage_bytes +
-           (kTokenRows ? 0 : part_of_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth);
+  // Where this warpgroup's channels and tokens of a stage begin.
+  __device__ __forceinline__ Channels channels_of(int slot) const {
+    return Channels(
+        ring_ + slot * plan_.stage_bytes +
+        (kTokenRows ? 0 : part_of_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth));
   }
-  __device__ __forceinline__ uint32_t tokens_of(int slot) const {
-    return ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
-           (kTokenRows ? part_of_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0);
+  __device__ __forceinline__ Tokens tokens_of(int slot) const {
+    return Tokens(ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
+                  (kTokenRows ? part_of_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0));
+  }
+
+  // Enqueues the products of a unit of a stage.
+  template <int kSets>
+  __device__ __forceinline__ void multiply_unit(Channels channels, Tokens tokens, int unit,
+                                                bool accumulate,
+                                                Sum (&sums)[kSets][kBlocks][kSums]) const {
+    tiled::multiply_unit(channels, unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes,
+                         tokens, unit * plan_.token_rows * kUnitDepth, accumulate, sums);
   }
 
   // Enqueues the products of a stage, as one group.
   __device__ __forceinline__ void multiply_stage(int slot, bool accumulate,
                                                  Sum (&sums)[kChains][kBlocks][kSums]) {
+    const Channels channels = channels_of(slot);
+    const Tokens tokens = tokens_of(slot);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      multiply_unit(channels_of(slot) + unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes,
-                    tokens_of(slot) + unit * plan_.token_rows * kUnitDepth, accumulate || unit > 0,
-                    sums);
+      multiply_unit(channels, tokens, unit, accumulate || unit > 0, sums);
     }
     cute::warpgroup_commit_batch();
   }
@@ -123,7 +134,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums],
-                                      RingPosition& position) {
+                                      RingPosition& position, Epilogue& epilogue) {
     Sum chains[kChains][kBlocks][kSums];
     pin(chains);
     int previous = 0;
@@ -132,6 +143,7 @@ class Consumer {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
       wait(&fixed_.full[position.slot], position.parity);
       multiply_stage(position.slot, step > 0, chains);
+      epilogue.store_deferred(step);
       // The products of this stage go on while those of the one before are known to have ended.
       cute::warpgroup_wait<1>();
       if (step > 0) {
@@ -141,6 +153,7 @@ class Consumer {
       position.advance(plan_.stages);
     }
     give_turn();
+    epilogue.store_deferred_from(steps);
     cute::warpgroup_wait<0>();
     pin(chains);
     release(previous);
@@ -166,14 +179,14 @@ class Consumer {
     wait_turn();
     for (int step = 0; step < steps; ++step) {
       wait(&fixed_.full[position.slot], position.parity);
+      const Channels channels = channels_of(position.slot);
+      const Tokens tokens = tokens_of(position.slot);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
         Sum part[1][kBlocks][kSums];
         pin(part);
         cute::warpgroup_arrive();
-        multiply_unit(channels_of(position.slot) + unit * kUnitBlocks * plan_.block_bytes,
-                      plan_.block_bytes,
-                      tokens_of(position.slot) + unit * plan_.token_rows * kUnitDepth, false, part);
+        multiply_unit(channels, tokens, unit, false, part);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         pin(part);

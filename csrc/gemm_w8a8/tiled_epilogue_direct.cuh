@@ -98,6 +98,13 @@ class Epilogue {
     sync_warpgroup();
   }
 
+  __device__ __forceinline__ void store_tile(const Item& item, Sum (&sums)[kBlocks][kSums]) {
+    store<kTileColumns>(item, 0, sums);
+  }
+
+  // What is stored is stored at once.
+  __device__ __forceinline__ void store_deferred(int) {}
+  __device__ __forceinline__ void store_deferred_from(int) {}
   __device__ __forceinline__ void finish() {}
 
  private:

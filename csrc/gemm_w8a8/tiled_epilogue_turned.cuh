@@ -19,6 +19,10 @@ __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint3
 }
 
 class Epilogue {
+  static constexpr int kChunkSums = kChunkTokens / 2;   // of a thread
+  static constexpr int kChunkPairs = kChunkTokens / 4;  // of its results
+  static constexpr int kTileChunks = kTileColumns / kChunkTokens;
+
  public:
   __device__ Epilogue(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& out_map,
                       FixedStorage& fixed, int warpgroup)
@@ -60,11 +64,7 @@ class Epilogue {
   template <int kCount>
   __device__ __forceinline__ void store(const Item& item, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
-    wait_async_copies();
-    free_chunks();
-    if (kInt8 && params_.x_zero_point != nullptr) {
-      subtract_zero_points<kCount>(item, first, sums);
-    }
+    begin<kCount>(item, first, sums);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       if ((part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
@@ -78,18 +78,61 @@ class Epilogue {
         const int token = first + chunk * kChunkTokens;
         if (token < plan_.tile_tokens) {
           const int buffer = chunk % kChunks;
-          turn(buffer, token, block, &sums[block][chunk * kChunkTokens / 2]);
+          turn(buffer, token, block, &sums[block][chunk * kChunkSums]);
           OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
           write_chunk(buffer, item, token, block);
         }
       }
     }
-    // The next tile overwrites the tokens' scales, which a slow warp may still be reading.
-    sync_warpgroup();
+    end();
+  }
+
+  // Writes all sums of a tile, or keeps the results to be stored while the next tile is summed.
+  template <bool kDefer = kDeferStores>
+  __device__ __forceinline__ void store_tile(const Item& item, Sum (&sums)[kBlocks][kSums]) {
+    if constexpr (kDefer) {
+      // What TMA stores takes nobody's time.
+      if (plan_.whole_blocks && keeps_to_tile(item, round_up(plan_.tile_tokens, kChunkTokens))) {
+        defer<Output>(item, sums);
+        return;
+      }
+    }
+    store<kTileColumns>(item, 0, sums);
+  }
+
+  // Stores a chunk of the tile before, if it has as many: one for each step of this tile's sum.
+  __device__ __forceinline__ void store_deferred(int step) {
+    if (kDeferStores && step < deferred_chunks_) {
+#pragma unroll
+      for (int chunk = 0; chunk < kTileChunks; ++chunk) {
+        if (chunk == step) {
+          store_deferred_chunk(chunk);
+        }
+      }
+    }
+  }
+
+  // And those for which there were no steps.
+  __device__ __forceinline__ void store_deferred_from(int steps) {
+    if (kDeferStores && steps < deferred_chunks_) {
+#pragma unroll
+      for (int chunk = 0; chunk < kTileChunks; ++chunk) {
+        if (chunk >= steps && chunk < deferred_chunks_) {
+          store_deferred_chunk(chunk);
+        }
+      }
+    }
+    // The compiler cannot tell that these registers are free now.
+    deferred_chunks_ = 0;
+#pragma unroll
+    for (uint32_t& pair : deferred_) {
+      pair = 0;
+    }
   }
 
   // Shared memory must outlive the stores that read it.
   __device__ __forceinline__ void finish() {
+    store_deferred_from(0);
     if (thread_ == 0) {
       wait_stores_read<0>();
     }
@@ -106,6 +149,47 @@ class Epilogue {
       wait_stores_read<0>();
     }
     sync_warpgroup();
+  }
+
+  // Computes the results of a tile, and keeps them for store_deferred().
+  template <class Out>
+  __device__ __forceinline__ void defer(const Item& item, Sum (&sums)[kBlocks][kSums]) {
+    begin<kTileColumns>(item, 0, sums);
+#pragma unroll
+    for (int chunk = 0; chunk < kTileChunks; ++chunk) {
+      pack<Out>(chunk * kChunkTokens, 0, &sums[0][chunk * kChunkSums],
+                &deferred_[chunk * kChunkPairs]);
+    }
+    const bool inside = part_of_tile(warpgroup_) * kMmaRows < plan_.tile_channels;
+    deferred_chunks_ = inside ? ceil_div(plan_.tile_tokens, kChunkTokens) : 0;
+    deferred_channel_ = first_channel(item, 0);
+    deferred_token_ = item.token;
+    end();
+  }
+
+  __device__ __forceinline__ void store_deferred_chunk(int chunk) {
+    const int buffer = chunk % kChunks;
+    place(buffer, &deferred_[chunk * kChunkPairs]);
+    OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
+    store_by_tma(buffer, deferred_channel_, deferred_token_ + chunk * kChunkTokens);
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void begin(const Item& item, int first,
+                                        Sum (&sums)[kBlocks][kCount / 2]) {
+    wait_async_copies();
+    free_chunks();
+    if (kInt8 && params_.x_zero_point != nullptr) {
+      subtract_zero_points<kCount>(item, first, sums);
+    }
+  }
+
+  // The next tile overwrites the tokens' scales, which a slow warp may still be reading.
+  __device__ __forceinline__ void end() { sync_warpgroup(); }
+
+  // Whether nothing before `end`, counted in the tile, is of the next tile.
+  __device__ __forceinline__ bool keeps_to_tile(const Item& item, int end) const {
+    return end <= plan_.tile_tokens || item.token + plan_.tile_tokens >= params_.m;
   }
 
   __device__ __forceinline__ int first_channel(const Item& item, int block) const {
@@ -166,29 +250,48 @@ class Epilogue {
     return &fixed_.epilogue.chunk[warpgroup_][buffer][0][0][0];
   }
 
-  // Puts the sums of a chunk, from `token` of the tile on, into shared memory, a row per token.
+  // The thread's scales of the tokens from `token` of the tile on: two of every eight.
+  __device__ __forceinline__ const float* x_scales(int token) const {
+    return &fixed_.epilogue.x_scale[warpgroup_][token + thread_ % 4 * 2];
+  }
+
+  // The results of a chunk, from `token` of the tile on, in the order in which place() wants them.
+  template <class Out>
+  __device__ __forceinline__ void pack(int token, int block, const Sum* sums,
+                                       uint32_t* packed) const {
+    const float* const x_scale = x_scales(token);
+#pragma unroll
+    for (int i = 0; i < kChunkPairs; ++i) {
+      const float2 scale = *reinterpret_cast<const float2*>(x_scale + i / 2 * 8);
+      const float2 y = scaled(sums + i * 2, scale, block, i % 2);
+      packed[i] = pack_pair<Out>(y.x, y.y);
+    }
+  }
+
+  // Puts a chunk into shared memory, a row per token.
+  __device__ __forceinline__ void place(int buffer, const uint32_t* packed) {
+    const int lane = thread_ % 32;
+    const uint32_t rows = shared_address(chunk(buffer));
+    const int row = lane / 16 * 8 + lane % 8;
+    const int column = thread_ / 32 * 16 + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < kChunkPairs; i += 4) {
+      store_transposed(rows + chunk_offset(i * 4 + row, column * 2), packed[i], packed[i + 1],
+                       packed[i + 2], packed[i + 3]);
+    }
+  }
+
+  // Both, and of results of 32 bits.
   template <class Out = Output>
   __device__ __forceinline__ void turn(int buffer, int token, int block, const Sum* sums) {
-    const int lane = thread_ % 32;
-    const int strip = thread_ / 32 * 16;  // the warp's 16 channels
-    const float* const x_scale = &fixed_.epilogue.x_scale[warpgroup_][token + lane % 4 * 2];
     if constexpr (sizeof(Out) == 2) {
-      const uint32_t rows = shared_address(chunk(buffer));
-      const int row = lane / 16 * 8 + lane % 8;
-      const int column = strip + lane / 8 % 2 * 8;
-#pragma unroll
-      for (int pair = 0; pair < kChunkTokens / 16; ++pair) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 scale = *reinterpret_cast<const float2*>(x_scale + pair * 16 + i / 2 * 8);
-          const float2 y = scaled(sums + pair * 8 + i * 2, scale, block, i % 2);
-          packed[i] = pack_pair<Out>(y.x, y.y);
-        }
-        store_transposed(rows + chunk_offset(pair * 16 + row, column * 2), packed[0], packed[1],
-                         packed[2], packed[3]);
-      }
+      uint32_t packed[kChunkPairs];
+      pack<Out>(token, block, sums, packed);
+      place(buffer, packed);
     } else {
+      const int lane = thread_ % 32;
+      const int strip = thread_ / 32 * 16;  // the warp's 16 channels
+      const float* const x_scale = x_scales(token);
 #pragma unroll
       for (int group = 0; group < kChunkTokens / 8; ++group) {
         const float2 scale = *reinterpret_cast<const float2*>(x_scale + group * 8);
@@ -207,13 +310,16 @@ class Epilogue {
   // TMA writes whole blocks of channels, as far as they lie within out; a chunk that ends beyond
   // the tile's tokens, in those of the next tile, is written by threads.
   __device__ __forceinline__ void write_chunk(int buffer, const Item& item, int token, int block) {
-    const bool whole =
-        token + kChunkTokens <= plan_.tile_tokens || item.token + plan_.tile_tokens >= params_.m;
-    if (!plan_.whole_blocks || !whole) {
+    if (plan_.whole_blocks && keeps_to_tile(item, token + kChunkTokens)) {
+      store_by_tma(buffer, first_channel(item, block), item.token + token);
+    } else {
       free_chunks();
       copy_out(buffer, item, token, block);
-      return;
     }
+  }
+
+  // The chunk's first channel and token, of out.
+  __device__ __forceinline__ void store_by_tma(int buffer, int channel, int token) {
     fence_shared_for_tma();
     if (thread_ == 0) {
       // All but the latest: the next chunk goes where one of them was.
@@ -225,8 +331,7 @@ class Epilogue {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         tma_store(out_map_, chunk(buffer) + piece * kChunkTokens * kPieceBytes,
-                  first_channel(item, block) * int(sizeof(Output)) + piece * kPieceBytes,
-                  item.token + token);
+                  channel * int(sizeof(Output)) + piece * kPieceBytes, token);
       }
       commit_stores();
     }
@@ -269,6 +374,8 @@ class Epilogue {
   FixedStorage& fixed_;
   int warpgroup_, thread_;
   float w_scale_[kBlocks][2], bias_[kBlocks][2];
+  uint32_t deferred_[kDeferStores ? kSums / 2 : 1];  // results of a tile
+  int deferred_chunks_ = 0, deferred_channel_ = 0, deferred_token_ = 0;
 };
 
 }  // namespace ostinato::tiled

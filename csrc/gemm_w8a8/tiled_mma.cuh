@@ -41,12 +41,25 @@ using Mma = MmaOf<kInt8>::Mma;
 // How wgmma finds an operand of rows of kRowBytes, swizzled by TMA (PTX ISA, "matrix descriptor"):
 // the address, the distance of groups of 8 rows, and the swizzle, which has the width of a row.
 template <int kRowBytes>
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
+class Operand {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as the swizzle");
-  constexpr uint64_t kSwizzle = kRowBytes == 128 ? 1 : 2;
-  constexpr uint64_t kGroupBytes = kGroupRows * kRowBytes;
-  return (address >> 4) | (uint64_t(1) << 16) | ((kGroupBytes >> 4) << 32) | (kSwizzle << 62);
-}
+  static constexpr int kUnit = 16;  // bytes in which a descriptor counts
+  static constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : 2;
+  static constexpr uint32_t kHigh = kGroupRows * kRowBytes / kUnit | kSwizzle << 30;
+
+ public:
+  // At a shared address, the same in all lanes: wgmma takes descriptors from uniform registers, and
+  // the compiler computes them there only where it sees that they are uniform.
+  __device__ explicit Operand(uint32_t address)
+      : low_(__shfl_sync(0xffffffff, address / kUnit, 0) | 1 << 16) {}
+
+  __device__ __forceinline__ uint64_t descriptor(uint32_t offset) const {
+    return uint64_t(kHigh) << 32 | (low_ + offset / kUnit);
+  }
+
+ private:
+  uint32_t low_;
+};
 
 template <int... kIndex>
 __device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns, Sum (&sums)[kSums],
@@ -70,11 +83,15 @@ __device__ __forceinline__ void pin(Sum (&sums)[kSets][kBlocks][kSums]) {
   }
 }
 
-// Enqueues sums += channels · tokensᵀ, or its transpose, over the depth of one unit. `channels` and
-// `tokens` are the shared addresses of the warpgroup's rows; blocks of K of channels are
+using Channels = Operand<kPackedDepth>;
+using Tokens = Operand<kUnitDepth>;
+
+// Enqueues sums += channels · tokensᵀ, or its transpose, over the depth of one unit, which begins
+// `channel_offset` and `token_offset` bytes behind the operands. Blocks of K of channels are
 // `block_bytes` apart. With two chains the products add to one and the other in turn.
 template <int kSets>
-__device__ __forceinline__ void multiply_unit(uint32_t channels, int block_bytes, uint32_t tokens,
+__device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
+                                              int block_bytes, Tokens tokens, int token_offset,
                                               bool accumulate, Sum (&sums)[kSets][kBlocks][kSums]) {
 #pragma unroll
   for (int depth = 0; depth < kUnitDepth; depth += kMmaDepth) {
@@ -82,10 +99,10 @@ __device__ __forceinline__ void multiply_unit(uint32_t channels, int block_bytes
     const int step = depth / kMmaDepth;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const uint64_t of_channels = matrix_descriptor<kPackedDepth>(
-          channels + in_block + (kTokenRows ? 0 : block * kMmaRows * kPackedDepth));
-      const uint64_t of_tokens = matrix_descriptor<kUnitDepth>(
-          tokens + depth + (kTokenRows ? block * kMmaRows * kUnitDepth : 0));
+      const uint64_t of_channels = channels.descriptor(
+          channel_offset + in_block + (kTokenRows ? 0 : block * kMmaRows * kPackedDepth));
+      const uint64_t of_tokens = tokens.descriptor(
+          token_offset + depth + (kTokenRows ? block * kMmaRows * kUnitDepth : 0));
       multiply(kTokenRows ? of_tokens : of_channels, kTokenRows ? of_channels : of_tokens,
                sums[step % kSets][block], accumulate || step >= kSets,
                std::make_integer_sequence<int, kSums>());

@@ -2,7 +2,8 @@
 
 A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
 numbers were fitted to the times of some 2000 ways to multiply 8 shapes of weights by 16 to 1024
-tokens on an H200, and are effective ones, not a data sheet's. docs/gemm_tiled.md says how well they
+tokens on an H200, those of ping-pong, of the widest tile and of more than 512 tokens to another 700
+with up to 8192. They are effective ones, not a data sheet's. docs/gemm_tiled.md says how well they
 fit.
 """
 
@@ -28,17 +29,17 @@ _MMA_CLOCKS = 1.04  # of the tensor cores, as a multiple of what they should tak
 # And in addition for a row of weights, which come from memory, and of tokens, which others ask for,
 # too. With many tokens both are read many times.
 _WEIGHT_ROW_CLOCKS, _TOKEN_ROW_CLOCKS = 0.61, 0.06
-_ROW_CLOCKS_LARGE_M = 0.3
-_PINGPONG = 0.95  # of the clocks of a step
-# With many tokens even less. The card is then at its power limit, and beside peers that set its
-# clocks, fewest clocks were fastest (docs/gemm_tiled.md, "Large M").
-_PINGPONG_LARGE_M = 0.92
+_ROW_CLOCKS_LARGE_M = 0.16
+# Of the clocks of a step; less power counts as fewer clocks.
+_PINGPONG = 0.926
+_WIDE = 0.89  # 256 tokens, channels as rows
 _EPILOGUE_CLOCKS = 7.8  # for a column
-_TURNED_EPILOGUE_CLOCKS = 16.6  # where channels are rows and columns many
-_EXCHANGE_CLOCKS = 6500  # of CTAs that share K
+# The widest tile is stored while the next one is summed: what is left for each, and at the end.
+_PACKING_CLOCKS, _LAST_EPILOGUE_CLOCKS = 7.5, 12.6
+_EXCHANGE_CLOCKS, _WIDE_EXCHANGE_CLOCKS = 6500, 18500  # of CTAs that share K
 _STEP_DEPTH = 128
 _MMA_ROWS = 64
-_MANY_COLUMNS = 256
+_WIDE_TOKENS = 256
 _NORM = 6
 # Tiles are cut to no less than this, as there are smaller ones. With many tokens the card is at its
 # power limit, and multiplying what nobody looks at takes power: tiles stay whole.
@@ -119,19 +120,19 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
         step += _ROW_CLOCKS_LARGE_M * (weight_rows + token_rows)
     else:
         step += _WEIGHT_ROW_CLOCKS * weight_rows + _TOKEN_ROW_CLOCKS * token_rows
+    wide = variant.tokens == _WIDE_TOKENS
     clocks = float(_LAUNCH_CLOCKS - (_ALONE_CLOCKS if cluster == 1 else 0))
     steps = rounds * ceil_div(k, _STEP_DEPTH)
-    epilogue = _EPILOGUE_CLOCKS * mma_columns
     if variant.pingpong:
         # One warpgroup stores a whole tile while the other multiplies; none does at the end.
-        factor = _PINGPONG_LARGE_M if m > _CUT_M else _PINGPONG
-        clocks += factor * steps * step + 2 * epilogue
+        clocks += _PINGPONG * steps * step + 2 * _EPILOGUE_CLOCKS * mma_columns
+    elif wide:
+        epilogues = _PACKING_CLOCKS * (whole + bool(left)) + _LAST_EPILOGUE_CLOCKS
+        clocks += _WIDE * steps * step + epilogues * mma_columns
     else:
-        if not variant.token_rows and mma_columns == _MANY_COLUMNS:
-            epilogue = _TURNED_EPILOGUE_CLOCKS * mma_columns
-        clocks += steps * step + epilogue * (whole + bool(left))
+        clocks += steps * step + _EPILOGUE_CLOCKS * mma_columns * (whole + bool(left))
     if split_k:
-        clocks += _EXCHANGE_CLOCKS
+        clocks += _WIDE_EXCHANGE_CLOCKS if wide else _EXCHANGE_CLOCKS
     memory = n * k / _BYTES_PER_US + _LATENCY_US
     return _about_largest(clocks / _GHZ / 1e3, memory)
 

@@ -107,6 +107,7 @@ TABLE: tuple[Streaming | Tile, ...] = (
     Tile(224, 128, "N = 28672 has 128 of them"),
     Tile(256, 128, "the most products per byte of shared memory"),
     Tile(128, 128, "stores one tile while it multiplies another", pingpong=True),
+    Tile(128, 256, "the least power: many tokens"),
 )
 
 _COMPILED = frozenset((*GEMM_SMALL_M, *GEMM_TILED))

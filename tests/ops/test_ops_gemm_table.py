@@ -134,7 +134,7 @@ def test_examples_of_the_table() -> None:
     assert chosen(128, 6144) == "gemm_tiled-e4m3-bf16-96x64-fast_accum 96"
     assert chosen(256, 6144) == "gemm_tiled-e4m3-bf16-96x128-fast_accum 96"
     assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-64x64 64"
-    assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x128-pingpong-fast_accum 128"
+    assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
 
 
 # Tuned choices.
