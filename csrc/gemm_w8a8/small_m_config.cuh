@@ -35,21 +35,31 @@ inline constexpr int kTokenTiles = kTokens / 8 / kTokenWarps;  // of 8 tokens, p
 inline constexpr int kRowTiles = OSTINATO_ROW_TILES;
 inline constexpr int kRows = kRowTiles * kPackedRows;
 // Consecutive products into one accumulator wait for each other. Where few accumulators leave the
-// tensor core idle, even and odd blocks have their own.
-inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? 2 : 1;
+// tensor core idle, even and odd blocks have their own, and with E4M3, which takes twice as many
+// products, even and odd steps of a block too.
+inline constexpr int kStepChains = !Input::kInteger && kRowTiles * kTokenTiles <= 2 ? 2 : 1;
+inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? kWarpBlocks * kStepChains : 1;
 inline constexpr int kXSlots = OSTINATO_X_SLOTS;
-// Blocks of a stage whose weights are loaded, and widened, before x is waited for: as registers
+// Whether a warp multiplies the tiles of a stage one by one as they land: then it holds its part of
+// x widened. E4M3 tokens of two tiles would spill: they are widened at each use, after the wait for
+// the whole stage.
+inline constexpr bool kTileByTile = Input::kInteger || kTokenTiles == 1;
+// Otherwise: the blocks whose weights are loaded, and widened, before x is waited for, as registers
 // allow.
-inline constexpr int kEarlyBlocks = Input::kInteger || kRowTiles * kTokenTiles <= 4 ? 1 : 0;
+inline constexpr int kEarlyBlocks = kRowTiles * kTokenTiles <= 4 ? 1 : 0;
 static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
 static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
 static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");
 
-// A stage of the ring is a chunk of K for kRowTiles weight tiles.
+// A stage of the ring is a chunk of K for kRowTiles weight tiles. Each half of K of each tile has
+// its own copy and barrier, so that few bytes remain to be multiplied when the last ones land.
 inline constexpr int kChunkBlocks = kDepthWarps * kWarpBlocks;
 inline constexpr int kChunkDepth = kChunkBlocks * kPackedDepth;
 inline constexpr int kChunkTileBytes = kChunkBlocks * kPackedBlockBytes;
 inline constexpr int kStageBytes = kRowTiles * kChunkTileBytes;
+inline constexpr int kHalves = 2;
+inline constexpr int kHalfBlocks = kChunkBlocks / kHalves;
+static_assert(kDepthWarps % kHalves == 0, "a warp's blocks must be in one half");
 
 // Sums of each depth warp, [token][row]. The pitch spreads a warp's stores over all banks.
 inline constexpr int kPartialPitch = kRows + 8;
@@ -77,7 +87,7 @@ struct alignas(128) SharedStorage {
   Input::Sum partial[kDepthWarps][kTokens][kPartialPitch];
   float x_scale[kTokens];
   int32_t x_zero_point[kTokens];
-  uint64_t full[kStages];
+  uint64_t full[kStages][kRowTiles][kHalves];
   uint64_t empty[kStages];
   uint64_t x_requested;
 };

@@ -101,13 +101,17 @@ class Consumer {
                     .x_zero_point[static_cast<int64_t>(threadIdx.x) * params_.x_zero_point_stride];
     }
     for (int tile = work_.first_tile; tile < work_.end_tile; tile += kRowTiles) {
-      multiply_tiles(tile + kRowTiles >= work_.end_tile);
+      const bool last = tile + kRowTiles >= work_.end_tile;
+      multiply_tiles(work_.end_tile - tile, last);
       fresh_ = !resident_;
       store_partial();
       OSTINATO_DELAY(small_m_partial_store, threadIdx.x / 32 == 1);
       sync_mma_warps();
       OSTINATO_DELAY(small_m_partial_load, threadIdx.x / 32 == 2);
       write_output(tile, channel_);
+      if (last) {
+        break;
+      }
       channel_ = next_channel_;
       next_channel_ = channel_of(tile + 2 * kRowTiles);
       sync_mma_warps();  // before the next tiles' sums overwrite these
@@ -173,14 +177,14 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_tiles(bool last) {
+  __device__ __forceinline__ void multiply_tiles(int tiles, bool last) {
     clear(sum_);
     for (int first = 0; first < work_.chunks; first += kSlots) {
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
         const int chunk = first + slot;
         if (chunk < work_.chunks) {
-          multiply_stage(slots_[slot], chunk);
+          multiply_stage(slots_[slot], chunk, tiles);
           const bool ahead = chunk + kSlots < work_.chunks;
           if (ahead || (!resident_ && !last)) {
             load_slot(slots_[slot], ahead ? chunk + kSlots : slot);
@@ -190,45 +194,33 @@ class Consumer {
     }
   }
 
-  // This warp's part of a block of K, from a stage of the ring.
-  static __device__ __forceinline__ void load_weights(Input::Weights (&w)[kRowTiles],
-                                                      const uint8_t* block) {
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      const uint4* fragment = reinterpret_cast<const uint4*>(block + r * kChunkTileBytes);
-      w[r] = Input::prepare({fragment[0], fragment[kPackedBlockBytes / 32]});
-    }
+  // This warp's weights of a tile in a block of K.
+  static __device__ __forceinline__ Input::Weights load_weights(const uint8_t* block) {
+    const uint4* fragment = reinterpret_cast<const uint4*>(block);
+    return Input::prepare(WeightFragment{fragment[0], fragment[kPackedBlockBytes / 32]});
   }
 
-  // In a pass of fewer tiles than kRowTiles the rest of the stage holds old bytes, whose sums
-  // nobody reads.
-  __device__ __forceinline__ void multiply_stage(XChunk& x, int chunk) {
-    wait(&shared_.full[position_.slot], position_.parity);
+  __device__ __forceinline__ void multiply(int r, int b, int j, const Input::Weights& w,
+                                           const Input::Tokens& tokens) {
+    const int chain = b * kStepChains % kChains;
+    Input::multiply(sum_[chain][r][j], sum_[chain + kStepChains - 1][r][j], w, tokens);
+  }
+
+  // Waits for this warp's half of a tile of the stage.
+  __device__ __forceinline__ void wait_for_tile(int r) {
+    wait(&shared_.full[position_.slot][r][depth_warp_ / (kDepthWarps / kHalves)], position_.parity);
     OSTINATO_DELAY(small_m_stage_load, threadIdx.x / 32 == 5);
+  }
+
+  // A warp that has no part of K in a short chunk waits like the others, and goes on.
+  __device__ __forceinline__ void multiply_stage(XChunk& x, int chunk, int tiles) {
     const uint8_t* stage =
         shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kPackedBlockBytes + in_block_;
-    if (chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks) {
-      Input::Weights w[kWarpBlocks][kRowTiles];
-#pragma unroll
-      for (int b = 0; b < kEarlyBlocks; ++b) {
-        load_weights(w[b], stage + b * kPackedBlockBytes);
-      }
-      if (fresh_) {
-        make_fragments(x);  // waits for x
-      }
-#pragma unroll
-      for (int b = 0; b < kWarpBlocks; ++b) {
-        if (b >= kEarlyBlocks) {
-          load_weights(w[b], stage + b * kPackedBlockBytes);
-        }
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-          for (int j = 0; j < kTokenTiles; ++j) {
-            Input::multiply(sum_[b % kChains][r][j], w[b][r], x[b][j]);
-          }
-        }
-      }
+    const bool has_part = chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks;
+    if constexpr (kTileByTile) {
+      multiply_tile_by_tile(x, stage, has_part, tiles);
+    } else {
+      multiply_block_by_block(x, stage, has_part, tiles);
     }
     OSTINATO_DELAY(small_m_stage_release, threadIdx.x / 32 == 3);
     __syncwarp();
@@ -236,6 +228,86 @@ class Consumer {
       arrive(&shared_.empty[position_.slot]);
     }
     position_.advance(kStages);
+  }
+
+  __device__ __forceinline__ void multiply_tile_by_tile(XChunk& x, const uint8_t* stage,
+                                                        bool has_part, int tiles) {
+    typename Input::Tokens tokens[kWarpBlocks][kTokenTiles];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      if (r > 0 && r >= tiles) {
+        break;
+      }
+      wait_for_tile(r);
+      if (has_part) {
+        typename Input::Weights w[kWarpBlocks];
+#pragma unroll
+        for (int b = 0; b < kWarpBlocks; ++b) {
+          w[b] = load_weights(stage + r * kChunkTileBytes + b * kPackedBlockBytes);
+        }
+        if (r == 0) {  // after the weights: at the start of a run they are there before x
+          if (fresh_) {
+            make_fragments(x);  // waits for x
+          }
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+            for (int j = 0; j < kTokenTiles; ++j) {
+              tokens[b][j] = Input::prepare(x[b][j]);
+            }
+          }
+        }
+#pragma unroll
+        for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+          for (int j = 0; j < kTokenTiles; ++j) {
+            multiply(r, b, j, w[b], tokens[b][j]);
+          }
+        }
+      }
+    }
+  }
+
+  // In a pass of fewer tiles than kRowTiles the rest of the stage holds old bytes, whose sums
+  // nobody reads.
+  __device__ __forceinline__ void multiply_block_by_block(XChunk& x, const uint8_t* stage,
+                                                          bool has_part, int tiles) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      if (r == 0 || r < tiles) {
+        wait_for_tile(r);
+      }
+    }
+    if (!has_part) {
+      return;
+    }
+    typename Input::Weights w[kWarpBlocks][kRowTiles];
+    const auto load_block = [&](int b) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        w[b][r] = load_weights(stage + r * kChunkTileBytes + b * kPackedBlockBytes);
+      }
+    };
+#pragma unroll
+    for (int b = 0; b < kEarlyBlocks; ++b) {
+      load_block(b);
+    }
+    if (fresh_) {
+      make_fragments(x);  // waits for x
+    }
+#pragma unroll
+    for (int b = 0; b < kWarpBlocks; ++b) {
+      if (b >= kEarlyBlocks) {
+        load_block(b);
+      }
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+          multiply(r, b, j, w[b][r], Input::prepare(x[b][j]));
+        }
+      }
+    }
   }
 
   __device__ __forceinline__ void store_partial() {
@@ -249,8 +321,11 @@ class Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           sum[i] = sum_[0][r][j][i];
-          if constexpr (kChains == 2) {
+          if constexpr (kChains >= 2) {
             sum[i] += sum_[1][r][j][i];
+          }
+          if constexpr (kChains == 4) {
+            sum[i] += sum_[2][r][j][i] + sum_[3][r][j][i];
           }
         }
         auto& partial = shared_.partial[depth_warp_];
@@ -269,12 +344,25 @@ class Consumer {
     if (n >= params_.n || row >= tiles * kPackedRows || threadIdx.x >= kTokenStep * kRows) {
       return;
     }
-    for (int token = threadIdx.x / kRows; token < params_.m; token += kTokenStep) {
-      auto sum = shared_.partial[0][token][row];
 #pragma unroll
-      for (int warp = 1; warp < kDepthWarps; ++warp) {
-        sum += shared_.partial[warp][token][row];
+    for (int i = 0; i < ceil_div(kTokens, kTokenStep); ++i) {
+      const int token = threadIdx.x / kRows + i * kTokenStep;
+      if (token >= params_.m) {
+        break;
       }
+      typename Input::Sum sums[kDepthWarps];
+#pragma unroll
+      for (int warp = 0; warp < kDepthWarps; ++warp) {
+        sums[warp] = shared_.partial[warp][token][row];
+      }
+#pragma unroll
+      for (int half = kDepthWarps / 2; half > 0; half /= 2) {
+#pragma unroll
+        for (int warp = 0; warp < half; ++warp) {
+          sums[warp] += sums[warp + half];
+        }
+      }
+      auto sum = sums[0];
       if constexpr (Input::kInteger) {
         // Unsigned, since the product alone may overflow; the difference does not.
         sum = static_cast<int32_t>(static_cast<uint32_t>(sum) -

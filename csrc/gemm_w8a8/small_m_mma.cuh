@@ -22,14 +22,18 @@ using Accumulator = Sum[4];
 struct Int8 {
   using Sum = int32_t;
   using Weights = WeightFragment;
+  using Tokens = uint4;
   static constexpr bool kInteger = true;
 
   static __device__ __forceinline__ Weights prepare(const WeightFragment& w) { return w; }
 
-  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const Weights& w,
-                                                  const uint4& x) {
-    mma(sum, w.low.x, w.high.x, w.low.y, w.high.y, x.x, x.y);
-    mma(sum, w.low.z, w.high.z, w.low.w, w.high.w, x.z, x.w);
+  static __device__ __forceinline__ Tokens prepare(const uint4& x) { return x; }
+
+  // Adds to both sums, which may be the same.
+  static __device__ __forceinline__ void multiply(Accumulator<Sum>& even, Accumulator<Sum>& odd,
+                                                  const Weights& w, const Tokens& x) {
+    mma(even, w.low.x, w.high.x, w.low.y, w.high.y, x.x, x.y);
+    mma(odd, w.low.z, w.high.z, w.low.w, w.high.w, x.z, x.w);
   }
 
  private:
@@ -58,18 +62,26 @@ class E4m3 {
   struct Weights {
     Halves low[4], high[4];  // by words of the fragment
   };
+  struct Tokens {
+    Halves words[4];
+  };
 
   static __device__ __forceinline__ Weights prepare(const WeightFragment& w) {
     return {{widen(w.low.x), widen(w.low.y), widen(w.low.z), widen(w.low.w)},
             {widen(w.high.x), widen(w.high.y), widen(w.high.z), widen(w.high.w)}};
   }
 
-  static __device__ __forceinline__ void multiply(Accumulator<Sum>& sum, const Weights& w,
-                                                  const uint4& x) {
-    mma(sum, w.low[0], w.high[0], widen(x.x));
-    mma(sum, w.low[1], w.high[1], widen(x.y));
-    mma(sum, w.low[2], w.high[2], widen(x.z));
-    mma(sum, w.low[3], w.high[3], widen(x.w));
+  static __device__ __forceinline__ Tokens prepare(const uint4& x) {
+    return {{widen(x.x), widen(x.y), widen(x.z), widen(x.w)}};
+  }
+
+  // Adds to both sums, which may be the same.
+  static __device__ __forceinline__ void multiply(Accumulator<Sum>& even, Accumulator<Sum>& odd,
+                                                  const Weights& w, const Tokens& x) {
+    mma(even, w.low[0], w.high[0], x.words[0]);
+    mma(odd, w.low[1], w.high[1], x.words[1]);
+    mma(even, w.low[2], w.high[2], x.words[2]);
+    mma(odd, w.low[3], w.high[3], x.words[3]);
   }
 
  private:

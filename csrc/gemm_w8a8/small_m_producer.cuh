@@ -11,25 +11,34 @@
 
 namespace ostinato::small_m {
 
+// Which CTA has which weight tiles. By the host: a division in the kernel would delay its first
+// copies.
+struct TileShares {
+  int per_cta, rest;
+  uint32_t reciprocal;  // 2^32 / CTAs, rounded up; exact for up to 1600 CTAs
+
+  TileShares(int tiles, int ctas)
+      : per_cta(tiles / ctas),
+        rest(tiles % ctas),
+        reciprocal(static_cast<uint32_t>(((uint64_t(1) << 32) + ctas - 1) / ctas)) {}
+
+  // tiles * cta / CTAs
+  __device__ int first_tile(int cta) const {
+    return per_cta * cta + static_cast<int>(__umulhi(rest * cta, reciprocal));
+  }
+};
+
 // The weight tiles of this CTA and how K is cut.
 struct Work {
   int first_tile, end_tile;
   int depth_blocks;  // of kPackedDepth; even
   int chunks;        // of kChunkBlocks, the last one may be shorter
 
-  __device__ explicit Work(const W8A8GemmParams& params) {
-    const int tiles = ceil_div(params.n, kPackedRows);
-    first_tile = share(tiles, blockIdx.x);
-    end_tile = share(tiles, blockIdx.x + 1);
+  __device__ Work(const W8A8GemmParams& params, const TileShares& shares) {
+    first_tile = shares.first_tile(blockIdx.x);
+    end_tile = shares.first_tile(blockIdx.x + 1);
     depth_blocks = ceil_div(params.k, kPackedDepthUnit) * 2;
     chunks = ceil_div(depth_blocks, kChunkBlocks);
-  }
-
- private:
-  // tiles * cta / CTAs, by 32-bit divisions that do not overflow.
-  static __device__ int share(int tiles, int cta) {
-    const int ctas = gridDim.x;
-    return tiles / ctas * cta + tiles % ctas * cta / ctas;
   }
 };
 
@@ -45,11 +54,20 @@ class Producer {
 
   __device__ bool done() const { return tile_ >= work_.end_tile; }
 
-  // Fills slots that nothing has used yet. What is in flight when x is asked for is served before
-  // x: more than this would delay x by more than it hastens the weights.
+  // Initialises the barriers of full stages and fills slots that nothing has used yet. What is in
+  // flight when x is asked for is served before x: more than this would delay x by more than it
+  // hastens the weights.
   __device__ void prefill() {
-    for (int i = 0; i < kPrefillStages && !done(); ++i) {
-      issue();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+#pragma unroll
+      for (int j = 0; j < kRowTiles * kHalves; ++j) {
+        init_barrier(&shared_.full[i][0][0] + j, 1);
+      }
+      fence_barrier_init();
+      if (i < kPrefillStages && !done()) {
+        issue();
+      }
     }
   }
 
@@ -57,7 +75,8 @@ class Producer {
     // Now, since the successor takes the place of the first CTAs that end, and fills its own ring.
     let_successor_start();
     for (int i = kPrefillStages; i < kStages && !done(); ++i) {
-      while (!is_complete(&shared_.full[i - kPrefillStages], 0) &&
+      const int last = min(kRowTiles, work_.end_tile - work_.first_tile) - 1;
+      while (!is_complete(&shared_.full[i - kPrefillStages][last][kHalves - 1], 0) &&
              !is_complete(&shared_.x_requested, 0)) {
       }
       issue();
@@ -72,14 +91,25 @@ class Producer {
   __device__ void issue() {
     const int tiles = min(kRowTiles, work_.end_tile - tile_);
     const int first_block = chunk_ * kChunkBlocks;
-    const uint32_t bytes = min(kChunkBlocks, work_.depth_blocks - first_block) * kPackedBlockBytes;
-    uint64_t* full = &shared_.full[position_.slot];
     OSTINATO_DELAY(small_m_stage_issue, true);
-    arrive_expecting(full, tiles * bytes);
-    for (int i = 0; i < tiles; ++i) {
-      const int64_t block = static_cast<int64_t>(tile_ + i) * work_.depth_blocks + first_block;
-      bulk_copy(&shared_.ring[position_.slot][i * kChunkTileBytes],
-                weights_ + block * kPackedBlockBytes, bytes, full, policy_);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      if (i >= tiles) {
+        break;  // the last pass: nobody waits for these barriers
+      }
+      const int64_t tile_block = static_cast<int64_t>(tile_ + i) * work_.depth_blocks + first_block;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        uint64_t* full = &shared_.full[position_.slot][i][half];
+        const int begin = half * kHalfBlocks;
+        const int blocks = min(kHalfBlocks, work_.depth_blocks - first_block - begin);
+        const uint32_t bytes = max(blocks, 0) * kPackedBlockBytes;
+        arrive_expecting(full, bytes);  // of no bytes too: the phase must end
+        if (bytes > 0) {
+          bulk_copy(&shared_.ring[position_.slot][i * kChunkTileBytes + begin * kPackedBlockBytes],
+                    weights_ + (tile_block + begin) * kPackedBlockBytes, bytes, full, policy_);
+        }
+      }
     }
     position_.advance(kStages);
     if (++chunk_ == work_.chunks) {

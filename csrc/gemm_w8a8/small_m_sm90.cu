@@ -22,19 +22,15 @@ namespace ostinato::small_m {
 namespace {
 
 __global__ void __launch_bounds__(kThreads, 1)
-    small_m_gemm(const __grid_constant__ W8A8GemmParams params) {
+    small_m_gemm(const __grid_constant__ W8A8GemmParams params, const TileShares shares) {
   extern __shared__ uint8_t storage[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
-  const Work work(params);
+  const Work work(params, shares);
   if (threadIdx.x >= kMmaThreads) {
-    // To initialise a barrier takes some 60 clocks: the first weights wait for their own only, and
-    // nobody waits here for the others, who ask for x meanwhile.
+    // The first weights wait for the initialisation of their own barriers only, and nobody waits
+    // here for the others, who ask for x meanwhile.
     Producer producer(shared, params, work);
     if (threadIdx.x == kMmaThreads) {
-      for (uint64_t& full : shared.full) {
-        init_barrier(&full, 1);
-      }
-      fence_barrier_init();
       producer.prefill();
       for (uint64_t& empty : shared.empty) {
         init_barrier(&empty, kMmaWarps);
@@ -80,5 +76,6 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void
   config.block = dim3(kThreads);
   config.dynamic_smem = sizeof(SharedStorage);
   config.pdl = params->pdl != 0;
-  return ostinato::launch(small_m_gemm, config, static_cast<cudaStream_t>(stream), *params);
+  const TileShares shares(tiles, static_cast<int>(config.grid.x));
+  return ostinato::launch(small_m_gemm, config, static_cast<cudaStream_t>(stream), *params, shares);
 }

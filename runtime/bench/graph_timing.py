@@ -20,7 +20,7 @@ MIN_REPLAY_S = 2e-3  # so that starting a graph does not show
 # timed stays within the power limit (docs/gemm_tiled.md).
 RUN_IN_S = 20e-3
 _MARGIN = 1.1  # few launches take longer for their share of the start
-_ROUNDS = 3  # in which implementations take turns
+_ROUNDS = 5  # in which implementations take turns
 _L2_MULTIPLE = 4.1
 _MIN_L2 = 60_000_000  # bytes, where the driver reports a part only
 _MAX_SETS = 1024

@@ -34,8 +34,7 @@ GEMM_SMALL_M = tuple(
     for max_m, token_warps, row_tiles, x_slots in _SMALL_M
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES)
 )
-# (channels, tokens, pingpong): those of docs/gemm_tiled.md. 128 x 256 is for `tune` to find: where
-# nothing but it runs, it draws less power than others and has higher clocks.
+# (channels, tokens, pingpong): those of docs/gemm_tiled.md.
 _TILES = (
     *((64, 16, False), (64, 32, False), (128, 32, False)),
     *((channels, 64, False) for channels in (64, 96, 128, 160)),

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato import _C, ops
 from ostinato.kernels.catalogue import GEMM_TILED
-from ostinato.kernels.compiler import build, plan
 from ostinato.kernels.mode import RELEASE, BuildMode
 from ostinato.kernels.variants import GemmTiled
 from ostinato.ops.gemm_table import ORDERED_TOKENS
@@ -38,6 +37,7 @@ _INT8 = {
 }
 _LATE_PINGPONG = _INT8[_PINGPONG]
 _LATE_TURNED = _INT8[128, 32, False]
+_WIDE = _INT8[128, 256, False]  # stored while the next tile is summed
 # Those that add along K in one order, by the kind of sums.
 _FP8 = {
     fast_accum: tuple(
@@ -74,63 +74,17 @@ def launch() -> Launch:
     ]
     wanted += [
         (v, BuildMode(delay_site=site))
-        for v in (_LATE, _LATE_PINGPONG, _LATE_TURNED)
+        for v in (_LATE, _LATE_PINGPONG, _LATE_TURNED, _WIDE)
         for site in _SITES
     ]
-    entries = build([plan(variant, mode) for variant, mode in wanted])
-    libraries = {key: _C.W8A8Gemm(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
-    for library in libraries.values():
-        library.prepare()
+    libraries = load(wanted)
 
     def run(
         variant: GemmTiled, mode: BuildMode, x: torch.Tensor, w: torch.Tensor, **cut: Any
     ) -> torch.Tensor:
-        packed = ops.pack_weight(w)
-        m, n, k = x.size(0), w.size(0), w.size(1)
-        x_scale = torch.linspace(0.01, 0.02, m, device="cuda")
-        w_scale = torch.linspace(0.02, 0.03, n, device="cuda")
-        bias = torch.linspace(-1, 1, n, device="cuda").bfloat16()
-        guarded = torch.full((m + 2, n + 16), 99.0, dtype=torch.bfloat16, device="cuda")
-        out = guarded[1 : m + 1, 8 : n + 8].fill_(torch.nan)
-        libraries[variant, mode].launch(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            w=packed.data.data_ptr(),
-            w_stride=0,
-            x_scale=x_scale.data_ptr(),
-            x_scale_stride=1,
-            w_scale=w_scale.data_ptr(),
-            w_scale_stride=1,
-            bias=bias.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            m=m,
-            n=n,
-            k=k,
-            stream=torch.cuda.current_stream().cuda_stream,
-            pdl=True,
-            **cut,
-        )
-        whole = guarded.clone()
-        whole[1 : m + 1, 8 : n + 8] = 99.0
-        assert (whole == 99.0).all(), "written outside out"
-        return out
+        return multiply(libraries[variant, mode], x, w, **cut)
 
     return run
-
-
-def _operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, w = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
-    return x.cuda(), w.cuda()
-
-
-def _expected(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    m, n = x.size(0), w.size(0)
-    x_scale = torch.linspace(0.01, 0.02, m, device="cuda").double()
-    w_scale = torch.linspace(0.02, 0.03, n, device="cuda")
-    bias = torch.linspace(-1, 1, n, device="cuda").bfloat16()
-    scaled = w_scale * (x.double() @ w.double().t()).float()
-    return (x_scale[:, None] * scaled.double() + bias.double()).float().bfloat16()
 
 
 @pytest.mark.parametrize("cut", _CUTS, ids=str)
@@ -139,8 +93,8 @@ def _expected(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_every_cut_gives_the_same_sums(
     launch: Launch, tile: tuple[int, int, bool], cut: dict[str, int], m: int, n: int, k: int
 ) -> None:
-    x, w = _operands(m, n, k)
-    assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
+    x, w = random_codes(m, n, k)
+    assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), exact(x, w))
 
 
 @pytest.mark.parametrize(
@@ -152,10 +106,30 @@ def test_every_cut_gives_the_same_sums(
 def test_tiles_that_end_within_the_compiled_one(
     launch: Launch, tile: tuple[int, int, bool], channels: int, cluster: int, m: int
 ) -> None:
-    x, w = _operands(m, 1600, 272)
+    x, w = random_codes(m, 1600, 272)
     cut = {"tile_channels": channels, "cluster": cluster}
     for _ in range(3):
-        assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), _expected(x, w))
+        assert torch.equal(launch(_INT8[tile], RELEASE, x, w, **cut), exact(x, w))
+
+
+# Of K fewer steps, as many, and more than a tile has chunks to store.
+@pytest.mark.parametrize("k", [112, 256, 896, 1024, 1408])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"tile_channels": 64, "tile_tokens": 96},
+        {"tile_channels": 64, "tile_tokens": 96, "cluster": 2},
+        {"tile_channels": 128, "tile_tokens": 160, "cluster": 2, "share_weights": 1},
+        # Only the last tokens' tiles can wait to be stored, then none.
+        {"tile_channels": 64, "tile_tokens": 90, "cluster": 2},
+        {"tile_channels": 80, "tile_tokens": 96},
+    ],
+    ids=str,
+)
+def test_tiles_stored_while_the_next_is_summed(launch: Launch, cut: dict[str, int], k: int) -> None:
+    x, w = random_codes(1500, 6400, k)
+    for _ in range(3):
+        assert torch.equal(launch(_WIDE, RELEASE, x, w, **cut), exact(x, w))
 
 
 @pytest.mark.parametrize("tile", [tile for tile in _TILES if tile[1] > 16 and not tile[2]], ids=str)
@@ -166,9 +140,9 @@ def test_ctas_share_k_in_the_last_round(
 ) -> None:
     clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
     groups = rounds * clusters + left
-    x, w = _operands(tile[1] - 3, 2 * groups * tile[0] - 9, 400)
+    x, w = random_codes(tile[1] - 3, 2 * groups * tile[0] - 9, 400)
     got = launch(_INT8[tile], RELEASE, x, w, cluster=2, split_k=2)
-    assert torch.equal(got, _expected(x, w))
+    assert torch.equal(got, exact(x, w))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +155,7 @@ def test_ctas_share_k_in_the_last_round(
 )
 def test_impossible_cuts_are_refused(launch: Launch, cut: dict[str, int]) -> None:
     with pytest.raises(RuntimeError, match="invalid argument"):
-        launch(_LATE, RELEASE, *_operands(64, 256, 128), **cut)
+        launch(_LATE, RELEASE, *random_codes(64, 256, 128), **cut)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +164,7 @@ def test_impossible_cuts_are_refused(launch: Launch, cut: dict[str, int]) -> Non
         *((_LATE, {"cluster": 2, "split_k": 2}), (_LATE, {"cluster": 2, "share_weights": 1})),
         (_LATE_PINGPONG, {"cluster": 2, "share_weights": 1, "tile_channels": 32}),
         *((_LATE_TURNED, {"cluster": 2}), (_LATE_TURNED, {"cluster": 2, "split_k": 2})),
+        (_WIDE, {"cluster": 2, "tile_channels": 64, "tile_tokens": 32}),
     ],
     ids=str,
 )
@@ -198,9 +173,9 @@ def test_injected_delays_change_no_bit(
     launch: Launch, site: str, variant: GemmTiled, cut: dict[str, int]
 ) -> None:
     # More tiles of 32 channels than twice the SMs: both warpgroups get several.
-    x, w = _operands(30 if variant.tokens == 32 else 300, 2000, 1500)
+    x, w = random_codes(30 if variant.tokens == 32 else 300, 2000, 1500)
     x = torch.nn.functional.pad(x, (0, 4))[:, :1500]
-    expected = _expected(x, w)
+    expected = exact(x, w)
     for _ in range(3):
         got = launch(variant, BuildMode(delay_site=site), x, w, **cut)
         assert torch.equal(got, expected)

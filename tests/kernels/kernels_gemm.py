@@ -1,0 +1,85 @@
+"""W8A8 GEMM kernels without the ops before them: launches, guarded outputs, an exact reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from ostinato import _C, ops
+from ostinato.kernels.compiler import build, plan
+from ostinato.kernels.mode import BuildMode
+from ostinato.kernels.variants import Variant
+
+Kind = TypeVar("Kind", bound=Variant)
+
+
+def load(wanted: Sequence[tuple[Kind, BuildMode]]) -> dict[tuple[Kind, BuildMode], _C.W8A8Gemm]:
+    """Return the libraries of these variants and modes, compiled and ready to be launched."""
+    entries = build([plan(variant, mode) for variant, mode in wanted])
+    libraries = {key: _C.W8A8Gemm(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    for library in libraries.values():
+        library.prepare()
+    return libraries
+
+
+def random_codes(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return INT8 x [m, k] and w [n, k]."""
+    x, w = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
+    return x.cuda(), w.cuda()
+
+
+def multiply(library: _C.W8A8Gemm, x: torch.Tensor, w: torch.Tensor, **cut: int) -> torch.Tensor:
+    """Return the bf16 product of x and w (packed for it), with the scales and bias of `exact`.
+
+    Args:
+        library: a kernel with bf16 output.
+        x: [m, k] codes.
+        w: [n, k] codes.
+        cut: how the kernel cuts the output.
+
+    Raises:
+        AssertionError: the kernel wrote outside its output.
+    """
+    packed = ops.pack_weight(w)
+    m, n, k = x.size(0), w.size(0), w.size(1)
+    x_scale, w_scale, bias = _constants(m, n)
+    guarded = torch.full((m + 2, n + 16), 99.0, dtype=torch.bfloat16, device="cuda")
+    out = guarded[1 : m + 1, 8 : n + 8].fill_(torch.nan)
+    library.launch(
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        w=packed.data.data_ptr(),
+        w_stride=0,
+        x_scale=x_scale.data_ptr(),
+        x_scale_stride=1,
+        w_scale=w_scale.data_ptr(),
+        w_scale_stride=1,
+        bias=bias.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        m=m,
+        n=n,
+        k=k,
+        stream=torch.cuda.current_stream().cuda_stream,
+        pdl=True,
+        **cut,
+    )
+    whole = guarded.clone()
+    whole[1 : m + 1, 8 : n + 8] = 99.0
+    assert (whole == 99.0).all(), "written outside out"
+    return out
+
+
+def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return what `multiply` must for INT8: exact sums, scaled in fp32 and rounded once."""
+    x_scale, w_scale, bias = _constants(x.size(0), w.size(0))
+    scaled = w_scale * (x.double() @ w.double().t()).float()
+    return (x_scale.double()[:, None] * scaled.double() + bias.double()).float().bfloat16()
+
+
+def _constants(m: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_scale = torch.linspace(0.01, 0.02, m, device="cuda")
+    w_scale = torch.linspace(0.02, 0.03, n, device="cuda")
+    return x_scale, w_scale, torch.linspace(-1, 1, n, device="cuda").bfloat16()

@@ -1,0 +1,83 @@
+"""The GEMM for few tokens on a GPU: no delay changes a bit, and NaN stays NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernels_gemm import exact, load, multiply, random_codes
+
+from ostinato.kernels.catalogue import GEMM_SMALL_M
+from ostinato.kernels.mode import RELEASE, BuildMode
+from ostinato.kernels.variants import GemmSmallM
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+_SITES = (
+    *("small_m_x_requested", "small_m_scale_store", "small_m_stage_issue", "small_m_stage_load"),
+    *("small_m_stage_release", "small_m_partial_store", "small_m_partial_load"),
+    "small_m_output_store",
+)
+_VARIANTS = tuple(v for v in GEMM_SMALL_M if v.out_dtype == "bf16")
+# N and K: less than a tile an SM, ragged, one pass and several of an SM's share, K beyond the ring.
+_SIZES = [(90, 100), (2500, 1040), (6144, 2048), (12_000, 640), (4096, 14_336)]
+
+Launch = Callable[[GemmSmallM, BuildMode, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Launch:
+    """Give a function of variant, mode and operands that returns out."""
+    wanted = [(v, BuildMode(delay_site=site)) for v in _VARIANTS for site in _SITES]
+    libraries = load([*((v, RELEASE) for v in _VARIANTS), *wanted])
+    return lambda variant, mode, x, w: multiply(libraries[variant, mode], x, w)
+
+
+def _operands(variant: GemmSmallM, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = random_codes(m, n, -(-k // 16) * 16)
+    if variant.dtype == "e4m3":
+        x, w = ((codes.float() / 16).to(torch.float8_e4m3fn) for codes in (x, w))
+    return x[:, :k], w[:, :k].contiguous()
+
+
+@pytest.mark.parametrize(("n", "k"), _SIZES)
+@pytest.mark.parametrize("site", _SITES)
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+def test_injected_delays_change_no_bit(
+    launch: Launch, variant: GemmSmallM, site: str, n: int, k: int
+) -> None:
+    x, w = _operands(variant, variant.max_m - 1, n, k)
+    expected = exact(x, w) if variant.dtype == "int8" else launch(variant, RELEASE, x, w)
+    for _ in range(3):
+        assert torch.equal(launch(variant, BuildMode(delay_site=site), x, w), expected)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize(("n", "k"), _SIZES)
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+def test_every_share_of_the_weights(
+    launch: Launch, variant: GemmSmallM, n: int, k: int, m: int
+) -> None:
+    if m > variant.max_m:
+        pytest.skip("more tokens than the kernel has")
+    x, w = _operands(variant, m, n, k)
+    got = launch(variant, RELEASE, x, w)
+    if variant.dtype == "int8":
+        assert torch.equal(got, exact(x, w))
+    else:
+        # Products of E4M3 are exact in fp32, their sums nearly so.
+        torch.testing.assert_close(got, exact(x.float(), w.float()), rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in _VARIANTS if v.dtype == "e4m3"], ids=lambda v: v.name
+)
+def test_nan_stays_nan(launch: Launch, variant: GemmSmallM) -> None:
+    x, w = _operands(variant, variant.max_m, 300, 528)
+    x.view(torch.uint8)[2, 77] = 0x7F
+    w.view(torch.uint8)[33, 500] = 0xFF
+    expected = torch.zeros(variant.max_m, 300, dtype=torch.bool, device="cuda")
+    expected[2] = True
+    expected[:, 33] = True
+    assert torch.equal(launch(variant, RELEASE, x, w).isnan(), expected)
