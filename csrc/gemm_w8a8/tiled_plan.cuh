@@ -64,10 +64,17 @@ __device__ __forceinline__ Item item_at(const Plan& plan, int index, int rank) {
           shared ? rank * half : 0, shared ? half : plan.depth_steps, shared};
 }
 
-// The side of a square of tiles that all CTAs work on at a time, in channel groups: the least
-// reading of x and w.
-inline int square_band(const Plan& plan) {
+// x of this many bytes stays in an L2 of 50 MB beside the weights and results that stream through.
+inline constexpr int64_t kResidentTokens = 24 << 20;
+
+// Channel groups to walk side by side. While x stays in the L2, one: each weight is then used for
+// all tokens at a time, and never again. Otherwise the side of a square of tiles that all CTAs work
+// on at a time: the least reading of x and w.
+inline int choose_band(const Plan& plan, int64_t bytes_of_x) {
   int band = 1;
+  if (bytes_of_x <= kResidentTokens) {
+    return band;
+  }
   while (int64_t(band) * band * plan.tile_channels * plan.cluster <
          int64_t(plan.clusters) * plan.tile_tokens) {
     ++band;
@@ -138,7 +145,7 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
     return false;
   }
   fit_ring(plan);
-  plan->band = params.band > 0 ? params.band : square_band(*plan);
+  plan->band = params.band > 0 ? params.band : choose_band(*plan, int64_t(params.m) * params.k);
   plan->band = plan->band < plan->channel_groups ? plan->band : plan->channel_groups;
   plan->of_band = cutlass::FastDivmod(plan->band * plan->token_tiles);
   plan->of_width = cutlass::FastDivmod(plan->band);

@@ -15,7 +15,7 @@ _WITHIN_FEW_TOKENS, _FEW_TOKENS = 1.3, 512
 _WITHIN = 1.15
 _MOST_OF_A_KERNEL = 4
 _BANDED_M = 1024  # with fewer tokens all tiles of a band are in flight anyway
-_BANDS = (0, 8, 16)
+_BANDS = (0, 1, 8)
 
 
 def candidates(case: Case, variants: Iterable[GemmVariant], *, sms: int = H200_SMS) -> list[Choice]:

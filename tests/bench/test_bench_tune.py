@@ -54,7 +54,7 @@ def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
             sharing = (choice.cluster, choice.share_weights, choice.split_k)
             assert sharing in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 0, 2))
             assert choice.split_k == 0 or gemm_table.can_split(choice, m, n, 132)
-            assert choice.band in (0, 8, 16)
+            assert choice.band in (0, 1, 8)
             assert choice.band == 0 or m >= 1024
 
 
