@@ -37,9 +37,8 @@ _WIDE = 0.9  # 256 tokens, channels as rows
 _EPILOGUE_CLOCKS = 7.8  # for a column
 # The widest tile is stored while the next one is summed: what is left for each, and at the end.
 _PACKING_CLOCKS, _LAST_EPILOGUE_CLOCKS = 8.8, 12.6
-# Of CTAs that share K; what waits for the exchange grows with the tile.
-_EXCHANGE_CLOCKS, _LARGE_EXCHANGE_CLOCKS = 6500, 18500
-_LARGE_TILE = 128 * 128
+_EXCHANGE_CLOCKS = 2500  # of CTAs that share K
+_EXCHANGE_CLOCKS_PER_RESULT = 8000 / 128**2  # of their tile
 _STEP_DEPTH = 128
 _MMA_ROWS = 64
 _WIDE_TOKENS = 256
@@ -134,8 +133,8 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
     else:
         clocks += steps * step + _EPILOGUE_CLOCKS * mma_columns * (whole + bool(left))
     if split_k:
-        large = variant.channels * variant.tokens > _LARGE_TILE
-        clocks += _LARGE_EXCHANGE_CLOCKS if large else _EXCHANGE_CLOCKS
+        results = variant.channels * variant.tokens
+        clocks += _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
     memory = n * k / _BYTES_PER_US + _LATENCY_US
     rows_from_l2 = groups * cluster * (weight_rows + _TOKENS_FROM_L2 * token_rows)
     l2 = rows_from_l2 * k / _L2_BYTES_PER_US + _LATENCY_US
