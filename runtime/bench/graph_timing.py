@@ -16,8 +16,8 @@ Call = Callable[[], object]
 
 REPLAYS = 15  # per median
 MIN_REPLAY_S = 2e-3  # so that starting a graph does not show
-# Untimed, at the beginning of a turn: the card needs some 20 ms to find the clock at which what is
-# timed stays within the power limit (docs/gemm_tiled.md).
+# Untimed, at the beginning of a turn: meanwhile the card's clock leaves what the turn before needed
+# to stay within the power limit (docs/gemm_tiled.md, "Large M").
 RUN_IN_S = 20e-3
 _MARGIN = 1.1  # few launches take longer for their share of the start
 _ROUNDS = 5  # in which implementations take turns
