@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 
@@ -16,6 +15,7 @@ from ostinato.bench.gemm_impls import Implementation
 from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
 from ostinato.bench.graph_timing import interleave, rotate
 from ostinato.bench.report import Row
+from ostinato.bench.results import CaseResult
 from ostinato.ops.e4m3 import to_float32
 from ostinato.ops.precision import full_precision
 
@@ -26,23 +26,9 @@ _SUM_ERROR = {torch.int8: 1e-3, torch.bfloat16: 2.0**-6}
 _FP8_SUM_ERROR = 2.0**-13 / 32
 
 
-@dataclass
-class CaseResult:
-    """A case: its rows, and for implementations that have none the reason.
-
-    A peer may have refused a size (`unsupported`); a wrong result, and a refusal of ours, is a
-    failure.
-    """
-
-    case: Case
-    rows: list[Row] = field(default_factory=list)
-    unsupported: dict[str, str] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-
 def time_cases(
     cases: Sequence[Case], implementations: Sequence[Implementation], device: torch.device
-) -> Iterator[CaseResult]:
+) -> Iterator[CaseResult[Case]]:
     """Time every implementation in every case, yielding cases as they are measured.
 
     Args:
@@ -70,7 +56,7 @@ def _time_case(
     inputs: dict[str, list[Inputs]],
     device: torch.device,
     turn: int,
-) -> CaseResult:
+) -> CaseResult[Case]:
     result = CaseResult(case)
     products = {name: product(sets[0]) for name, sets in inputs.items()}
     rotations = {}
@@ -83,8 +69,7 @@ def _time_case(
         try:
             got = impl.call(sets[0])
         except (RuntimeError, ValueError) as error:
-            reasons = result.failures if impl.is_ours else result.unsupported
-            reasons[impl.name] = _first_line(error)
+            result.refuse(impl.name, error, is_ours=impl.is_ours)
             continue
         wrong = difference(got, products[impl.operand], sets[0], scaled=impl.scaled)
         if wrong is not None:
@@ -143,7 +128,3 @@ def product(inputs: Inputs) -> torch.Tensor:
     """Return x·wᵀ [m, n] fp32."""
     full_precision(inputs.x.device)
     return to_float32(inputs.x) @ to_float32(inputs.weight.plain).t()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

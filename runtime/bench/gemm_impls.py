@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ostinato import ops
+from ostinato.bench.comparison import OURS
 from ostinato.bench.gemm_cases import Case
 from ostinato.bench.gemm_inputs import OUT_DTYPE, Inputs
 from ostinato.kernels.variants import Variant
@@ -21,7 +22,6 @@ from ostinato.ops.launch import device_index, gpu
 from ostinato.ops.pdl import pdl
 
 DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
-OURS = "ostinato_"  # begins the names of our implementations
 SGL_LIBRARY = "OSTINATO_SGL_LIBRARY"
 
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
+from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.budget import Budget, add_budget_flag
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.gemm_flags import Budget, add_budget_flag, add_dtype_flag, check_tokens
+from ostinato.cli.gemm_flags import add_dtype_flag, check_tokens
 
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.gemm import CaseResult
     from ostinato.bench.gemm_impls import Implementation
-    from ostinato.bench.gemm_summary import Times
 
 _FAILED = 1
 _PDL = {"on": (True,), "off": (False,), "both": (True, False)}
@@ -77,16 +77,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         default="on",
         help="programmatic dependent launch of ours (default on)",
     )
-    parser.add_argument(
-        "--targets", type=Path, metavar="F", help="compare with the peers' times in this file, too"
-    )
+    add_targets_flag(parser)
     add_budget_flag(parser, "case")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="F",
-        help="write the times to this file, and what is printed to F with .txt for its suffix",
-    )
+    add_json_flag(parser)
     add_device_flag(parser)
     parser.set_defaults(run=_run)
 
@@ -95,18 +88,19 @@ def _run(args: argparse.Namespace) -> int:
     budget = Budget(args.budget_s, time.monotonic())
     chosen = _check(args)
 
-    from ostinato.bench.gemm_summary import read_targets
+    from ostinato.bench.comparison import read_targets
+    from ostinato.bench.gemm_summary import summary
 
     with user_errors():
         device = resolve_device(args.device)
-        targets = None if args.targets is None else read_targets(args.targets)
-    output = _Output(args.json, device)
+        targets = None if args.targets is None else read_targets(args.targets, "gemm", Case.parse)
+    output = Output(args.json, device)
     impls = _implementations(args, output)
     if device.type == "cuda":
         _compile(chosen, args.dtype, device)
     with user_errors(OSError):
         left = _measure(chosen, impls, device, budget, output)
-    output.finish(targets, left)
+    output.finish(Case.parse, summary, targets, left)
     return _FAILED if output.failures else 0
 
 
@@ -120,54 +114,7 @@ def _check(args: argparse.Namespace) -> list[Case]:
         raise UserError(f"--shapes: {error}") from error
 
 
-class _Output:
-    """What is printed, and the document that grows with every case."""
-
-    def __init__(self, json: Path | None, device: torch.device) -> None:
-        from ostinato.bench.report import Report
-
-        self.failures = 0
-        self._json = json
-        self._report = Report.for_device(device)
-        self._lines: list[str] = []
-        self.say(f"{self._report.gpu}, commit {self._report.commit or 'unknown'}")
-
-    def say(self, *lines: str) -> None:
-        self._lines += lines
-        print(*lines, sep="\n", flush=True)
-
-    def add(self, result: CaseResult) -> None:
-        times = " ".join(f"{row.impl} {row.us:.2f}" for row in result.rows)
-        self.say(f"{result.case!s:<24} {times or 'nothing'}")
-        for impl, reason in result.unsupported.items():
-            self.say(f"{result.case!s:<24} {impl} cannot: {reason}")
-        for impl, reason in result.failures.items():
-            self.say(f"{result.case!s:<24} {impl} FAILED: {reason}")
-        self.failures += len(result.failures)
-        self._report.rows += result.rows
-        # After every case: what was measured before a Ctrl-C is worth keeping.
-        if self._json is not None:
-            self._report.write(self._json)
-
-    def finish(self, targets: Times | None, left: Sequence[Case]) -> None:
-        from ostinato.bench.files import write_whole
-        from ostinato.bench.gemm_summary import summary, times
-        from ostinato.bench.report import Row
-
-        measured = times(row for row in self._report.rows if isinstance(row, Row))
-        self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
-        if targets is not None:
-            self.say("", "== against the targets (µs)", *summary(measured, targets))
-        if left:
-            names = ", ".join(map(str, left))
-            self.say("", f"not measured, since the budget was spent: {names}")
-        if self._json is not None:
-            text = "\n".join([*self._lines, ""])
-            with user_errors(OSError):
-                write_whole(self._json.with_suffix(".txt"), text)
-
-
-def _implementations(args: argparse.Namespace, output: _Output) -> list[Implementation]:
+def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
     """Return ours and the peers, less those that are not installed, unless asked for by name."""
     from ostinato.bench.gemm_impls import PEERS, ours, peers
 
@@ -205,7 +152,7 @@ def _measure(
     impls: Sequence[Implementation],
     device: torch.device,
     budget: Budget,
-    output: _Output,
+    output: Output,
 ) -> Sequence[Case]:
     """Time the cases and return those for which no time was left."""
     from ostinato.bench.gemm import time_cases

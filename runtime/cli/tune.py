@@ -17,9 +17,10 @@ from ostinato.bench.gemm_cases import (
     linear_shapes,
     parse_shapes,
 )
+from ostinato.cli.budget import Budget, add_budget_flag
 from ostinato.cli.command import Command, Parser, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.gemm_flags import Budget, add_budget_flag, add_dtype_flag, check_tokens
+from ostinato.cli.gemm_flags import add_dtype_flag, check_tokens
 
 if TYPE_CHECKING:
     import torch

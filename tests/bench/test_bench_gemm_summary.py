@@ -10,15 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.bench.comparison import compare, geometric_mean, read_targets, times
 from ostinato.bench.gemm_cases import Case
-from ostinato.bench.gemm_summary import (
-    cliffs,
-    compare,
-    geometric_mean,
-    read_targets,
-    summary,
-    times,
-)
+from ostinato.bench.gemm_impls import W8A8_PEERS
+from ostinato.bench.gemm_summary import cliffs, summary
 from ostinato.bench.report import Row
 
 PEERS = {
@@ -39,17 +34,19 @@ def test_rows_become_times() -> None:
         Row("gemm", "N8 K16 M1", "ostinato_int8", 2.5, 0.1, 0.2),
         Row("gemm", "N8 K16 M1", "sgl_i8", 3.5, 0.1, 0.2),
     ]
-    assert times(rows) == {Case.parse("N8 K16 M1"): {"ostinato_int8": 2.5, "sgl_i8": 3.5}}
+    assert times(rows, Case.parse) == {
+        Case.parse("N8 K16 M1"): {"ostinato_int8": 2.5, "sgl_i8": 3.5}
+    }
 
 
 def test_the_best_w8a8_peer_of_either_dtype_counts() -> None:
-    first, second = compare("ostinato_int8", OURS, PEERS)
+    first, second = compare("ostinato_int8", OURS, PEERS, W8A8_PEERS.__contains__)
     assert (str(first.case), first.peer, first.peer_us) == ("N6144 K4096 M1", "smm_ten", 8.0)
     assert first.ratio == 0.75
     assert (second.peer, second.ratio) == ("sgl_f8", 1.1)
-    [only] = compare("ostinato_fp8", OURS, PEERS)
+    [only] = compare("ostinato_fp8", OURS, PEERS, W8A8_PEERS.__contains__)
     assert only.ratio == 1.0
-    assert compare("ostinato_fp8_nopdl", OURS, PEERS) == []
+    assert compare("ostinato_fp8_nopdl", OURS, PEERS, W8A8_PEERS.__contains__) == []
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
@@ -95,7 +92,7 @@ def test_targets_are_read(tmp_path: Path) -> None:
         {"section": "decode", "case": "32/8 b1 kv512", "peer": "fa3", "us": 9},
     ]
     file.write_text(json.dumps({"rows": rows}))
-    assert read_targets(file) == {Case.parse("N8 K8 M1"): {"sgl_i8": 3.0}}
+    assert read_targets(file, "gemm", Case.parse) == {Case.parse("N8 K8 M1"): {"sgl_i8": 3.0}}
 
 
 @pytest.mark.parametrize(
@@ -106,4 +103,4 @@ def test_other_documents_are_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="not a document of peers' times"):
-        read_targets(file)
+        read_targets(file, "gemm", Case.parse)

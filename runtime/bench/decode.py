@@ -1,0 +1,110 @@
+"""Decode steps of paged attention: ours and the peers', checked and then timed side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ostinato.bench.decode_cases import Case
+from ostinato.bench.decode_impls import Call, Implementation
+from ostinato.bench.decode_inputs import DTYPE, KV_DTYPES, Inputs, expected, random_inputs
+from ostinato.bench.graph_timing import Rotation, interleave, rotate
+from ostinato.bench.report import Row
+from ostinato.bench.results import CaseResult
+
+# Of a sequence's results, the norm of their error relative to their own. Rounding weights and
+# results to bf16 makes some 0.003 of it.
+MOST_ERROR = 0.01
+
+
+def time_cases(
+    cases: Sequence[Case], implementations: Sequence[Implementation], device: torch.device
+) -> Iterator[CaseResult[Case]]:
+    """Time every implementation in every case, yielding cases as they are measured.
+
+    Args:
+        cases: what is attended to.
+        implementations: who attends; those that share a page size and cache dtype share inputs.
+        device: where; what is measured on the CPU is only good for trying this out.
+    """
+    for turn, case in enumerate(cases):
+        yield _time_case(case, implementations, device, turn)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the caches, and the pools of this case's graphs
+
+
+def _time_case(
+    case: Case, implementations: Sequence[Implementation], device: torch.device, turn: int
+) -> CaseResult[Case]:
+    result = CaseResult(case)
+    seconds: dict[Implementation, list[float]] = {}
+    # One layout at a time: several caches of half the GPU's memory do not fit side by side.
+    for layout in dict.fromkeys((impl.page, impl.kv_dtype) for impl in implementations):
+        sets = random_inputs(case, *layout, device)
+        rotations: dict[Implementation, Rotation] = {}
+        for impl in implementations:
+            if (impl.page, impl.kv_dtype) == layout:
+                calls = _checked(impl, case, sets, result)
+                if calls:
+                    rotations[impl] = rotate(calls, device)
+        times = interleave(list(rotations.values()), device, start=turn)
+        seconds.update(zip(rotations, times, strict=True))
+        del sets, rotations
+    result.rows = [
+        Row.of(
+            "decode",
+            str(case),
+            impl.name,
+            seconds=statistics.median(of_impl),
+            num_bytes=num_bytes(case, impl.kv_dtype),
+            flops=case.flops,
+        )
+        for impl, of_impl in seconds.items()
+    ]
+    return result
+
+
+def _checked(
+    impl: Implementation, case: Case, sets: Sequence[Inputs], result: CaseResult[Case]
+) -> list[Call]:
+    # What is not written must not pass for a result of the implementation before.
+    sets[0].out.fill_(torch.nan)
+    try:
+        calls = impl.bind(case, sets)
+        got = calls[0]()
+    except (RuntimeError, ValueError) as error:
+        result.refuse(impl.name, error, is_ours=impl.is_ours)
+        return []
+    wrong = difference(got, sets[0], case)
+    if wrong is not None:
+        result.failures[impl.name] = f"wrong result: {wrong}"
+        return []
+    return calls
+
+
+def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
+    """Return what is wrong with a result, None when the first and last sequence's are close.
+
+    Args:
+        got: [batch * q_len, heads_q, dim], in any shape of as many elements.
+        inputs: what was attended to.
+        case: its sizes.
+    """
+    if got.numel() != inputs.q.numel():
+        return f"got shape {list(got.shape)}, expected {list(inputs.q.shape)}"
+    rows = got.reshape(inputs.q.shape)
+    for sequence in dict.fromkeys((0, case.batch - 1)):
+        right = expected(inputs, sequence, case.q_len)
+        error = rows[sequence * case.q_len : (sequence + 1) * case.q_len].float() - right
+        relative = (error.norm() / right.norm()).item()
+        if not relative <= MOST_ERROR:  # True for NaN
+            return f"sequence {sequence} is off by {relative:.2g}, expected {MOST_ERROR:g} at most"
+    return None
+
+
+def num_bytes(case: Case, kv_dtype: str) -> int:
+    """Unique bytes read and written: keys and values, queries and results."""
+    rows = case.batch * case.q_len * case.heads_q * case.dim
+    return case.kv_bytes(KV_DTYPES[kv_dtype].itemsize) + 2 * rows * DTYPE.itemsize

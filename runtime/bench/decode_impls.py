@@ -1,0 +1,183 @@
+"""Who attends: our op, and the paged peers it is compared with."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from ostinato import ops
+from ostinato.bench.comparison import OURS
+from ostinato.bench.decode_cases import Case
+from ostinato.bench.decode_inputs import Inputs
+
+Call = Callable[[], torch.Tensor]
+KV_SUFFIXES = {"bf16": "", "fp8": "_fp8kv", "int8": "_int8kv"}
+_WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A way to attend to a paged cache.
+
+    Args:
+        name: as the rows call it.
+        kv_dtype: of the cache, in `decode_inputs.KV_DTYPES`.
+        page: tokens of a page.
+        bind: returns one call per set of inputs, ready to be captured; it may plan on the host
+            what will not change. Raises `ValueError` or `RuntimeError` for a case that it does not
+            take.
+        prepare: makes it ready; raises `ImportError` or `OSError` where it is not installed.
+    """
+
+    name: str
+    kv_dtype: str
+    page: int
+    bind: Callable[[Case, Sequence[Inputs]], list[Call]]
+    prepare: Callable[[], object] = lambda: None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith(OURS)
+
+
+def ours(page: int, kv_dtype: str) -> Implementation:
+    """Return our op for pages of this size and a cache of this dtype."""
+    name = f"{OURS}p{page}{KV_SUFFIXES[kv_dtype]}"
+    return Implementation(name, kv_dtype, page, _bind_ours)
+
+
+def peers(names: Sequence[str], pages: Sequence[int]) -> list[Implementation]:
+    """Return the peers of these names, for a bf16 cache in pages of each of these sizes.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"got {name!r}, expected all or none or {' or '.join(PEERS)}")
+    return [
+        Implementation(f"{name}_p{page}", "bf16", page, bind, prepare)
+        for name, (bind, prepare) in PEERS.items()
+        if name in names
+        for page in pages
+    ]
+
+
+def is_rival(name: str) -> bool:
+    """Return whether a name, with its page, is of a paged peer."""
+    return name.rpartition("_p")[0] in PEERS
+
+
+def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+    def call(s: Inputs) -> torch.Tensor:
+        return ops.paged_attention(
+            s.q,
+            s.k_cache,
+            s.v_cache,
+            s.page_table,
+            s.seq_lens,
+            max_seqlen_q=case.q_len,
+            k_scale=s.k_scale,
+            v_scale=s.v_scale,
+            out=s.out,
+        )
+
+    return [partial(call, s) for s in sets]
+
+
+@cache
+def _fa3() -> Any:
+    importlib.import_module("flash_attn_interface")
+    return torch.ops.flash_attn_3
+
+
+def _bind_fa3(case: Case, sets: Sequence[Inputs], *, planned: bool) -> list[Call]:
+    """Bind FlashAttention-3's op; `planned`: with its tile schedule made on the host before."""
+    fa3 = _fa3()
+    plan = None
+    if planned:
+        sizes = (case.batch, case.q_len, case.kv, case.heads_q, case.heads_kv, case.dim, case.dim)
+        given = (sets[0].q.dtype, sets[0].seq_lens, *(None,) * 5, sets[0].page)
+        rule = (0, True, -1, -1, 0, False, 0, None, 0)
+        plan = fa3.get_scheduler_metadata(*sizes, *given, *rule)
+
+    def call(s: Inputs) -> torch.Tensor:
+        by_sequence = (case.batch, case.q_len, case.heads_q, case.dim)
+        given = (s.q.view(by_sequence), s.k_cache, s.v_cache, None, None, None)
+        lengths = (None, None, None, None, s.seq_lens, None, None, s.page_table)
+        unused = (None,) * 8  # left padding, rotary, scales
+        rule = (case.dim**-0.5, True, -1, -1, 0, 0.0, True, plan, 0, None, 0)
+        fa3.fwd(*given, s.out.view(by_sequence), *lengths, *unused, *rule)
+        return s.out
+
+    return [partial(call, s) for s in sets]
+
+
+@cache
+def _flashinfer() -> Any:
+    return importlib.import_module("flashinfer")
+
+
+def _one_query(case: Case) -> None:
+    if case.q_len > 1:
+        raise ValueError("one query for each sequence")
+
+
+def _bind_flashinfer(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+    _one_query(case)
+    device, page = sets[0].q.device, sets[0].page
+    pages = [-(-length // page) for length in case.lengths]
+    offsets = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    last = torch.tensor([(n - 1) % page + 1 for n in case.lengths], dtype=torch.int32)
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def bind(s: Inputs) -> Call:
+        rows = [s.page_table[row, :count] for row, count in enumerate(pages)]
+        ids = torch.cat(rows).contiguous()
+        wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=offsets.to(device),
+            paged_kv_indices_buffer=ids.clone(),
+            paged_kv_last_page_len_buffer=last.to(device),
+            backend="fa2",
+        )
+        heads = (case.heads_q, case.heads_kv, case.dim, page)
+        given = (offsets.to(device), ids, last.to(device))
+        wrapper.plan(*given, *heads, q_data_type=s.q.dtype, kv_data_type=s.k_cache.dtype)
+        return lambda: wrapper.run(s.q, (s.k_cache, s.v_cache), out=s.out)
+
+    return [bind(s) for s in sets]
+
+
+def _bind_xqa(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+    _one_query(case)
+    device = sets[0].q.device
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    semaphores = torch.zeros(1 << 22, dtype=torch.uint8, device=device).view(torch.uint32)
+
+    def call(s: Inputs) -> torch.Tensor:
+        by_sequence = (case.batch, 1, case.heads_q, case.dim)
+        lengths = s.seq_lens.view(torch.uint32).unsqueeze(1)
+        given = (s.q.view(by_sequence), s.k_cache, s.v_cache, s.page_table, lengths)
+        scratch = (workspace, semaphores)
+        _flashinfer().xqa(*given, s.out.view(by_sequence), *scratch, case.heads_kv, s.page)
+        return s.out
+
+    return [partial(call, s) for s in sets]
+
+
+# By the names of the published times, to which the page is added: how they are bound and prepared.
+PEERS: dict[str, tuple[Callable[[Case, Sequence[Inputs]], list[Call]], Callable[[], object]]] = {
+    "fa3": (partial(_bind_fa3, planned=False), _fa3),
+    "fa3m": (partial(_bind_fa3, planned=True), _fa3),
+    "fi": (_bind_flashinfer, _flashinfer),
+    "xqa": (_bind_xqa, _flashinfer),
+}

@@ -1,0 +1,111 @@
+"""Random paged caches and queries, in as many sets as it takes to keep the L2 cold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.bench.decode_cases import Case
+from ostinato.bench.graph_timing import num_sets
+from ostinato.ops.e4m3 import as_bytes, to_float32
+
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+DTYPE = torch.bfloat16  # of queries and results
+# Values are about normal, whatever their codes.
+_SCALES = {"fp8": 0.5, "int8": 1 / 40}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one launch reads, and where ours writes; the arguments of `ops.paged_attention`."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    out: torch.Tensor
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return self.k_cache.size(1)
+
+
+def random_inputs(case: Case, page: int, kv_dtype: str, device: torch.device) -> list[Inputs]:
+    """Return sets of inputs with permuted pages; what follows a sequence's end holds NaN or -128.
+
+    Args:
+        case: the sizes.
+        page: tokens of a page.
+        kv_dtype: in `KV_DTYPES`.
+        device: where they shall lie.
+    """
+    element = KV_DTYPES[kv_dtype].itemsize
+    return [
+        _random_set(case, page, kv_dtype, device)
+        for _ in range(num_sets(case.kv_bytes(element), device))
+    ]
+
+
+def _random_set(case: Case, page: int, kv_dtype: str, device: torch.device) -> Inputs:
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    pages_of = -(-lengths // page)
+    total, widest = int(pages_of.sum()), int(pages_of.max())
+    ids = torch.randperm(total, dtype=torch.int32)
+    table = torch.zeros(case.batch, widest, dtype=torch.int32)
+    table[torch.arange(widest) < pages_of[:, None]] = ids
+    shape = (total, page, case.heads_kv, case.dim)
+    k_cache, v_cache = (_cache(shape, kv_dtype, device) for _ in "kv")
+    for sequence, length in enumerate(case.lengths):
+        if length % page:
+            last = int(table[sequence, length // page])
+            for cache in (k_cache, v_cache):
+                cache[last, length % page :] = -128 if kv_dtype == "int8" else torch.nan
+    rows = case.batch * case.q_len
+    q = torch.randn(rows, case.heads_q, case.dim, dtype=DTYPE, device=device)
+    scale = _SCALES.get(kv_dtype)
+    k_scale, v_scale = (None if scale is None else torch.tensor(scale, device=device) for _ in "kv")
+    return Inputs(
+        q,
+        k_cache,
+        v_cache,
+        table.to(device),
+        lengths.to(device),
+        k_scale,
+        v_scale,
+        torch.empty_like(q),
+    )
+
+
+def _cache(shape: tuple[int, ...], kv_dtype: str, device: torch.device) -> torch.Tensor:
+    cache = torch.empty(shape, dtype=KV_DTYPES[kv_dtype], device=device)
+    for pages in cache.split(max(1, 2**26 // cache[0].numel())):  # fp32 of a part at a time
+        values = torch.randn(pages.shape, device=device) / _SCALES.get(kv_dtype, 1.0)
+        pages.copy_(values.round_().clamp_(-127, 127) if kv_dtype == "int8" else values)
+    return cache
+
+
+def expected(inputs: Inputs, sequence: int, q_len: int) -> torch.Tensor:
+    """Return what a sequence's queries get: [q_len, heads_q, dim] fp32."""
+    length = int(inputs.seq_lens[sequence])
+    pages = inputs.page_table[sequence, : -(-length // inputs.page)].long()
+    k, v = (
+        to_float32(as_bytes(cache)[pages].view(cache.dtype)).flatten(0, 1)[:length]
+        * (1.0 if scale is None else scale)
+        for cache, scale in (
+            (inputs.k_cache, inputs.k_scale),
+            (inputs.v_cache, inputs.v_scale),
+        )
+    )
+    q = inputs.q[sequence * q_len : (sequence + 1) * q_len].float()
+    group = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q, k) * q.size(2) ** -0.5
+    key, query = (torch.arange(n, device=q.device) for n in (length, q_len))
+    hidden = key > query[:, None] + length - q_len
+    weights = logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)

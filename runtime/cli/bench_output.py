@@ -1,0 +1,102 @@
+"""What `bench` prints of cases and peers, and the document that grows with every case."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ostinato.cli.command import user_errors
+
+if TYPE_CHECKING:
+    import torch
+
+    from ostinato.bench.results import CaseResult
+
+Times = Mapping[Any, Mapping[str, float]]  # by case, by implementation
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="F",
+        help="write the times to this file, and what is printed to F with .txt for its suffix",
+    )
+
+
+def add_targets_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --targets."""
+    parser.add_argument(
+        "--targets", type=Path, metavar="F", help="compare with the peers' times in this file, too"
+    )
+
+
+class Output:
+    """The lines and rows of a run.
+
+    Args:
+        json: file of --json.
+        device: where it is measured.
+    """
+
+    def __init__(self, json: Path | None, device: torch.device) -> None:
+        from ostinato.bench.report import Report
+
+        self.failures = 0
+        self._json = json
+        self._report = Report.for_device(device)
+        self._lines: list[str] = []
+        self.say(f"{self._report.gpu}, commit {self._report.commit or 'unknown'}")
+
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        self._lines += lines
+        print(*lines, sep="\n", flush=True)
+
+    def add(self, result: CaseResult[Any]) -> None:
+        """Print what was found in a case, and write it."""
+        times = " ".join(f"{row.impl} {row.us:.2f}" for row in result.rows)
+        self.say(f"{result.case!s:<24} {times or 'nothing'}")
+        for impl, reason in result.unsupported.items():
+            self.say(f"{result.case!s:<24} {impl} cannot: {reason}")
+        for impl, reason in result.failures.items():
+            self.say(f"{result.case!s:<24} {impl} FAILED: {reason}")
+        self.failures += len(result.failures)
+        self._report.rows += result.rows
+        # After every case: what was measured before a Ctrl-C is worth keeping.
+        if self._json is not None:
+            self._report.write(self._json)
+
+    def finish(
+        self,
+        parse: Callable[[str], Any],
+        summary: Callable[[Times, Times], list[str]],
+        targets: Times | None,
+        left: Sequence[object],
+    ) -> None:
+        """Print how our times compare with the peers', and write what was printed.
+
+        Args:
+            parse: returns the case of a row.
+            summary: returns the lines for our times and the peers'.
+            targets: the peers' published times.
+            left: cases for which there was no time.
+        """
+        from ostinato.bench.comparison import times
+        from ostinato.bench.files import write_whole
+        from ostinato.bench.report import Row
+
+        measured = times([row for row in self._report.rows if isinstance(row, Row)], parse)
+        self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
+        if targets is not None:
+            self.say("", "== against the targets (µs)", *summary(measured, targets))
+        if left:
+            names = ", ".join(map(str, left))
+            self.say("", f"not measured, since the budget was spent: {names}")
+        if self._json is not None:
+            text = "\n".join([*self._lines, ""])
+            with user_errors(OSError):
+                write_whole(self._json.with_suffix(".txt"), text)

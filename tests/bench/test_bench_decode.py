@@ -1,0 +1,122 @@
+"""Decode results are checked before they are timed, and a case has a row for every right one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from ostinato.bench.comparison import Cell, compare
+from ostinato.bench.decode import difference, num_bytes, time_cases
+from ostinato.bench.decode_cases import Case
+from ostinato.bench.decode_impls import PEERS, Call, Implementation, is_rival, ours, peers
+from ostinato.bench.decode_inputs import Inputs, expected, random_inputs
+from ostinato.bench.decode_summary import summary
+from ostinato.ops import paged_attention
+
+CPU = torch.device("cpu")
+CASE = Case(4, 2, 3, 50, 2, 16)
+
+
+def attend(one: Inputs, case: Case) -> torch.Tensor:
+    return paged_attention(
+        one.q,
+        one.k_cache,
+        one.v_cache,
+        one.page_table,
+        one.seq_lens,
+        max_seqlen_q=case.q_len,
+        k_scale=one.k_scale,
+        v_scale=one.v_scale,
+    )
+
+
+def changed(by: Callable[[torch.Tensor], torch.Tensor]) -> Implementation:
+    """Return a peer whose results are ours, changed."""
+
+    def bind(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+        return [lambda s=s: by(attend(s, case)) for s in sets]
+
+    return Implementation("fa3_p16", "bf16", 16, bind)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("case", [CASE, Case(6, 1, 2, 160, 1, 8, True)], ids=str)
+def test_the_reference_is_that_of_the_op(case: Case, page: int, kv_dtype: str) -> None:
+    one = random_inputs(case, page, kv_dtype, CPU)[0]
+    assert one.page == page
+    assert one.seq_lens.tolist() == case.lengths
+    got = attend(one, case)
+    assert difference(got, one, case) is None
+    assert expected(one, 0, case.q_len).shape == (case.q_len, case.heads_q, case.dim)
+    got[-1] += 1
+    assert "sequence" in str(difference(got, one, case))
+
+
+def test_nan_and_another_shape_are_wrong() -> None:
+    one = random_inputs(CASE, 16, "bf16", CPU)[0]
+    got = attend(one, CASE)
+    assert "expected [6, 4, 16]" in str(difference(got[:2], one, CASE))
+    got[0, 0, 0] = torch.nan
+    assert "sequence 0 is off by nan" in str(difference(got, one, CASE))
+
+
+def test_every_right_result_has_a_row_and_the_others_a_reason() -> None:
+    def refuse(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+        raise ValueError("one query for each sequence\nand more")
+
+    impls = [
+        ours(16, "bf16"),
+        ours(5, "int8"),
+        changed(lambda out: out),
+        Implementation("xqa_p16", "bf16", 16, refuse),
+    ]
+    [result] = time_cases([CASE], impls, CPU)
+    assert [row.impl for row in result.rows] == ["ostinato_p16", "fa3_p16", "ostinato_p5_int8kv"]
+    assert {(row.section, row.case) for row in result.rows} == {("decode", "4/2 b3 kv50 q2 d16")}
+    assert all(row.us > 0 for row in result.rows)
+    assert result.unsupported == {"xqa_p16": "one query for each sequence"}
+    assert result.failures == {}
+
+
+def test_a_wrong_result_is_a_failure() -> None:
+    [result] = time_cases([CASE], [changed(lambda out: out * 1.1)], CPU)
+    assert result.rows == []
+    assert result.failures["fa3_p16"].startswith("wrong result: sequence 0 is off by 0.1")
+
+
+def test_bytes_are_counted_once() -> None:
+    kv = 2 * 3 * 50 * 2 * 16
+    rows = 2 * 2 * (3 * 2 * 4 * 16)
+    assert num_bytes(CASE, "bf16") == 2 * kv + rows
+    assert num_bytes(CASE, "fp8") == kv + rows
+
+
+def test_names_of_peers_and_pages() -> None:
+    assert [p.name for p in peers(["fi", "fa3"], [16, 64])] == [
+        *("fa3_p16", "fa3_p64", "fi_p16", "fi_p64"),
+    ]
+    assert all(is_rival(f"{name}_p16") for name in PEERS)
+    assert not is_rival("sdpa_fa2")
+    assert not is_rival("ostinato_p16")
+    with pytest.raises(ValueError, match="got 'fa2', expected all or none or fa3"):
+        peers(["fa2"], [16])
+
+
+def test_the_best_paged_peer_of_any_page_counts() -> None:
+    case, large = Case(32, 8, 1, 512), Case(32, 8, 128, 8192)
+    measured = {
+        case: {"ostinato_p16": 6.0, "fa3_p16": 9.0, "xqa_p64": 8.0, "sdpa_cud": 1.0},
+        large: {"ostinato_p16": 900.0, "fi_p16": 1000.0},
+    }
+    assert compare("ostinato_p16", measured, measured, is_rival) == [
+        Cell(case, 6.0, "xqa_p64", 8.0),
+        Cell(large, 900.0, "fi_p16", 1000.0),
+    ]
+    text = "\n".join(summary(measured, measured))
+    assert "  all: ×0.822, at most ×0.900, 2 cases" in text
+    assert "  KV below 64 MB: ×0.750, at most ×0.750, 1 cases" in text
+    assert "  KV above 512 MB: ×0.900, at most ×0.900, 1 cases" in text
+    assert "  worst: 32/8 b128 kv8192 ×0.900 of fi_p16" in text

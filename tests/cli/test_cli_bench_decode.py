@@ -1,0 +1,68 @@
+"""`bench decode`: its rows, its summary, its limits and its complaints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ostinato.cli.main import main
+
+SMALL = "--heads 4/2 --batch 1 2 --kv 33 --head-dim 16 --device cpu"
+
+
+def run(arguments: str, *more: str) -> int:
+    return main(["bench", "decode", *arguments.split(), *more])
+
+
+def test_ours_is_measured_for_every_page_and_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, targets = tmp_path / "decode.json", tmp_path / "targets.json"
+    known = [
+        {"section": "decode", "case": "4/2 b1 kv33 d16", "peer": "fa3_p16", "us": 1e9},
+        {"section": "gemm", "case": "N64 K128 M1", "peer": "sgl_f8", "us": 1},
+    ]
+    targets.write_text(json.dumps({"rows": known}))
+    flags = ["--json", str(file), "--targets", str(targets)]
+    assert run(f"{SMALL} --page 16 5 --kv-dtype bf16 int8 --q-len 1 2 --skew", *flags) == 0
+    rows = json.loads(file.read_text())["rows"]
+    impls = [f"ostinato_p{page}{kv}" for kv in ("", "_int8kv") for page in (16, 5)]
+    cases = [
+        f"4/2 b{batch} kv33{q} d16{skew}"
+        for q, skews in (("", ("", " skew")), (" q2", ("", " skew")))
+        for skew in skews
+        for batch in (1, 2)
+        if batch > 1 or not skew
+    ]
+    assert [(row["case"], row["impl"]) for row in rows] == [(c, i) for c in cases for i in impls]
+    printed = capsys.readouterr().out
+    assert file.with_suffix(".txt").read_text() == printed
+    assert "fa3_p16 is not timed: No module named 'flash_attn_interface'" in printed
+    assert "fa3_p16  1000000000.00" in printed.split("== against the targets")[1]
+
+
+def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{SMALL} --page 16 --peer none --budget-s 1e-9") == 0
+    message = "since the budget was spent: 4/2 b1 kv33 d16, 4/2 b2 kv33 d16\n"
+    assert capsys.readouterr().out.endswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--heads 8/3", "got '8/3', expected query heads that are a multiple"),
+        ("--batch 0", "expected sizes of at least 1"),
+        ("--kv 4 --q-len 8", "expected no more queries than tokens"),
+        ("--page 0", "--page: got 0, expected at least 1"),
+        ("--peer fa2", "--peer: got 'fa2', expected all or none or fa3"),
+        ("--peer xqa", "xqa_p16: No module named 'flashinfer'"),
+        ("--max-kv-gb 1e-9", "--max-kv-gb: got 1e-09, expected room for a case"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"--device cpu {arguments}") == 2
+    assert message in capsys.readouterr().err
