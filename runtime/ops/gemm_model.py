@@ -43,6 +43,9 @@ _STEP_DEPTH = 128
 _MMA_ROWS = 64
 _WIDE_TOKENS = 256
 _NORM = 6
+# So few tokens are not worth waiting for the other CTA of a cluster, the less so where some of them
+# lie beyond the last: 8.2 µs became 9.0 (docs/results/h200/lab/bench-edges.txt, 17 tokens).
+_LONELY_TOKENS = 48
 # Tiles are cut to no less than this, as there are smaller ones. With many tokens the card is at its
 # power limit, and multiplying what nobody looks at takes power: tiles stay whole.
 _LEAST_PART = 2
@@ -78,7 +81,8 @@ def cuts(variant: GemmTiled, m: int, n: int, sms: int) -> Iterator[Cut]:
             size = (channels * TILE_CHANNELS, tokens)
             yield Cut(*size, 1, 0, 0)
             if sms > 1 and columns > 1:
-                yield Cut(*size, 2, 0, 0)
+                if tokens > _LONELY_TOKENS:
+                    yield Cut(*size, 2, 0, 0)
                 if splits(variant, ceil_div(columns, 2) * tiles, sms):
                     yield Cut(*size, 2, 0, 2)
             if sms > 1 and tiles > 1:
