@@ -137,6 +137,13 @@ def test_examples_of_the_table() -> None:
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
 
 
+@pytest.mark.parametrize("m", [17, 32, 33, 48])
+@pytest.mark.parametrize("n", [6144, 10_240, 28_672])
+def test_the_tokens_of_small_tiles_are_not_shared(m: int, n: int) -> None:
+    choice = choose(m, n, 4096, "int8", "bf16", packed=True)
+    assert choice.cluster == 1 or choice.share_weights or choice.split_k
+
+
 # Tuned choices.
 
 
