@@ -12,11 +12,10 @@ import torch
 
 from ostinato import ops
 from ostinato.bench.comparison import OURS
-from ostinato.bench.decode_cases import Case
+from ostinato.bench.decode_cases import KV_SUFFIXES, Case
 from ostinato.bench.decode_inputs import Inputs
 
 Call = Callable[[], torch.Tensor]
-KV_SUFFIXES = {"bf16": "", "fp8": "_fp8kv", "int8": "_int8kv"}
 _WORKSPACE_BYTES = 256 << 20
 
 
@@ -26,7 +25,7 @@ class Implementation:
 
     Args:
         name: as the rows call it.
-        kv_dtype: of the cache, in `decode_inputs.KV_DTYPES`.
+        kv_dtype: of the cache, in `decode_cases.KV_SUFFIXES`.
         page: tokens of a page.
         bind: returns one call per set of inputs, ready to be captured; it may plan on the host
             what will not change. Raises `ValueError` or `RuntimeError` for a case that it does not

@@ -13,22 +13,21 @@ from ostinato.bench.decode_cases import (
     DEFAULT_KV,
     DEFAULT_PAGES,
     DIM,
+    KV_SUFFIXES,
     Case,
     cases,
 )
 from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.bench_run import measure, ready_peers
 from ostinato.cli.budget import Budget, add_budget_flag
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
-    import torch
-
     from ostinato.bench.decode_impls import Implementation
 
 _FAILED = 1
 _GB = 10**9
-_KV_DTYPES = ("bf16", "fp8", "int8")
 
 
 def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
@@ -57,7 +56,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "--kv-dtype",
         nargs="+",
         default=["bf16"],
-        choices=_KV_DTYPES,
+        choices=KV_SUFFIXES,
         help="of our caches; the peers' are bf16 (default bf16)",
     )
     parser.add_argument(
@@ -105,6 +104,7 @@ def _run(args: argparse.Namespace) -> int:
     chosen = _check(args)
 
     from ostinato.bench.comparison import read_targets
+    from ostinato.bench.decode import time_cases
     from ostinato.bench.decode_summary import summary
 
     with user_errors():
@@ -113,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
     output = Output(args.json, device)
     impls = _implementations(args, output)
     with user_errors(OSError):
-        left = _measure(chosen, impls, device, budget, output)
+        left = measure(chosen, time_cases(chosen, impls, device), budget, output)
     output.finish(Case.parse, summary, targets, left)
     return _FAILED if output.failures else 0
 
@@ -145,36 +145,5 @@ def _implementations(args: argparse.Namespace, output: Output) -> list[Implement
     from ostinato.bench.decode_impls import PEERS, ours, peers
 
     impls = [ours(page, kv_dtype) for kv_dtype in args.kv_dtype for page in args.page]
-    names = {"all": list(PEERS), "none": []}.get(" ".join(args.peer), args.peer)
-    try:
-        asked = peers(names, args.page)
-    except ValueError as error:
-        raise UserError(f"--peer: {error}") from error
-    for peer in asked:
-        try:
-            peer.prepare()
-        except (OSError, ImportError) as error:
-            if names is args.peer:
-                raise UserError(f"{peer.name}: {error}") from error
-            output.say(f"{peer.name} is not timed: {error}")
-        else:
-            impls.append(peer)
-    return impls
-
-
-def _measure(
-    chosen: Sequence[Case],
-    impls: Sequence[Implementation],
-    device: torch.device,
-    budget: Budget,
-    output: Output,
-) -> Sequence[Case]:
-    """Time the cases and return those for which no time was left."""
-    from ostinato.bench.decode import time_cases
-
-    results = time_cases(chosen, impls, device)
-    for done in range(len(chosen)):
-        if not budget.allows_another():
-            return chosen[done:]
-        output.add(next(results))
-    return []
+    found = ready_peers(args.peer, PEERS, lambda names: peers(names, args.page), output)
+    return impls + found

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
 from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.bench_run import measure, ready_peers
 from ostinato.cli.budget import Budget, add_budget_flag
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
@@ -89,6 +90,7 @@ def _run(args: argparse.Namespace) -> int:
     chosen = _check(args)
 
     from ostinato.bench.comparison import read_targets
+    from ostinato.bench.gemm import time_cases
     from ostinato.bench.gemm_summary import summary
 
     with user_errors():
@@ -99,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         _compile(chosen, args.dtype, device)
     with user_errors(OSError):
-        left = _measure(chosen, impls, device, budget, output)
+        left = measure(chosen, time_cases(chosen, impls, device), budget, output)
     output.finish(Case.parse, summary, targets, left)
     return _FAILED if output.failures else 0
 
@@ -119,21 +121,16 @@ def _implementations(args: argparse.Namespace, output: Output) -> list[Implement
     from ostinato.bench.gemm_impls import PEERS, ours, peers
 
     impls = [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]]
-    names = {"all": list(PEERS), "none": []}.get(" ".join(args.peer), args.peer)
-    try:
-        asked = peers(names, args.sgl_library)
-    except ValueError as error:
-        raise UserError(f"--peer: {error}") from error
-    for peer in asked:
-        try:
-            peer.prepare()
-        except (OSError, ImportError) as error:
-            if names is args.peer or args.sgl_library is not None:
-                raise UserError(f"{peer.name}: {error}") from error
-            output.say(f"{peer.name} is not timed: {error}")
-        else:
-            impls.append(peer)
-    return impls
+    library = args.sgl_library
+    found = ready_peers(
+        args.peer,
+        PEERS,
+        lambda names: peers(names, library),
+        output,
+        # Who names a library wants it timed.
+        required=library is not None,
+    )
+    return impls + found
 
 
 def _compile(chosen: Sequence[Case], dtypes: Sequence[str], device: torch.device) -> None:
@@ -145,21 +142,3 @@ def _compile(chosen: Sequence[Case], dtypes: Sequence[str], device: torch.device
     needed = {kernel(case, DTYPES[dtype], device) for case in chosen for dtype in dtypes}
     with user_errors(KernelError):
         precompile(needed)
-
-
-def _measure(
-    chosen: Sequence[Case],
-    impls: Sequence[Implementation],
-    device: torch.device,
-    budget: Budget,
-    output: Output,
-) -> Sequence[Case]:
-    """Time the cases and return those for which no time was left."""
-    from ostinato.bench.gemm import time_cases
-
-    results = time_cases(chosen, impls, device)
-    for done in range(len(chosen)):
-        if not budget.allows_another():
-            return chosen[done:]
-        output.add(next(results))
-    return []

@@ -13,23 +13,14 @@ from ostinato.bench.decode_cases import Case
 from ostinato.bench.decode_impls import PEERS, Call, Implementation, is_rival, ours, peers
 from ostinato.bench.decode_inputs import Inputs, expected, random_inputs
 from ostinato.bench.decode_summary import summary
-from ostinato.ops import paged_attention
 
 CPU = torch.device("cpu")
 CASE = Case(4, 2, 3, 50, 2, 16)
 
 
 def attend(one: Inputs, case: Case) -> torch.Tensor:
-    return paged_attention(
-        one.q,
-        one.k_cache,
-        one.v_cache,
-        one.page_table,
-        one.seq_lens,
-        max_seqlen_q=case.q_len,
-        k_scale=one.k_scale,
-        v_scale=one.v_scale,
-    )
+    [call] = ours(one.page, "bf16").bind(case, [one])
+    return call().clone()
 
 
 def changed(by: Callable[[torch.Tensor], torch.Tensor]) -> Implementation:
