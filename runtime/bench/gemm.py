@@ -10,7 +10,7 @@ from itertools import groupby
 
 import torch
 
-from ostinato.bench.gemm_cases import Case
+from ostinato.bench.gemm_cases import Case, run_in_s
 from ostinato.bench.gemm_impls import Implementation
 from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
 from ostinato.bench.graph_timing import interleave, rotate
@@ -76,7 +76,8 @@ def _time_case(
             result.failures[impl.name] = f"wrong result: {wrong}"
             continue
         rotations[impl] = rotate([partial(impl.call, one) for one in sets], device)
-    seconds = interleave(list(rotations.values()), device, start=turn)
+    turns = list(rotations.values())
+    seconds = interleave(turns, device, start=turn, run_in_s=run_in_s(case.m))
     n, k = case.shape.n, case.shape.k
     result.rows = [
         Row.of(
