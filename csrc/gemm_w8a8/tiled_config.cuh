@@ -85,6 +85,7 @@ inline constexpr int kGroupRows = 8;
 // into rows of out, of 64 channels. Several take turns, since TMA reads one while the next is
 // written. A row is stored in pieces as wide as TMA's widest swizzle.
 inline constexpr int kChunkTokens = kTokens % 64 == 0 ? 32 : 16;
+inline constexpr int kTileChunks = kTileColumns / kChunkTokens;
 inline constexpr int kChunks = 3;
 inline constexpr int kPieceBytes = 128;
 inline constexpr int kPieces = kMmaRows * sizeof(Output) / kPieceBytes;

@@ -21,7 +21,6 @@ __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint3
 class Epilogue {
   static constexpr int kChunkSums = kChunkTokens / 2;   // of a thread
   static constexpr int kChunkPairs = kChunkTokens / 4;  // of its results
-  static constexpr int kTileChunks = kTileColumns / kChunkTokens;
 
  public:
   __device__ Epilogue(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& out_map,
@@ -100,24 +99,27 @@ class Epilogue {
     store<kTileColumns>(item, 0, sums);
   }
 
-  // Stores a chunk of the tile before, if it has as many: one for each step of this tile's sum.
+  // While a tile is summed, stores the one before: a chunk every few steps, since TMA, which reads
+  // it, is also what fills the ring.
   __device__ __forceinline__ void store_deferred(int step) {
-    if (kDeferStores && step < deferred_chunks_) {
+    const int next = chunks_before(step);
+    if (kDeferStores && next << plan_.store_shift == step && next < deferred_chunks_) {
 #pragma unroll
       for (int chunk = 0; chunk < kTileChunks; ++chunk) {
-        if (chunk == step) {
+        if (chunk == next) {
           store_deferred_chunk(chunk);
         }
       }
     }
   }
 
-  // And those for which there were no steps.
+  // And the chunks for which the tile had no steps.
   __device__ __forceinline__ void store_deferred_from(int steps) {
-    if (kDeferStores && steps < deferred_chunks_) {
+    const int next = chunks_before(steps);
+    if (kDeferStores && next < deferred_chunks_) {
 #pragma unroll
       for (int chunk = 0; chunk < kTileChunks; ++chunk) {
-        if (chunk >= steps && chunk < deferred_chunks_) {
+        if (chunk >= next && chunk < deferred_chunks_) {
           store_deferred_chunk(chunk);
         }
       }
@@ -165,6 +167,11 @@ class Epilogue {
     deferred_channel_ = first_channel(item, 0);
     deferred_token_ = item.token;
     end();
+  }
+
+  // How many chunks of the tile before are stored when a tile comes to this step.
+  __device__ __forceinline__ int chunks_before(int step) const {
+    return (step + (1 << plan_.store_shift) - 1) >> plan_.store_shift;
   }
 
   __device__ __forceinline__ void store_deferred_chunk(int chunk) {

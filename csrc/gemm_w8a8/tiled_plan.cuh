@@ -25,11 +25,12 @@ struct Plan {
   int token_rows;      // of a stage: tile_tokens in whole shares of whole groups
   int stages;
   int stage_bytes, weight_bytes;
-  int block_bytes;                              // of weights of a stage, for 64 of K
-  int depth_steps;                              // stages of a whole tile
-  int token_tiles, channel_groups;              // of one of them a cluster has a group each
-  int band;                                     // channel groups that are walked side by side
-  cutlass::FastDivmod of_band;                  // by the groups of a band
+  int block_bytes;                  // of weights of a stage, for 64 of K
+  int depth_steps;                  // stages of a whole tile
+  int store_shift;                  // log2 of the stages from one deferred store to the next
+  int token_tiles, channel_groups;  // of one of them a cluster has a group each
+  int band;                         // channel groups that are walked side by side
+  cutlass::FastDivmod of_band;      // by the groups of a band
   cutlass::FastDivmod of_width, of_last_width;  // by the channel groups of a band, of the last one
   int clusters;
   int items;        // of work: whole groups, then tiles whose K the CTAs of a cluster share
@@ -137,6 +138,10 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->stage_bytes = plan->weight_bytes + plan->token_rows * kStageDepth;
   plan->block_bytes = plan->tile_channels * kPackedDepth;
   plan->depth_steps = ceil_div(params.k, kStageDepth);
+  plan->store_shift = 0;  // chunks of a tile spread over the sum of the next one
+  while (kTileChunks << (plan->store_shift + 1) <= plan->depth_steps) {
+    ++plan->store_shift;
+  }
   plan->token_tiles = ceil_div(params.m, plan->tile_tokens);
   plan->channel_groups = ceil_div(params.n, plan->tile_channels);
   int* const grouped = plan->share_weights ? &plan->token_tiles : &plan->channel_groups;

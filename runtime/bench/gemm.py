@@ -10,10 +10,10 @@ from itertools import groupby
 
 import torch
 
-from ostinato.bench.gemm_cases import Case, run_in_s
+from ostinato.bench.gemm_cases import Case
 from ostinato.bench.gemm_impls import Implementation
 from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
-from ostinato.bench.graph_timing import interleave, rotate
+from ostinato.bench.graph_timing import RESTED, Pace, interleave, rotate
 from ostinato.bench.report import Row
 from ostinato.bench.results import CaseResult
 from ostinato.ops.e4m3 import to_float32
@@ -27,7 +27,11 @@ _FP8_SUM_ERROR = 2.0**-13 / 32
 
 
 def time_cases(
-    cases: Sequence[Case], implementations: Sequence[Implementation], device: torch.device
+    cases: Sequence[Case],
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    *,
+    pace: Pace = RESTED,
 ) -> Iterator[CaseResult[Case]]:
     """Time every implementation in every case, yielding cases as they are measured.
 
@@ -35,6 +39,7 @@ def time_cases(
         cases: in the order of their shapes, whose weights are kept from one to the next.
         implementations: who multiplies.
         device: where; what is measured on the CPU is only good for trying this out.
+        pace: whether each begins on a card at rest or when its clock has settled.
     """
     operands = dict.fromkeys(implementation.operand for implementation in implementations)
     turn = 0
@@ -42,7 +47,7 @@ def time_cases(
         weights = random_weights(shape, operands, device)
         for case in of_shape:
             inputs = random_inputs(case, weights)
-            yield _time_case(case, implementations, inputs, device, turn)
+            yield _time_case(case, implementations, inputs, device, turn, pace)
             turn += 1
             del inputs
         del weights
@@ -56,6 +61,7 @@ def _time_case(
     inputs: dict[str, list[Inputs]],
     device: torch.device,
     turn: int,
+    pace: Pace,
 ) -> CaseResult[Case]:
     result = CaseResult(case)
     products = {name: product(sets[0]) for name, sets in inputs.items()}
@@ -77,7 +83,7 @@ def _time_case(
             continue
         rotations[impl] = rotate([partial(impl.call, one) for one in sets], device)
     turns = list(rotations.values())
-    seconds = interleave(turns, device, start=turn, run_in_s=run_in_s(case.m))
+    seconds = interleave(turns, device, start=turn, pace=pace)
     n, k = case.shape.n, case.shape.k
     result.rows = [
         Row.of(

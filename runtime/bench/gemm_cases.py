@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ostinato.bench.graph_timing import HOT_RUN_IN_S, RUN_IN_S
 from ostinato.bench.shapes import SHAPES
 
 DEFAULT_M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 # One token more than what a kernel's tile holds.
 EDGE_M = (9, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097)
-_HOT_M = 256  # from which on products, not weights, need the power: the card reaches its limit
 _SPELLING = re.compile(r"(\d+)x(\d+)")
 _CASE = re.compile(r"N(\d+) K(\d+) M(\d+)")
 
@@ -68,11 +66,6 @@ class Case:
     def flops(self) -> int:
         """Multiplications and additions."""
         return 2 * self.m * self.shape.n * self.shape.k
-
-
-def run_in_s(m: int) -> float:
-    """Return how long products of m tokens run before they are timed: until the clock settles."""
-    return HOT_RUN_IN_S if m >= _HOT_M else RUN_IN_S
 
 
 def linear_shapes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,11 +17,6 @@ Call = Callable[[], object]
 
 REPLAYS = 15  # per median
 MIN_REPLAY_S = 2e-3  # so that starting a graph does not show
-# Untimed, at the beginning of a turn: meanwhile the card's clock leaves what the turn before needed
-# to stay within the power limit. After another kernel it falls to half for 10 ms, and has settled
-# after 100 to 150 (docs/gemm_tiled.md, "Large M").
-RUN_IN_S = 20e-3
-HOT_RUN_IN_S = 160e-3  # where the power limit is reached
 _MARGIN = 1.1  # few launches take longer for their share of the start
 _ROUNDS = 5  # in which implementations take turns
 _L2_MULTIPLE = 4.1
@@ -39,6 +35,27 @@ def num_sets(set_bytes: int, device: torch.device) -> int:
         return 2
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(max(math.ceil(_L2_MULTIPLE * max(l2, _MIN_L2) / set_bytes), 1), _MAX_SETS)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What comes before each turn's timed replays.
+
+    Args:
+        rest_s: the device does nothing.
+        run_in_s: the least time of replays that are not timed.
+    """
+
+    rest_s: float
+    run_in_s: float
+
+
+# The clock follows the power that the kernels of the last 100 ms took: an H200 runs a product at half
+# speed for 10 ms after another one, then settles in 100 (docs/gemm_tiled.md, "Large M"). So what is
+# timed begins on a card at rest, as it does where each implementation is timed on its own, or when
+# the clock has settled to what the power limit leaves.
+RESTED = Pace(rest_s=30e-3, run_in_s=6e-3)
+SUSTAINED = Pace(rest_s=0.0, run_in_s=160e-3)
 
 
 @dataclass(frozen=True)
@@ -85,34 +102,28 @@ def rotate(
 
 
 def interleave(
-    rotations: Sequence[Rotation],
-    device: torch.device,
-    *,
-    start: int = 0,
-    run_in_s: float = RUN_IN_S,
+    rotations: Sequence[Rotation], device: torch.device, *, start: int = 0, pace: Pace = RESTED
 ) -> list[list[float]]:
     """Return the seconds per launch of `REPLAYS` replays of each rotation.
 
     They take turns of a few replays, in an order that changes from turn to turn, so that all of
-    them find the same heat. A turn begins with untimed replays, so that an implementation runs at
-    the clock that its own need of power leaves, not at that of the one before: a server's GEMMs
-    are all of one library.
+    them find the same heat.
 
     Args:
         rotations: what to time.
         device: where they run.
         start: which order comes first.
-        run_in_s: the least time of the untimed replays; `HOT_RUN_IN_S` for kernels that reach the
-            power limit.
+        pace: how a turn begins.
     """
     seconds: list[list[float]] = [[] for _ in rotations]
     for round_ in range(_ROUNDS):
         for index in turn_order(len(rotations), start + round_):
             rotation = rotations[index]
-            for _ in range(_replays_of(run_in_s, rotation)):
+            time.sleep(pace.rest_s if device.type == "cuda" else 0)
+            for _ in range(_run_in(rotation, pace)):
                 rotation.replay()
             times = time_each(rotation.replay, device, REPLAYS // _ROUNDS)
-            seconds[index] += [time / rotation.launches for time in times]
+            seconds[index] += [time_ / rotation.launches for time_ in times]
     return seconds
 
 
@@ -122,8 +133,8 @@ def turn_order(count: int, turn: int) -> list[int]:
     return order[::-1] if turn % 2 else order
 
 
-def _replays_of(seconds: float, rotation: Rotation) -> int:
-    return math.ceil(seconds / rotation.seconds) if rotation.seconds else 1
+def _run_in(rotation: Rotation, pace: Pace) -> int:
+    return math.ceil(pace.run_in_s / rotation.seconds) if rotation.seconds else 1
 
 
 @cache

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from ostinato.bench.gemm import difference, product
-from ostinato.bench.gemm_cases import Case, Shape, run_in_s
+from ostinato.bench.gemm_cases import Case, Shape
 from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
 from ostinato.bench.graph_timing import Call, interleave, rotate
 from ostinato.bench.timing import time_each
@@ -137,8 +137,7 @@ def time_choices(
         raise RuntimeError(f"no kernel works, the table's neither: {timed[0].failure}")
     rotations = [rotate(_calls(one.choice, sets, device), device) for one in finalists]
     results = {one.choice: one for one in (*timed, *checked)}
-    all_seconds = interleave(rotations, device, run_in_s=run_in_s(sets[0].x.size(0)))
-    for one, seconds in zip(finalists, all_seconds, strict=True):
+    for one, seconds in zip(finalists, interleave(rotations, device), strict=True):
         us = 1e6 * statistics.median(seconds)
         results[one.choice] = Timed(one.choice, us, final=True)
     return [results[choice] for choice in choices]

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ostinato.bench.graph_timing import (
-    HOT_RUN_IN_S,
     MIN_REPLAY_S,
     REPLAYS,
-    RUN_IN_S,
+    RESTED,
+    SUSTAINED,
+    Pace,
     Rotation,
     interleave,
     num_sets,
@@ -44,14 +45,14 @@ def test_all_sets_are_used_and_all_replays_timed() -> None:
     assert calls[:3] in (["a0", "a1", "a2"], ["b0", "b1", "b2"])
 
 
-@pytest.mark.parametrize("run_in_s", [RUN_IN_S, HOT_RUN_IN_S])
-def test_a_turn_begins_when_the_clock_has_settled(run_in_s: float) -> None:
+@pytest.mark.parametrize("pace", [RESTED, SUSTAINED])
+def test_a_turn_runs_in_before_it_is_timed(pace: Pace) -> None:
     calls: list[str] = []
     rotations = [
-        Rotation(lambda: calls.append("slow"), launches=1, seconds=2 * run_in_s),
-        Rotation(lambda: calls.append("fast"), launches=1, seconds=run_in_s / 10.5),
+        Rotation(lambda: calls.append("slow"), launches=1, seconds=2 * pace.run_in_s),
+        Rotation(lambda: calls.append("fast"), launches=1, seconds=pace.run_in_s / 10.5),
     ]
-    interleave(rotations, CPU, run_in_s=run_in_s)
+    interleave(rotations, CPU, pace=pace)
     turns = calls.count("slow") - REPLAYS
     assert turns > 0
     assert calls.count("fast") == REPLAYS + turns * 11
