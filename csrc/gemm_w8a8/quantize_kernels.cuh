@@ -7,6 +7,7 @@
 
 #include "common/launch.cuh"
 #include "common/params.h"
+#include "gemm_w8a8/quantize_rows.cuh"
 #include "gemm_w8a8/quantize_stages.cuh"
 
 namespace ostinato {
@@ -83,7 +84,7 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
     if constexpr (kShare == Share::cluster) {
       largest = cluster_max(largest, exchange.cta_maximum);
     }
-    scale = dynamic_scale(largest);
+    scale = dynamic_scale<Out>(largest);
     if (thread == 0) {
       p.scale_out[index] = scale;
     }
@@ -244,7 +245,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       values_at(first, values);
       largest = max_magnitude_of(largest, values);
     }
-    scale = dynamic_scale(row_max<false>(largest, maxima));
+    scale = dynamic_scale<Out>(row_max<false>(largest, maxima));
     if (threadIdx.x == 0) {
       p.scale_out[blockIdx.x] = scale;
     }

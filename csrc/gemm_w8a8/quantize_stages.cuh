@@ -6,8 +6,9 @@
 #include <type_traits>
 
 #include "common/params.h"
-#include "gemm_w8a8/quantize_math.cuh"
-#include "gemm_w8a8/quantize_rows.cuh"
+#include "common/quantize_math.cuh"
+#include "common/vector.cuh"
+#include "gemm_w8a8/silu_math.cuh"
 
 namespace ostinato {
 namespace {
@@ -23,7 +24,6 @@ static_assert(sizeof(Weight) == sizeof(In) || sizeof(Weight) == 4,
 
 constexpr int kVectorSize = 16 / sizeof(In);
 constexpr int kCodeWords = kVectorSize / 4;
-constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal number
 
 using Values = float[kVectorSize];
 using Vector = Packed<In, kVectorSize>;
@@ -128,19 +128,6 @@ __device__ __forceinline__ void load_pair(const Row& row, uint32_t first, Vector
   }
 }
 
-__device__ __forceinline__ float sum_squares(const Values& values) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kVectorSize; ++i) {
-    sum = __fmaf_rn(values[i], values[i], sum);
-  }
-  return sum;
-}
-
-__device__ __forceinline__ float root_mean_square(float sum, const KnownDivisor& k, float eps) {
-  return __fsqrt_rn(__fadd_rn(k.divide(sum), eps));
-}
-
 template <bool kFast>
 __device__ __forceinline__ void normalize(Values& values, const Divisor& rms,
                                           const WeightVector& weight) {
@@ -151,20 +138,6 @@ __device__ __forceinline__ void normalize(Values& values, const Divisor& rms,
     const float quotient = kFast ? rms.divide_fast(values[i]) : rms.divide(values[i]);
     values[i] = __fmul_rn(quotient, weights[i]);
   }
-}
-
-__device__ __forceinline__ float max_magnitude_of(float largest, const Values& values) {
-#pragma unroll
-  for (int i = 0; i < kVectorSize; ++i) {
-    largest = max_magnitude(largest, values[i]);
-  }
-  return largest;
-}
-
-__device__ __forceinline__ float dynamic_scale(float largest) {
-  constexpr KnownDivisor kGridMax(Out::kGridMax);
-  const float scale = kGridMax.divide(largest);
-  return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
 // The scale and zero point of static quantisation, read early: their latency is the row's.

@@ -1,14 +1,11 @@
-// The arithmetic of activation quantisation: exact where runtime/ops/quantize.py is exact, and
-// counted in instructions, because at full memory bandwidth an element has about 20 to 35 of them.
+// The arithmetic of quantisation: exact where runtime/ops/quantize.py is exact, and counted in
+// instructions, because at full memory bandwidth an element has about 20 to 35 of them.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <type_traits>
-
-#include "common/pack_pair.cuh"
 
 namespace ostinato {
 
@@ -23,20 +20,6 @@ struct e4m3 {
   static constexpr float kGridMax = 448.0f;
 };
 }  // namespace dtype
-
-// Two 16-bit elements of a word, the first in its low half, and fp32.
-template <typename T>
-__device__ __forceinline__ void unpack_pair(uint32_t word, float& low, float& high) {
-  static_assert(sizeof(T) == 2, "two elements in a word");
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    low = __uint_as_float(word << 16);
-    high = __uint_as_float(word & 0xffff0000u);
-  } else {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word));
-    low = pair.x;
-    high = pair.y;
-  }
-}
 
 // max(a, |b|), NaN if either is.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
@@ -131,31 +114,38 @@ struct KnownDivisor {
   }
 };
 
-// Correctly rounded x / d for finite x and normal d whose inverse is normal: as in Divisor.
-__device__ __forceinline__ float divide_regular(float x, float d) {
-  const float z = inverse_of(d);
-  const float q = __fmul_rn(x, z);
-  return __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
+template <int N>
+__device__ __forceinline__ float sum_squares(const float (&values)[N]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sum = __fmaf_rn(values[i], values[i], sum);
+  }
+  return sum;
 }
 
-// The largest gate, in magnitude, that silu_fast takes.
-inline constexpr float kSiluFastLimit = 80.0f;
-
-__device__ __forceinline__ float silu_fast(float gate) {
-  return divide_regular(gate, __fadd_rn(1.0f, expf(-gate)));
+__device__ __forceinline__ float root_mean_square(float sum, const KnownDivisor& k, float eps) {
+  return __fsqrt_rn(__fadd_rn(k.divide(sum), eps));
 }
 
-// gate / (1 + exp(-gate)) for all gates.
-__device__ __forceinline__ float silu(float gate) {
-  const float d = __fadd_rn(1.0f, expf(-gate));
-  if (d == 1.0f) {
-    return gate;
+// The largest of `largest` and the magnitudes, NaN if any is.
+template <int N>
+__device__ __forceinline__ float max_magnitude_of(float largest, const float (&values)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    largest = max_magnitude(largest, values[i]);
   }
-  if (d == __uint_as_float(0x7f800000)) {
-    return __fmul_rn(gate, 0.0f);  // NaN for an infinite gate
-  }
-  // d may be as large as 2^128: its inverse would be subnormal.
-  return __fmul_rn(divide_regular(gate, __fmul_rn(d, 0x1p-64f)), 0x1p-64f);
+  return largest;
+}
+
+inline constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal number
+
+// The scale that maps the largest magnitude of a row to the end of Out's grid.
+template <typename Out>
+__device__ __forceinline__ float dynamic_scale(float largest) {
+  constexpr KnownDivisor kGridMax(Out::kGridMax);
+  const float scale = kGridMax.divide(largest);
+  return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
 // Adding it rounds a float of magnitude below 2^22 to an integer, ties to even, which is then the
