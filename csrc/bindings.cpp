@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "common/params.h"
 
@@ -148,6 +149,61 @@ void launch_quantize(const Library<QuantizeParams>& library, std::uintptr_t x,
   library.launch(params, stream);
 }
 
+// Tensors of append_kv: an address, and strides from the slowest dimension on.
+using HeadsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
+using SlotsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
+
+Heads heads(const HeadsArgument& x) {
+  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
+}
+
+Slots slots(const SlotsArgument& x) {
+  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x), std::get<3>(x)};
+}
+
+void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgument& k,
+                      const HeadsArgument& v, const SlotsArgument& k_cache,
+                      const SlotsArgument& v_cache, std::uintptr_t slot_mapping,
+                      std::int32_t tokens, std::int32_t heads_kv, std::int32_t dim,
+                      std::int32_t page_size, std::uintptr_t stream, const HeadsArgument& q,
+                      const HeadsArgument& q_out, std::int32_t heads_q,
+                      const SlotsArgument& k_scale, bool k_scale_per_token,
+                      const SlotsArgument& v_scale, bool v_scale_per_token,
+                      std::uintptr_t positions, std::uintptr_t cos_sin, std::int64_t cos_sin_stride,
+                      std::int32_t rotary_dim, bool interleaved, std::uintptr_t q_norm_weight,
+                      bool q_norm_is_fp32, std::uintptr_t k_norm_weight, bool k_norm_is_fp32,
+                      float norm_eps, bool pdl) {
+  AppendKVParams params = {};
+  params.q = heads(q);
+  params.q_out = heads(q_out);
+  params.k = heads(k);
+  params.v = heads(v);
+  params.k_cache = slots(k_cache);
+  params.v_cache = slots(v_cache);
+  params.k_scale = slots(k_scale);
+  params.v_scale = slots(v_scale);
+  params.k_scale_per_token = k_scale_per_token ? 1 : 0;
+  params.v_scale_per_token = v_scale_per_token ? 1 : 0;
+  params.slot_mapping = pointer<std::int64_t>(slot_mapping);
+  params.positions = pointer<std::int32_t>(positions);
+  params.cos_sin = pointer<float>(cos_sin);
+  params.cos_sin_stride = cos_sin_stride;
+  params.q_norm_weight = pointer(q_norm_weight);
+  params.k_norm_weight = pointer(k_norm_weight);
+  params.q_norm_is_fp32 = q_norm_is_fp32 ? 1 : 0;
+  params.k_norm_is_fp32 = k_norm_is_fp32 ? 1 : 0;
+  params.norm_eps = norm_eps;
+  params.tokens = tokens;
+  params.heads_q = heads_q;
+  params.heads_kv = heads_kv;
+  params.dim = dim;
+  params.rotary_dim = rotary_dim;
+  params.page_size = page_size;
+  params.interleaved = interleaved ? 1 : 0;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 // Whether launches on the stream are being captured. The driver is asked only where the process
 // has loaded it already: without it nothing can be capturing.
 bool is_capturing(std::uintptr_t stream) {
@@ -170,8 +226,11 @@ bool is_capturing(std::uintptr_t stream) {
 }  // namespace ostinato
 
 PYBIND11_MODULE(_C, module) {
+  using ostinato::AppendKVParams;
+  using ostinato::HeadsArgument;
   using ostinato::Library;
   using ostinato::QuantizeParams;
+  using ostinato::SlotsArgument;
   using ostinato::W8A8GemmParams;
   using py::arg;
 
@@ -197,4 +256,17 @@ PYBIND11_MODULE(_C, module) {
            arg("static_scale") = 0, arg("zero_point") = 0, arg("residual") = 0,
            arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
            arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false);
+
+  py::class_<Library<AppendKVParams>>(module, "AppendKV")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<AppendKVParams>::prepare)
+      .def("launch", &ostinato::launch_append_kv, py::kw_only(), arg("k"), arg("v"), arg("k_cache"),
+           arg("v_cache"), arg("slot_mapping"), arg("tokens"), arg("heads_kv"), arg("dim"),
+           arg("page_size"), arg("stream"), arg("q") = HeadsArgument(),
+           arg("q_out") = HeadsArgument(), arg("heads_q") = 0, arg("k_scale") = SlotsArgument(),
+           arg("k_scale_per_token") = false, arg("v_scale") = SlotsArgument(),
+           arg("v_scale_per_token") = false, arg("positions") = 0, arg("cos_sin") = 0,
+           arg("cos_sin_stride") = 0, arg("rotary_dim") = 0, arg("interleaved") = false,
+           arg("q_norm_weight") = 0, arg("q_norm_is_fp32") = false, arg("k_norm_weight") = 0,
+           arg("k_norm_is_fp32") = false, arg("norm_eps") = 0.0F, arg("pdl") = false);
 }

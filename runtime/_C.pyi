@@ -2,6 +2,10 @@
 
 ABI: int
 
+# An address, then the strides of all dimensions but the last, in elements.
+_Heads = tuple[int, int, int]
+_Slots = tuple[int, int, int, int]
+
 def is_capturing(stream: int) -> bool:
     """Return whether launches on the stream are being captured into a CUDA graph."""
 
@@ -64,5 +68,43 @@ class Quantize:
         residual_out_stride: int = 0,
         norm_weight: int = 0,
         eps: float = 0.0,
+        pdl: bool = False,
+    ) -> None: ...
+
+class AppendKV:
+    """A loaded library whose launch takes `AppendKVParams` (csrc/common/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        k: _Heads,
+        v: _Heads,
+        k_cache: _Slots,
+        v_cache: _Slots,
+        slot_mapping: int,
+        tokens: int,
+        heads_kv: int,
+        dim: int,
+        page_size: int,
+        stream: int,
+        q: _Heads = ...,
+        q_out: _Heads = ...,
+        heads_q: int = 0,
+        k_scale: _Slots = ...,
+        k_scale_per_token: bool = False,
+        v_scale: _Slots = ...,
+        v_scale_per_token: bool = False,
+        positions: int = 0,
+        cos_sin: int = 0,
+        cos_sin_stride: int = 0,
+        rotary_dim: int = 0,
+        interleaved: bool = False,
+        q_norm_weight: int = 0,
+        q_norm_is_fp32: bool = False,
+        k_norm_weight: int = 0,
+        k_norm_is_fp32: bool = False,
+        norm_eps: float = 0.0,
         pdl: bool = False,
     ) -> None: ...

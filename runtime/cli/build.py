@@ -37,7 +37,7 @@ def _parser() -> Parser:
         "(as `python -m ostinato kernels` lists them)",
     )
     chosen.add_argument(
-        "--for-model", metavar="DIR", help="what the layers of this checkpoint may launch"
+        "--for-model", metavar="DIR", help="what the model of this checkpoint may launch"
     )
     chosen.add_argument(
         "--dtypes",
@@ -110,13 +110,14 @@ def _build(plans: Sequence[Plan], jobs: int | None) -> None:
 
 
 def _model_kernels(folder: Path) -> set[Variant]:
-    """Return what the quantised layers of a checkpoint may launch, for any number of tokens."""
+    """Return what the model of a checkpoint may launch, for any number of tokens."""
     import torch
 
     from ostinato.checkpoint import load_config
     from ostinato.checkpoint.formats import load_quantization
     from ostinato.checkpoint.layout import Fused, model_layout
     from ostinato.model.kernels import LM_HEAD_QUANTIZATION, QUANTIZATION_OF
+    from ostinato.ops.append_launch import append_kernel
     from ostinato.ops.launch import CAPABILITY
     from ostinato.ops.precompile import layer_kernels
 
@@ -130,7 +131,7 @@ def _model_kernels(folder: Path) -> set[Variant]:
         uses.append((LM_HEAD_QUANTIZATION, (layout.lm_head,)))
     for layer in layout.layers:
         uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
-    needed: set[Variant] = set()
+    needed: set[Variant] = {append_kernel(config.dtype, config.dtype)}
     for kind, parts in uses:
         if (scheme := parts[0].scheme) is not None:
             shape = (sum(part.rows for part in parts), parts[0].columns)
@@ -140,8 +141,6 @@ def _model_kernels(folder: Path) -> set[Variant]:
                     kind, shape, scheme.dtype, config.dtype, batch_invariant=True, device=device
                 )
             )
-    if not needed:
-        raise ValueError(f"--for-model: {folder}: its linear layers are not quantised to 8 bits")
     return needed
 
 

@@ -9,6 +9,7 @@ from ostinato.kernels.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
     QUANTIZE_KINDS,
+    AppendKV,
     GemmSmallM,
     GemmTiled,
     Quantize,
@@ -61,7 +62,12 @@ GEMM_TILED = tuple(
     # The epilogue's fp32 rows do not fit in the registers beside the sums of the largest tile.
     if (tokens, out_dtype) != (256, "fp32")
 )
-CATALOGUE: tuple[Variant, ...] = (*QUANTIZE, *GEMM_SMALL_M, *GEMM_TILED)
+APPEND_KV = tuple(
+    AppendKV(dtype=dtype, cache_dtype=cache_dtype)
+    for dtype in FLOAT_DTYPES
+    for cache_dtype in (dtype, *OPERAND_DTYPES)
+)
+CATALOGUE: tuple[Variant, ...] = (*QUANTIZE, *GEMM_SMALL_M, *GEMM_TILED, *APPEND_KV)
 
 
 def families() -> list[str]:

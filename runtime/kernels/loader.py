@@ -13,9 +13,9 @@ from ostinato.kernels.cache import Entry, cache_folder
 from ostinato.kernels.errors import MissingKernelError
 from ostinato.kernels.mode import BuildMode
 from ostinato.kernels.toolchain import find_cutlass, find_nvcc
-from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize, Variant
+from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Variant
 
-Library = _C.Quantize | _C.W8A8Gemm
+Library = _C.AppendKV | _C.Quantize | _C.W8A8Gemm
 
 _loaded: dict[tuple[Variant, int], Library] = {}
 _compiling = threading.Lock()
@@ -23,6 +23,8 @@ _compiling = threading.Lock()
 
 @overload
 def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
+@overload
+def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
 def load(variant: Variant, *, device: int, stream: int) -> Library:
@@ -93,8 +95,10 @@ def _obstacle(plan: compiler.Plan, stream: int) -> str | None:
 
 
 def _open(variant: Variant, entry: Entry) -> Library:
-    kind = _C.Quantize if isinstance(variant, Quantize) else _C.W8A8Gemm
-    return kind(str(entry.library))
+    path = str(entry.library)
+    if isinstance(variant, Quantize):
+        return _C.Quantize(path)
+    return _C.AppendKV(path) if isinstance(variant, AppendKV) else _C.W8A8Gemm(path)
 
 
 @cache

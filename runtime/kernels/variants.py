@@ -193,6 +193,35 @@ class GemmTiled(Variant):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class AppendKV(Variant):
+    """Norm and rotation of q and k, and their way and that of v into the paged cache.
+
+    Args:
+        dtype: of q, k and v.
+        cache_dtype: of the cache: dtype, int8 or e4m3.
+    """
+
+    family: ClassVar[str] = "append_kv"
+    source: ClassVar[Path] = CSRC / "attention" / "append.cu"
+
+    dtype: str
+    cache_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, FLOAT_DTYPES)
+        if not self.cache_dtype:
+            object.__setattr__(self, "cache_dtype", self.dtype)
+        _check("cache_dtype", self.cache_dtype, (self.dtype, *OPERAND_DTYPES))
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}-{self.cache_dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype, "OSTINATO_CACHE_DTYPE": self.cache_dtype}
+
+
 def _check(name: str, got: object, expected: tuple[object, ...]) -> None:
     if got not in expected:
         raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, expected))}")

@@ -1,9 +1,10 @@
-"""The kernels of a model's W8A8 layers, known before its first token."""
+"""The kernels that a model launches, known before its first token."""
 
 from __future__ import annotations
 
 from ostinato.model.layers import AnyLinear, W8A8Linear
 from ostinato.model.llama import Llama
+from ostinato.ops.append_launch import append_kernel
 from ostinato.ops.precompile import Variant, layer_kernels, precompile
 
 # How the input of each layer of a decoder layer is quantised: with what comes before it.
@@ -24,15 +25,17 @@ def compile_kernels(model: Llama) -> None:
 
 
 def kernels_of(model: Llama) -> list[Variant]:
-    """Return the kernels of a model's W8A8 layers for any number of tokens, on its GPU or an H200.
+    """Return the kernels of a model for any number of tokens, on its GPU or an H200.
 
-    Some are named more than once.
+    They are those of its W8A8 layers and of `append_kv`, to a cache of the model's own dtype. Some
+    are named more than once.
     """
     device = model.device if model.device.type == "cuda" else None
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
     for layer in model.layers:
         uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
-    return [
+    dtype = model.config.dtype
+    w8a8 = [
         variant
         for kind, linear in uses
         if isinstance(linear, W8A8Linear)
@@ -45,3 +48,4 @@ def kernels_of(model: Llama) -> list[Variant]:
             device=device,
         )
     ]
+    return [append_kernel(dtype, dtype), *w8a8]

@@ -13,10 +13,10 @@ Common to all of them:
 - On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
-- W8A8 products and quantisation on CUDA are kernels of ours, compiled on first use (`python -m
-  ostinato build` does it before) and launched so that they overlap the end of the kernel before
-  them; what this asks of packed weights and norm weights, those ops say. The other ops, and all on
-  the CPU, run on torch's operators.
+- W8A8 products, quantisation and `append_kv` on CUDA are kernels of ours, compiled on first use
+  (`python -m ostinato build` does it before) and launched so that they overlap the end of the
+  kernel before them; what this asks of packed weights and norm weights, those ops say. The other
+  ops, all on the CPU, and `append_kv` on GPUs other than Hopper's run on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16

@@ -7,7 +7,9 @@ from typing import overload
 import torch
 
 from ostinato.ops import attention_checks, checks
+from ostinato.ops.append_launch import append_heads
 from ostinato.ops.e4m3 import as_bytes
+from ostinato.ops.launch import has_kernels
 from ostinato.ops.library import register
 from ostinato.ops.quantize import dynamic_scale, encode
 from ostinato.ops.rows import mean_square
@@ -80,7 +82,8 @@ def append_kv(
     Each head of q and k is divided by its root mean square if its norm weight is given, then
     rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), all
     in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of slot -1 is not
-    written, but its q is returned like any other's. No other slot may occur twice.
+    written, but its q is returned like any other's. No other slot may occur twice. On a Hopper GPU
+    all of it is one launch (docs/append.md).
 
     Args:
         k: [tokens, heads_kv, dim] bf16, fp16 or fp32.
@@ -114,7 +117,9 @@ def append_kv(
     checks.tensor("k", k, checks.FLOAT_DTYPES, ("tokens", "heads_kv", "dim"))
     device, dtype = k.device, k.dtype
     tokens, _, dim = k.shape
+    checks.int32_sizes("k", k.shape, "tokens", "heads_kv", "dim")
     attention_checks.caches(k_cache, v_cache, dtype, dim, device)
+    checks.int32_sizes("k_cache", k_cache.shape[1:2], "page_size")
     checks.tensor("k", k, (dtype,), (tokens, k_cache.size(2), dim))
     checks.tensor("v", v, (dtype,), k.shape, device)
     checks.tensor("slot_mapping", slot_mapping, (torch.int64,), (tokens,), device)
@@ -134,6 +139,7 @@ def append_kv(
     checks.flag("check_bounds", check_bounds)
     if q is not None:
         checks.tensor("q", q, (dtype,), (tokens, "heads_q", dim), device)
+        checks.int32_sizes("q", q.shape[1:2], "heads_q")
         if q_out is not None:
             checks.output("q_out", q_out, (dtype,), q.shape, device)
     for name, given in (("q_out", q_out), ("q_norm_weight", q_norm_weight)):
@@ -232,6 +238,25 @@ def _append_kv(
         return
     if check_bounds or k.device.type == "cpu":
         _check_bounds(slot_mapping, k_cache, positions, cos_sin)
+    if k.device.type == "cuda" and has_kernels(k.get_device()):
+        append_heads(
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            positions,
+            cos_sin,
+            q,
+            q_out,
+            interleaved,
+            q_norm_weight,
+            k_norm_weight,
+            norm_eps,
+            k_scale,
+            v_scale,
+        )
+        return
     keys = _normalized(k, k_norm_weight, norm_eps)
     heads = keys if q is None else torch.cat([_normalized(q, q_norm_weight, norm_eps), keys], dim=1)
     if positions is not None and cos_sin is not None:

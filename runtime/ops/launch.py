@@ -36,6 +36,12 @@ def gpu(device: int) -> tuple[str, int]:
     return properties.name, properties.multi_processor_count
 
 
+@cache
+def has_kernels(device: int) -> bool:
+    """Return whether our kernels run on a GPU."""
+    return torch.cuda.get_device_capability(device) == CAPABILITY
+
+
 def device_index(device: torch.device) -> int:
     """Return the index of a CUDA device; without one of its own, that of the current device."""
     return torch.cuda.current_device() if device.index is None else device.index

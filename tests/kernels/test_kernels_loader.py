@@ -14,7 +14,7 @@ from kernels_probe import Probe, build_recorder, fake_nvcc
 from ostinato import _C
 from ostinato.kernels import compiler, loader, toolchain
 from ostinato.kernels.errors import KernelBuildError, MissingKernelError
-from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize
+from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize
 
 _VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
 _COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"
@@ -48,6 +48,40 @@ class QuantizeFields(ctypes.Structure):
         *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
         ("scale_out", ctypes.c_void_p),
         *[(name, ctypes.c_int32) for name in ("m", "k", "pdl")],
+    ]
+
+
+class HeadsFields(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("stride", "head_stride")],
+    ]
+
+
+class SlotsFields(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("page_stride", "stride", "head_stride")],
+    ]
+
+
+_APPEND_FLAGS = ("k_scale_per_token", "v_scale_per_token", "interleaved", "pdl")
+_NORM_FLAGS = ("q_norm_is_fp32", "k_norm_is_fp32")
+
+
+class AppendKVFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, HeadsFields) for name in ("q", "q_out", "k", "v")],
+        *[(name, SlotsFields) for name in ("k_cache", "v_cache", "k_scale", "v_scale")],
+        *[(name, ctypes.c_int32) for name in _APPEND_FLAGS[:2]],
+        *[(name, ctypes.c_void_p) for name in ("slot_mapping", "positions", "cos_sin")],
+        ("cos_sin_stride", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("q_norm_weight", "k_norm_weight")],
+        *[(name, ctypes.c_int32) for name in _NORM_FLAGS],
+        ("norm_eps", ctypes.c_float),
+        *[(name, ctypes.c_int32) for name in ("tokens", "heads_q", "heads_kv", "dim")],
+        *[(name, ctypes.c_int32) for name in ("rotary_dim", "page_size")],
+        *[(name, ctypes.c_int32) for name in _APPEND_FLAGS[2:]],
     ]
 
 
@@ -85,6 +119,23 @@ def test_every_argument_reaches_its_field(
     assert _recorded(path, fields) == (sent, (7 << 50) + 1)
 
 
+@pytest.mark.parametrize("flag", [*_APPEND_FLAGS, *_NORM_FLAGS])
+def test_every_argument_of_append_kv_reaches_its_field(tmp_path: Path, flag: str) -> None:
+    path = build_recorder(tmp_path, "AppendKVParams")
+    sent: dict[str, object] = {**_distinct(AppendKVFields), "pdl": 0}
+    for i, (name, kind) in enumerate(AppendKVFields._fields_):
+        if issubclass(kind, ctypes.Structure):
+            sent[name] = tuple((i << 50) + (j << 40) + 1 for j in range(len(kind._fields_)))
+        elif name in (*_APPEND_FLAGS, *_NORM_FLAGS):
+            sent[name] = name == flag
+    _C.AppendKV(str(path)).launch(**sent, stream=(7 << 50) + 1)
+    seen, stream = _recorded(path, AppendKVFields)
+    for name, value in seen.items():
+        if isinstance(value, ctypes.Structure):
+            seen[name] = tuple(getattr(value, field) for field, _ in value._fields_)
+    assert (seen, stream) == (sent, (7 << 50) + 1)
+
+
 def test_optional_arguments_are_null(tmp_path: Path) -> None:
     path = build_recorder(tmp_path, "W8A8GemmParams")
     required = dict.fromkeys(
@@ -98,6 +149,19 @@ def test_optional_arguments_are_null(tmp_path: Path) -> None:
     seen, _ = _recorded(path, GemmFields)
     assert [seen[name] for name in ("bias", "x_zero_point", "w_sum")] == [None] * 3
     assert [seen[name] for name in (*_TILING, "pdl")] == [0] * 7
+
+
+def test_append_kv_needs_no_q_rotation_norm_or_scales(tmp_path: Path) -> None:
+    path = build_recorder(tmp_path, "AppendKVParams")
+    tensors = {"k": (1, 1, 1), "v": (1, 1, 1), "k_cache": (1, 1, 1, 1), "v_cache": (1, 1, 1, 1)}
+    names = ("slot_mapping", "tokens", "heads_kv", "dim", "page_size", "stream")
+    _C.AppendKV(str(path)).launch(**tensors, **dict.fromkeys(names, 1))
+    seen, _ = _recorded(path, AppendKVFields)
+    for name in ("q", "q_out", "k_scale", "v_scale"):
+        assert bytes(seen[name]) == bytes(ctypes.sizeof(seen[name]))
+    for name in ("positions", "cos_sin", "q_norm_weight", "k_norm_weight"):
+        assert seen[name] is None
+    assert [seen[name] for name in ("heads_q", "rotary_dim", *_APPEND_FLAGS)] == [0] * 6
 
 
 @pytest.mark.parametrize(
@@ -173,13 +237,25 @@ def test_the_library_is_prepared_for_each_device_once(
     assert ctypes.CDLL(str(path)).times_prepared() == 2
 
 
-def test_gemms_are_loaded_as_gemms(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variant", "params", "kind"),
+    [
+        (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
+        (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
+    ],
+    ids=["gemm", "append_kv"],
+)
+def test_each_family_is_loaded_as_what_it_is(
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: GemmSmallM | AppendKV,
+    params: str,
+    kind: type,
 ) -> None:
-    fake_nvcc(tmp_path / "cuda", build_recorder(tmp_path, "W8A8GemmParams"))
+    fake_nvcc(tmp_path / "cuda", build_recorder(tmp_path, params))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    variant = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
-    assert isinstance(loader.load(variant, device=0, stream=0), _C.W8A8Gemm)
+    assert isinstance(loader.load(variant, device=0, stream=0), kind)
 
 
 def test_threads_that_ask_at_once_compile_once(nvcc_calls: Path) -> None:

@@ -21,7 +21,7 @@ from ostinato.kernels.compiler import build, plan
 from ostinato.kernels.mode import RELEASE, BuildMode
 from ostinato.kernels.sources import CSRC
 from ostinato.kernels.toolchain import require_cutlass, require_nvcc
-from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize, Variant
+from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Variant
 
 pytestmark = pytest.mark.nvcc
 
@@ -54,6 +54,7 @@ def test_local_memory_exceeds_the_budget() -> None:
 def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too."""
     variants = [
+        AppendKV(dtype="bf16", cache_dtype="e4m3"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),

@@ -1,4 +1,4 @@
-"""A model's W8A8 layers on CUDA: packed weights, and kernels known beforehand."""
+"""A model on CUDA: packed weights, and kernels known beforehand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from ostinato import ops
 from ostinato.checkpoint import load_model
 from ostinato.kernels import loader
-from ostinato.kernels.variants import Quantize, Variant
+from ostinato.kernels.variants import AppendKV, Quantize, Variant
 from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
-from ostinato.ops import gemm, quantize_launch
+from ostinato.ops import append_launch, gemm, quantize_launch
 from tiny import tiny_llama
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -45,9 +45,11 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     dtype = {"int8": "int8", "fp8": "e4m3"}[scheme]
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
-    assert all(variant.dtypes() == {dtype, "fp32"} for variant in found)
+    append = AppendKV(dtype="fp32")
+    assert append in found
+    assert all(variant.dtypes() == {dtype, "fp32"} for variant in found if variant != append)
     assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
-    assert kernels.kernels_of(tiny_llama(scheme="plain")) == []
+    assert kernels.kernels_of(tiny_llama(scheme="plain")) == [append]
 
 
 def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    for module in (gemm, quantize_launch):
+    for module in (append_launch, gemm, quantize_launch):
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme)
     compile_kernels(model)

@@ -12,6 +12,8 @@ from ops_cases import E4M3, FLOATS, assert_close, assert_same_bits, int32, laid_
 from ostinato import ops
 from ostinato.ops import reference
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 PAGES, PAGE_SIZE, HEADS_Q, HEADS_KV, DIM = 4, 5, 6, 2, 16
 SLOTS = [7, -1, 0, 19, 12, -1, 3]
 
@@ -225,6 +227,8 @@ BAD = [
     ({"k": None}, TypeError, "k: got NoneType, expected a tensor"),
     ({"k": torch.zeros(7, 3, 16)}, ValueError, r"k: got shape \[7, 3, 16\], expected \[7, 2, 16"),
     ({"k": torch.zeros(7, 2, 8)}, ValueError, "k_cache: got shape"),
+    ({"k": torch.zeros(1, 2, 16).expand(2**31, -1, -1)}, ValueError, "k: got tokens = 2147483648"),
+    ({"q": torch.zeros(7, 1, 16).expand(-1, 2**31, -1)}, ValueError, "q: got heads_q = 2147483648"),
     ({"v": torch.zeros(6, 2, 16)}, ValueError, "v: got shape"),
     ({"v": torch.zeros(7, 2, 16).half()}, TypeError, "v: got dtype torch.float16"),
     ({"k_cache": torch.zeros(4, 0, 2, 16)}, ValueError, "k_cache: got page_size = 0"),

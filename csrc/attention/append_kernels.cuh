@@ -1,0 +1,141 @@
+// The kernels: heads whose elements fit in the registers of at most a warp, and longer ones.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/append_heads.cuh"
+#include "common/launch.cuh"
+#include "common/params.h"
+
+namespace ostinato {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+// Over `lanes` neighbouring lanes, a power of two; all lanes of the warp must call it.
+__device__ __forceinline__ float sum_of_lanes(float x, uint32_t lanes) {
+  for (uint32_t distance = 1; distance < lanes; distance *= 2) {
+    x += __shfl_xor_sync(kWholeWarp, x, distance);
+  }
+  return x;
+}
+
+__device__ __forceinline__ float max_of_lanes(float x, uint32_t lanes) {
+  for (uint32_t distance = 1; distance < lanes; distance *= 2) {
+    x = max_magnitude(x, __shfl_xor_sync(kWholeWarp, x, distance));
+  }
+  return x;
+}
+
+__device__ __forceinline__ float load_scale(const Target& target) {
+  return target.scale == nullptr || target.dynamic ? 1.0f : *target.scale;
+}
+
+// A CTA has heads of the token blockIdx.x, each in the hands of 1 << log2_lanes lanes.
+template <bool kAligned, bool kNorm>
+__global__ void __launch_bounds__(kThreads)
+    append_heads(const __grid_constant__ AppendKVParams p, const uint32_t log2_lanes,
+                 const KnownDivisor count) {
+  const uint32_t lanes = 1u << log2_lanes;
+  const uint32_t lane = threadIdx.x & (lanes - 1);
+  const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) >> log2_lanes);
+  const Chunk chunk = head.chunk(lane, static_cast<uint32_t>(p.dim));
+  if constexpr (kNorm) {
+    head.prefetch_weights(chunk);
+  }
+  wait_for_predecessor();
+  // Not before the wait: what the successor reads before its own was then written by kernels that
+  // have ended, this one left aside.
+  let_successor_start();
+
+  const int32_t position = head.load_position(p);
+  const int64_t slot = head.load_slot(p);
+  Vector raw[2];
+  head.load_values<kAligned>(chunk, raw);
+  Values weights[2];
+  if constexpr (kNorm) {
+    head.load_weights<kAligned>(chunk, weights);
+  }
+  Angles turn;
+  head.load_angles<kAligned>(p, position, chunk, turn);
+  const Target target(p, head, slot);
+  const float fixed_scale = load_scale(target);
+
+  Values x[2];
+  raw[0].unpack(x[0]);
+  raw[1].unpack(x[1]);
+  if constexpr (kNorm) {
+    const float sum = sum_of_lanes(sum_squares(x[0]) + sum_squares(x[1]), lanes);
+    head.normalize(sum, count, p.norm_eps, weights, x);
+  }
+  head.rotate(chunk, turn, x);
+  float largest = 0.0f;
+  if constexpr (kQuantizes) {
+    if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0) {
+      largest = max_of_lanes(max_magnitude_of(max_magnitude_of(0.0f, x[0]), x[1]), lanes);
+    }
+  }
+  store_head<kAligned>(target, chunk, largest, fixed_scale, lane == 0, x);
+}
+
+// Heads of any length, each in the hands of a warp, which reads it once for each of the sum of
+// squares, the largest magnitude and the result. Every element is read and written by one lane, and
+// no lane writes before all have read for the sum: q_out may be q.
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    append_long_heads(const __grid_constant__ AppendKVParams p, const uint32_t chunks,
+                      const KnownDivisor count) {
+  const uint32_t lane = threadIdx.x % 32;
+  const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) / 32);
+  wait_for_predecessor();
+  let_successor_start();
+  const int32_t position = head.load_position(p);
+  const Target target(p, head, head.load_slot(p));
+  if (target.row == nullptr) {
+    return;
+  }
+  float sum = 0.0f;
+  if (head.norm_weight != nullptr) {
+    for (uint32_t index = lane; index < chunks; index += 32) {
+      Vector raw[2];
+      head.load_values<kAligned>(head.chunk(index, static_cast<uint32_t>(p.dim)), raw);
+      Values x[2];
+      raw[0].unpack(x[0]);
+      raw[1].unpack(x[1]);
+      sum += sum_squares(x[0]) + sum_squares(x[1]);
+    }
+    sum = sum_of_lanes(sum, 32);
+  }
+  const auto result_at = [&](const Chunk& chunk, Values(&x)[2]) {
+    Vector raw[2];
+    Values weights[2];
+    Angles turn;
+    head.load_values<kAligned>(chunk, raw);
+    head.load_weights<kAligned>(chunk, weights);
+    head.load_angles<kAligned>(p, position, chunk, turn);
+    raw[0].unpack(x[0]);
+    raw[1].unpack(x[1]);
+    head.normalize(sum, count, p.norm_eps, weights, x);
+    head.rotate(chunk, turn, x);
+  };
+  float largest = 0.0f;
+  if (target.dynamic) {
+    for (uint32_t index = lane; index < chunks; index += 32) {
+      Values x[2];
+      result_at(head.chunk(index, static_cast<uint32_t>(p.dim)), x);
+      largest = max_magnitude_of(max_magnitude_of(largest, x[0]), x[1]);
+    }
+    largest = max_of_lanes(largest, 32);
+  }
+  const float fixed_scale = load_scale(target);
+  for (uint32_t index = lane; index < chunks; index += 32) {
+    const Chunk chunk = head.chunk(index, static_cast<uint32_t>(p.dim));
+    Values x[2];
+    result_at(chunk, x);
+    store_head<kAligned>(target, chunk, largest, fixed_scale, index == 0, x);
+  }
+}
+
+}  // namespace
+}  // namespace ostinato

@@ -1,0 +1,98 @@
+"""Appending to the cache on CUDA: from tensors to a launch of csrc/attention/append.cu."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.kernels.loader import load
+from ostinato.kernels.variants import AppendKV
+from ostinato.ops import pdl
+from ostinato.ops.launch import KERNEL_NAMES, current_stream, on_device
+
+_NO_HEADS = (0, 0, 0)
+_NO_SLOTS = (0, 0, 0, 0)
+
+
+def append_kernel(dtype: torch.dtype, cache_dtype: torch.dtype) -> AppendKV:
+    """Return the kernel for q, k and v of `dtype` and a cache of `cache_dtype`."""
+    return AppendKV(dtype=KERNEL_NAMES[dtype], cache_dtype=KERNEL_NAMES[cache_dtype])
+
+
+def append_heads(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    q: torch.Tensor | None,
+    q_out: torch.Tensor | None,
+    interleaved: bool,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """Launch the kernel on torch's current stream.
+
+    The arguments are those of the op, checked, for at least one token. The kernel reads none of
+    these tensors before the kernels in front of it on the stream have ended.
+    """
+    device = k.get_device()
+    tokens, heads_kv, dim = k.shape
+    with on_device(device):
+        stream = current_stream(device)
+        variant = append_kernel(k.dtype, k_cache.dtype)
+        load(variant, device=device, stream=stream).launch(
+            k=_heads(k),
+            v=_heads(v),
+            k_cache=_slots(k_cache),
+            v_cache=_slots(v_cache),
+            slot_mapping=slot_mapping.data_ptr(),
+            tokens=tokens,
+            heads_kv=heads_kv,
+            dim=dim,
+            page_size=k_cache.size(1),
+            stream=stream,
+            q=_heads(q),
+            q_out=_heads(q_out),
+            heads_q=0 if q is None else q.size(1),
+            k_scale=_scales(k_scale),
+            k_scale_per_token=_is_per_token(k_scale),
+            v_scale=_scales(v_scale),
+            v_scale_per_token=_is_per_token(v_scale),
+            positions=0 if positions is None else positions.data_ptr(),
+            cos_sin=0 if cos_sin is None else cos_sin.data_ptr(),
+            cos_sin_stride=0 if cos_sin is None else cos_sin.stride(0),
+            rotary_dim=0 if cos_sin is None else cos_sin.size(1),
+            interleaved=interleaved,
+            q_norm_weight=0 if q_norm_weight is None else q_norm_weight.data_ptr(),
+            q_norm_is_fp32=q_norm_weight is not None and q_norm_weight.dtype is torch.float32,
+            k_norm_weight=0 if k_norm_weight is None else k_norm_weight.data_ptr(),
+            k_norm_is_fp32=k_norm_weight is not None and k_norm_weight.dtype is torch.float32,
+            norm_eps=norm_eps,
+            pdl=pdl.enabled(),
+        )
+
+
+def _heads(x: torch.Tensor | None) -> tuple[int, int, int]:
+    return _NO_HEADS if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _slots(x: torch.Tensor) -> tuple[int, int, int, int]:
+    return (x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+
+
+def _scales(scale: torch.Tensor | None) -> tuple[int, int, int, int]:
+    if scale is None:
+        return _NO_SLOTS
+    if _is_per_token(scale):
+        return _slots(scale)
+    # Of a vector each head has its own element, one element is that of all.
+    return (scale.data_ptr(), 0, 0, int(scale.numel() > 1))
+
+
+def _is_per_token(scale: torch.Tensor | None) -> bool:
+    return scale is not None and scale.ndim == 3
