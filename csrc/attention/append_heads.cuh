@@ -139,25 +139,23 @@ struct Head {
     }
   }
 
+  // Whether the weights are left to the caches until they are used: those that would take more
+  // registers than the values.
+  __device__ __forceinline__ bool has_wide_weights() const {
+    return sizeof(In) < sizeof(float) && norm_is_fp32;
+  }
+
+  // Unpacked only in use: an instruction that needs the weights here would make the loads after it
+  // wait for them.
   template <bool kAligned>
-  __device__ __forceinline__ void load_weights(const Chunk& chunk, Values (&weights)[2]) const {
-    if (norm_weight == nullptr) {
+  __device__ __forceinline__ void load_weights(const Chunk& chunk, Vector (&weights)[2]) const {
+    if (norm_weight == nullptr || has_wide_weights()) {
       return;
     }
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
-      const uint32_t first = chunk.first[v];
-      if (norm_is_fp32) {
-        Packed<float, kVectorSize> packed;
-        load<kAligned, Reuse::kEveryRow>(static_cast<const float*>(norm_weight), first,
-                                         chunk.end[v], packed);
-        packed.unpack(weights[v]);
-      } else {
-        Vector packed;
-        load<kAligned, Reuse::kEveryRow>(static_cast<const In*>(norm_weight), first, chunk.end[v],
-                                         packed);
-        packed.unpack(weights[v]);
-      }
+      load<kAligned, Reuse::kEveryRow>(static_cast<const In*>(norm_weight), chunk.first[v],
+                                       chunk.end[v], weights[v]);
     }
   }
 
@@ -176,18 +174,42 @@ struct Head {
     }
   }
 
+  template <bool kAligned>
   __device__ __forceinline__ void normalize(float sum, const KnownDivisor& dim, float eps,
-                                            const Values (&weights)[2], Values (&x)[2]) const {
+                                            const Chunk& chunk, const Vector (&weights)[2],
+                                            Values (&x)[2]) const {
     if (norm_weight == nullptr) {
       return;
     }
     const Divisor rms(root_mean_square(sum, dim, eps));
+    // Decided once: a branch for each element costs more than the division.
+    if (rms.fast) {
+#pragma unroll
+      for (int i = 0; i < 2 * kVectorSize; ++i) {
+        float& value = x[i / kVectorSize][i % kVectorSize];
+        value = rms.divide_fast(value);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kVectorSize; ++i) {
+        float& value = x[i / kVectorSize][i % kVectorSize];
+        value = rms.divide(value);
+      }
+    }
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
+      Values factors;
+      if (has_wide_weights()) {
+        Packed<float, kVectorSize> wide;
+        load<kAligned, Reuse::kEveryRow>(static_cast<const float*>(norm_weight), chunk.first[v],
+                                         chunk.end[v], wide);
+        wide.unpack(factors);
+      } else {
+        weights[v].unpack(factors);
+      }
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) {
-        const float quotient = rms.fast ? rms.divide_fast(x[v][i]) : rms.divide(x[v][i]);
-        x[v][i] = __fmul_rn(quotient, weights[v][i]);
+        x[v][i] = __fmul_rn(x[v][i], factors[i]);
       }
     }
   }

@@ -42,7 +42,10 @@ __global__ void __launch_bounds__(kThreads)
   const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) >> log2_lanes);
   const Chunk chunk = head.chunk(lane, static_cast<uint32_t>(p.dim));
   if constexpr (kNorm) {
-    head.prefetch_weights(chunk);
+    // By one token's CTAs: of all, the requests for the same few lines would queue up in the L2.
+    if (blockIdx.x == 0) {
+      head.prefetch_weights(chunk);
+    }
   }
   wait_for_predecessor();
   // Not before the wait: what the successor reads before its own was then written by kernels that
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t slot = head.load_slot(p);
   Vector raw[2];
   head.load_values<kAligned>(chunk, raw);
-  Values weights[2];
+  Vector weights[2];
   if constexpr (kNorm) {
     head.load_weights<kAligned>(chunk, weights);
   }
@@ -67,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   raw[1].unpack(x[1]);
   if constexpr (kNorm) {
     const float sum = sum_of_lanes(sum_squares(x[0]) + sum_squares(x[1]), lanes);
-    head.normalize(sum, count, p.norm_eps, weights, x);
+    head.normalize<kAligned>(sum, count, p.norm_eps, chunk, weights, x);
   }
   head.rotate(chunk, turn, x);
   float largest = 0.0f;
@@ -109,14 +112,14 @@ __global__ void __launch_bounds__(kThreads)
   }
   const auto result_at = [&](const Chunk& chunk, Values(&x)[2]) {
     Vector raw[2];
-    Values weights[2];
+    Vector weights[2];
     Angles turn;
     head.load_values<kAligned>(chunk, raw);
     head.load_weights<kAligned>(chunk, weights);
     head.load_angles<kAligned>(p, position, chunk, turn);
     raw[0].unpack(x[0]);
     raw[1].unpack(x[1]);
-    head.normalize(sum, count, p.norm_eps, weights, x);
+    head.normalize<kAligned>(sum, count, p.norm_eps, chunk, weights, x);
     head.rotate(chunk, turn, x);
   };
   float largest = 0.0f;

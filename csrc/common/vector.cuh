@@ -74,7 +74,7 @@ __device__ __forceinline__ uint4 load_constant(const uint4* address) {
 // Elements first .. first + N of a row of k; those past its end are 0. With kAligned the whole
 // vector is inside the row and 16 bytes (8 for a vector of 8) divide its address. Rows are read by
 // coherent loads, which come after the wait for the kernel that wrote them; reuse in every row is
-// for constants only.
+// for what is constant, or read after the wait too.
 template <bool kAligned, Reuse kReuse, typename T, int N>
 __device__ __forceinline__ void load(const T* row, uint32_t first, uint32_t k,
                                      Packed<T, N>& packed) {
