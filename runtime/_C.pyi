@@ -44,6 +44,51 @@ class W8A8Gemm:
         pdl: bool = False,
     ) -> None: ...
 
+class PagedDecode:
+    """A loaded library whose launch takes `PagedDecodeParams` (csrc/common/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def workspace_bytes(self, rows: int) -> int: ...
+    def launch(
+        self,
+        *,
+        q: int,
+        q_strides: tuple[int, int],
+        k_cache: int,
+        k_strides: tuple[int, int, int],
+        v_cache: int,
+        v_strides: tuple[int, int, int],
+        page_table: int,
+        page_table_stride: int,
+        seq_lens: int,
+        out: int,
+        out_strides: tuple[int, int],
+        workspace: int,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        pages: int,
+        page_size: int,
+        max_pages: int,
+        max_seqlen_q: int,
+        scale: float,
+        stream: int,
+        cu_seqlens_q: int = 0,
+        sinks: int = 0,
+        lse: int = 0,
+        lse_strides: tuple[int, int] = (0, 0),
+        left: int = -1,
+        right: int = 0,
+        softcap: float = 0.0,
+        max_splits: int = 0,
+        k_scale: int = 0,
+        k_scale_strides: tuple[int, int, int] = (0, 0, 0),
+        v_scale: int = 0,
+        v_scale_strides: tuple[int, int, int] = (0, 0, 0),
+        pdl: bool = False,
+    ) -> None: ...
+
 class Quantize:
     """A loaded library whose launch takes `QuantizeParams` (csrc/common/params.h)."""
 

@@ -39,19 +39,19 @@ inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* en
 // The base address and all strides are multiples of 16 bytes. Outside the tensor a copy reads
 // zeros. Of memory the L2 cache fetches whole lines.
 template <int kRank>
-cudaError_t encode_tensor_map(CUtensorMap* map, const void* base,
-                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle swizzle,
-                              CUtensorMapDataType element = CU_TENSOR_MAP_DATA_TYPE_UINT8) {
+cudaError_t encode_tensor_map(
+    CUtensorMap* map, const void* base, const TensorMapShape<kRank>& shape,
+    CUtensorMapSwizzle swizzle, CUtensorMapDataType element = CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   OSTINATO_RETURN_IF_ERROR(find_tensor_map_encoder(&encode));
   uint32_t steps[kRank];
   for (uint32_t& step : steps) {
     step = 1;
   }
-  const CUresult result =
-      encode(map, element, kRank, const_cast<void*>(base), shape.size, shape.stride + 1, shape.box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, element, kRank, const_cast<void*>(base), shape.size,
+                                 shape.stride + 1, shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -75,6 +75,16 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, i
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map,
+                                         const int (&corner)[5], uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(corner[0]), "r"(corner[1]), "r"(corner[2]), "r"(corner[3]), "r"(corner[4]),
+      "r"(shared_address(barrier))
       : "memory");
 }
 

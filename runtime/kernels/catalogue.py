@@ -10,6 +10,7 @@ from ostinato.kernels.variants import (
     OPERAND_DTYPES,
     QUANTIZE_KINDS,
     AppendKV,
+    AttentionDecode,
     GemmSmallM,
     GemmTiled,
     Quantize,
@@ -67,7 +68,25 @@ APPEND_KV = tuple(
     for dtype in FLOAT_DTYPES
     for cache_dtype in (dtype, *OPERAND_DTYPES)
 )
-CATALOGUE: tuple[Variant, ...] = (*QUANTIZE, *GEMM_SMALL_M, *GEMM_TILED, *APPEND_KV)
+# Other head dims are compiled when they are first used.
+ATTENTION_DECODE = tuple(
+    AttentionDecode(
+        head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, columns=columns, copy_pages=copy_pages
+    )
+    for head_dim, dtype, columns, copy_pages in product(
+        (64, 128, 256), ("bf16", "fp16"), (8, 16, 32, 64), (True, False)
+    )
+    for kv_dtype in (dtype, *OPERAND_DTYPES)
+    # The output of 64 columns of 256 does not fit in the registers.
+    if (head_dim, columns) != (256, 64)
+)
+CATALOGUE: tuple[Variant, ...] = (
+    *QUANTIZE,
+    *GEMM_SMALL_M,
+    *GEMM_TILED,
+    *APPEND_KV,
+    *ATTENTION_DECODE,
+)
 
 
 def families() -> list[str]:

@@ -13,9 +13,16 @@ from ostinato.kernels.cache import Entry, cache_folder
 from ostinato.kernels.errors import MissingKernelError
 from ostinato.kernels.mode import BuildMode
 from ostinato.kernels.toolchain import find_cutlass, find_nvcc
-from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Variant
+from ostinato.kernels.variants import (
+    AppendKV,
+    AttentionDecode,
+    GemmSmallM,
+    GemmTiled,
+    Quantize,
+    Variant,
+)
 
-Library = _C.AppendKV | _C.Quantize | _C.W8A8Gemm
+Library = _C.AppendKV | _C.PagedDecode | _C.Quantize | _C.W8A8Gemm
 
 _loaded: dict[tuple[Variant, int], Library] = {}
 _compiling = threading.Lock()
@@ -27,6 +34,8 @@ def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
 def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
+@overload
+def load(variant: AttentionDecode, *, device: int, stream: int) -> _C.PagedDecode: ...
 def load(variant: Variant, *, device: int, stream: int) -> Library:
     """Return the library of a variant, ready to launch on a device.
 
@@ -98,7 +107,9 @@ def _open(variant: Variant, entry: Entry) -> Library:
     path = str(entry.library)
     if isinstance(variant, Quantize):
         return _C.Quantize(path)
-    return _C.AppendKV(path) if isinstance(variant, AppendKV) else _C.W8A8Gemm(path)
+    if isinstance(variant, AppendKV):
+        return _C.AppendKV(path)
+    return _C.PagedDecode(path) if isinstance(variant, AttentionDecode) else _C.W8A8Gemm(path)
 
 
 @cache

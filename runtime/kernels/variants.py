@@ -90,6 +90,55 @@ class Quantize(Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionDecode(Variant):
+    """Attention of few queries per sequence to a paged cache, planned on the device.
+
+    Args:
+        head_dim: a multiple of 16 up to 256.
+        dtype: of the query and the output, bf16 or fp16.
+        kv_dtype: of the cache: `dtype`, int8 or e4m3.
+        columns: most queries of a sequence times query heads of a KV head: 8, 16, 32 or 64.
+        copy_pages: pages of a multiple of 16 tokens, copied by TMA; otherwise pages of any size,
+            gathered by threads.
+    """
+
+    family: ClassVar[str] = "attention_decode"
+    source: ClassVar[Path] = CSRC / "attention" / "decode_sm90.cu"
+
+    head_dim: int
+    dtype: str
+    kv_dtype: str = ""
+    columns: int = 8
+    copy_pages: bool = True
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, ("bf16", "fp16"))
+        if not self.kv_dtype:
+            object.__setattr__(self, "kv_dtype", self.dtype)
+        _check("kv_dtype", self.kv_dtype, (self.dtype, *OPERAND_DTYPES))
+        _check("columns", self.columns, (8, 16, 32, 64))
+        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+            raise ValueError(
+                f"head_dim: got {self.head_dim}, expected a multiple of 16 from 16 to 256"
+            )
+
+    @property
+    def name(self) -> str:
+        pages = "" if self.copy_pages else "-any_page"
+        cache = "" if self.kv_dtype == self.dtype else f"-{self.kv_dtype}_kv"
+        return f"{self.family}-{self.dtype}{cache}-d{self.head_dim}-c{self.columns}{pages}"
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "OSTINATO_HEAD_DIM": str(self.head_dim),
+            "OSTINATO_TYPE": {"bf16": "__nv_bfloat16", "fp16": "__half"}[self.dtype],
+            "OSTINATO_CACHE": {"e4m3": "E4m3", "int8": "Int8"}.get(self.kv_dtype, "Same"),
+            "OSTINATO_COLUMNS": str(self.columns),
+            "OSTINATO_COPY_PAGES": str(int(self.copy_pages)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemmSmallM(Variant):
     """W8A8 GEMM for few tokens: streams weights that were repacked at load.
 

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from ostinato.ops import attention_checks, checks
+from ostinato.ops import attention_checks, checks, decode_launch
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PagedKV
 from ostinato.ops.library import register
@@ -118,7 +118,9 @@ def paged_attention(
         v_scale: likewise of v_cache.
         out: [tokens, heads_q, dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
-        workspace: [bytes] uint8, scratch memory on q's device; torch's ops need none.
+        workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
+            zero before its first use; one stream at a time may use it. None: one that is kept for
+            the stream, made by the first call that is not captured.
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
@@ -156,6 +158,7 @@ def paged_attention(
             check_bounds,
             out,
             lse,
+            workspace,
         )
     return out if lse is None else (out, lse)
 
@@ -179,6 +182,7 @@ def _paged_attention(
     check_bounds: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
 ) -> None:
     full_precision(q.device)
     kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
@@ -197,6 +201,26 @@ def _paged_attention(
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
         return
+    kernel = decode_launch.variant(q, k_cache, v_cache, page_table, max_seqlen_q, out)
+    if kernel is not None:
+        decode_launch.attend(
+            kernel,
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            cu_seqlens_q,
+            max_seqlen_q,
+            rule,
+            sinks,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            workspace,
+        )
+        return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q
     k_lens_device = seq_lens.clamp(0, capacity)
@@ -209,6 +233,6 @@ _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, int max_seqlen_q, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool check_bounds, "
-    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
     _paged_attention,
 )

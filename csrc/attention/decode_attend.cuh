@@ -1,0 +1,367 @@
+// A warp's attention to blocks of 16 tokens, online: S = K Q^T, P = 2^(S - max), O += V^T P.
+#pragma once
+
+#include <cmath>
+
+#include "common/pack_pair.cuh"
+#include "decode_lengths.cuh"
+#include "decode_mma.cuh"
+#include "decode_widen.cuh"
+
+namespace ostinato::decode {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr int kSteps = kDim / 16;  // of the head dim
+
+// The tokens that the queries of one sequence see.
+struct Sight {
+  int length, queries;
+  int left, right;  // what is no limit is so large that it hides nothing
+  Visible visible;
+
+  __device__ Sight(const Arguments& params, const Lengths& lengths, int b)
+      : length(lengths.length(b)),
+        queries(lengths.queries(b)),
+        // A limit beyond the last of at most 64 queries is none.
+        left(params.left < 0 ? 1 << 30 : min(params.left, 1 << 30)),
+        right(params.right < 0 ? 64 : min(params.right, 64)),
+        visible(lengths.visible(b)) {}
+
+  __device__ __forceinline__ int position(int query) const { return length - queries + query; }
+  __device__ __forceinline__ int first(int query) const { return position(query) - left; }
+  __device__ __forceinline__ int stop(int query) const {
+    return min(length, position(query) + right + 1);
+  }
+
+  // Whether some query does not see some token of the block.
+  __device__ __forceinline__ bool hides_some(int token) const {
+    return token + kBlockTokens > stop(0) || token < first(queries - 1);
+  }
+};
+
+// Columns are queries times heads of the group, a lane's those of the MMA's accumulators:
+// 8 t + 2 (lane % 4) and the next one.
+class Attention {
+ public:
+  __device__ Attention(const Arguments& params)
+      : softcap_(params.softcap),
+        scale_(params.softcap > 0 ? params.scale / params.softcap : params.scale * kLog2E) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      query_[t][0] = params.by.group.divide(first_column() + t * 8 + lane % 4 * 2);
+      query_[t][1] = params.by.group.divide(first_column() + t * 8 + lane % 4 * 2 + 1);
+    }
+    // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
+    const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
+    key_offset_ = key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16;
+    value_offset_ = value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+  }
+
+  static __device__ __forceinline__ int first_column() {
+    return threadIdx.x / 32 % kTeamWarps * kWarpColumns;
+  }
+
+  // Loads the queries of a segment and starts anew. `key_scale` is that of all its keys.
+  __device__ __forceinline__ void begin(const Arguments& params, int first_row, int queries,
+                                        int head, float key_scale) {
+    const int lane = threadIdx.x % 32;
+    const int group = params.group;
+    // Where a lane's two pairs of a step begin: see decode_widen.cuh.
+    constexpr int kPairStride = kQuantized ? 4 : 2, kNextPair = kQuantized ? 2 : 8;
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      const int column = first_column() + t * 8 + lane / 4;
+      const int query = params.by.group.divide(column);
+      const bool live = query < queries;
+      const Type* const q =
+          static_cast<const Type*>(params.q) +
+          (live ? (first_row + query) * params.q_token_stride +
+                      (head * group + column - query * group) * params.q_head_stride
+                : 0);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const Type* const pair = q + s * 16 + lane % 4 * kPairStride;
+        q_[s][t][0] = live ? *reinterpret_cast<const uint32_t*>(pair) : 0;
+        q_[s][t][1] = live ? *reinterpret_cast<const uint32_t*>(pair + kNextPair) : 0;
+      }
+      factor_[t][0] = factor_[t][1] = scale_ * key_scale;
+      if constexpr (!std::is_same_v<Operand, Type>) {
+        convert_queries(t);
+      }
+      max_[t][0] = max_[t][1] = -INFINITY;
+      sum_[t][0] = sum_[t][1] = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          out_[s][t][i] = 0;
+        }
+      }
+    }
+    key_scale_[0] = key_scale_[1] = 1;
+    value_exponent_[0] = value_exponent_[1] = 0;
+  }
+
+  // Those of a block's tokens. Whoever scales the values of a token scales its weight for them:
+  // as an exponent, so that weights keep their precision whatever the size of the scales.
+  __device__ __forceinline__ void take_scales(const float* scales) {
+    const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      key_scale_[i] = scales[row + i * 8];
+      // Of a token that nobody sees the scale is anything, but the exponent must be a number.
+      const float exponent = log2f(scales[kBlockTokens + row + i * 8]);
+      value_exponent_[i] = fminf(fmaxf(exponent, -100.0f), 100.0f);
+    }
+  }
+
+  // S of a block of keys.
+  __device__ __forceinline__ void multiply_keys(const uint8_t* block) {
+    const uint32_t base = shared_address(block) + key_offset_;
+    // Products into one accumulator wait for each other, so few columns have two.
+    constexpr int kChains = kColumnTiles == 1 ? 2 : 1;
+    float chains[kChains][kColumnTiles][4] = {};
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      uint32_t words[4], keys[4];
+      load_matrices(words, vector_address(base, load));
+#pragma unroll
+      for (int half = 0; half < kStepsPerLoad; ++half) {
+        const int s = load * kStepsPerLoad + half;
+        if (s < kSteps) {
+          key_operand(keys, words, half);
+#pragma unroll
+          for (int t = 0; t < kColumnTiles; ++t) {
+            multiply<Operand>(chains[s % kChains][t], keys, q_[s][t]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        score_[t][i] = chains[0][t][i] + (kChains == 2 ? chains[kChains - 1][t][i] : 0.0f);
+      }
+    }
+  }
+
+  // P of the scores, and the outputs so far brought to the new maxima.
+  __device__ __forceinline__ void weigh(const Sight& sight, int token, bool token_scales) {
+    scale_scores();
+    if (sight.hides_some(token)) {
+      hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
+    }
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      float weight[4], fade[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        // With the exponents of the values' scales, if tokens have their own.
+        const float low = score_[t][e] + (kQuantized ? value_exponent_[0] : 0.0f);
+        const float high = score_[t][e + 2] + (kQuantized ? value_exponent_[1] : 0.0f);
+        float top = fmaxf(low, high);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) {
+          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
+        }
+        top = fmaxf(top, max_[t][e]);
+        const float base = top == -INFINITY ? 0.0f : top;  // nothing seen yet
+        fade[e] = power_of_2(max_[t][e] - base);
+        weight[e] = power_of_2(low - base);
+        weight[e + 2] = power_of_2(high - base);
+        float sum = weight[e] + weight[e + 2];
+        if (kQuantized && token_scales) {
+          sum = power_of_2(score_[t][e] - base) + power_of_2(score_[t][e + 2] - base);
+        }
+        sum_[t][e] = fmaf(sum_[t][e], fade[e], sum);
+        max_[t][e] = top;
+      }
+      // The tokens become the MMA's depth.
+      weight_[t][0] = transpose(pack_pair<Operand>(weight[0], weight[1]));
+      weight_[t][1] = transpose(pack_pair<Operand>(weight[2], weight[3]));
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          out_[s][t][i] *= fade[i % 2];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Visible& visible,
+                                                  int token) {
+    if (token < visible.begin || token + kBlockTokens > visible.end) {
+      // What no query sees may be NaN, and 0 * NaN is no 0.
+      const int first = token + threadIdx.x % 4 * 2;
+      add_values<true>(block, keep_mask(visible, first), keep_mask(visible, first + 8));
+    } else {
+      add_values<false>(block, 0, 0);
+    }
+  }
+
+  // Adds up the sums of weights, so far each lane's own.
+  __device__ __forceinline__ void end() {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) {
+          sum_[t][e] += __shfl_xor_sync(0xffffffff, sum_[t][e], step);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float max(int t, int e) const { return max_[t][e]; }
+  __device__ __forceinline__ float sum(int t, int e) const { return sum_[t][e]; }
+  // Element i of column tile t, for 16 of the head dim from 16 s on.
+  __device__ __forceinline__ float out(int s, int t, int i) const { return out_[s][t][i]; }
+  // Which of the 16 that is.
+  static __device__ __forceinline__ int dim_of(int i) {
+    const int row = threadIdx.x % 32 / 4;
+    return kQuantized ? row * 2 + i / 2 : row + i / 2 * 8;
+  }
+
+ private:
+  // Of the two vectors of a step; offset's swizzle is a xor, so is this one.
+  static __device__ __forceinline__ uint32_t vector_address(uint32_t base, int step) {
+    return (base ^ (step % 4 * 32)) + step / 4 * (kStripBytes * kBlockTokens);
+  }
+
+  __device__ __forceinline__ void scale_scores() {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        score_[t][i] *= factor_[t][i % 2] * (kQuantized ? key_scale_[i / 2] : 1.0f);
+        if (softcap_ > 0) {
+          // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
+          const float e = power_of_2(2 * kLog2E * score_[t][i]);
+          score_[t][i] = softcap_ * kLog2E * (1.0f - __fdividef(2.0f, 1.0f + e));
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void hide_scores(const Sight& sight, int token) {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = token + i / 2 * 8, query = query_[t][i % 2];
+        const bool seen = row >= sight.first(query) && row < sight.stop(query);
+        score_[t][i] = seen ? score_[t][i] : -INFINITY;
+      }
+    }
+  }
+
+  // For the two 16-bit elements of tokens `first` and the next.
+  static __device__ __forceinline__ uint32_t keep_mask(const Visible& visible, int first) {
+    const bool low = first >= visible.begin && first < visible.end;
+    const bool high = first + 1 >= visible.begin && first + 1 < visible.end;
+    return (low ? 0x0000ffffu : 0u) | (high ? 0xffff0000u : 0u);
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void add_values(const uint8_t* block, uint32_t keep_low,
+                                             uint32_t keep_high) {
+    const uint32_t base = shared_address(block) + value_offset_;
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      uint32_t words[4], values[4];
+      load_transposed(words, vector_address(base, load));
+#pragma unroll
+      for (int half = 0; half < kStepsPerLoad; ++half) {
+        const int s = load * kStepsPerLoad + half;
+        if (s < kSteps) {
+          value_operand(values, words, half);
+          if constexpr (kMasked) {
+            values[0] &= keep_low;
+            values[1] &= keep_low;
+            values[2] &= keep_high;
+            values[3] &= keep_high;
+          }
+#pragma unroll
+          for (int t = 0; t < kColumnTiles; ++t) {
+            multiply<Operand>(out_[s][t], values, weight_[t]);
+          }
+        }
+      }
+    }
+  }
+
+  // Two vectors of each token are loaded at once: one step of 16-bit elements, two of 8-bit ones.
+  static constexpr int kStepsPerLoad = kQuantized ? 2 : 1;
+  static constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
+
+  static __device__ __forceinline__ void key_operand(uint32_t (&keys)[4],
+                                                     const uint32_t (&words)[4], int half) {
+    if constexpr (kQuantized) {
+      const Pairs upper = widen(words[2 * half]), lower = widen(words[2 * half + 1]);
+      keys[0] = upper.first, keys[1] = lower.first;
+      keys[2] = upper.second, keys[3] = lower.second;
+    } else {
+      keys[0] = words[0], keys[1] = words[1], keys[2] = words[2], keys[3] = words[3];
+    }
+  }
+
+  static __device__ __forceinline__ void value_operand(uint32_t (&values)[4],
+                                                       const uint32_t (&words)[4], int half) {
+    if constexpr (kQuantized) {
+      const Pairs low = widen_even_and_odd(words[half]), high = widen_even_and_odd(words[half + 2]);
+      values[0] = low.first, values[1] = low.second;
+      values[2] = high.first, values[3] = high.second;
+    } else {
+      values[0] = words[0], values[1] = words[1], values[2] = words[2], values[3] = words[3];
+    }
+  }
+
+  // BF16 queries as FP16: each row brought near 1, which its scores make up for. What then is below
+  // FP16's range adds less to a score than the rounding of the sum.
+  __device__ __forceinline__ void convert_queries(int t) {
+    const auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };
+    const auto high = [](uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); };
+    float magnitude = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        magnitude = fmaxf(magnitude, fmaxf(fabsf(low(q_[s][t][i])), fabsf(high(q_[s][t][i]))));
+      }
+    }
+    magnitude = fmaxf(magnitude, __shfl_xor_sync(0xffffffff, magnitude, 1));
+    magnitude = fmaxf(magnitude, __shfl_xor_sync(0xffffffff, magnitude, 2));
+    const float exponent = exponent_of(magnitude);
+    const float inverse = 1.0f / exponent;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        q_[s][t][i] = pack_pair<Operand>(low(q_[s][t][i]) * inverse, high(q_[s][t][i]) * inverse);
+      }
+    }
+    // From the lanes of a column of Q to those of the column of S.
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = threadIdx.x % 4 * 2 + e;
+      factor_[t][e] *= __shfl_sync(0xffffffff, exponent, column * 4);
+    }
+  }
+
+  float softcap_, scale_;
+  float factor_[kColumnTiles][2];           // of the scores
+  float key_scale_[2], value_exponent_[2];  // of tokens lane / 4 and lane / 4 + 8
+  int query_[kColumnTiles][2];
+  uint32_t key_offset_, value_offset_;
+  uint32_t q_[kSteps][kColumnTiles][2];
+  float score_[kColumnTiles][4];
+  uint32_t weight_[kColumnTiles][2];
+  float out_[kSteps][kColumnTiles][4];
+  float max_[kColumnTiles][2], sum_[kColumnTiles][2];  // in powers of 2
+};
+
+}  // namespace ostinato::decode

@@ -1,0 +1,90 @@
+// The shape of one compiled decode kernel, from its -D macros.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/params.h"
+#include "common/sizes.cuh"
+
+// -DOSTINATO_HEAD_DIM=n              a multiple of 16, at most 256
+// -DOSTINATO_TYPE=__nv_bfloat16|__half    query and output
+// -DOSTINATO_CACHE=Same|E4m3|Int8    keys and values: of the query's type, or 8-bit with scales
+// -DOSTINATO_COLUMNS=8|16|32|64      most queries of a sequence times query heads of a KV head
+// -DOSTINATO_COPY_PAGES=1|0          1: by the copy engine, pages of a multiple of 16 tokens;
+//                                    0: by threads, pages of any size
+namespace ostinato::decode {
+
+using Type = OSTINATO_TYPE;
+
+struct Same {};
+struct E4m3 {};
+struct Int8 {};
+using Cache = OSTINATO_CACHE;
+inline constexpr bool kQuantized = !std::is_same_v<Cache, Same>;
+using Operand = std::conditional_t<kQuantized, __half, Type>;  // of the MMAs
+inline constexpr int kElementBytes = kQuantized ? 1 : 2;       // of the cache
+
+inline constexpr int kDim = OSTINATO_HEAD_DIM;
+inline constexpr int kColumns = OSTINATO_COLUMNS;
+inline constexpr bool kCopyPages = OSTINATO_COPY_PAGES != 0;
+static_assert(kDim % 16 == 0 && kDim >= 16 && kDim <= 256, "an MMA takes 16 of the head dim");
+static_assert(kColumns == 8 || kColumns == 16 || kColumns == 32 || kColumns == 64,
+              "an MMA takes 8 columns, and four warps of 16 hold no more than 64");
+
+// A block is what one warp loads at a time, and what one step of the softmax takes: 16 tokens of a
+// page, the rows of an MMA. A tile is a block for each warp.
+inline constexpr int kWarps = 4;
+inline constexpr int kThreads = kWarps * 32;
+inline constexpr int kBlockTokens = 16;
+inline constexpr int kTileTokens = kWarps * kBlockTokens;
+
+// A team of warps shares its blocks and divides the columns; a warp alone shares nothing. A warp's
+// registers hold the output of 16 columns, or of 8 if rows are long (but four warps make a team).
+inline constexpr int kWarpColumns = kColumns == 8 || (kDim > 128 && kColumns <= 32) ? 8 : 16;
+inline constexpr int kTeamWarps = kColumns / kWarpColumns;
+inline constexpr int kTeams = kWarps / kTeamWarps;
+inline constexpr int kColumnTiles = kWarpColumns / 8;
+static_assert(kTeamWarps * kTeams == kWarps, "teams must divide the warps");
+
+// In shared memory a block lies as strips of 128 bytes of each token, swizzled as the copy engine
+// does.
+inline constexpr int kRowBytes = kDim * kElementBytes;
+inline constexpr int kStripBytes = 128;
+inline constexpr int kStrips = ceil_div(kRowBytes, kStripBytes);
+inline constexpr bool kWholeStrips = kRowBytes % kStripBytes == 0;
+inline constexpr int kBlockBytes = kStrips * kStripBytes * kBlockTokens;
+
+// Bytes in flight are what fills the memory system: 192 KB on an SM, in two CTAs that hide each
+// other's starts and ends, unless the accumulators of a long row need the registers of both.
+inline constexpr int kCtasPerSm = kStrips <= 2 ? 2 : 1;
+inline constexpr int kStages = 192 * 1024 / kCtasPerSm / (2 * kWarps * kBlockBytes);
+static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
+
+// Warps add their outputs through shared memory, so many elements of the head dim at a time.
+inline constexpr int kPassDim = kColumns == 8 && kDim % 64 == 0 ? 64 : kDim % 32 == 0 ? 32 : 16;
+inline constexpr int kPassStride = kPassDim + 4;  // floats; for the banks
+inline constexpr int kPasses = kDim / kPassDim;
+
+// Sequences of one launch; their tables live in shared memory.
+inline constexpr int kMaxBatch = kQuantized ? 512 : 768;
+
+// Floats of a partial result: rows of kDim sums, then each row's maximum and sum of weights. They
+// are read four at a time, so every partial begins at a multiple of 16 bytes.
+__host__ __device__ inline int64_t partial_floats(int rows) {
+  return static_cast<int64_t>(rows + rows % 2) * (kDim + 2);
+}
+
+__host__ __device__ inline int max_rows(const PagedDecodeParams& params) {
+  return params.max_seqlen_q * (params.heads_q / params.heads_kv);
+}
+
+// One for each CTA, then the partials, two for each CTA.
+__host__ __device__ inline int64_t counter_bytes(int grid) {
+  return (static_cast<int64_t>(grid) * sizeof(uint32_t) + 255) / 256 * 256;
+}
+
+}  // namespace ostinato::decode

@@ -1,0 +1,280 @@
+// What a warp loads, block by block and ahead of its use: its 16 tokens of each tile of the CTA.
+//
+// Page ids are read up to 32 at a time, and always one batch of them (of this piece or the next)
+// before it is needed, since reading one takes as long as reading a block.
+#pragma once
+
+#include "common/debug.cuh"
+#include "common/tma.cuh"
+#include "decode_lengths.cuh"
+
+namespace ostinato::decode {
+
+// The caches, for the copy engine: strips of 128 bytes, slots, strips (or 1), heads, pages.
+struct CacheMaps {
+  CUtensorMap keys, values;
+};
+
+// The tiles of a piece in which a team has a token to see.
+struct TileRange {
+  int begin, end;
+
+  __device__ TileRange(const Visible& visible, const Piece& piece, int team) {
+    const int first_tile = visible.first_tile(kTileTokens);
+    const int tokens = kTeamWarps * kBlockTokens;
+    const int offset = team * tokens;  // of the team in a tile
+    begin = first_tile + piece.begin;
+    end = first_tile + piece.end;
+    if (begin * kTileTokens + offset + tokens <= visible.begin) {
+      ++begin;
+    }
+    if ((end - 1) * kTileTokens + offset >= visible.end) {
+      --end;
+    }
+  }
+};
+
+// 16 bytes from global to shared memory by a thread.
+__device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_word(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+
+// An arrival of this thread, as soon as its copies so far have landed.
+__device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Into the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
+}
+
+// Whether each token has scales of its own.
+__device__ __forceinline__ bool has_token_scales(const Arguments& params) {
+  return kQuantized && (params.k_scale_page_stride | params.k_scale_slot_stride |
+                        params.v_scale_page_stride | params.v_scale_slot_stride) != 0;
+}
+
+// At a full barrier: one by each warp that names its bytes, or by each thread that copies.
+template <class What>
+__device__ __forceinline__ int count_arrivals(const Arguments& params) {
+  constexpr bool kKeys = std::is_same_v<What, Keys>;
+  const int threads = !kCopyPages || (kKeys && has_token_scales(params)) ? 32 : 0;
+  return kTeamWarps * ((kCopyPages ? 1 : 0) + threads);
+}
+
+class Loader {
+ public:
+  __device__ Loader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
+                    const Lengths& lengths, const Walk<Lengths>& walk)
+      : shared_(shared),
+        params_(params),
+        maps_(maps),
+        lengths_(lengths),
+        walk_(walk),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32) {}
+
+  // Loads all stages.
+  __device__ __forceinline__ void start() {
+    // The first two turns read page ids only. One loop, since refill() is long.
+#pragma unroll 1
+    for (int stage = -2; stage < kStages; ++stage) {
+      if (stage >= 0) {
+        if (!ready()) {
+          break;
+        }
+        load<Keys>(stage);
+        load<Values>(stage);
+        ++current_.index;
+      }
+      if (--current_.left <= 0) {
+        refill();
+      }
+    }
+  }
+
+  // Whether there is a block to load.
+  __device__ __forceinline__ bool ready() const { return current_.left > 0; }
+
+  // Into a stage that the team has done with.
+  template <class What>
+  __device__ __forceinline__ void load(int stage) {
+    uint8_t* const block = ring_of<What>(shared_).blocks[stage][warp_];
+    uint64_t* const full = &arrivals_of<What>(shared_).full[stage][team_of(warp_)];
+    if constexpr (kQuantized && std::is_same_v<What, Keys>) {
+      if (has_token_scales(params_)) {
+        copy_scales(shared_.scales[stage][warp_]);
+        if constexpr (kCopyPages) {
+          arrive_when_copied(full);
+        }
+      }
+    }
+    if constexpr (kCopyPages) {
+      copy_block<What>(block, full);
+    } else {
+      gather_block<What>(block, full);
+    }
+  }
+
+  // After both kinds: on to the next block.
+  __device__ __forceinline__ void advance() {
+    ++current_.index;
+    if (--current_.left == 0) {
+      refill();
+    }
+  }
+
+ private:
+  static constexpr int kLanesPerBlock = kCopyPages ? 1 : kBlockTokens;
+  static constexpr int kBatch = 32 / kLanesPerBlock;  // tiles
+
+  struct Batch {
+    int left = 0;  // tiles
+    int index = 0;
+    int head;
+    // Of this lane's block or token: no page if it is not to be seen.
+    int page, slot;
+  };
+
+  // The queries of a piece that is ahead, so that its start does not wait for memory.
+  __device__ __forceinline__ void prefetch_queries(const Piece& piece) const {
+    constexpr int kLineBytes = 128;
+    constexpr int kLines = ceil_div(kDim * static_cast<int>(sizeof(Type)), kLineBytes);
+    const int group = params_.group;
+    const int64_t first_row = lengths_.first_row(piece.sequence);
+    for (int i = lane_; i < lengths_.queries(piece.sequence) * group * kLines; i += 32) {
+      const int row = i / kLines, query = params_.by.group.divide(row);
+      const Type* const q = static_cast<const Type*>(params_.q) +
+                            (first_row + query) * params_.q_token_stride +
+                            (piece.head * group + row - query * group) * params_.q_head_stride;
+      prefetch_line(reinterpret_cast<const uint8_t*>(q) + i % kLines * kLineBytes);
+    }
+  }
+
+  // Takes the next batch of page ids, and reads the one after it.
+  __device__ __forceinline__ void refill() {
+    current_ = next_;
+    next_.left = 0;
+    while (tile_ >= end_) {
+      Piece piece;
+      if (!walk_.next(lengths_, &piece)) {
+        return;
+      }
+      const Visible visible = lengths_.visible(piece.sequence);
+      const TileRange range(visible, piece, team_of(warp_));
+      tile_ = range.begin;
+      end_ = range.end;
+      first_token_ = visible.begin;
+      end_token_ = visible.end;
+      next_.head = piece.head;
+      page_table_ = params_.page_table + piece.sequence * params_.page_table_stride;
+      if (warp_ == 0) {
+        prefetch_queries(piece);
+      }
+    }
+    next_.left = min(end_ - tile_, kBatch);
+    next_.index = 0;
+    next_.page = -1;
+    const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + warp_ * kBlockTokens;
+    const int token = block + lane_ % kLanesPerBlock;
+    const int last = kCopyPages ? token + kBlockTokens - 1 : token;
+    const int page = params_.by.page_size.divide(token);
+    next_.slot = token - page * params_.page_size;
+    if (token < end_token_ && last >= first_token_ && lane_ / kLanesPerBlock < next_.left) {
+      next_.page = page_table_[page];
+    }
+    tile_ += next_.left;
+  }
+
+  template <class What>
+  __device__ __forceinline__ void copy_block(uint8_t* block, uint64_t* full) {
+    const int page = __shfl_sync(0xffffffff, current_.page, current_.index);
+    const int slot = __shfl_sync(0xffffffff, current_.slot, current_.index);
+    if (lane_ != 0) {
+      return;
+    }
+    if (page < 0) {  // another warp of the team has tokens of this tile
+      arrive(full);
+      return;
+    }
+    constexpr bool kKeys = std::is_same_v<What, Keys>;
+    const CUtensorMap& map = kKeys ? maps_.keys : maps_.values;
+    arrive_expecting(full, kBlockBytes);
+    if constexpr (kWholeStrips) {
+      tma_load(block, map, {0, slot, 0, current_.head, page}, full);
+    } else {  // past the end of the row it reads zeros
+#pragma unroll
+      for (int strip = 0; strip < kStrips; ++strip) {
+        tma_load(block + strip * kStripBytes * kBlockTokens, map,
+                 {strip * kStripBytes, slot, 0, current_.head, page}, full);
+      }
+    }
+  }
+
+  // Of the block's keys and values, by a lane for each.
+  __device__ __forceinline__ void copy_scales(float* scales) {
+    const int token = lane_ % kBlockTokens;
+    const int source = current_.index * kLanesPerBlock + (kCopyPages ? 0 : token);
+    const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
+    const int slot = __shfl_sync(0xffffffff, current_.slot, source) + (kCopyPages ? token : 0);
+    if (page < 0) {
+      return;
+    }
+    const bool keys = lane_ < kBlockTokens;
+    const float* const all = keys ? params_.k_scale : params_.v_scale;
+    const int64_t page_stride = keys ? params_.k_scale_page_stride : params_.v_scale_page_stride;
+    const int64_t slot_stride = keys ? params_.k_scale_slot_stride : params_.v_scale_slot_stride;
+    const int64_t head_stride = keys ? params_.k_scale_head_stride : params_.v_scale_head_stride;
+    copy_word(&scales[lane_],
+              all + page * page_stride + slot * slot_stride + current_.head * head_stride);
+  }
+
+  template <class What>
+  __device__ __forceinline__ void gather_block(uint8_t* block, uint64_t* full) {
+    constexpr int kVectors = kRowBytes / 16;
+    constexpr bool kKeys = std::is_same_v<What, Keys>;
+    const int64_t page_stride = kKeys ? params_.k_page_stride : params_.v_page_stride;
+    const int64_t slot_stride = kKeys ? params_.k_slot_stride : params_.v_slot_stride;
+    const int64_t head_stride = kKeys ? params_.k_head_stride : params_.v_head_stride;
+    const uint8_t* const head =
+        static_cast<const uint8_t*>(kKeys ? params_.k_cache : params_.v_cache) +
+        current_.head * head_stride * kElementBytes;
+    const uint32_t shared = shared_address(block);
+#pragma unroll
+    for (int i = 0; i < ceil_div(kBlockTokens * kVectors, 32); ++i) {
+      const int row = (i * 32 + lane_) / kVectors;
+      const int vector = (i * 32 + lane_) % kVectors;
+      const int source = current_.index * kBlockTokens + row % kBlockTokens;
+      const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
+      const int slot = __shfl_sync(0xffffffff, current_.slot, source);
+      if (page >= 0 && row < kBlockTokens) {
+        const uint8_t* const from =
+            head + (page * page_stride + slot * slot_stride) * kElementBytes;
+        copy_vector(shared + vector / 8 * (kStripBytes * kBlockTokens) + row * kStripBytes +
+                        (vector % 8 ^ row % 8) * 16,
+                    from + vector * 16);
+      }
+    }
+    arrive_when_copied(full);
+  }
+
+  SharedStorage& shared_;
+  const Arguments& params_;
+  const CacheMaps& maps_;
+  const Lengths& lengths_;
+  Walk<Lengths> walk_;
+  int warp_, lane_;
+  Batch current_, next_;
+  const int* page_table_ = nullptr;  // of the piece whose page ids are read
+  int tile_ = 0, end_ = 0;
+  int first_token_ = 0, end_token_ = 0;
+};
+
+}  // namespace ostinato::decode

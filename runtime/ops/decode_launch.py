@@ -1,0 +1,185 @@
+"""Decode attention on CUDA: from tensors to a launch of csrc/attention/decode_sm90.cu."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ostinato import _C
+from ostinato.kernels.loader import load
+from ostinato.kernels.variants import AttentionDecode
+from ostinato.ops import pdl
+from ostinato.ops.attend import LogitRule
+from ostinato.ops.launch import CAPABILITY, KERNEL_NAMES, current_stream, on_device
+
+_COLUMNS = (8, 16, 32, 64)
+_PAGE = 16  # tokens; TMA copies pages of a multiple of it
+_MOST_SEQUENCES, _MOST_SEQUENCES_8_BIT = 768, 512
+_MOST_TOKENS = 1 << 30
+_MOST_ROWS_OF_LONG_HEADS = 32  # of more than 128: the output of more does not fit in the registers
+_VECTOR_BYTES = 16
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+
+
+def variant(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    max_seqlen_q: int,
+    out: torch.Tensor,
+) -> AttentionDecode | None:
+    """Return the kernel that attends to these, None where none does.
+
+    The arguments are those of `paged_attention`, checked.
+    """
+    heads_q, dim = q.shape[1:]
+    pages, page_size, heads_kv = k_cache.shape[:3]
+    rows = max_seqlen_q * (heads_q // max(heads_kv, 1))
+    if (
+        q.dtype not in (torch.bfloat16, torch.float16)
+        or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
+        or dim % 16
+        or not 16 <= dim <= 256
+        or not 0 < rows <= _COLUMNS[-1]
+        or pages == 0
+        or (dim > 128 and rows > _MOST_ROWS_OF_LONG_HEADS)
+        or page_table.size(0)
+        > (_MOST_SEQUENCES if k_cache.dtype == q.dtype else _MOST_SEQUENCES_8_BIT)
+        or page_table.size(1) * page_size >= _MOST_TOKENS
+        or not _is_hopper(q.get_device())
+        or not _in_vectors(k_cache, _VECTOR_BYTES)
+        or not _in_vectors(v_cache, _VECTOR_BYTES)
+        or not _in_vectors(q, 4)
+        or not _in_vectors(out, 8)
+    ):
+        return None
+    return AttentionDecode(
+        head_dim=dim,
+        dtype=KERNEL_NAMES[q.dtype],
+        kv_dtype=KERNEL_NAMES[k_cache.dtype],
+        columns=next(columns for columns in _COLUMNS if columns >= rows),
+        copy_pages=page_size % _PAGE == 0,
+    )
+
+
+def attend(
+    kernel: AttentionDecode,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    rule: LogitRule,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> None:
+    """Launch the kernel that `variant` chose on torch's current stream.
+
+    The kernel before it on the stream may still be writing any of these.
+
+    Raises:
+        ValueError: for a workspace that is too small.
+        RuntimeError: when the stream is captured and its own workspace does not exist yet.
+    """
+    if seq_lens.size(0) == 0 or q.size(0) == 0:
+        return
+    device = q.get_device()
+    heads_q, heads_kv = q.size(1), k_cache.size(2)
+    with on_device(device):
+        stream = current_stream(device)
+        library = load(kernel, device=device, stream=stream)
+        needed = library.workspace_bytes(max_seqlen_q * (heads_q // heads_kv))
+        if workspace is None:
+            workspace = _own_workspace(device, stream, needed)
+        elif workspace.numel() < needed:
+            raise ValueError(
+                f"workspace: got {workspace.numel()} bytes, expected at least {needed}"
+            )
+        library.launch(
+            q=q.data_ptr(),
+            q_strides=(q.stride(0), q.stride(1)),
+            k_cache=k_cache.data_ptr(),
+            k_strides=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
+            v_cache=v_cache.data_ptr(),
+            v_strides=(v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)),
+            page_table=page_table.data_ptr(),
+            page_table_stride=page_table.stride(0),
+            seq_lens=seq_lens.data_ptr(),
+            cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            out=out.data_ptr(),
+            out_strides=(out.stride(0), out.stride(1)),
+            lse=0 if lse is None else lse.data_ptr(),
+            lse_strides=(0, 0) if lse is None else (lse.stride(0), lse.stride(1)),
+            workspace=workspace.data_ptr(),
+            batch=seq_lens.size(0),
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            pages=k_cache.size(0),
+            page_size=k_cache.size(1),
+            max_pages=page_table.size(1),
+            max_seqlen_q=max_seqlen_q,
+            scale=rule.scale,
+            softcap=rule.softcap,
+            left=rule.left,
+            right=0 if rule.causal else rule.right,
+            k_scale=0 if k_scale is None else k_scale.data_ptr(),
+            k_scale_strides=_scale_strides(k_scale),
+            v_scale=0 if v_scale is None else v_scale.data_ptr(),
+            v_scale_strides=_scale_strides(v_scale),
+            pdl=pdl.enabled(),
+            stream=stream,
+        )
+
+
+def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the strides by page, slot and head of a scale as `paged_attention` takes it."""
+    if scale is None or scale.numel() == 1:
+        return 0, 0, 0
+    if scale.ndim == 1:
+        return 0, 0, scale.stride(0)
+    return scale.stride(0), scale.stride(1), scale.stride(2)
+
+
+def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
+    """Return the stream's workspace, which grows but never while it is captured.
+
+    An earlier, smaller one stays where it is: a captured graph may hold it.
+    """
+    found = _workspaces.get((device, stream))
+    if found is not None and found.numel() >= needed:
+        return found
+    if _C.is_capturing(stream):
+        raise RuntimeError(
+            "workspace: got None while the stream is being captured and none of its own, expected "
+            f"{needed} bytes, or a call like this one on the stream before the capture"
+        )
+    made = torch.zeros(needed, dtype=torch.uint8, device=f"cuda:{device}")
+    _workspaces[device, stream] = made
+    if found is not None:
+        _outgrown.append(found)
+    return made
+
+
+_outgrown: list[torch.Tensor] = []
+
+
+@cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+def _in_vectors(x: torch.Tensor, size: int) -> bool:
+    """Return whether every row of x, whose last dimension is dense, begins at such a multiple."""
+    element = x.element_size()
+    steps = (s * element for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    return x.data_ptr() % size == 0 and all(step % size == 0 for step in steps)

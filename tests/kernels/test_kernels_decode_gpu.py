@@ -1,0 +1,99 @@
+"""Decode attention on a GPU: no delay at a hand-over changes a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ostinato import _C
+from ostinato.kernels.compiler import build, plan
+from ostinato.kernels.mode import RELEASE, BuildMode
+from ostinato.kernels.variants import AttentionDecode
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+_SITES = (
+    *("decode_keys_load", "decode_keys_release", "decode_values_load", "decode_values_release"),
+    *("decode_sums_store", "decode_sums_load", "decode_part_store"),
+)
+# A warp's own columns, and teams of warps; copied and gathered pages.
+_VARIANTS = tuple(
+    AttentionDecode(head_dim=128, dtype="bf16", columns=columns, copy_pages=copy_pages)
+    for columns in (8, 64)
+    for copy_pages in (True, False)
+)
+_LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40)
+
+Launch = Callable[[AttentionDecode, BuildMode, list[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Launch:
+    """Give a function of variant, mode and lengths that returns out, from the same inputs."""
+    wanted = [(v, mode) for v in _VARIANTS for mode in (RELEASE, *map(_delayed, _SITES))]
+    entries = build([plan(variant, mode) for variant, mode in wanted])
+    libraries = {
+        key: _C.PagedDecode(str(e.library)) for key, e in zip(wanted, entries, strict=True)
+    }
+    for library in libraries.values():
+        library.prepare()
+    pages, page, heads_kv, dim, rows = 800, 16, 2, 128, 64
+    k_cache, v_cache = (
+        torch.randn(pages, page, heads_kv, dim, device="cuda").bfloat16() for _ in "kv"
+    )
+    q_all = torch.randn(40, heads_kv * rows, dim, device="cuda").bfloat16()
+    table = torch.randint(pages, (40, 256), dtype=torch.int32, device="cuda")
+
+    def run(variant: AttentionDecode, mode: BuildMode, lengths: list[int]) -> torch.Tensor:
+        library, batch = libraries[variant, mode], len(lengths)
+        heads_q = heads_kv * variant.columns
+        q = q_all[:batch, :heads_q].contiguous()
+        out = torch.full_like(q, torch.nan)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        size = library.workspace_bytes(variant.columns)
+        workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        library.launch(
+            q=q.data_ptr(),
+            q_strides=(q.stride(0), q.stride(1)),
+            k_cache=k_cache.data_ptr(),
+            k_strides=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
+            v_cache=v_cache.data_ptr(),
+            v_strides=(v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)),
+            page_table=table.data_ptr(),
+            page_table_stride=table.stride(0),
+            seq_lens=seq_lens.data_ptr(),
+            out=out.data_ptr(),
+            out_strides=(out.stride(0), out.stride(1)),
+            workspace=workspace.data_ptr(),
+            batch=batch,
+            heads_q=heads_q,
+            heads_kv=heads_kv,
+            pages=pages,
+            page_size=page,
+            max_pages=table.size(1),
+            max_seqlen_q=1,
+            scale=dim**-0.5,
+            pdl=True,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+        return out
+
+    return run
+
+
+def _delayed(site: str) -> BuildMode:
+    return BuildMode(delay_site=site)
+
+
+@pytest.mark.parametrize("lengths", _LENGTHS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
+@pytest.mark.parametrize("site", _SITES)
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+def test_injected_delays_change_no_bit(
+    launch: Launch, variant: AttentionDecode, site: str, lengths: list[int]
+) -> None:
+    expected = launch(variant, RELEASE, lengths)
+    assert not expected.isnan().any()
+    for _ in range(3):
+        assert torch.equal(launch(variant, _delayed(site), lengths), expected)

@@ -1,0 +1,211 @@
+"""Decode attention by our kernel: accuracy over its whole grid, one graph for many lengths."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import PagedCase, assert_same_bits, int32
+
+from ostinato import ops
+from ostinato.ops import decode_launch, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+CUDA = torch.device("cuda")
+EDGES = (1, 0, 15, 16, 17, 63, 64, 65, 0, 300, 2049)
+Args = tuple[torch.Tensor, ...]
+
+
+def attend(args: Args, options: dict[str, Any], **more: Any) -> Any:
+    """Call the op after seeing that our kernel serves it."""
+    q, k_cache, v_cache, page_table, _ = args
+    queries = min(options["max_seqlen_q"], q.size(0))
+    kernel = decode_launch.variant(q, k_cache, v_cache, page_table, queries, torch.empty_like(q))
+    assert kernel is not None
+    return ops.paged_attention(*args, **options, **more)
+
+
+def check(case: PagedCase) -> None:
+    args, options = case.build(CUDA)
+    out, lse = attend(args, options, return_lse=True)
+    exact, exact_lse = reference.paged_attention(*args, **options, dtype=torch.float64)
+    torchs, _ = reference.paged_attention(*args, **options, dtype=case.dtype)
+    error = (out.double() - exact).abs().amax()
+    assert error <= 2 * (torchs.double() - exact).abs().amax() + 1e-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [16, 64, 48, 1, 7])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+def test_dims_pages_and_dtypes(dim: int, page_size: int, dtype: torch.dtype) -> None:
+    check(PagedCase(EDGES, heads_q=8, dim=dim, page_size=page_size, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"),
+    [
+        *(((q, kv), 1) for q, kv in [(1, 1), (3, 1), (6, 2), (32, 8), (64, 8), (64, 1), (5, 5)]),
+        *(((8, 2), queries) for queries in (2, 3, 4, 8, 16)),
+        *(((3, 1), 5), ((32, 8), 16), ((16, 1), 4)),
+    ],
+    ids=str,
+)
+def test_groups_and_queries(heads: tuple[int, int], queries: int) -> None:
+    lengths = tuple(max(length, queries) if length else 0 for length in EDGES)
+    check(
+        PagedCase(
+            lengths,
+            max_seqlen_q=queries,
+            q_lens=tuple(min(queries, length) for length in lengths),
+            heads_q=heads[0],
+            heads_kv=heads[1],
+            dim=128,
+            page_size=16,
+            dtype=torch.bfloat16,
+        )
+    )
+
+
+@pytest.mark.parametrize("layout", ["dense", "heads first"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *({"scale": 0.3}, {"softcap": 2.0}, {"sinks": True}, {"causal": False}),
+        *({"window": window} for window in [(0, 0), (3, -1), (100, -1), (5000, -1), (-1, 2)]),
+        {"window": (40, 1), "causal": False, "softcap": 1.5, "sinks": True},
+    ],
+    ids=str,
+)
+def test_rules_and_layouts(rule: dict[str, Any], layout: str) -> None:
+    lengths = tuple(max(length, 3) if length else 0 for length in EDGES)
+    queries = tuple(min(3, length) for length in lengths)
+    check(
+        PagedCase(
+            lengths,
+            q_lens=queries,
+            max_seqlen_q=3,
+            dim=64,
+            page_size=16,
+            dtype=torch.bfloat16,
+            layout=layout,
+            **rule,
+        )
+    )
+
+
+@pytest.mark.parametrize("scale_kind", ["scalar", "one", "head", "token"])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [16, 7])
+def test_8_bit_caches(dim: int, page_size: int, cache_dtype: torch.dtype, scale_kind: str) -> None:
+    check(
+        PagedCase(
+            EDGES,
+            heads_q=8,
+            dim=dim,
+            page_size=page_size,
+            dtype=torch.bfloat16,
+            cache_dtype=cache_dtype,
+            scale_kind=scale_kind,
+        )
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 31, 33, 200, 768])
+@pytest.mark.parametrize("longest", [64, 1000, 20_000])
+def test_batches_and_shares(batch: int, longest: int) -> None:
+    if batch * longest > 800_000:
+        longest = 800_000 // batch
+    ragged = tuple((i * 7919) % (longest + 1) for i in range(batch))
+    for lengths in ((longest,) * batch, (*ragged[:-1], longest)):
+        check(PagedCase(lengths, heads_q=8, dim=64, page_size=16, dtype=torch.bfloat16))
+
+
+def test_a_thousand_repeats_give_the_same_bits() -> None:
+    case = PagedCase((5000, 17, 0, 900), heads_q=32, heads_kv=8, dim=128, page_size=16)
+    args, options = PagedCase(**{**vars(case), "dtype": torch.bfloat16}).build(CUDA)
+    expected = attend(args, options)
+    out = torch.empty_like(expected)
+    for _ in range(1000):
+        out.fill_(torch.nan)
+        attend(args, options, out=out)
+        assert_same_bits(out, expected)
+
+
+def test_one_graph_serves_hundreds_of_length_vectors() -> None:
+    batch, most, page = 12, 1500, 16
+    case = PagedCase((most,) * batch, heads_q=8, dim=128, page_size=page, dtype=torch.bfloat16)
+    args, options = case.build(CUDA)
+    seq_lens = args[4]
+    out = torch.empty_like(args[0])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend(args, options, out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            attend(args, options, out=out)
+        vectors = [[0] * batch, [most] * batch, [most, *[1] * (batch - 1)], [0, most] * 6]
+        vectors += torch.randint(0, most + 1, (300, batch)).tolist()
+        for lengths in vectors:
+            seq_lens.copy_(int32(lengths, CUDA))
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_same_bits(out, attend(args, options))
+
+
+def test_zero_queries_and_keys_give_the_mean_of_the_values() -> None:
+    case = PagedCase((1, 64, 777), heads_q=8, dim=128, page_size=16, dtype=torch.bfloat16)
+    args, options = case.build(CUDA)
+    q, k_cache, v_cache, table, _ = args
+    q.zero_()
+    k_cache.nan_to_num_(0).zero_()
+    v_cache.fill_(torch.nan)
+    ones = [0.5, 0.25, 2.0]
+    for row, (length, value) in enumerate(zip(case.k_lens, ones, strict=True)):
+        for position in range(length):
+            v_cache[table[row, position // 16].long(), position % 16] = value
+    expected = torch.tensor(ones, device=CUDA)[:, None, None].expand_as(q)
+    torch.testing.assert_close(attend(args, options).float(), expected, rtol=0, atol=0)
+
+
+def test_a_workspace_is_used_and_may_not_be_too_small() -> None:
+    case = PagedCase((5000,), heads_q=8, dim=128, page_size=16, dtype=torch.bfloat16)
+    args, options = case.build(CUDA)
+    expected = attend(args, options)
+    with pytest.raises(ValueError, match="workspace: got 64 bytes, expected at least"):
+        attend(args, options, workspace=torch.zeros(64, dtype=torch.uint8, device=CUDA))
+    large = torch.zeros(64 << 20, dtype=torch.uint8, device=CUDA)
+    for _ in range(3):
+        assert_same_bits(attend(args, options, workspace=large), expected)
+
+
+def test_a_capture_without_a_workspace_says_so() -> None:
+    args, options = PagedCase((50,), dim=64, page_size=16, dtype=torch.bfloat16).build(CUDA)
+    attend(args, options)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="workspace: got None while the stream is being captured"),
+        torch.cuda.graph(graph, stream=stream),
+    ):
+        attend(args, options)
+
+
+def test_caches_beyond_two_to_the_31_elements() -> None:
+    pages, page, heads, dim = 2**31 // (16 * 8 * 128) + 3, 16, 8, 128
+    k_cache, v_cache = (
+        torch.empty(pages, page, heads, dim, dtype=torch.bfloat16, device=CUDA) for _ in "kv"
+    )
+    ids = [pages - 1, 0, pages - 2]
+    for cache, p in product((k_cache, v_cache), ids):
+        cache[p] = torch.randn(page, heads, dim, device=CUDA)
+    q = torch.randn(1, 8, dim, dtype=torch.bfloat16, device=CUDA)
+    table = int32(ids, CUDA)[None]
+    args = (q, k_cache, v_cache, table, int32([41], CUDA))
+    small = (q, k_cache[ids], v_cache[ids], int32([0, 1, 2], CUDA)[None], args[4])
+    assert_same_bits(ops.paged_attention(*args), ops.paged_attention(*small))
