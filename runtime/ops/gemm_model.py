@@ -1,9 +1,9 @@
 """How long the tiled GEMM takes, as its choice needs to know: which ways to cut an output are fast.
 
-A model of few numbers: the busiest SM's clocks, the time that memory needs for the weights, and the
-L2 for what all SMs read of it. The numbers were fitted to the times of some 2000 ways to multiply 8
-shapes of weights by 16 to 1024 tokens on an H200, and of another 700 with 32 to 8192 tokens. They
-are effective ones, not a data sheet's. docs/gemm_tiled.md says how well they fit.
+A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
+numbers were fitted to the times of some 2000 ways to multiply 8 shapes of weights by 16 to 1024
+tokens on an H200, and of another 1000 with 256 to 8192 tokens on a card at rest. They are effective
+ones, not a data sheet's. docs/gemm_tiled.md says how well they fit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from ostinato.ops.sizes import ceil_div
 _GHZ = 1.515
 _BYTES_PER_US = 4.5e6  # of memory
 _LATENCY_US = 2.58  # of a launch that waits for memory only
-_L2_BYTES_PER_US = 10.6e6
-_TOKENS_FROM_L2 = 0.43  # as a part of weights: many SMs ask for the same at about the same time
 _LAUNCH_CLOCKS = 2680
 _ALONE_CLOCKS = 94  # that a launch without clusters saves
 # For 128 of K, of which the largest counts, more or less:
@@ -28,17 +26,14 @@ _ROW_CLOCKS = 2.14  # of TMA, for a row of 128 bytes
 _SHARED_BYTES_PER_CLOCK = 176
 _MMA_CLOCKS = 1.04  # of the tensor cores, as a multiple of what they should take
 # And in addition for a row of weights, which come from memory, and of tokens, which others ask for,
-# too. With many tokens both are read many times.
+# too. With many tokens both come from the L2.
 _WEIGHT_ROW_CLOCKS, _TOKEN_ROW_CLOCKS = 0.56, 0.1
-_ROW_CLOCKS_LARGE_M = 0.16
-# Of the clocks of a step; less power counts as fewer clocks.
-_PINGPONG = 0.926
-_WIDE = 0.9  # 256 tokens, channels as rows
+_WIDE = 0.97  # of the clocks of a step: 256 tokens, channels as rows
 _EPILOGUE_CLOCKS = 7.8  # for a column
 # The widest tile is stored while the next one is summed: what is left for each, and at the end.
-_PACKING_CLOCKS, _LAST_EPILOGUE_CLOCKS = 8.8, 12.6
+_PACKING_CLOCKS, _LAST_EPILOGUE_CLOCKS = 6.4, 10.7
 _EXCHANGE_CLOCKS = 2500  # of CTAs that share K
-_EXCHANGE_CLOCKS_PER_RESULT = 8000 / 128**2  # of their tile
+_EXCHANGE_CLOCKS_PER_RESULT = 2570 / 128**2  # of their tile
 _STEP_DEPTH = 128
 _MMA_ROWS = 64
 _WIDE_TOKENS = 256
@@ -122,15 +117,13 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
         _ROW_CLOCKS * (weight_rows + token_rows),
         (read + channels + tokens) * _STEP_DEPTH / _SHARED_BYTES_PER_CLOCK,
     )
-    if m > _CUT_M:
-        step += _ROW_CLOCKS_LARGE_M * (weight_rows + token_rows)
-    else:
+    if m <= _CUT_M:
         step += _WEIGHT_ROW_CLOCKS * weight_rows + _TOKEN_ROW_CLOCKS * token_rows
     clocks = float(_LAUNCH_CLOCKS - (_ALONE_CLOCKS if cluster == 1 else 0))
     steps = rounds * ceil_div(k, _STEP_DEPTH)
     if variant.pingpong:
         # One warpgroup stores a whole tile while the other multiplies; none does at the end.
-        clocks += _PINGPONG * steps * step + 2 * _EPILOGUE_CLOCKS * mma_columns
+        clocks += steps * step + 2 * _EPILOGUE_CLOCKS * mma_columns
     elif variant.tokens == _WIDE_TOKENS:
         epilogues = _PACKING_CLOCKS * (whole + bool(left)) + _LAST_EPILOGUE_CLOCKS
         clocks += _WIDE * steps * step + epilogues * mma_columns
@@ -140,9 +133,7 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
         results = variant.channels * variant.tokens
         clocks += _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
     memory = n * k / _BYTES_PER_US + _LATENCY_US
-    rows_from_l2 = groups * cluster * (weight_rows + _TOKENS_FROM_L2 * token_rows)
-    l2 = rows_from_l2 * k / _L2_BYTES_PER_US + _LATENCY_US
-    return _about_largest(clocks / _GHZ / 1e3, memory, l2)
+    return _about_largest(clocks / _GHZ / 1e3, memory)
 
 
 def _about_largest(*values: float) -> float:
