@@ -168,6 +168,7 @@ class Llama:
             max_seqlen_q=attention.max_seqlen_q,
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
+            batch_invariant=True,  # what is generated does not depend on who else is served
         )
         return out.flatten(1)
 

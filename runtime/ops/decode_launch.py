@@ -78,6 +78,7 @@ def attend(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -136,6 +137,7 @@ def attend(
             k_scale_strides=_scale_strides(k_scale),
             v_scale=0 if v_scale is None else v_scale.data_ptr(),
             v_scale_strides=_scale_strides(v_scale),
+            max_splits=1 if batch_invariant else 0,
             pdl=pdl.enabled(),
             stream=stream,
         )

@@ -35,6 +35,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
     workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     check_bounds: bool = False,
     stream: checks.Stream = None,
 ) -> torch.Tensor: ...
@@ -58,6 +59,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     return_lse: Literal[True],
     workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     check_bounds: bool = False,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -80,6 +82,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     check_bounds: bool = False,
     stream: checks.Stream = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -121,6 +124,10 @@ def paged_attention(
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
             zero before its first use; one stream at a time may use it. None: one that is kept for
             the stream, made by the first call that is not captured.
+        batch_invariant: make the bits of a sequence's rows on CUDA independent of the other
+            sequences (not of `max_seqlen_q`), at the price of time where few sequences are long:
+            one SM then works on all keys of a sequence and KV head. On the CPU they are so in any
+            case.
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
@@ -136,6 +143,7 @@ def paged_attention(
     attention_checks.paged(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q)
     attention_checks.scales(k_cache, k_scale, v_scale)
     rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
+    checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
         if out is None:
@@ -150,11 +158,13 @@ def paged_attention(
             page_table,
             seq_lens,
             cu_seqlens_q,
-            min(max_seqlen_q, q.size(0)),
+            # Kernels are chosen by it.
+            max_seqlen_q if batch_invariant else min(max_seqlen_q, q.size(0)),
             *rule,
             sinks,
             k_scale,
             v_scale,
+            batch_invariant,
             check_bounds,
             out,
             lse,
@@ -179,6 +189,7 @@ def _paged_attention(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    batch_invariant: bool,
     check_bounds: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -216,6 +227,7 @@ def _paged_attention(
             sinks,
             k_scale,
             v_scale,
+            batch_invariant,
             out,
             lse,
             workspace,
@@ -232,7 +244,7 @@ def _paged_attention(
 _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, int max_seqlen_q, float scale, bool causal, int left, int right, "
-    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool check_bounds, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
+    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
     _paged_attention,
 )

@@ -125,6 +125,24 @@ def test_batches_and_shares(batch: int, longest: int) -> None:
         check(PagedCase(lengths, heads_q=8, dim=64, page_size=16, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (4, 1)], ids=str)
+def test_batch_invariant_rows_do_not_depend_on_other_sequences(heads: tuple[int, int]) -> None:
+    case = PagedCase(
+        (5000, 17, 0, 900, *(300,) * 40),
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        dim=128,
+        page_size=16,
+        dtype=torch.bfloat16,
+    )
+    (q, k_cache, v_cache, table, lens), options = case.build(CUDA)
+    options["batch_invariant"] = True
+    whole = attend((q, k_cache, v_cache, table, lens), options)
+    for some in ([0], [1], [3], [0, 2, 43], list(range(1, 44))):
+        part = attend((q[some], k_cache, v_cache, table[some], lens[some]), options)
+        assert_same_bits(part, whole[some])
+
+
 def test_a_thousand_repeats_give_the_same_bits() -> None:
     case = PagedCase((5000, 17, 0, 900), heads_q=32, heads_kv=8, dim=128, page_size=16)
     args, options = PagedCase(**{**vars(case), "dtype": torch.bfloat16}).build(CUDA)

@@ -57,13 +57,18 @@ FEATURES = [
 ]
 
 
+def by_kernel(case: PagedCase, device: torch.device) -> bool:
+    """Return whether a kernel attends, whose weights are rounded to 16 bits."""
+    return device.type == "cuda" and case.dtype is not torch.float32
+
+
 @pytest.mark.parametrize("case", FEATURES, ids=str)
 def test_error_is_within_twice_torchs(case: PagedCase, device: torch.device) -> None:
     args, options = case.build(device)
     out = ops.paged_attention(*args, **options)
     with_lse, lse = ops.paged_attention(*args, **options, return_lse=True)
     for result in (out, with_lse):
-        assert_close(result, case.twin(args, options))
+        assert_close(result, case.twin(args, options), rounded_once=not by_kernel(case, device))
     _, expected = reference.paged_attention(*args, **options, dtype=torch.float64)
     assert lse.shape == out.shape[:2]
     torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
