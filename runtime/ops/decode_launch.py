@@ -15,8 +15,11 @@ from ostinato.ops.launch import CAPABILITY, KERNEL_NAMES, current_stream, on_dev
 
 _COLUMNS = (8, 16, 32, 64)
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
-_MOST_SEQUENCES, _MOST_SEQUENCES_8_BIT = 768, 512
-_MOST_TOKENS = 1 << 30
+# Of a launch, by whether the cache has q's dtype (csrc: kMaxBatch); more take several.
+_MOST_SEQUENCES = {True: 768, False: 512}
+# Capacities that the kernel's divisions allow: of a sequence, and of tiles of all.
+_MOST_TOKENS, _MOST_TILES = 1 << 27, 1 << 29
+_TILE_TOKENS = 64
 _MOST_ROWS_OF_LONG_HEADS = 32  # of more than 128: the output of more does not fit in the registers
 _VECTOR_BYTES = 16
 
@@ -46,9 +49,7 @@ def variant(
         or not 0 < rows <= _COLUMNS[-1]
         or pages == 0
         or (dim > 128 and rows > _MOST_ROWS_OF_LONG_HEADS)
-        or page_table.size(0)
-        > (_MOST_SEQUENCES if k_cache.dtype == q.dtype else _MOST_SEQUENCES_8_BIT)
-        or page_table.size(1) * page_size >= _MOST_TOKENS
+        or not _within_limits(page_table, page_size, heads_kv)
         or not _is_hopper(q.get_device())
         or not _in_vectors(k_cache, _VECTOR_BYTES)
         or not _in_vectors(v_cache, _VECTOR_BYTES)
@@ -105,42 +106,55 @@ def attend(
             raise ValueError(
                 f"workspace: got {workspace.numel()} bytes, expected at least {needed}"
             )
-        library.launch(
-            q=q.data_ptr(),
-            q_strides=(q.stride(0), q.stride(1)),
-            k_cache=k_cache.data_ptr(),
-            k_strides=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
-            v_cache=v_cache.data_ptr(),
-            v_strides=(v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)),
-            page_table=page_table.data_ptr(),
-            page_table_stride=page_table.stride(0),
-            seq_lens=seq_lens.data_ptr(),
-            cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-            sinks=0 if sinks is None else sinks.data_ptr(),
-            out=out.data_ptr(),
-            out_strides=(out.stride(0), out.stride(1)),
-            lse=0 if lse is None else lse.data_ptr(),
-            lse_strides=(0, 0) if lse is None else (lse.stride(0), lse.stride(1)),
-            workspace=workspace.data_ptr(),
-            batch=seq_lens.size(0),
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            pages=k_cache.size(0),
-            page_size=k_cache.size(1),
-            max_pages=page_table.size(1),
-            max_seqlen_q=max_seqlen_q,
-            scale=rule.scale,
-            softcap=rule.softcap,
-            left=rule.left,
-            right=0 if rule.causal else rule.right,
-            k_scale=0 if k_scale is None else k_scale.data_ptr(),
-            k_scale_strides=_scale_strides(k_scale),
-            v_scale=0 if v_scale is None else v_scale.data_ptr(),
-            v_scale_strides=_scale_strides(v_scale),
-            max_splits=1 if batch_invariant else 0,
-            pdl=pdl.enabled(),
-            stream=stream,
-        )
+        most = _MOST_SEQUENCES[k_cache.dtype == q.dtype]
+        for first in range(0, seq_lens.size(0), most):
+            some = slice(first, first + most)
+            # Rows of q, unless cu_seqlens_q names them.
+            row = 0 if cu_seqlens_q is not None else first * max_seqlen_q
+            library.launch(
+                q=q[row:].data_ptr(),
+                q_strides=(q.stride(0), q.stride(1)),
+                k_cache=k_cache.data_ptr(),
+                k_strides=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
+                v_cache=v_cache.data_ptr(),
+                v_strides=(v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)),
+                page_table=page_table[some].data_ptr(),
+                page_table_stride=page_table.stride(0),
+                seq_lens=seq_lens[some].data_ptr(),
+                cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q[first:].data_ptr(),
+                sinks=0 if sinks is None else sinks.data_ptr(),
+                out=out[row:].data_ptr(),
+                out_strides=(out.stride(0), out.stride(1)),
+                lse=0 if lse is None else lse[row:].data_ptr(),
+                lse_strides=(0, 0) if lse is None else (lse.stride(0), lse.stride(1)),
+                workspace=workspace.data_ptr(),
+                batch=seq_lens[some].size(0),
+                heads_q=heads_q,
+                heads_kv=heads_kv,
+                pages=k_cache.size(0),
+                page_size=k_cache.size(1),
+                max_pages=page_table.size(1),
+                max_seqlen_q=max_seqlen_q,
+                scale=rule.scale,
+                softcap=rule.softcap,
+                left=rule.left,
+                right=0 if rule.causal else rule.right,
+                k_scale=0 if k_scale is None else k_scale.data_ptr(),
+                k_scale_strides=_scale_strides(k_scale),
+                v_scale=0 if v_scale is None else v_scale.data_ptr(),
+                v_scale_strides=_scale_strides(v_scale),
+                max_splits=1 if batch_invariant else 0,
+                pdl=pdl.enabled(),
+                stream=stream,
+            )
+
+
+def _within_limits(page_table: torch.Tensor, page_size: int, heads_kv: int) -> bool:
+    """Return whether a launch can count the tokens and tiles that may be in the cache."""
+    tokens = page_table.size(1) * page_size
+    sequences = min(page_table.size(0), max(_MOST_SEQUENCES.values()))
+    tiles = sequences * heads_kv * (tokens // _TILE_TOKENS + 2)
+    return tokens < _MOST_TOKENS and tiles < _MOST_TILES
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:

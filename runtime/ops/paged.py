@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -147,10 +148,14 @@ def paged_attention(
     checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
         if out is None:
-            out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            if cu_seqlens_q is not None:  # some rows may belong to no sequence
+                out.zero_()
         lse = None
         if return_lse:
-            lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            if cu_seqlens_q is not None:
+                lse.fill_(-math.inf)
         _paged_attention_op(
             q,
             k_cache,

@@ -33,8 +33,10 @@ def attention_arguments(device: torch.device, draw: int) -> list[Any]:
         options["k_scale"],
         options["v_scale"],
         False,
+        False,
         torch.zeros(6, 4, 16, device=device),
         torch.zeros(6, 4, device=device),
+        None,
     ]
 
 
