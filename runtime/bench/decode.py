@@ -51,7 +51,7 @@ def _time_case(
                     rotations[impl] = rotate(calls, device)
         times = interleave(list(rotations.values()), device, start=turn)
         seconds.update(zip(rotations, times, strict=True))
-        del sets, rotations
+        del sets, rotations, calls
     result.rows = [
         Row.of(
             "decode",

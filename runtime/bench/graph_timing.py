@@ -66,11 +66,13 @@ class Rotation:
         replay: launches them all.
         launches: how many they are.
         seconds: about how long they take, 0 where that was not measured.
+        calls: what was captured: kept, for the launches use memory that the calls may hold.
     """
 
     replay: Call
     launches: int
     seconds: float = 0.0
+    calls: Sequence[Call] = ()
 
 
 def rotate(
@@ -156,7 +158,7 @@ def _capture(calls: Sequence[Call], launches: int, stream: torch.cuda.Stream) ->
         finally:
             graph.capture_end()
     torch.cuda.current_stream(stream.device).wait_stream(stream)
-    return Rotation(graph.replay, launches)
+    return Rotation(graph.replay, launches, calls=calls)
 
 
 def _seconds(rotation: Rotation, device: torch.device) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -68,6 +71,19 @@ def test_sets_exceed_the_l2() -> None:
     l2 = torch.cuda.get_device_properties(cuda).L2_cache_size
     assert 4 * l2 <= num_sets(1 << 20, cuda) << 20
     assert num_sets(1 << 30, cuda) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_calls_hold_lives_as_long_as_the_rotation(device: str) -> None:
+    workspace = torch.zeros(3, device=device)
+    alive = weakref.ref(workspace)
+    rotation = rotate([lambda held=workspace: held.add_(1)], torch.device(device))
+    del workspace
+    gc.collect()
+    assert alive() is not None
+    del rotation
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.gpu
