@@ -38,47 +38,43 @@ class Inputs:
 def random_inputs(case: Case, page: int, kv_dtype: str, device: torch.device) -> list[Inputs]:
     """Return sets of inputs with permuted pages; what follows a sequence's end holds NaN or -128.
 
+    All have one page table and the same lengths, as the layers of a step do.
+
     Args:
         case: the sizes.
         page: tokens of a page.
         kv_dtype: in `KV_DTYPES`.
         device: where they shall lie.
     """
-    element = KV_DTYPES[kv_dtype].itemsize
-    return [
-        _random_set(case, page, kv_dtype, device)
-        for _ in range(num_sets(case.kv_bytes(element), device))
-    ]
-
-
-def _random_set(case: Case, page: int, kv_dtype: str, device: torch.device) -> Inputs:
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     pages_of = -(-lengths // page)
     total, widest = int(pages_of.sum()), int(pages_of.max())
-    ids = torch.randperm(total, dtype=torch.int32)
     table = torch.zeros(case.batch, widest, dtype=torch.int32)
-    table[torch.arange(widest) < pages_of[:, None]] = ids
+    table[torch.arange(widest) < pages_of[:, None]] = torch.randperm(total, dtype=torch.int32)
+    ends = [
+        (int(table[sequence, length // page]), length % page)
+        for sequence, length in enumerate(case.lengths)
+        if length % page
+    ]
     shape = (total, page, case.heads_kv, case.dim)
-    k_cache, v_cache = (_cache(shape, kv_dtype, device) for _ in "kv")
-    for sequence, length in enumerate(case.lengths):
-        if length % page:
-            last = int(table[sequence, length // page])
+    rows = (case.batch * case.q_len, case.heads_q, case.dim)
+    table, lengths = table.to(device), lengths.to(device)
+
+    def one_set() -> Inputs:
+        k_cache, v_cache = (_cache(shape, kv_dtype, device) for _ in "kv")
+        for last, end in ends:
             for cache in (k_cache, v_cache):
-                cache[last, length % page :] = -128 if kv_dtype == "int8" else torch.nan
-    rows = case.batch * case.q_len
-    q = torch.randn(rows, case.heads_q, case.dim, dtype=DTYPE, device=device)
-    scale = _SCALES.get(kv_dtype)
-    k_scale, v_scale = (None if scale is None else torch.tensor(scale, device=device) for _ in "kv")
-    return Inputs(
-        q,
-        k_cache,
-        v_cache,
-        table.to(device),
-        lengths.to(device),
-        k_scale,
-        v_scale,
-        torch.empty_like(q),
-    )
+                cache[last, end:] = -128 if kv_dtype == "int8" else torch.nan
+        q = torch.randn(rows, dtype=DTYPE, device=device)
+        value = _SCALES.get(kv_dtype)
+        k_scale, v_scale = (
+            None if value is None else torch.tensor(value, device=device) for _ in "kv"
+        )
+        out = torch.empty_like(q)
+        return Inputs(q, k_cache, v_cache, table, lengths, k_scale, v_scale, out)
+
+    element = KV_DTYPES[kv_dtype].itemsize
+    return [one_set() for _ in range(num_sets(case.kv_bytes(element), device))]
 
 
 def _cache(shape: tuple[int, ...], kv_dtype: str, device: torch.device) -> torch.Tensor:
