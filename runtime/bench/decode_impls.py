@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,6 +17,7 @@ from ostinato.bench.decode_cases import KV_SUFFIXES, Case
 from ostinato.bench.decode_inputs import Inputs
 
 Call = Callable[[], torch.Tensor]
+SGL_FLASH_LIBRARY = "OSTINATO_SGL_FLASH_LIBRARY"
 _WORKSPACE_BYTES = 256 << 20
 
 
@@ -90,14 +92,19 @@ def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
 
 
 @cache
-def _fa3() -> Any:
-    importlib.import_module("flash_attn_interface")
-    return torch.ops.flash_attn_3
+def _fa3() -> tuple[Any, tuple[None, ...]]:
+    """Return FlashAttention-3's ops, and what `fwd` takes after its own package's arguments."""
+    library = os.environ.get(SGL_FLASH_LIBRARY)
+    if library is None:
+        importlib.import_module("flash_attn_interface")
+        return torch.ops.flash_attn_3, ()
+    torch.ops.load_library(library)
+    return torch.ops.sgl_kernel, (None,)  # attention sinks
 
 
 def _bind_fa3(case: Case, sets: Sequence[Inputs], *, planned: bool) -> list[Call]:
     """Bind FlashAttention-3's op; `planned`: with its tile schedule made on the host before."""
-    fa3 = _fa3()
+    fa3, more = _fa3()
     plan = None
     if planned:
         sizes = (case.batch, case.q_len, case.kv, case.heads_q, case.heads_kv, case.dim, case.dim)
@@ -111,7 +118,7 @@ def _bind_fa3(case: Case, sets: Sequence[Inputs], *, planned: bool) -> list[Call
         lengths = (None, None, None, None, s.seq_lens, None, None, s.page_table)
         unused = (None,) * 8  # left padding, rotary, scales
         rule = (case.dim**-0.5, True, -1, -1, 0, 0.0, True, plan, 0, None, 0)
-        fa3.fwd(*given, s.out.view(by_sequence), *lengths, *unused, *rule)
+        fa3.fwd(*given, s.out.view(by_sequence), *lengths, *unused, *rule, *more)
         return s.out
 
     return [partial(call, s) for s in sets]
@@ -128,32 +135,33 @@ def _one_query(case: Case) -> None:
 
 
 def _bind_flashinfer(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+    """Bind FlashInfer's decode on tensor cores, planned once for all sets, as for all layers."""
     _one_query(case)
-    device, page = sets[0].q.device, sets[0].page
-    pages = [-(-length // page) for length in case.lengths]
-    offsets = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    one = sets[0]
+    device, page = one.q.device, one.page
+    counts = [-(-length // page) for length in case.lengths]
+    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     last = torch.tensor([(n - 1) % page + 1 for n in case.lengths], dtype=torch.int32)
-    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    ids = torch.cat([one.page_table[row, :count] for row, count in enumerate(counts)])
+    wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        "NHD",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=offsets.to(device),
+        paged_kv_indices_buffer=ids.clone(),
+        paged_kv_last_page_len_buffer=last.to(device),
+        backend="fa2",
+    )
+    heads = (case.heads_q, case.heads_kv, case.dim, page)
+    given = (offsets.to(device), ids, last.to(device))
+    wrapper.plan(*given, *heads, q_data_type=one.q.dtype, kv_data_type=one.k_cache.dtype)
 
-    def bind(s: Inputs) -> Call:
-        rows = [s.page_table[row, :count] for row, count in enumerate(pages)]
-        ids = torch.cat(rows).contiguous()
-        wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=offsets.to(device),
-            paged_kv_indices_buffer=ids.clone(),
-            paged_kv_last_page_len_buffer=last.to(device),
-            backend="fa2",
-        )
-        heads = (case.heads_q, case.heads_kv, case.dim, page)
-        given = (offsets.to(device), ids, last.to(device))
-        wrapper.plan(*given, *heads, q_data_type=s.q.dtype, kv_data_type=s.k_cache.dtype)
-        return lambda: wrapper.run(s.q, (s.k_cache, s.v_cache), out=s.out)
+    def call(s: Inputs) -> torch.Tensor:
+        wrapper.run(s.q, (s.k_cache, s.v_cache), out=s.out)
+        return s.out
 
-    return [bind(s) for s in sets]
+    return [partial(call, s) for s in sets]
 
 
 def _bind_xqa(case: Case, sets: Sequence[Inputs]) -> list[Call]:

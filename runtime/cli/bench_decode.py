@@ -76,8 +76,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         nargs="+",
         default=["all"],
         metavar="NAME",
-        help="fa3, fa3m (flash_attn_interface, without and with its schedule made before), fi, xqa "
-        "(flashinfer), all that are installed (default) or none",
+        help="fa3, fa3m (flash_attn_interface or the file OSTINATO_SGL_FLASH_LIBRARY, without and "
+        "with its schedule made before), fi, xqa (flashinfer), all that are installed (default) or "
+        "none",
     )
     add_targets_flag(parser)
     add_budget_flag(parser, "case")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from ostinato.bench import decode_impls
 from ostinato.bench.comparison import Cell, compare
 from ostinato.bench.decode import difference, num_bytes, time_cases
 from ostinato.bench.decode_cases import Case
@@ -44,6 +46,15 @@ def test_the_reference_is_that_of_the_op(case: Case, page: int, kv_dtype: str) -
     assert expected(one, 0, case.q_len).shape == (case.q_len, case.heads_q, case.dim)
     got[-1] += 1
     assert "sequence" in str(difference(got, one, case))
+
+
+def test_sets_share_their_pages_and_nothing_else() -> None:
+    first, second = random_inputs(CASE, 16, "bf16", CPU)
+    assert first.page_table is second.page_table
+    assert first.seq_lens is second.seq_lens
+    assert sorted(first.page_table.flatten().tolist()) == list(range(len(first.k_cache)))
+    for mine, other in ((first.k_cache, second.k_cache), (first.q, second.q)):
+        assert not torch.equal(mine, other)
 
 
 def test_nan_and_another_shape_are_wrong() -> None:
@@ -94,6 +105,35 @@ def test_names_of_peers_and_pages() -> None:
     assert not is_rival("ostinato_p16")
     with pytest.raises(ValueError, match="got 'fa2', expected all or none or fa3"):
         peers(["fa2"], [16])
+
+
+@pytest.fixture
+def fresh_fa3() -> Iterator[None]:
+    decode_impls._fa3.cache_clear()
+    yield
+    decode_impls._fa3.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_fa3")
+def test_fa3_of_sglang_kernel_is_asked_for_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setenv("OSTINATO_SGL_FLASH_LIBRARY", str(tmp_path / "flash_ops.abi3.so"))
+    for peer in peers(["fa3", "fa3m"], [16, 64]):
+        peer.prepare()
+    assert loaded == [str(tmp_path / "flash_ops.abi3.so")]
+
+
+@pytest.mark.usefixtures("fresh_fa3")
+def test_a_missing_library_of_sglang_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_SGL_FLASH_LIBRARY", str(tmp_path / "missing.so"))
+    [peer] = peers(["fa3"], [16])
+    with pytest.raises(OSError, match=r"missing\.so"):
+        peer.prepare()
 
 
 def test_the_best_paged_peer_of_any_page_counts() -> None:
