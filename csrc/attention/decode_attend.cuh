@@ -2,42 +2,17 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "common/pack_pair.cuh"
-#include "decode_lengths.cuh"
 #include "decode_mma.cuh"
+#include "decode_sight.cuh"
 #include "decode_widen.cuh"
 
 namespace ostinato::decode {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr int kSteps = kDim / 16;  // of the head dim
-
-// The tokens that the queries of one sequence see.
-struct Sight {
-  int length, queries;
-  int left, right;  // what is no limit is so large that it hides nothing
-  Visible visible;
-
-  __device__ Sight(const Arguments& params, const Lengths& lengths, int b)
-      : length(lengths.length(b)),
-        queries(lengths.queries(b)),
-        // A limit beyond the last of at most 64 queries is none.
-        left(params.left < 0 ? 1 << 30 : min(params.left, 1 << 30)),
-        right(params.right < 0 ? 64 : min(params.right, 64)),
-        visible(lengths.visible(b)) {}
-
-  __device__ __forceinline__ int position(int query) const { return length - queries + query; }
-  __device__ __forceinline__ int first(int query) const { return position(query) - left; }
-  __device__ __forceinline__ int stop(int query) const {
-    return min(length, position(query) + right + 1);
-  }
-
-  // Whether some query does not see some token of the block.
-  __device__ __forceinline__ bool hides_some(int token) const {
-    return token + kBlockTokens > stop(0) || token < first(queries - 1);
-  }
-};
+inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the maximum of no scores
 
 // Columns are queries times heads of the group, a lane's those of the MMA's accumulators:
 // 8 t + 2 (lane % 4) and the next one.
@@ -54,17 +29,20 @@ class Attention {
     }
     // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
     const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
-    key_offset_ = key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16;
-    value_offset_ = value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+    key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
+    value_offset_ = keep(value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16);
   }
 
   static __device__ __forceinline__ int first_column() {
     return threadIdx.x / 32 % kTeamWarps * kWarpColumns;
   }
 
-  // Loads the queries of a segment and starts anew. `key_scale` is that of all its keys.
-  __device__ __forceinline__ void begin(const Arguments& params, int first_row, int queries,
-                                        int head, float key_scale) {
+  // Whether the queries of a segment are fetched while those of the one before are in use.
+  static constexpr bool kFetchesAhead = kColumnTiles == 1 && kDim <= 128;
+
+  // Begins to load the queries of a segment.
+  __device__ __forceinline__ void fetch(const Arguments& params, int first_row, int queries,
+                                        int head) {
     const int lane = threadIdx.x % 32;
     const int group = params.group;
     // Where a lane's two pairs of a step begin: see decode_widen.cuh.
@@ -72,24 +50,37 @@ class Attention {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       const int column = first_column() + t * 8 + lane / 4;
+      // What is no row may be anything: a copy of the first.
       const int query = params.by.group.divide(column);
-      const bool live = query < queries;
-      const Type* const q =
-          static_cast<const Type*>(params.q) +
-          (live ? (first_row + query) * params.q_token_stride +
-                      (head * group + column - query * group) * params.q_head_stride
-                : 0);
+      const int row = query < queries ? query : 0;
+      const int of_group = query < queries ? column - query * group : 0;
+      const Type* const q = static_cast<const Type*>(params.q) + lane % 4 * kPairStride +
+                            (first_row + row) * params.q_token_stride +
+                            (head * group + of_group) * params.q_head_stride;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const Type* const pair = q + s * 16 + lane % 4 * kPairStride;
-        q_[s][t][0] = live ? *reinterpret_cast<const uint32_t*>(pair) : 0;
-        q_[s][t][1] = live ? *reinterpret_cast<const uint32_t*>(pair + kNextPair) : 0;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          fetched_[s][t][i] = *reinterpret_cast<const uint32_t*>(q + s * 16 + i * kNextPair);
+        }
+      }
+    }
+  }
+
+  // Starts anew, with the fetched queries. `key_scale` is that of all keys.
+  __device__ __forceinline__ void begin(float key_scale) {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        q_[s][t][0] = fetched_[s][t][0];
+        q_[s][t][1] = fetched_[s][t][1];
       }
       factor_[t][0] = factor_[t][1] = scale_ * key_scale;
       if constexpr (!std::is_same_v<Operand, Type>) {
         convert_queries(t);
       }
-      max_[t][0] = max_[t][1] = -INFINITY;
+      max_[t][0] = max_[t][1] = kNothing;
       sum_[t][0] = sum_[t][1] = 0;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
@@ -119,8 +110,8 @@ class Attention {
   // S of a block of keys.
   __device__ __forceinline__ void multiply_keys(const uint8_t* block) {
     const uint32_t base = shared_address(block) + key_offset_;
-    // Products into one accumulator wait for each other, so few columns have two.
-    constexpr int kChains = kColumnTiles == 1 ? 2 : 1;
+    // Products into one accumulator wait for each other, so there are some.
+    constexpr int kChains = 4 / kColumnTiles;
     float chains[kChains][kColumnTiles][4] = {};
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
@@ -142,58 +133,63 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score_[t][i] = chains[0][t][i] + (kChains == 2 ? chains[kChains - 1][t][i] : 0.0f);
+        score_[t][i] = chains[0][t][i] + chains[1][t][i];
+        if constexpr (kChains == 4) {
+          score_[t][i] += chains[2][t][i] + chains[3][t][i];
+        }
       }
     }
   }
 
-  // P of the scores, and the outputs so far brought to the new maxima.
-  __device__ __forceinline__ void weigh(const Sight& sight, int token, bool token_scales) {
+  // P of the scores. `hides_some`: of the block.
+  __device__ __forceinline__ void weigh(const Sight& sight, int token, bool hides_some,
+                                        bool token_scales) {
     scale_scores();
-    if (sight.hides_some(token)) {
+    if (hides_some) {
       hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
+    }
+    float shifted[kColumnTiles][4];  // with the exponents of the values' scales
+    bool rises = false;
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        shifted[t][i] = score_[t][i] + (kQuantized ? value_exponent_[i / 2] : 0.0f);
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        rises |= fmaxf(shifted[t][e], shifted[t][e + 2]) - max_[t][e] > kSlack;
+      }
+    }
+    if (__any_sync(0xffffffff, rises)) {
+      raise(shifted);
     }
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
-      float weight[4], fade[2];
+      float weight[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weight[i] = power_of_2(shifted[t][i] - max_[t][i % 2]);
+      }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        // With the exponents of the values' scales, if tokens have their own.
-        const float low = score_[t][e] + (kQuantized ? value_exponent_[0] : 0.0f);
-        const float high = score_[t][e + 2] + (kQuantized ? value_exponent_[1] : 0.0f);
-        float top = fmaxf(low, high);
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) {
-          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
-        }
-        top = fmaxf(top, max_[t][e]);
-        const float base = top == -INFINITY ? 0.0f : top;  // nothing seen yet
-        fade[e] = power_of_2(max_[t][e] - base);
-        weight[e] = power_of_2(low - base);
-        weight[e + 2] = power_of_2(high - base);
-        float sum = weight[e] + weight[e + 2];
         if (kQuantized && token_scales) {
-          sum = power_of_2(score_[t][e] - base) + power_of_2(score_[t][e + 2] - base);
+          sum_[t][e] +=
+              power_of_2(score_[t][e] - max_[t][e]) + power_of_2(score_[t][e + 2] - max_[t][e]);
+        } else {
+          sum_[t][e] += weight[e] + weight[e + 2];
         }
-        sum_[t][e] = fmaf(sum_[t][e], fade[e], sum);
-        max_[t][e] = top;
       }
       // The tokens become the MMA's depth.
       weight_[t][0] = transpose(pack_pair<Operand>(weight[0], weight[1]));
       weight_[t][1] = transpose(pack_pair<Operand>(weight[2], weight[3]));
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          out_[s][t][i] *= fade[i % 2];
-        }
-      }
     }
   }
 
+  // `hides_some` as above.
   __device__ __forceinline__ void multiply_values(const uint8_t* block, const Visible& visible,
-                                                  int token) {
-    if (token < visible.begin || token + kBlockTokens > visible.end) {
+                                                  int token, bool hides_some) {
+    if (hides_some) {
       // What no query sees may be NaN, and 0 * NaN is no 0.
       const int first = token + threadIdx.x % 4 * 2;
       add_values<true>(block, keep_mask(visible, first), keep_mask(visible, first + 8));
@@ -218,12 +214,13 @@ class Attention {
 
   __device__ __forceinline__ float max(int t, int e) const { return max_[t][e]; }
   __device__ __forceinline__ float sum(int t, int e) const { return sum_[t][e]; }
-  // Element i of column tile t, for 16 of the head dim from 16 s on.
-  __device__ __forceinline__ float out(int s, int t, int i) const { return out_[s][t][i]; }
-  // Which of the 16 that is.
-  static __device__ __forceinline__ int dim_of(int i) {
-    const int row = threadIdx.x % 32 / 4;
-    return kQuantized ? row * 2 + i / 2 : row + i / 2 * 8;
+  // Two columns of tile t, two elements of step s of the head dim.
+  __device__ __forceinline__ float4 out(int s, int t) const {
+    return make_float4(out_[s][t][0], out_[s][t][1], out_[s][t][2], out_[s][t][3]);
+  }
+  // Which of a step's those are, the first and the second (i = 0, 1), in lanes 4 row to 4 row + 3.
+  static __device__ __forceinline__ int dim_of(int row, int i) {
+    return kQuantized ? row * 2 + i : row + i * 8;
   }
 
  private:
@@ -237,11 +234,47 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score_[t][i] *= factor_[t][i % 2] * (kQuantized ? key_scale_[i / 2] : 1.0f);
-        if (softcap_ > 0) {
+        score_[t][i] *= kQuantized ? factor_[t][i % 2] * key_scale_[i / 2] : factor_[t][i % 2];
+      }
+    }
+    if (softcap_ > 0) {
+#pragma unroll
+      for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
           // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
           const float e = power_of_2(2 * kLog2E * score_[t][i]);
           score_[t][i] = softcap_ * kLog2E * (1.0f - __fdividef(2.0f, 1.0f + e));
+        }
+      }
+    }
+  }
+
+  // Weights are relative to 2^max_, and outputs and sums are brought to a new maximum only when a
+  // score is far above the old one: they are as exact either way, and it is seldom.
+  static constexpr float kSlack = 8;
+
+  __device__ __forceinline__ void raise(const float (&scores)[kColumnTiles][4]) {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
+      float fade[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float top = fmaxf(scores[t][e], scores[t][e + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) {
+          top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
+        }
+        top = fmaxf(top, max_[t][e]);
+        fade[e] = power_of_2(max_[t][e] - top);
+        sum_[t][e] *= fade[e];
+        max_[t][e] = top;
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          out_[s][t][i] *= fade[i % 2];
         }
       }
     }
@@ -357,11 +390,11 @@ class Attention {
   float key_scale_[2], value_exponent_[2];  // of tokens lane / 4 and lane / 4 + 8
   int query_[kColumnTiles][2];
   uint32_t key_offset_, value_offset_;
-  uint32_t q_[kSteps][kColumnTiles][2];
+  uint32_t q_[kSteps][kColumnTiles][2], fetched_[kSteps][kColumnTiles][2];
   float score_[kColumnTiles][4];
   uint32_t weight_[kColumnTiles][2];
   float out_[kSteps][kColumnTiles][4];
-  float max_[kColumnTiles][2], sum_[kColumnTiles][2];  // in powers of 2
+  float max_[kColumnTiles][2], sum_[kColumnTiles][2];  // of scores as powers of 2
 };
 
 }  // namespace ostinato::decode

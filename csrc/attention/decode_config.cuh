@@ -58,33 +58,36 @@ inline constexpr int kStrips = ceil_div(kRowBytes, kStripBytes);
 inline constexpr bool kWholeStrips = kRowBytes % kStripBytes == 0;
 inline constexpr int kBlockBytes = kStrips * kStripBytes * kBlockTokens;
 
-// Bytes in flight are what fills the memory system: 192 KB on an SM, in two CTAs that hide each
-// other's starts and ends, unless the accumulators of a long row need the registers of both.
+// Bytes in flight are what fills the memory system: up to 192 KB on an SM, in two CTAs that hide
+// each other's starts and ends, unless the accumulators of a long row need the registers of both.
 inline constexpr int kCtasPerSm = kStrips <= 2 ? 2 : 1;
-inline constexpr int kStages = 192 * 1024 / kCtasPerSm / (2 * kWarps * kBlockBytes);
+inline constexpr int kRingBytes = (kQuantized ? 160 : 192) * 1024 / kCtasPerSm;
+inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
-// Warps add their outputs through shared memory, so many elements of the head dim at a time.
-inline constexpr int kPassDim = kColumns == 8 && kDim % 64 == 0 ? 64 : kDim % 32 == 0 ? 32 : 16;
-inline constexpr int kPassStride = kPassDim + 4;  // floats; for the banks
-inline constexpr int kPasses = kDim / kPassDim;
+// Teams add up their outputs: each becomes the owner of some of the 16-wide steps of the head dim.
+inline constexpr int kSteps = kDim / 16;
+inline constexpr int kOwnedSteps = ceil_div(kSteps, kTeams);
 
 // Sequences of one launch; their tables live in shared memory.
-inline constexpr int kMaxBatch = kQuantized ? 512 : 768;
+inline constexpr int kMaxBatch = 512;
 
-// Floats of a partial result: rows of kDim sums, then each row's maximum and sum of weights. They
-// are read four at a time, so every partial begins at a multiple of 16 bytes.
-__host__ __device__ inline int64_t partial_floats(int rows) {
-  return static_cast<int64_t>(rows + rows % 2) * (kDim + 2);
-}
+// A partial result has a region of each warp: for each pair of its columns, what it owns of the
+// head dim as the lanes hold it (decode_output.cuh), then for each pair both columns' weights.
+inline constexpr int kWarpPairs = kWarpColumns / 2;
+inline constexpr int kPairVectors = kOwnedSteps * 8;  // float4, of a pair
+inline constexpr int kRegionVectors = kWarpPairs * (kPairVectors + 1);
+inline constexpr int kPartVectors = kWarps * kRegionVectors;
 
-__host__ __device__ inline int max_rows(const PagedDecodeParams& params) {
-  return params.max_seqlen_q * (params.heads_q / params.heads_kv);
-}
-
-// One for each CTA, then the partials, two for each CTA.
+// One counter for each warp of each CTA, then two partials of each: of a segment that it ends or
+// passes, and of a segment that it begins.
 __host__ __device__ inline int64_t counter_bytes(int grid) {
-  return (static_cast<int64_t>(grid) * sizeof(uint32_t) + 255) / 256 * 256;
+  return (static_cast<int64_t>(grid) * kWarps * sizeof(uint32_t) + 255) / 256 * 256;
+}
+
+__host__ __device__ inline int64_t workspace_bytes(int grid) {
+  return counter_bytes(grid) +
+         int64_t{2} * grid * kPartVectors * static_cast<int64_t>(sizeof(float4));
 }
 
 }  // namespace ostinato::decode

@@ -1,7 +1,7 @@
 // The lengths of all sequences, read and summed up by every CTA for itself.
 #pragma once
 
-#include "decode_schedule.cuh"
+#include "decode_arguments.cuh"
 #include "decode_storage.cuh"
 
 namespace ostinato::decode {
@@ -9,43 +9,50 @@ namespace ostinato::decode {
 // What is known of each sequence once the lengths are read.
 class Lengths {
  public:
-  __device__ Lengths(const Arguments& params, const int* start, const int* length)
-      : params_(params), start_(start), length_(length) {}
+  // The tables of this warp, or those of the CTA.
+  __device__ Lengths(SharedStorage& shared, const Arguments& params)
+      : shared_(shared),
+        cu_seqlens_q_(params.cu_seqlens_q),
+        max_seqlen_q_(params.max_seqlen_q),
+        left_(params.left),
+        base_(params.batch <= kFew ? warp_index() * (kFew + 1) : 0) {}
 
-  __device__ __forceinline__ int start(int b) const { return start_[b]; }
-  __device__ __forceinline__ int length(int b) const { return length_[b]; }
+  static constexpr int kFew = 32;  // sequences that a warp reads for itself
+
+  __device__ __forceinline__ int& start(int b) { return shared_.start[base_ + b]; }
+  __device__ __forceinline__ int& length(int b) { return shared_.length[base_ + b]; }
+  __device__ __forceinline__ int start(int b) const { return shared_.start[base_ + b]; }
+  __device__ __forceinline__ int length(int b) const { return shared_.length[base_ + b]; }
   __device__ __forceinline__ int tiles(int b) const { return visible(b).tiles(kTileTokens); }
 
-  __device__ __forceinline__ int queries(int b) const { return count_queries(params_, b); }
+  __device__ __forceinline__ int queries(int b) const {
+    if (cu_seqlens_q_ == nullptr) {
+      return max_seqlen_q_;
+    }
+    return min(max(cu_seqlens_q_[b + 1] - cu_seqlens_q_[b], 0), max_seqlen_q_);
+  }
 
   // Of q and out.
   __device__ __forceinline__ int first_row(int b) const {
-    return params_.cu_seqlens_q == nullptr ? b * params_.max_seqlen_q : params_.cu_seqlens_q[b];
+    return cu_seqlens_q_ == nullptr ? b * max_seqlen_q_ : cu_seqlens_q_[b];
   }
 
   __device__ __forceinline__ Visible visible(int b) const {
     // Without a window the number of queries changes nothing; lengths are 0 where there is none.
-    return Visible(length(b), params_.left < 0 ? 1 : queries(b), params_.left);
-  }
-
-  static __device__ __forceinline__ int count_queries(const Arguments& params, int b) {
-    if (params.cu_seqlens_q == nullptr) {
-      return params.max_seqlen_q;
-    }
-    return min(max(params.cu_seqlens_q[b + 1] - params.cu_seqlens_q[b], 0), params.max_seqlen_q);
+    return Visible(length(b), left_ < 0 ? 1 : queries(b), left_);
   }
 
   // As read from global memory; zero without queries.
-  static __device__ __forceinline__ int read_length(const Arguments& params, int b) {
+  __device__ __forceinline__ int read_length(const Arguments& params, int b) const {
     const int capacity = params.max_pages * params.page_size;
     const int length = min(max(params.seq_lens[b], 0), capacity);
-    return count_queries(params, b) > 0 ? length : 0;
+    return queries(b) > 0 ? length : 0;
   }
 
  private:
-  const Arguments& params_;
-  const int* start_;
-  const int* length_;
+  SharedStorage& shared_;
+  const int32_t* cu_seqlens_q_;
+  int max_seqlen_q_, left_, base_;
 };
 
 __device__ __forceinline__ int add_lower_lanes(int value) {
@@ -59,81 +66,114 @@ __device__ __forceinline__ int add_lower_lanes(int value) {
   return sum;
 }
 
-// Fills the tables and chooses the shares: a few sequences by each warp for itself, without a
-// barrier of the CTA.
-__device__ __forceinline__ Lengths read_lengths(SharedStorage& shared, const Arguments& params,
-                                                Shares* shares) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int grid = gridDim.x;
-  if (params.batch <= 32) {
-    int* const start = shared.start + warp * 33;
-    int* const length = shared.length + warp * 32;
-    int tiles = 0;
-    if (lane < params.batch) {
-      length[lane] = Lengths::read_length(params, lane);
-      tiles = Lengths(params, start, length).tiles(lane);
-    }
-    const int sum = add_lower_lanes(tiles);
-    const uint32_t live = __ballot_sync(0xffffffff, tiles > 0);
-    const Load load{params.heads_kv, __popc(live), __shfl_sync(0xffffffff, sum, 31),
-                    __reduce_max_sync(0xffffffff, tiles)};
-    *shares = load.live == 0 ? Shares{1, 1}
-                             : share_out(load, kColumns, grid, params.by.grid, params.max_splits);
-    const uint32_t lower = (1u << lane) - 1;
-    start[lane] = shares->room > 0 ? __popc(live & lower) * shares->room : sum - tiles;
-    if (lane == 31) {
-      start[32] = shares->room > 0 ? load.live * shares->room : sum;
-    }
-    __syncwarp();
-    return Lengths(params, start, length);
+// The sequence of a place: the last one that starts at or before it. By a warp; at most 32 * 32
+// sequences.
+__device__ __forceinline__ int find_sequence(const Lengths& lengths, int batch, int place) {
+  const int lane = threadIdx.x % 32;
+  const int stride = ceil_div(batch, 32);
+  const auto count_before = [&](int b, int last) {
+    return __popc(__ballot_sync(0xffffffff, b < last && lengths.start(b) <= place));
+  };
+  const int first = max(count_before(lane * stride, batch) - 1, 0) * stride;
+  if (stride == 1) {
+    return first;
   }
+  return first + max(count_before(first + lane, min(first + stride, batch)) - 1, 0);
+}
 
+// What a warp needs of the sequences before its own, or before its lanes' own.
+struct Before {
+  int live, tiles;
+};
+
+__device__ __forceinline__ Shares choose_shares(const Arguments& params, const Load& load) {
+  return load.live == 0 ? Shares{1, 1}
+                        : share_out(load, gridDim.x, params.by.grid, params.max_splits);
+}
+
+// Where a sequence starts on the line.
+__device__ __forceinline__ int start_of(const Shares& shares, const Before& before) {
+  return shares.room > 0 ? before.live * shares.room : before.tiles;
+}
+
+// Each warp has tables of its own, so no barrier of the CTA is needed.
+__device__ __forceinline__ Shares read_few_lengths(Lengths& lengths, const Arguments& params) {
+  const int lane = threadIdx.x % 32;
+  int tiles = 0;
+  if (lane < params.batch) {
+    lengths.length(lane) = lengths.read_length(params, lane);
+    tiles = lengths.tiles(lane);
+  }
+  const int sum = add_lower_lanes(tiles);
+  const uint32_t live = __ballot_sync(0xffffffff, tiles > 0);
+  const Load load{params.heads_kv, params.group * params.max_seqlen_q, __popc(live),
+                  __shfl_sync(0xffffffff, sum, 31), __reduce_max_sync(0xffffffff, tiles)};
+  const Shares shares = choose_shares(params, load);
+  lengths.start(lane) = start_of(shares, {__popc(live & ((1u << lane) - 1)), sum - tiles});
+  if (lane == 31) {
+    lengths.start(32) = start_of(shares, {load.live, sum});
+  }
+  __syncwarp();
+  return shares;
+}
+
+// Any number of sequences, a run of them by each thread.
+__device__ __forceinline__ Shares read_many_lengths(SharedStorage& shared, Lengths& lengths,
+                                                    const Arguments& params) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int b = threadIdx.x; b < params.batch; b += kThreads) {
-    shared.length[b] = Lengths::read_length(params, b);
+    lengths.length(b) = lengths.read_length(params, b);
   }
   __syncthreads();
-  const Lengths lengths(params, shared.start, shared.length);
   const int run = ceil_div(params.batch, kThreads);
   const int begin = min(static_cast<int>(threadIdx.x) * run, params.batch);
   const int end = min(begin + run, params.batch);
-  int tiles = 0, live = 0, longest = 0;
+  Before own{0, 0};
+  int longest = 0;
+#pragma unroll 1
   for (int b = begin; b < end; ++b) {
-    const int n = lengths.tiles(b);
-    tiles += n;
-    live += n > 0;
-    longest = max(longest, n);
+    const int tiles = lengths.tiles(b);
+    own = {own.live + (tiles > 0), own.tiles + tiles};
+    longest = max(longest, tiles);
   }
-  const int tile_sum = add_lower_lanes(tiles);
-  const int live_sum = add_lower_lanes(live);
+  const Before sum{add_lower_lanes(own.live), add_lower_lanes(own.tiles)};
   longest = __reduce_max_sync(0xffffffff, longest);
   if (lane == 31) {
-    shared.load[warp] = make_int4(live_sum, tile_sum, longest, 0);
+    shared.load[warp] = make_int4(sum.live, sum.tiles, longest, 0);
   }
   __syncthreads();
-  Load load{params.heads_kv, 0, 0, 0};
-  int live_before = live_sum - live, tiles_before = tile_sum - tiles;
+  Load load{params.heads_kv, params.group * params.max_seqlen_q, 0, 0, 0};
+  Before before{sum.live - own.live, sum.tiles - own.tiles};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     const int4 part = shared.load[w];
-    live_before += w < warp ? part.x : 0;
-    tiles_before += w < warp ? part.y : 0;
+    if (w < warp) {
+      before = {before.live + part.x, before.tiles + part.y};
+    }
     load.live += part.x;
     load.tiles += part.y;
     load.longest = max(load.longest, part.z);
   }
-  *shares = load.live == 0 ? Shares{1, 1}
-                           : share_out(load, kColumns, grid, params.by.grid, params.max_splits);
+  const Shares shares = choose_shares(params, load);
+#pragma unroll 1
   for (int b = begin; b < end; ++b) {
-    const int n = lengths.tiles(b);
-    shared.start[b] = shares->room > 0 ? live_before * shares->room : tiles_before;
-    live_before += n > 0;
-    tiles_before += n;
+    const int tiles = lengths.tiles(b);
+    lengths.start(b) = start_of(shares, before);
+    before = {before.live + (tiles > 0), before.tiles + tiles};
   }
   if (threadIdx.x == 0) {
-    shared.start[params.batch] = shares->room > 0 ? load.live * shares->room : load.tiles;
+    lengths.start(params.batch) = start_of(shares, {load.live, load.tiles});
   }
   __syncthreads();
-  return lengths;
+  return shares;
+}
+
+// Fills the tables and chooses the shares.
+__device__ __forceinline__ Shares read_lengths(SharedStorage& shared, Lengths& lengths,
+                                               const Arguments& params) {
+  return params.batch <= Lengths::kFew ? read_few_lengths(lengths, params)
+                                       : read_many_lengths(shared, lengths, params);
 }
 
 }  // namespace ostinato::decode

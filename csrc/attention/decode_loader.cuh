@@ -34,6 +34,20 @@ struct TileRange {
   }
 };
 
+// One lane of the warp, the same every time. (The copy engine's instructions are the compiler's
+// business for one lane only; it knows of this one.)
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // 16 bytes from global to shared memory by a thread.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
@@ -78,56 +92,36 @@ class Loader {
         maps_(maps),
         lengths_(lengths),
         walk_(walk),
-        warp_(threadIdx.x / 32),
+        warp_(warp_index()),
         lane_(threadIdx.x % 32) {}
 
-  // Loads all stages.
+  // Loads the first stage.
   __device__ __forceinline__ void start() {
-    // The first two turns read page ids only. One loop, since refill() is long.
+    // The ids of the first blocks, and those after them.
 #pragma unroll 1
-    for (int stage = -2; stage < kStages; ++stage) {
-      if (stage >= 0) {
-        if (!ready()) {
-          break;
-        }
-        load<Keys>(stage);
-        load<Values>(stage);
-        ++current_.index;
-      }
-      if (--current_.left <= 0) {
-        refill();
-      }
-    }
-  }
-
-  // Whether there is a block to load.
-  __device__ __forceinline__ bool ready() const { return current_.left > 0; }
-
-  // Into a stage that the team has done with.
-  template <class What>
-  __device__ __forceinline__ void load(int stage) {
-    uint8_t* const block = ring_of<What>(shared_).blocks[stage][warp_];
-    uint64_t* const full = &arrivals_of<What>(shared_).full[stage][team_of(warp_)];
-    if constexpr (kQuantized && std::is_same_v<What, Keys>) {
-      if (has_token_scales(params_)) {
-        copy_scales(shared_.scales[stage][warp_]);
-        if constexpr (kCopyPages) {
-          arrive_when_copied(full);
-        }
-      }
-    }
-    if constexpr (kCopyPages) {
-      copy_block<What>(block, full);
-    } else {
-      gather_block<What>(block, full);
-    }
-  }
-
-  // After both kinds: on to the next block.
-  __device__ __forceinline__ void advance() {
-    ++current_.index;
-    if (--current_.left == 0) {
+    for (int i = 0; i < 2; ++i) {
       refill();
+    }
+    if (current_.left > 0) {
+      load_next(0);
+    }
+  }
+
+  // Loads the other stages.
+  __device__ __forceinline__ void fill() {
+#pragma unroll 1
+    for (int stage = 1; stage < kStages; ++stage) {
+      load(stage);
+    }
+  }
+
+  // The next block's keys and values, if there is one, into a stage that the team has done with.
+  __device__ __forceinline__ void load(int stage) {
+    if (current_.left == 0 && next_.left > 0) {
+      refill();
+    }
+    if (current_.left > 0) {
+      load_next(stage);
     }
   }
 
@@ -139,9 +133,34 @@ class Loader {
     int left = 0;  // tiles
     int index = 0;
     int head;
-    // Of this lane's block or token: no page if it is not to be seen.
+    // Of this lane's block or token, if it is to be seen.
     int page, slot;
+    bool seen;
   };
+
+  __device__ __forceinline__ void load_next(int stage) {
+    if constexpr (kCopyPages) {
+      copy_block(stage);
+    } else {
+      if (has_token_scales(params_)) {
+        copy_scales(stage);
+      }
+      gather_block<Keys>(stage);
+      gather_block<Values>(stage);
+    }
+    ++current_.index;
+    --current_.left;
+  }
+
+  template <class What>
+  __device__ __forceinline__ uint8_t* block_of(int stage) const {
+    return ring_of<What>(shared_).blocks[stage][warp_];
+  }
+
+  template <class What>
+  __device__ __forceinline__ uint64_t* barrier_of(int stage) const {
+    return &arrivals_of<What>(shared_).full[stage][team_of(warp_)];
+  }
 
   // The queries of a piece that is ahead, so that its start does not wait for memory.
   __device__ __forceinline__ void prefetch_queries(const Piece& piece) const {
@@ -162,6 +181,7 @@ class Loader {
   __device__ __forceinline__ void refill() {
     current_ = next_;
     next_.left = 0;
+    Piece ahead{-1};
     while (tile_ >= end_) {
       Piece piece;
       if (!walk_.next(lengths_, &piece)) {
@@ -175,37 +195,50 @@ class Loader {
       end_token_ = visible.end;
       next_.head = piece.head;
       page_table_ = params_.page_table + piece.sequence * params_.page_table_stride;
-      if (warp_ == 0) {
-        prefetch_queries(piece);
-      }
+      ahead = piece;
     }
     next_.left = min(end_ - tile_, kBatch);
     next_.index = 0;
-    next_.page = -1;
     const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + warp_ * kBlockTokens;
     const int token = block + lane_ % kLanesPerBlock;
     const int last = kCopyPages ? token + kBlockTokens - 1 : token;
-    const int page = params_.by.page_size.divide(token);
-    next_.slot = token - page * params_.page_size;
-    if (token < end_token_ && last >= first_token_ && lane_ / kLanesPerBlock < next_.left) {
-      next_.page = page_table_[page];
-    }
+    next_.seen = token < end_token_ && last >= first_token_ && lane_ / kLanesPerBlock < next_.left;
+    // Every lane reads an id, if not its own, so that nothing waits for it here.
+    const int known = next_.seen ? token : end_token_ - 1;
+    const int page = params_.by.page_size.divide(known);
+    next_.slot = known - page * params_.page_size;
+    next_.page = page_table_[page];
     tile_ += next_.left;
+    if (warp_ == 0 && ahead.sequence >= 0) {
+      prefetch_queries(ahead);
+    }
   }
 
-  template <class What>
-  __device__ __forceinline__ void copy_block(uint8_t* block, uint64_t* full) {
+  __device__ __forceinline__ void copy_block(int stage) {
     const int page = __shfl_sync(0xffffffff, current_.page, current_.index);
     const int slot = __shfl_sync(0xffffffff, current_.slot, current_.index);
-    if (lane_ != 0) {
-      return;
+    // Of a team's warps, some may have tokens of the tile where this one has none.
+    const bool seen = kTeamWarps == 1 || __shfl_sync(0xffffffff, current_.seen, current_.index);
+    if (kQuantized && has_token_scales(params_)) {
+      copy_scales(stage);
+      arrive_when_copied(barrier_of<Keys>(stage));
     }
-    if (page < 0) {  // another warp of the team has tokens of this tile
+    if (elect_lane()) {
+      copy_box<Keys>(stage, maps_.keys, seen, page, slot);
+      copy_box<Values>(stage, maps_.values, seen, page, slot);
+    }
+  }
+
+  // By one lane.
+  template <class What>
+  __device__ __forceinline__ void copy_box(int stage, const CUtensorMap& map, bool seen, int page,
+                                           int slot) {
+    uint8_t* const block = block_of<What>(stage);
+    uint64_t* const full = barrier_of<What>(stage);
+    if (!seen) {
       arrive(full);
       return;
     }
-    constexpr bool kKeys = std::is_same_v<What, Keys>;
-    const CUtensorMap& map = kKeys ? maps_.keys : maps_.values;
     arrive_expecting(full, kBlockBytes);
     if constexpr (kWholeStrips) {
       tma_load(block, map, {0, slot, 0, current_.head, page}, full);
@@ -219,12 +252,13 @@ class Loader {
   }
 
   // Of the block's keys and values, by a lane for each.
-  __device__ __forceinline__ void copy_scales(float* scales) {
+  __device__ __forceinline__ void copy_scales(int stage) {
+    float* const scales = shared_.scales[stage][warp_];
     const int token = lane_ % kBlockTokens;
     const int source = current_.index * kLanesPerBlock + (kCopyPages ? 0 : token);
     const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
     const int slot = __shfl_sync(0xffffffff, current_.slot, source) + (kCopyPages ? token : 0);
-    if (page < 0) {
+    if (!__shfl_sync(0xffffffff, current_.seen, source)) {
       return;
     }
     const bool keys = lane_ < kBlockTokens;
@@ -237,7 +271,7 @@ class Loader {
   }
 
   template <class What>
-  __device__ __forceinline__ void gather_block(uint8_t* block, uint64_t* full) {
+  __device__ __forceinline__ void gather_block(int stage) {
     constexpr int kVectors = kRowBytes / 16;
     constexpr bool kKeys = std::is_same_v<What, Keys>;
     const int64_t page_stride = kKeys ? params_.k_page_stride : params_.v_page_stride;
@@ -246,7 +280,7 @@ class Loader {
     const uint8_t* const head =
         static_cast<const uint8_t*>(kKeys ? params_.k_cache : params_.v_cache) +
         current_.head * head_stride * kElementBytes;
-    const uint32_t shared = shared_address(block);
+    const uint32_t shared = shared_address(block_of<What>(stage));
 #pragma unroll
     for (int i = 0; i < ceil_div(kBlockTokens * kVectors, 32); ++i) {
       const int row = (i * 32 + lane_) / kVectors;
@@ -254,7 +288,7 @@ class Loader {
       const int source = current_.index * kBlockTokens + row % kBlockTokens;
       const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
       const int slot = __shfl_sync(0xffffffff, current_.slot, source);
-      if (page >= 0 && row < kBlockTokens) {
+      if (__shfl_sync(0xffffffff, current_.seen, source) && row < kBlockTokens) {
         const uint8_t* const from =
             head + (page * page_stride + slot * slot_stride) * kElementBytes;
         copy_vector(shared + vector / 8 * (kStripBytes * kBlockTokens) + row * kStripBytes +
@@ -262,7 +296,7 @@ class Loader {
                     from + vector * 16);
       }
     }
-    arrive_when_copied(full);
+    arrive_when_copied(barrier_of<What>(stage));
   }
 
   SharedStorage& shared_;

@@ -59,4 +59,10 @@ __device__ __forceinline__ float power_of_2(float x) {
   return y;
 }
 
+// A value that the compiler is to keep, where it would compute it anew in every turn of a loop.
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+  asm volatile("mov.u32 %0, %0;" : "+r"(value));
+  return value;
+}
+
 }  // namespace ostinato::decode

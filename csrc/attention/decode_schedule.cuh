@@ -35,8 +35,24 @@ struct Divisor {
 
 // What all CTAs divide by; the length of the chain of divisions at the start is felt.
 struct Divisors {
-  Divisor grid, heads_kv, group, page_size;
+  Divisor grid, heads_kv, group, page_size, batch;
 };
+
+// n / d of numbers below 2^30 that only the device knows, if it is below 2^21: a guess, wrong by at
+// most 1.
+__host__ __device__ __forceinline__ int divide(int n, int d) {
+#ifdef __CUDA_ARCH__
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(static_cast<float>(d)));
+  const int quotient = static_cast<int>(static_cast<float>(n) * reciprocal);
+  const int rest = n - quotient * d;
+  return quotient + (rest >= d) - (rest < 0);
+#else
+  return n / d;
+#endif
+}
+
+__host__ __device__ __forceinline__ int divide_up(int n, int d) { return divide(n + d - 1, d); }
 
 struct Shares {
   int quota;  // places of a CTA
@@ -46,41 +62,55 @@ struct Shares {
 // What the choice depends on. All CTAs have the same.
 struct Load {
   int heads_kv;
+  int rows;     // of a segment: queries times heads of the group
   int live;     // sequences with tiles
   int tiles;    // of all sequences, for one KV head
   int longest;  // tiles of the longest sequence
 };
 
-// At the end of a segment one CTA adds up the parts, at a cost that grows with their number and
-// size; a tile takes about 8 times as long as the part of 8 columns. So the sum of both is least
-// near sqrt(8 * tiles) parts: 16 of a sequence of 2048 tokens.
-__host__ __device__ inline int best_splits(int tiles, int columns) {
-  const int best = static_cast<int>(sqrtf(64.0f * static_cast<float>(tiles) / columns) + 0.5f);
-  return best < 1 ? 1 : best;
+// Costs, measured on an H200, in sixteenths of the time of a tile in a CTA that has its SM to
+// itself: what it takes to share a segment at all, and each part of it per row.
+inline constexpr int kSharingCost = 72, kRowCost = 1;
+
+// The fewest tiles of a CTA that are worth a part: about where the sum of both, n tiles and
+// tiles / n parts, is least. A power of two divides more lengths that are alike.
+__host__ __device__ __forceinline__ int least_quota(int tiles, int rows) {
+  const float square = static_cast<float>(tiles) * static_cast<float>(rows * kRowCost) / 16;
+  int quota = 1;
+  while (static_cast<float>(4 * quota * quota) <= square) {
+    quota *= 2;
+  }
+  return quota;
 }
 
-__host__ __device__ inline Shares share_out(const Load& load, int columns, int grid,
-                                            const Divisor& by_grid, int max_splits) {
-  const int splits = max_splits > 0 ? max_splits : best_splits(load.longest, columns);
+__host__ __device__ inline Shares share_out(const Load& load, int grid, const Divisor& by_grid,
+                                            int max_splits) {
   const int total = load.tiles * load.heads_kv;
-  const int least = ceil_div(load.longest, splits);
   const int fair = by_grid.divide(total + grid - 1);
+  const int least =
+      max_splits > 0 ? divide_up(load.longest, max_splits) : least_quota(load.longest, load.rows);
   const int equal = fair > least ? fair : least;
   const int segments = load.live * load.heads_kv;
   int aligned, room;
   if (segments <= grid) {
-    const int most = grid / segments;
-    const int parts = most < splits ? most : splits;
-    aligned = ceil_div(load.longest, parts);
+    // As few as do it, each with as many tiles as the others.
+    const int most = divide(grid, segments);
+    const int wanted = divide_up(load.longest, least);
+    const int parts = most < wanted ? most : wanted;
+    aligned = divide_up(load.longest, parts);
+    if (parts > 1 && 16 * (load.longest - aligned) <= kSharingCost + parts * load.rows * kRowCost) {
+      return Shares{load.longest, load.longest};  // nobody shares anything
+    }
     room = parts * aligned;
   } else {
     aligned = by_grid.divide(segments + grid - 1) * load.longest;
     room = load.longest;
   }
-  // Memory is shared: when the CTAs with less to do have ended, the others are faster.
-  return 4 * static_cast<int64_t>(aligned) <= 5 * static_cast<int64_t>(equal)
-             ? Shares{aligned, room}
-             : Shares{equal, 0};
+  // Memory is shared: when the CTAs with less to do have ended, the others are faster, at most
+  // about four times. And places that lie close are shared by more CTAs.
+  // Who wants no parts gets none, whatever it costs: then no sequence's result depends on others.
+  const bool even = max_splits == 1 || aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
+  return even ? Shares{aligned, room} : Shares{equal, 0};
 }
 
 // The tokens of a sequence that any of its queries sees, and the tiles that hold them.
@@ -90,7 +120,7 @@ struct Visible {
   __host__ __device__ Visible(int length, int queries, int left)
       : begin(0), end(queries > 0 ? length : 0) {
     // The first query is at length - queries, and sees `left` tokens before it.
-    if (left >= 0 && static_cast<int64_t>(length) - queries - left > 0) {
+    if (left >= 0 && length - queries > left) {
       begin = length - queries - left;
     }
   }
@@ -108,52 +138,49 @@ struct Piece {
   int start;       // the segment's first place
   int tiles;       // of the segment
 
-  // The CTAs that have pieces of the segment, and how many they are.
-  __host__ __device__ int first_cta(int quota) const { return start / quota; }
-  __host__ __device__ int ctas(int quota) const {
-    return (start + tiles - 1) / quota - start / quota + 1;
-  }
   __host__ __device__ bool whole() const { return begin == 0 && end == tiles; }
 };
 
+// The places of a CTA.
+struct Places {
+  int begin, end;
+
+  // Of the places that there are for all.
+  __host__ __device__ Places(int all, const Shares& shares, int cta) {
+    // 64 bits: a CTA past the last place may be past 2^31, too.
+    const int64_t first = static_cast<int64_t>(cta) * shares.quota;
+    begin = static_cast<int>(first < all ? first : all);
+    end = all - begin < shares.quota ? all : begin + shares.quota;
+  }
+
+  __host__ __device__ bool empty() const { return begin == end; }
+};
+
 // The pieces of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the places (of
-// one KV head) before it; start(batch) is the number of all.
+// one KV head) before it.
 template <class Table>
 class Walk {
  public:
-  __host__ __device__ Walk(const Table& table, int batch, int heads_kv, const Divisor& by_heads_kv,
-                           const Shares& shares, int cta)
-      : batch_(batch), heads_kv_(heads_kv), room_(shares.room) {
-    // 64 bits: a CTA past the last place may be past 2^31, too.
-    const int64_t places = static_cast<int64_t>(table.start(batch)) * heads_kv;
-    const int64_t first = static_cast<int64_t>(cta) * shares.quota;
-    begin_ = static_cast<int>(first < places ? first : places);
-    end_ = static_cast<int>(places - begin_ < shares.quota ? places : begin_ + shares.quota);
-    if (begin_ == end_) {
+  // `sequence` is that of the first place.
+  __host__ __device__ Walk(const Table& table, int batch, int heads_kv, const Shares& shares,
+                           const Places& places, int sequence)
+      : batch_(batch), heads_kv_(heads_kv), room_(shares.room), places_(places) {
+    if (places.empty()) {
+      start_ = places.end;
       return;
     }
-    const int place = by_heads_kv.divide(begin_);
-    int low = 0, high = batch;  // start(low) <= place < start(high)
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (table.start(middle) <= place) {
-        low = middle;
-      } else {
-        high = middle;
-      }
-    }
-    sequence_ = low;
-    tiles_ = table.tiles(low);
-    const int before = table.start(low) * heads_kv;
-    head_ = (begin_ - before) / segment_room();
+    sequence_ = sequence;
+    tiles_ = table.tiles(sequence);
+    const int before = table.start(sequence) * heads_kv;
+    head_ = divide(places.begin - before, segment_room());
     start_ = before + head_ * segment_room();
   }
 
   // The next piece; false at the end.
   __host__ __device__ bool next(const Table& table, Piece* piece) {
-    while (start_ < end_) {
-      const int first = begin_ > start_ ? begin_ - start_ : 0;
-      const int last = end_ - start_ < tiles_ ? end_ - start_ : tiles_;
+    while (start_ < places_.end) {
+      const int first = places_.begin > start_ ? places_.begin - start_ : 0;
+      const int last = places_.end - start_ < tiles_ ? places_.end - start_ : tiles_;
       *piece = Piece{sequence_, head_, first, last, start_, tiles_};
       advance(table);
       if (first < last) {
@@ -178,7 +205,7 @@ class Walk {
   }
 
   int batch_, heads_kv_, room_;
-  int begin_, end_;  // the CTA's places
+  Places places_;
   int sequence_ = 0, head_ = 0, start_ = 0, tiles_ = 1;
 };
 

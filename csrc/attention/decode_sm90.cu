@@ -15,7 +15,7 @@
 #include "common/launch.cuh"
 #include "common/ring.cuh"
 #include "decode_loader.cuh"
-#include "decode_output.cuh"
+#include "decode_merge.cuh"
 
 namespace ostinato::decode {
 namespace {
@@ -24,119 +24,136 @@ namespace {
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        RingPosition& position, const Sight& sight,
                                        const TileRange& range, bool token_scales) {
-  const int warp = threadIdx.x / 32;
-  const int first_block = team_of(warp) * kTeamWarps;
+  const int warp = warp_index(), team = team_of(warp);
+  const int first_block = team * kTeamWarps;
   for (int tile = range.begin; tile < range.end; ++tile) {
-    const int first_token = tile * kTileTokens + first_block * kBlockTokens;
     const int stage = position.slot;
-    const auto is_seen = [&](int block) {
-      const int token = first_token + block * kBlockTokens;
-      return kTeamWarps == 1 ||
-             (token < sight.visible.end && token + kBlockTokens > sight.visible.begin);
-    };
-    wait(&shared.keys_arrived.full[stage][team_of(warp)], position.parity);
+    wait(&shared.keys_arrived.full[stage][team], position.parity);
     OSTINATO_DELAY(decode_keys_load, warp == 1);
-    if constexpr (kTeamWarps == 1) {
-      attention.multiply_keys(shared.keys.blocks[stage][first_block]);
-      if (token_scales) {
-        attention.take_scales(shared.scales[stage][first_block]);
-      }
-      OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
-      sync_team(warp);
-      if (loader.ready()) {
-        loader.load<Keys>(stage);
-      }
-      attention.weigh(sight, first_token, token_scales);
-      wait(&shared.values_arrived.full[stage][team_of(warp)], position.parity);
-      OSTINATO_DELAY(decode_values_load, warp == 2);
-      attention.multiply_values(shared.values.blocks[stage][first_block], sight.visible,
-                                first_token);
-    } else {
-      wait(&shared.values_arrived.full[stage][team_of(warp)], position.parity);
 #pragma unroll 1
-      for (int block = 0; block < kTeamWarps; ++block) {
-        if (is_seen(block)) {
-          const int token = first_token + block * kBlockTokens;
-          attention.multiply_keys(shared.keys.blocks[stage][first_block + block]);
-          if (token_scales) {
-            attention.take_scales(shared.scales[stage][first_block + block]);
-          }
-          attention.weigh(sight, token, token_scales);
-          attention.multiply_values(shared.values.blocks[stage][first_block + block], sight.visible,
-                                    token);
-        }
+    for (int block = first_block; block < first_block + kTeamWarps; ++block) {
+      const int token = tile * kTileTokens + block * kBlockTokens;
+      if (kTeamWarps > 1 &&
+          (token >= sight.visible.end || token + kBlockTokens <= sight.visible.begin)) {
+        continue;
       }
-      OSTINATO_DELAY(decode_keys_release, warp == 3);
-      sync_team(warp);
-      if (loader.ready()) {
-        loader.load<Keys>(stage);
+      attention.multiply_keys(shared.keys.blocks[stage][block]);
+      if (token_scales) {
+        attention.take_scales(shared.scales[stage][block]);
       }
+      const bool hides_some = sight.hides_some(token);
+      attention.weigh(sight, token, hides_some, token_scales);
+      wait(&shared.values_arrived.full[stage][team], position.parity);
+      OSTINATO_DELAY(decode_values_load, warp == 2);
+      attention.multiply_values(shared.values.blocks[stage][block], sight.visible, token,
+                                hides_some);
     }
-    OSTINATO_DELAY(decode_values_release, threadIdx.x % 32 == 9);
-    if constexpr (kTeamWarps == 1) {
-      sync_team(warp);
-    }
-    if (loader.ready()) {
-      loader.load<Values>(stage);
-      loader.advance();
-    }
+    OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
+    OSTINATO_DELAY(decode_values_release, warp == 3);
+    sync_team(warp);
+    loader.load(stage);
     position.advance(kStages);
   }
+}
+
+__device__ __forceinline__ void fetch_queries(Attention& attention, const Arguments& params,
+                                              const Lengths& lengths, const Piece& piece) {
+  attention.fetch(params, lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
+                  piece.head);
+}
+
+// Into the L2 cache, what every CTA reads first: the lengths, and page ids by the line. Before the
+// predecessor's end it is a hint only, and what it may still write is read after that.
+__device__ __forceinline__ void prefetch_tables(const Arguments& params) {
+  constexpr int kLineEntries = 128 / sizeof(int32_t);
+  const int line = params.by.batch.divide(blockIdx.x);
+  const int sequence = blockIdx.x - line * params.batch;
+  if (line * kLineEntries < params.max_pages) {
+    prefetch_line(params.page_table + sequence * params.page_table_stride + line * kLineEntries);
+  }
+  if (blockIdx.x * kLineEntries < params.batch) {
+    prefetch_line(params.seq_lens + blockIdx.x * kLineEntries);
+  }
+}
+
+// A team's barriers, by its first warp.
+__device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments& params) {
+  const int warp = warp_index();
+  if (warp % kTeamWarps == 0 && elect_lane()) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&shared.keys_arrived.full[stage][team_of(warp)], count_arrivals<Keys>(params));
+      init_barrier(&shared.values_arrived.full[stage][team_of(warp)],
+                   count_arrivals<Values>(params));
+    }
+    fence_barrier_init();
+  }
+  sync_team(warp);
 }
 
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     paged_decode(const __grid_constant__ Arguments params, const __grid_constant__ CacheMaps maps) {
   extern __shared__ __align__(1024) uint8_t storage[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
-  const int warp = threadIdx.x / 32;
   const int cta = blockIdx.x;
-  if (warp == 0) {
-    for (int i = threadIdx.x; i < kStages * kTeams; i += 32) {
-      init_barrier(&shared.keys_arrived.full[0][i], count_arrivals<Keys>(params));
-      init_barrier(&shared.values_arrived.full[0][i], count_arrivals<Values>(params));
-    }
-    fence_barrier_init();
-    if (kCopyPages && threadIdx.x == 0) {
+  if (threadIdx.x == kThreads - 1) {
+    prefetch_tables(params);
+    if (kCopyPages) {
       prefetch_tensor_map(maps.keys);
       prefetch_tensor_map(maps.values);
     }
   }
-  __syncthreads();
+  init_team(shared, params);
   wait_for_predecessor();
 
-  Shares shares;
-  const Lengths lengths = read_lengths(shared, params, &shares);
-  Walk<Lengths> walk(lengths, params.batch, params.heads_kv, params.by.heads_kv, shares, cta);
+  Lengths lengths(shared, params);
+  const Shares shares = read_lengths(shared, lengths, params);
+  const Places places(lengths.start(params.batch) * params.heads_kv, shares, cta);
+  const int sequence =
+      find_sequence(lengths, params.batch, params.by.heads_kv.divide(places.begin));
+  Walk<Lengths> walk(lengths, params.batch, params.heads_kv, shares, places, sequence);
   Loader loader(shared, params, maps, lengths, walk);
+  Piece piece;
+  if (!walk.next(lengths, &piece)) {
+    write_empty(params, lengths);
+    return;
+  }
   loader.start();
+  // The first block needs the queries, which would wait behind the blocks of all stages.
+  Attention attention(params);
+  fetch_queries(attention, params, lengths, piece);
+  loader.fill();
   let_successor_start();
 
-  Attention attention(params);
   RingPosition position;
-  SharedSegment segments[2];
-  Piece piece;
-  while (walk.next(lengths, &piece)) {
+  SharedSegments segments;
+  for (bool first = true, more = true; more; first = false) {
     const Sight sight(params, lengths, piece.sequence);
     const Rows rows(params, lengths, piece.sequence, piece.head);
-    attention.begin(params, rows.first, sight.queries, piece.head,
-                    segment_scale(params, params.k_scale, piece.head * params.k_scale_head_stride));
-    attend(shared, attention, loader, position, sight,
-           TileRange(sight.visible, piece, team_of(warp)), has_token_scales(params));
-    float* part = nullptr;
+    const TileRange range(sight.visible, piece, team_of(warp_index()));
+    float4* part = nullptr;
     if (!piece.whole()) {
-      const SharedSegment segment{piece.sequence, piece.head, piece.first_cta(shares.quota),
-                                  piece.ctas(shares.quota)};
+      const SharedSegment segment(piece, shares);
       const bool begins = piece.begin == 0;
       if (begins) {
-        segments[1] = segment;
+        segments.begun = segment;
       } else {
-        segments[0] = segment;
+        segments.ended = segment;
       }
-      part = part_of(params, cta, begins);
+      part = part_of(params, cta, begins, warp_index());
     }
-    store_piece(shared, params, attention, rows, part);
+    attention.begin(segment_scale(params, params.k_scale, piece.head * params.k_scale_head_stride));
+    more = walk.next(lengths, &piece);
+    if (more && Attention::kFetchesAhead) {
+      fetch_queries(attention, params, lengths, piece);
+    }
+    attend(shared, attention, loader, position, sight, range, has_token_scales(params));
+    store_piece(shared, params, attention, rows, part, first);
+    if (more && !Attention::kFetchesAhead) {
+      fetch_queries(attention, params, lengths, piece);
+    }
   }
-  merge_segments(shared, params, lengths, segments);
+  merge_segments(params, lengths, segments);
   write_empty(params, lengths);
 }
 
@@ -162,16 +179,17 @@ bool is_aligned(const void* pointer, int bytes) {
 bool is_supported(const PagedDecodeParams& p) {
   if (p.batch < 1 || p.batch > kMaxBatch || p.heads_kv < 1 || p.heads_q < p.heads_kv ||
       p.heads_q % p.heads_kv != 0 || p.pages < 1 || p.page_size < 1 || p.max_pages < 1 ||
-      p.max_seqlen_q < 1 || max_rows(p) > kColumns || (kCopyPages && p.page_size % kBlockTokens)) {
+      p.max_seqlen_q < 1 || p.max_seqlen_q * (p.heads_q / p.heads_kv) > kColumns ||
+      (kCopyPages && p.page_size % kBlockTokens)) {
     return false;
   }
-  // Places on the line of segments, and tokens, are divided as numbers below 2^30.
+  // Places on the line of segments are divided as numbers below 2^30, tiles as below 2^21.
   const int64_t capacity = static_cast<int64_t>(p.max_pages) * p.page_size;
   const int64_t places = int64_t{2} * p.batch * p.heads_kv * (capacity / kTileTokens + 2);
   constexpr int kVector = 16 / kElementBytes;
   const int64_t strides = p.k_page_stride | p.k_slot_stride | p.k_head_stride | p.v_page_stride |
                           p.v_slot_stride | p.v_head_stride;
-  return capacity < (1 << 30) && places < (1 << 30) && strides % kVector == 0 &&
+  return capacity < (1 << 27) && places < (1 << 30) && strides % kVector == 0 &&
          (p.q_token_stride | p.q_head_stride) % 2 == 0 &&
          (p.out_token_stride | p.out_head_stride) % 4 == 0 && is_aligned(p.q, 4) &&
          is_aligned(p.k_cache, 16) && is_aligned(p.v_cache, 16) && is_aligned(p.out, 8) &&
@@ -192,13 +210,16 @@ OSTINATO_EXPORT int ostinato_prepare() {
                                       sizeof(ostinato::decode::SharedStorage));
 }
 
-// What the launch needs beside its tensors; it depends on the device and on `rows` alone, the most
+// What the launch needs beside its tensors; it depends on the device alone. `rows` are the most
 // queries of a sequence times the heads of a group.
 OSTINATO_EXPORT int ostinato_workspace_bytes(int rows, int64_t* bytes) {
   using namespace ostinato::decode;
+  if (rows < 1 || rows > kColumns) {
+    return cudaErrorInvalidValue;
+  }
   int grid = 0;
   OSTINATO_RETURN_IF_ERROR(grid_size(&grid));
-  *bytes = counter_bytes(grid) + 2 * grid * partial_floats(rows) * sizeof(float);
+  *bytes = workspace_bytes(grid);
   return cudaSuccess;
 }
 
@@ -221,10 +242,6 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, v
   config.block = dim3(kThreads);
   config.dynamic_smem = sizeof(SharedStorage);
   config.pdl = params->pdl != 0;
-  Arguments arguments;
-  static_cast<ostinato::PagedDecodeParams&>(arguments) = *params;
-  arguments.group = params->heads_q / params->heads_kv;
-  arguments.by = {Divisor(grid), Divisor(params->heads_kv), Divisor(arguments.group),
-                  Divisor(params->page_size)};
-  return ostinato::launch(paged_decode, config, static_cast<cudaStream_t>(stream), arguments, maps);
+  return ostinato::launch(paged_decode, config, static_cast<cudaStream_t>(stream),
+                          Arguments(*params, grid), maps);
 }

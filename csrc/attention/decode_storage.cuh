@@ -1,16 +1,10 @@
-// What the kernel is given, and the shared memory of a CTA.
+// The shared memory of a CTA.
 #pragma once
 
 #include "common/mbarrier.cuh"
 #include "decode_config.cuh"
-#include "decode_schedule.cuh"
 
 namespace ostinato::decode {
-
-struct Arguments : PagedDecodeParams {
-  Divisors by;
-  int group;  // query heads of a KV head
-};
 
 // Keys and values have rings of the same layout and of different types.
 struct Keys {};
@@ -34,14 +28,14 @@ struct SharedStorage {
   Arrivals<Values> values_arrived;
   // Of the tokens of a block: of 16 keys, then of their values. Only where tokens have their own.
   float scales[kQuantized ? kStages : 1][kWarps][kQuantized ? 2 * kBlockTokens : 1];
-  // Where the teams add up their outputs, and of each column the maximum and the sum of weights.
-  alignas(16) float sums[kTeams][kColumns][kPassStride];
-  float2 weights[kTeams][kColumns];
-  int last[2];  // whether this CTA adds up the parts of the segment that it ends, and begins
+  // Where the teams add up their outputs: what one team has of another's steps, lane by lane, and
+  // of each column the maximum and the sum of weights.
+  float4 sums[kTeams][kTeams > 1 ? kTeams - 1 : 1][kTeamWarps][kTeams > 1 ? kOwnedSteps : 1][32];
+  alignas(16) float2 weights[kTeams][kColumns];
   // The lengths, once for the CTA or, if they are few, for each warp.
   int4 load[kWarps];
   int start[kMaxBatch + 1];
-  int length[kMaxBatch];
+  int length[kMaxBatch + 1];
 };
 
 template <class What>
@@ -68,6 +62,11 @@ __device__ __forceinline__ Arrivals<Values>& arrivals_of<Values>(SharedStorage& 
 
 static_assert(sizeof(SharedStorage) <= 228 * 1024 / kCtasPerSm - 1024,
               "the CTAs of an SM share 228 KB, less 1 KB each");
+
+// As a value that the compiler knows to be the warp's. By all lanes.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+}
 
 // Of warps that load and multiply the same blocks.
 __device__ __forceinline__ int team_of(int warp) { return warp / kTeamWarps; }

@@ -1,0 +1,37 @@
+// Who sees what: causality, windows and lengths.
+#pragma once
+
+#include "decode_lengths.cuh"
+
+namespace ostinato::decode {
+
+// The tokens that the queries of one sequence see.
+struct Sight {
+  int length, queries;
+  int left, right;  // what is no limit is so large that it hides nothing
+  Visible visible;
+  int all_begin, all_end;  // the tokens that all queries see
+
+  __device__ Sight(const Arguments& params, const Lengths& lengths, int b)
+      : length(lengths.length(b)),
+        queries(lengths.queries(b)),
+        // A limit beyond the last of at most 64 queries is none.
+        left(params.left < 0 ? 1 << 30 : min(params.left, 1 << 30)),
+        right(params.right < 0 ? 64 : min(params.right, 64)),
+        visible(lengths.visible(b)),
+        all_begin(first(queries - 1)),
+        all_end(stop(0)) {}
+
+  __device__ __forceinline__ int position(int query) const { return length - queries + query; }
+  __device__ __forceinline__ int first(int query) const { return position(query) - left; }
+  __device__ __forceinline__ int stop(int query) const {
+    return min(length, position(query) + right + 1);
+  }
+
+  // Whether some query does not see some token of the block.
+  __device__ __forceinline__ bool hides_some(int token) const {
+    return token + kBlockTokens > all_end || token < all_begin;
+  }
+};
+
+}  // namespace ostinato::decode
