@@ -24,7 +24,7 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
                                             const SharedSegment& segment) {
   // Parts read at a time, as registers allow, and used at a time.
   constexpr int kPartBatch = kColumnTiles == 1 ? 16 : 8, kGroup = 4;
-  constexpr int kStride = 2 * kPartVectors;   // from a CTA's to the next one's
+  constexpr int kStride = 2 * kPartVectors;  // from a CTA's to the next one's
   const int lane = threadIdx.x % 32, warp = warp_index();
   const int first_column = Attention::first_column();
   const int first_step = team_of(warp) * kOwnedSteps;
