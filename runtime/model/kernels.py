@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from ostinato.kernels.variants import AttentionDecode
+from ostinato.model.config import ModelConfig
 from ostinato.model.layers import AnyLinear, W8A8Linear
 from ostinato.model.llama import Llama
 from ostinato.ops.append_launch import append_kernel
+from ostinato.ops.decode_launch import decode_kernels
 from ostinato.ops.precompile import Variant, layer_kernels, precompile
 
 # How the input of each layer of a decoder layer is quantised: with what comes before it.
@@ -27,8 +30,8 @@ def compile_kernels(model: Llama) -> None:
 def kernels_of(model: Llama) -> list[Variant]:
     """Return the kernels of a model for any number of tokens, on its GPU or an H200.
 
-    They are those of its W8A8 layers and of `append_kv`, to a cache of the model's own dtype. Some
-    are named more than once.
+    They are those of its W8A8 layers, of `append_kv` and of attention in decode steps, with a cache
+    of the model's own dtype. Some are named more than once.
     """
     device = model.device if model.device.type == "cuda" else None
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
@@ -48,4 +51,9 @@ def kernels_of(model: Llama) -> list[Variant]:
             device=device,
         )
     ]
-    return [append_kernel(dtype, dtype), *w8a8]
+    return [append_kernel(dtype, dtype), *attention_kernels(model.config), *w8a8]
+
+
+def attention_kernels(config: ModelConfig) -> list[AttentionDecode]:
+    """Return the kernels of attention in a model's decode steps."""
+    return decode_kernels(config.dtype, config.head_dim, config.num_heads // config.num_kv_heads)

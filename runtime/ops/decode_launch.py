@@ -40,15 +40,9 @@ def variant(
     """
     heads_q, dim = q.shape[1:]
     pages, page_size, heads_kv = k_cache.shape[:3]
-    rows = max_seqlen_q * (heads_q // max(heads_kv, 1))
     if (
-        q.dtype not in (torch.bfloat16, torch.float16)
+        pages == 0
         or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
-        or dim % 16
-        or not 16 <= dim <= 256
-        or not 0 < rows <= _COLUMNS[-1]
-        or pages == 0
-        or (dim > 128 and rows > _MOST_ROWS_OF_LONG_HEADS)
         or not _within_limits(page_table, page_size, heads_kv)
         or not _is_hopper(q.get_device())
         or not _in_vectors(k_cache, _VECTOR_BYTES)
@@ -57,13 +51,41 @@ def variant(
         or not _in_vectors(out, 8)
     ):
         return None
+    rows = max_seqlen_q * (heads_q // max(heads_kv, 1))
+    return kernel_for(q.dtype, k_cache.dtype, dim, rows, copy_pages=page_size % _PAGE == 0)
+
+
+def kernel_for(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows: int, *, copy_pages: bool
+) -> AttentionDecode | None:
+    """Return the kernel for `rows` queries times heads of a group, None where there is none."""
+    if (
+        dtype not in (torch.bfloat16, torch.float16)
+        or dim % 16
+        or not 16 <= dim <= 256
+        or not 0 < rows <= _COLUMNS[-1]
+        or (dim > 128 and rows > _MOST_ROWS_OF_LONG_HEADS)
+    ):
+        return None
     return AttentionDecode(
         head_dim=dim,
-        dtype=KERNEL_NAMES[q.dtype],
-        kv_dtype=KERNEL_NAMES[k_cache.dtype],
+        dtype=KERNEL_NAMES[dtype],
+        kv_dtype=KERNEL_NAMES[kv_dtype],
         columns=next(columns for columns in _COLUMNS if columns >= rows),
-        copy_pages=page_size % _PAGE == 0,
+        copy_pages=copy_pages,
     )
+
+
+def decode_kernels(dtype: torch.dtype, dim: int, group: int) -> list[AttentionDecode]:
+    """Return what steps of one query for each sequence take, whatever the size of a page.
+
+    Args:
+        dtype: of the queries and the cache.
+        dim: of a head.
+        group: query heads of a KV head.
+    """
+    found = (kernel_for(dtype, dtype, dim, group, copy_pages=copied) for copied in (True, False))
+    return [kernel for kernel in found if kernel is not None]
 
 
 def attend(

@@ -125,10 +125,11 @@ def paged_attention(
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
             zero before its first use; one stream at a time may use it. None: one that is kept for
             the stream, made by the first call that is not captured.
-        batch_invariant: make the bits of a sequence's rows on CUDA independent of the other
-            sequences (not of `max_seqlen_q`), at the price of time where few sequences are long:
-            one SM then works on all keys of a sequence and KV head. On the CPU they are so in any
-            case.
+        batch_invariant: make the bits of a row on CUDA independent of the other sequences, at a
+            price: in decode steps one SM works on all keys of a sequence and KV head, which takes
+            longer where few sequences are long; with `cu_seqlens_q`, when also the way in which a
+            sequence is cut into chunks must not matter, torch's operators attend. On the CPU it is
+            so in any case.
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
@@ -163,8 +164,7 @@ def paged_attention(
             page_table,
             seq_lens,
             cu_seqlens_q,
-            # Kernels are chosen by it.
-            max_seqlen_q if batch_invariant else min(max_seqlen_q, q.size(0)),
+            min(max_seqlen_q, q.size(0)),
             *rule,
             sinks,
             k_scale,
@@ -217,7 +217,9 @@ def _paged_attention(
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
         return
-    kernel = decode_launch.variant(q, k_cache, v_cache, page_table, max_seqlen_q, out)
+    kernel = None
+    if cu_seqlens_q is None or not batch_invariant:
+        kernel = decode_launch.variant(q, k_cache, v_cache, page_table, max_seqlen_q, out)
     if kernel is not None:
         decode_launch.attend(
             kernel,

@@ -14,7 +14,7 @@ from ostinato.checkpoint import load_model
 from ostinato.kernels import loader
 from ostinato.kernels.variants import AppendKV, Quantize, Variant
 from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
-from ostinato.ops import append_launch, gemm, quantize_launch
+from ostinato.ops import append_launch, decode_launch, gemm, quantize_launch
 from tiny import tiny_llama
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -68,7 +68,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    for module in (append_launch, gemm, quantize_launch):
+    for module in (append_launch, decode_launch, gemm, quantize_launch):
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme)
     compile_kernels(model)

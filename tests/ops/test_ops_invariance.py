@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -194,16 +193,11 @@ def test_paged_attention_of_each_sequence_alone(
     """Other sequences, their lengths, and the capacities of the call leave no trace."""
     (q, k_cache, v_cache, table, lens), options = case.build(device)
     options |= {"return_lse": lse, "batch_invariant": True}
-    if device.type == "cuda" and case.dtype is not torch.float32:
-        extra = 0  # the kernel is one for this max_seqlen_q
-    else:
-        options["max_seqlen_q"] += extra
     whole = ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
     offsets = options.pop("cu_seqlens_q").tolist()
     for b, length in enumerate(case.q_lens or ()):
         rows = slice(offsets[b], offsets[b + 1])
-        if extra:
-            options["max_seqlen_q"] = length + extra
+        options["max_seqlen_q"] = length + extra
         alone = ops.paged_attention(
             q[rows],
             k_cache,
@@ -222,17 +216,15 @@ def test_paged_attention_of_each_sequence_alone(
 def test_a_query_does_not_notice_how_its_sequence_is_chunked(
     device: torch.device, case: PagedCase, lse: bool
 ) -> None:
-    if device.type == "cuda":
-        case = replace(case, dtype=torch.float32)  # 16-bit kernels are one for each max_seqlen_q
     (q, k_cache, v_cache, table, lens), options = case.build(device)
-    whole = ops.paged_attention(q, k_cache, v_cache, table, lens, **options, return_lse=lse)
-    del options["cu_seqlens_q"]
-    options["max_seqlen_q"] = 1
+    options |= {"return_lse": lse, "batch_invariant": True}
+    whole = ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
+    options |= {"cu_seqlens_q": int32([0, 1], device), "max_seqlen_q": 1}
     row = 0
     for b, (q_len, k_len) in enumerate(zip(case.q_lens or (), case.k_lens, strict=True)):
         for length in range(k_len - q_len + 1, k_len + 1):
             args = (q[row : row + 1], k_cache, v_cache, table[b : b + 1], int32([length], device))
-            one = ops.paged_attention(*args, **options, return_lse=lse)
+            one = ops.paged_attention(*args, **options)
             for part, everything in zip(one, whole, strict=True) if lse else [(one, whole)]:
                 assert_same_bits(part[0], everything[row])
             row += 1
