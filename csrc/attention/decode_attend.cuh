@@ -111,7 +111,7 @@ class Attention {
   __device__ __forceinline__ void multiply_keys(const uint8_t* block) {
     const uint32_t base = shared_address(block) + key_offset_;
     // Products into one accumulator wait for each other, so there are some.
-    constexpr int kChains = 4 / kColumnTiles;
+    constexpr int kChains = kColumnTiles == 1 ? 4 : kQuantized ? 1 : 2;
     float chains[kChains][kColumnTiles][4] = {};
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
@@ -133,9 +133,9 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score_[t][i] = chains[0][t][i] + chains[1][t][i];
-        if constexpr (kChains == 4) {
-          score_[t][i] += chains[2][t][i] + chains[3][t][i];
+        score_[t][i] = chains[0][t][i] + (kChains > 1 ? chains[kChains / 2][t][i] : 0.0f);
+        if constexpr (kChains > 2) {
+          score_[t][i] += chains[1][t][i] + chains[3][t][i];
         }
       }
     }
@@ -158,7 +158,7 @@ class Attention {
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        rises |= fmaxf(shifted[t][e], shifted[t][e + 2]) - max_[t][e] > kSlack;
+        rises |= fmaxf(shifted[t][e], shifted[t][e + 2]) > max_[t][e];
       }
     }
     if (__any_sync(0xffffffff, rises)) {
@@ -250,10 +250,9 @@ class Attention {
     }
   }
 
-  // Weights are relative to 2^max_, and outputs and sums are brought to a new maximum only when a
-  // score is far above the old one: they are as exact either way, and it is seldom.
-  static constexpr float kSlack = 8;
-
+  // Brings outputs and sums to new maxima. It must not wait until a score is far above the old one:
+  // the largest weight is to be exactly 1, since its rounding is felt where one token outweighs
+  // all.
   __device__ __forceinline__ void raise(const float (&scores)[kColumnTiles][4]) {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {

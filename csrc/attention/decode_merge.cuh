@@ -22,9 +22,8 @@ struct SharedSegment {
 // Adds up the parts of a segment that this warp's peers have stored; by the one that arrived last.
 __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows& rows,
                                             const SharedSegment& segment) {
-  // Parts read at a time, as registers allow, and used at a time.
-  constexpr int kPartBatch = kColumnTiles == 1 ? 16 : 8, kGroup = 4;
-  constexpr int kStride = 2 * kPartVectors;  // from a CTA's to the next one's
+  constexpr int kPartBatch = 16, kGroup = 4;  // parts read at a time, and used at a time
+  constexpr int kStride = 2 * kPartVectors;   // from a CTA's to the next one's
   const int lane = threadIdx.x % 32, warp = warp_index();
   const int first_column = Attention::first_column();
   const int first_step = team_of(warp) * kOwnedSteps;
@@ -136,7 +135,9 @@ __device__ __forceinline__ uint32_t arrive_last(const Arguments& params,
                  : "memory");
     last = static_cast<int>(before) == ctas - 1;
   }
-  return __ballot_sync(0xffffffff, last);
+  const uint32_t segments_ended = __ballot_sync(0xffffffff, last);
+  __syncwarp();  // what two lanes have acquired, all may read
+  return segments_ended;
 }
 
 // At the warp's end: merges the segments that it is the last to leave.

@@ -15,8 +15,7 @@ from ostinato.ops.launch import CAPABILITY, KERNEL_NAMES, current_stream, on_dev
 
 _COLUMNS = (8, 16, 32, 64)
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
-# Of a launch, by whether the cache has q's dtype (csrc: kMaxBatch); more take several.
-_MOST_SEQUENCES = {True: 768, False: 512}
+_MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
 # Capacities that the kernel's divisions allow: of a sequence, and of tiles of all.
 _MOST_TOKENS, _MOST_TILES = 1 << 27, 1 << 29
 _TILE_TOKENS = 64
@@ -128,9 +127,8 @@ def attend(
             raise ValueError(
                 f"workspace: got {workspace.numel()} bytes, expected at least {needed}"
             )
-        most = _MOST_SEQUENCES[k_cache.dtype == q.dtype]
-        for first in range(0, seq_lens.size(0), most):
-            some = slice(first, first + most)
+        for first in range(0, seq_lens.size(0), _MOST_SEQUENCES):
+            some = slice(first, first + _MOST_SEQUENCES)
             # Rows of q, unless cu_seqlens_q names them.
             row = 0 if cu_seqlens_q is not None else first * max_seqlen_q
             library.launch(
@@ -174,7 +172,7 @@ def attend(
 def _within_limits(page_table: torch.Tensor, page_size: int, heads_kv: int) -> bool:
     """Return whether a launch can count the tokens and tiles that may be in the cache."""
     tokens = page_table.size(1) * page_size
-    sequences = min(page_table.size(0), max(_MOST_SEQUENCES.values()))
+    sequences = min(page_table.size(0), _MOST_SEQUENCES)
     tiles = sequences * heads_kv * (tokens // _TILE_TOKENS + 2)
     return tokens < _MOST_TOKENS and tiles < _MOST_TILES
 

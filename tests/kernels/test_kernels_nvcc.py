@@ -21,7 +21,14 @@ from ostinato.kernels.compiler import build, plan
 from ostinato.kernels.mode import RELEASE, BuildMode
 from ostinato.kernels.sources import CSRC
 from ostinato.kernels.toolchain import require_cutlass, require_nvcc
-from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Variant
+from ostinato.kernels.variants import (
+    AppendKV,
+    AttentionDecode,
+    GemmSmallM,
+    GemmTiled,
+    Quantize,
+    Variant,
+)
 
 pytestmark = pytest.mark.nvcc
 
@@ -55,6 +62,8 @@ def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too."""
     variants = [
         AppendKV(dtype="bf16", cache_dtype="e4m3"),
+        AttentionDecode(head_dim=128, dtype="bf16", columns=8),
+        AttentionDecode(head_dim=256, dtype="fp16", kv_dtype="int8", columns=32, copy_pages=False),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
@@ -142,3 +151,30 @@ _TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256)
 )
 def test_impossible_variants_do_not_compile(variant: Variant, sentence: str) -> None:
     assert sentence in _errors(variant.source, plan(variant, RELEASE).flags)
+
+
+_DECODE = AttentionDecode(head_dim=128, dtype="bf16", columns=8)
+
+
+@pytest.mark.parametrize(
+    ("define", "sentence"),
+    [
+        ("OSTINATO_HEAD_DIM=24", "an MMA takes 16 of the head dim"),
+        ("OSTINATO_COLUMNS=24", "an MMA takes 8 columns"),
+        ("OSTINATO_COLUMNS=128", "four warps of 16 hold no more than 64"),
+    ],
+)
+def test_impossible_decode_kernels_do_not_compile(define: str, sentence: str) -> None:
+    name = define.partition("=")[0]
+    flags = [f for f in plan(_DECODE).flags if not f.startswith(f"-D{name}=")]
+    assert sentence in _errors(_DECODE.source, [*flags, f"-D{define}"])
+
+
+def test_keys_are_no_values(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        '#include "attention/decode_storage.cuh"\n'
+        "using namespace ostinato::decode;\n"
+        "__global__ void kernel(SharedStorage& shared) { Blocks<Values>& v = shared.keys; }\n"
+    )
+    assert "cannot be initialized" in _errors(source, plan(_DECODE).flags)
