@@ -96,8 +96,9 @@ def paged_attention(
     Query head h reads KV head h // (heads_q // heads_kv). A query that sees no key gets out = 0 and
     LSE = -inf.
 
-    A key that a query does not see has no part in its result, whatever it holds, NaN included. Nor
-    is anything read from slots past a sequence's length, pages in no table, or table entries that
+    A key that a query does not see has no part in its result, whatever it holds, NaN included; but
+    in kernels for several queries of a sequence a NaN or infinity of V that one of them sees reaches
+    all that are computed beside it. Nor is anything read from slots past a sequence's length, pages in no table, or table entries that
     are past its last page or, with `window`, before the first page that its queries see: those may
     hold any id. Rows of `out` that belong to no sequence are left as they are, or zero if `out` is
     None.
