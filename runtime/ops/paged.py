@@ -97,11 +97,11 @@ def paged_attention(
     LSE = -inf.
 
     A key that a query does not see has no part in its result, whatever it holds, NaN included; but
-    in kernels for several queries of a sequence a NaN or infinity of V that one of them sees reaches
-    all that are computed beside it. Nor is anything read from slots past a sequence's length, pages
-    in no table, or table entries that are past its last page or, with `window`, before the first
-    page that its queries see: those may hold any id. Rows of `out` that belong to no sequence are
-    left as they are, or zero if `out` is None.
+    in kernels for several queries of a sequence a NaN or infinity of V that one of them sees
+    reaches all that are computed beside it. Nor is anything read from slots past a sequence's
+    length, pages in no table, or table entries that are past its last page or, with `window`,
+    before the first page that its queries see: those may hold any id. Rows of `out` that belong to
+    no sequence are left as they are, or zero if `out` is None.
 
     Args:
         q: [tokens, heads_q, dim] bf16, fp16 or fp32.
