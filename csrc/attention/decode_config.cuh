@@ -79,12 +79,16 @@ inline constexpr int kPairVectors = kOwnedSteps * 8;  // float4, of a pair
 inline constexpr int kRegionVectors = kWarpPairs * (kPairVectors + 1);
 inline constexpr int kPartVectors = kWarps * kRegionVectors;
 
-// One counter for each warp of each CTA, then two partials of each: of a segment that it ends or
-// passes, and of a segment that it begins.
+// One counter for each warp of each CTA, as many as the kernel with the most CTAs has: kernels
+// share a workspace, and no counter may lie where another kernel stores results.
+inline constexpr int kMostCtasPerSm = 2;
+static_assert(kMostCtasPerSm % kCtasPerSm == 0, "counters for each CTA");
 __host__ __device__ inline int64_t counter_bytes(int grid) {
-  return (static_cast<int64_t>(grid) * kWarps * sizeof(uint32_t) + 255) / 256 * 256;
+  constexpr int kCounters = kWarps * kMostCtasPerSm / kCtasPerSm;
+  return (static_cast<int64_t>(grid) * kCounters * sizeof(uint32_t) + 255) / 256 * 256;
 }
 
+// Then two partials of each CTA: of a segment that it ends or passes, and of one that it begins.
 __host__ __device__ inline int64_t workspace_bytes(int grid) {
   return counter_bytes(grid) +
          int64_t{2} * grid * kPartVectors * static_cast<int64_t>(sizeof(float4));

@@ -202,6 +202,21 @@ def test_a_workspace_is_used_and_may_not_be_too_small() -> None:
         assert_same_bits(attend(args, options, workspace=large), expected)
 
 
+def test_kernels_of_all_kinds_share_a_workspace() -> None:
+    cases = [
+        PagedCase((length,), heads_q=8, dim=dim, page_size=16, dtype=torch.bfloat16)
+        for dim, length in ((256, 9000), (128, 7000), (64, 5000), (192, 8000))
+    ]
+    built = [case.build(CUDA) for case in cases]
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device=CUDA)
+    expected = [
+        attend(args, options, workspace=torch.zeros_like(workspace)) for args, options in built
+    ]
+    for _ in range(5):
+        for (args, options), wanted in zip(built, expected, strict=True):
+            assert_same_bits(attend(args, options, workspace=workspace), wanted)
+
+
 def test_a_capture_without_a_workspace_says_so() -> None:
     args, options = PagedCase((50,), dim=64, page_size=16, dtype=torch.bfloat16).build(CUDA)
     attend(args, options)
