@@ -2,9 +2,7 @@
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -105,66 +103,6 @@ class PagedDecodeLibrary : public Library<PagedDecodeParams> {
   int (*workspace_bytes_)(int, std::int64_t*);
 };
 
-void launch_paged_decode(
-    const PagedDecodeLibrary& library, std::uintptr_t q, std::array<std::int64_t, 2> q_strides,
-    std::uintptr_t k_cache, std::array<std::int64_t, 3> k_strides, std::uintptr_t v_cache,
-    std::array<std::int64_t, 3> v_strides, std::uintptr_t page_table,
-    std::int64_t page_table_stride, std::uintptr_t seq_lens, std::uintptr_t out,
-    std::array<std::int64_t, 2> out_strides, std::uintptr_t workspace, std::int32_t batch,
-    std::int32_t heads_q, std::int32_t heads_kv, std::int32_t pages, std::int32_t page_size,
-    std::int32_t max_pages, std::int32_t max_seqlen_q, float scale, std::uintptr_t stream,
-    std::uintptr_t cu_seqlens_q, std::uintptr_t sinks, std::uintptr_t lse,
-    std::array<std::int64_t, 2> lse_strides, std::int32_t left, std::int32_t right, float softcap,
-    std::int32_t max_splits, std::uintptr_t k_scale, std::array<std::int64_t, 3> k_scale_strides,
-    std::uintptr_t v_scale, std::array<std::int64_t, 3> v_scale_strides, bool pdl) {
-  PagedDecodeParams params = {};
-  params.k_scale = pointer<float>(k_scale);
-  params.k_scale_page_stride = k_scale_strides[0];
-  params.k_scale_slot_stride = k_scale_strides[1];
-  params.k_scale_head_stride = k_scale_strides[2];
-  params.v_scale = pointer<float>(v_scale);
-  params.v_scale_page_stride = v_scale_strides[0];
-  params.v_scale_slot_stride = v_scale_strides[1];
-  params.v_scale_head_stride = v_scale_strides[2];
-  params.q = pointer(q);
-  params.q_token_stride = q_strides[0];
-  params.q_head_stride = q_strides[1];
-  params.k_cache = pointer(k_cache);
-  params.k_page_stride = k_strides[0];
-  params.k_slot_stride = k_strides[1];
-  params.k_head_stride = k_strides[2];
-  params.v_cache = pointer(v_cache);
-  params.v_page_stride = v_strides[0];
-  params.v_slot_stride = v_strides[1];
-  params.v_head_stride = v_strides[2];
-  params.page_table = pointer<std::int32_t>(page_table);
-  params.page_table_stride = page_table_stride;
-  params.seq_lens = pointer<std::int32_t>(seq_lens);
-  params.cu_seqlens_q = pointer<std::int32_t>(cu_seqlens_q);
-  params.sinks = pointer<float>(sinks);
-  params.out = pointer(out);
-  params.out_token_stride = out_strides[0];
-  params.out_head_stride = out_strides[1];
-  params.lse = pointer<float>(lse);
-  params.lse_token_stride = lse_strides[0];
-  params.lse_head_stride = lse_strides[1];
-  params.workspace = pointer(workspace);
-  params.batch = batch;
-  params.heads_q = heads_q;
-  params.heads_kv = heads_kv;
-  params.pages = pages;
-  params.page_size = page_size;
-  params.max_pages = max_pages;
-  params.max_seqlen_q = max_seqlen_q;
-  params.left = left;
-  params.right = right;
-  params.scale = scale;
-  params.softcap = softcap;
-  params.max_splits = max_splits;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
 void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
                       std::int64_t x_stride, std::uintptr_t w, std::int64_t w_stride,
                       std::uintptr_t x_scale, std::int32_t x_scale_stride, std::uintptr_t w_scale,
@@ -231,7 +169,7 @@ void launch_quantize(const Library<QuantizeParams>& library, std::uintptr_t x,
   library.launch(params, stream);
 }
 
-// Tensors of append_kv: an address, and strides from the slowest dimension on.
+// Tensors of attention: an address, and strides from the slowest dimension on.
 using HeadsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
 using SlotsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
 
@@ -241,6 +179,47 @@ Heads heads(const HeadsArgument& x) {
 
 Slots slots(const SlotsArgument& x) {
   return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x), std::get<3>(x)};
+}
+
+void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument& q,
+                         const SlotsArgument& k_cache, const SlotsArgument& v_cache,
+                         std::uintptr_t page_table, std::int64_t page_table_stride,
+                         std::uintptr_t seq_lens, const HeadsArgument& out,
+                         std::uintptr_t workspace, std::int32_t batch, std::int32_t heads_q,
+                         std::int32_t heads_kv, std::int32_t pages, std::int32_t page_size,
+                         std::int32_t max_pages, std::int32_t max_seqlen_q, float scale,
+                         std::uintptr_t stream, std::uintptr_t cu_seqlens_q, std::uintptr_t sinks,
+                         const HeadsArgument& lse, std::int32_t left, std::int32_t right,
+                         float softcap, std::int32_t max_splits, const SlotsArgument& k_scale,
+                         const SlotsArgument& v_scale, bool pdl) {
+  PagedDecodeParams params = {};
+  params.q = heads(q);
+  params.k_cache = slots(k_cache);
+  params.v_cache = slots(v_cache);
+  params.k_scale = slots(k_scale);
+  params.v_scale = slots(v_scale);
+  params.page_table = pointer<std::int32_t>(page_table);
+  params.page_table_stride = page_table_stride;
+  params.seq_lens = pointer<std::int32_t>(seq_lens);
+  params.cu_seqlens_q = pointer<std::int32_t>(cu_seqlens_q);
+  params.sinks = pointer<float>(sinks);
+  params.out = heads(out);
+  params.lse = heads(lse);
+  params.workspace = pointer(workspace);
+  params.batch = batch;
+  params.heads_q = heads_q;
+  params.heads_kv = heads_kv;
+  params.pages = pages;
+  params.page_size = page_size;
+  params.max_pages = max_pages;
+  params.max_seqlen_q = max_seqlen_q;
+  params.left = left;
+  params.right = right;
+  params.scale = scale;
+  params.softcap = softcap;
+  params.max_splits = max_splits;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
 }
 
 void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgument& k,
@@ -331,22 +310,17 @@ PYBIND11_MODULE(_C, module) {
            arg("w_sum") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0, arg("cluster") = 0,
            arg("share_weights") = 0, arg("split_k") = 0, arg("band") = 0, arg("pdl") = false);
 
-  constexpr std::array<std::int64_t, 2> kNoStrides = {};
-  constexpr std::array<std::int64_t, 3> kNoScaleStrides = {};
   py::class_<PagedDecodeLibrary>(module, "PagedDecode")
       .def(py::init<const std::string&>(), arg("path"))
       .def("prepare", &PagedDecodeLibrary::prepare)
       .def("workspace_bytes", &PagedDecodeLibrary::workspace_bytes, arg("rows"))
-      .def("launch", &ostinato::launch_paged_decode, py::kw_only(), arg("q"), arg("q_strides"),
-           arg("k_cache"), arg("k_strides"), arg("v_cache"), arg("v_strides"), arg("page_table"),
-           arg("page_table_stride"), arg("seq_lens"), arg("out"), arg("out_strides"),
+      .def("launch", &ostinato::launch_paged_decode, py::kw_only(), arg("q"), arg("k_cache"),
+           arg("v_cache"), arg("page_table"), arg("page_table_stride"), arg("seq_lens"), arg("out"),
            arg("workspace"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("pages"),
            arg("page_size"), arg("max_pages"), arg("max_seqlen_q"), arg("scale"), arg("stream"),
-           arg("cu_seqlens_q") = 0, arg("sinks") = 0, arg("lse") = 0,
-           arg("lse_strides") = kNoStrides, arg("left") = -1, arg("right") = 0,
-           arg("softcap") = 0.0F, arg("max_splits") = 0, arg("k_scale") = 0,
-           arg("k_scale_strides") = kNoScaleStrides, arg("v_scale") = 0,
-           arg("v_scale_strides") = kNoScaleStrides, arg("pdl") = false);
+           arg("cu_seqlens_q") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(),
+           arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F, arg("max_splits") = 0,
+           arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))

@@ -26,32 +26,14 @@ struct Arguments {
         scale(p.scale),
         softcap(p.softcap),
         q(p.q),
-        q_token_stride(p.q_token_stride),
-        q_head_stride(p.q_head_stride),
         workspace(p.workspace),
         out(p.out),
-        out_token_stride(p.out_token_stride),
-        out_head_stride(p.out_head_stride),
         sinks(p.sinks),
         lse(p.lse),
-        lse_token_stride(p.lse_token_stride),
-        lse_head_stride(p.lse_head_stride),
         k_scale(p.k_scale),
-        k_scale_page_stride(p.k_scale_page_stride),
-        k_scale_slot_stride(p.k_scale_slot_stride),
-        k_scale_head_stride(p.k_scale_head_stride),
         v_scale(p.v_scale),
-        v_scale_page_stride(p.v_scale_page_stride),
-        v_scale_slot_stride(p.v_scale_slot_stride),
-        v_scale_head_stride(p.v_scale_head_stride),
         k_cache(p.k_cache),
-        k_page_stride(p.k_page_stride),
-        k_slot_stride(p.k_slot_stride),
-        k_head_stride(p.k_head_stride),
-        v_cache(p.v_cache),
-        v_page_stride(p.v_page_stride),
-        v_slot_stride(p.v_slot_stride),
-        v_head_stride(p.v_head_stride) {}
+        v_cache(p.v_cache) {}
 
   // What decides who does what.
   const int32_t* seq_lens;
@@ -65,25 +47,16 @@ struct Arguments {
   // The queries.
   int32_t right;
   float scale, softcap;
-  const void* q;
-  int64_t q_token_stride, q_head_stride;
+  Heads q;
   // The output.
   void* workspace;
-  void* out;
-  int64_t out_token_stride, out_head_stride;
+  Heads out;
   const float* sinks;
-  float* lse;
-  int64_t lse_token_stride, lse_head_stride;
+  Heads lse;
   // 8-bit caches.
-  const float* k_scale;
-  int64_t k_scale_page_stride, k_scale_slot_stride, k_scale_head_stride;
-  const float* v_scale;
-  int64_t v_scale_page_stride, v_scale_slot_stride, v_scale_head_stride;
+  Slots k_scale, v_scale;
   // Where threads copy.
-  const void* k_cache;
-  int64_t k_page_stride, k_slot_stride, k_head_stride;
-  const void* v_cache;
-  int64_t v_page_stride, v_slot_stride, v_head_stride;
+  Slots k_cache, v_cache;
 };
 
 }  // namespace ostinato::decode

@@ -54,9 +54,9 @@ class Attention {
       const int query = params.by.group.divide(column);
       const int row = query < queries ? query : 0;
       const int of_group = query < queries ? column - query * group : 0;
-      const Type* const q = static_cast<const Type*>(params.q) + lane % 4 * kPairStride +
-                            (first_row + row) * params.q_token_stride +
-                            (head * group + of_group) * params.q_head_stride;
+      const Type* const q = static_cast<const Type*>(params.q.data) + lane % 4 * kPairStride +
+                            (first_row + row) * params.q.stride +
+                            (head * group + of_group) * params.q.head_stride;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
 #pragma unroll

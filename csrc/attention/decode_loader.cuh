@@ -71,8 +71,8 @@ __device__ __forceinline__ void prefetch_line(const void* global) {
 
 // Whether each token has scales of its own.
 __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
-  return kQuantized && (params.k_scale_page_stride | params.k_scale_slot_stride |
-                        params.v_scale_page_stride | params.v_scale_slot_stride) != 0;
+  return kQuantized && (params.k_scale.page_stride | params.k_scale.stride |
+                        params.v_scale.page_stride | params.v_scale.stride) != 0;
 }
 
 // At a full barrier: one by each warp that names its bytes, or by each thread that copies.
@@ -170,9 +170,9 @@ class Loader {
     const int64_t first_row = lengths_.first_row(piece.sequence);
     for (int i = lane_; i < lengths_.queries(piece.sequence) * group * kLines; i += 32) {
       const int row = i / kLines, query = params_.by.group.divide(row);
-      const Type* const q = static_cast<const Type*>(params_.q) +
-                            (first_row + query) * params_.q_token_stride +
-                            (piece.head * group + row - query * group) * params_.q_head_stride;
+      const Type* const q = static_cast<const Type*>(params_.q.data) +
+                            (first_row + query) * params_.q.stride +
+                            (piece.head * group + row - query * group) * params_.q.head_stride;
       prefetch_line(reinterpret_cast<const uint8_t*>(q) + i % kLines * kLineBytes);
     }
   }
@@ -262,10 +262,11 @@ class Loader {
       return;
     }
     const bool keys = lane_ < kBlockTokens;
-    const float* const all = keys ? params_.k_scale : params_.v_scale;
-    const int64_t page_stride = keys ? params_.k_scale_page_stride : params_.v_scale_page_stride;
-    const int64_t slot_stride = keys ? params_.k_scale_slot_stride : params_.v_scale_slot_stride;
-    const int64_t head_stride = keys ? params_.k_scale_head_stride : params_.v_scale_head_stride;
+    const Slots &of_keys = params_.k_scale, &of_values = params_.v_scale;
+    const float* const all = static_cast<const float*>(keys ? of_keys.data : of_values.data);
+    const int64_t page_stride = keys ? of_keys.page_stride : of_values.page_stride;
+    const int64_t slot_stride = keys ? of_keys.stride : of_values.stride;
+    const int64_t head_stride = keys ? of_keys.head_stride : of_values.head_stride;
     copy_word(&scales[lane_],
               all + page * page_stride + slot * slot_stride + current_.head * head_stride);
   }
@@ -274,12 +275,9 @@ class Loader {
   __device__ __forceinline__ void gather_block(int stage) {
     constexpr int kVectors = kRowBytes / 16;
     constexpr bool kKeys = std::is_same_v<What, Keys>;
-    const int64_t page_stride = kKeys ? params_.k_page_stride : params_.v_page_stride;
-    const int64_t slot_stride = kKeys ? params_.k_slot_stride : params_.v_slot_stride;
-    const int64_t head_stride = kKeys ? params_.k_head_stride : params_.v_head_stride;
+    const Slots& cache = kKeys ? params_.k_cache : params_.v_cache;
     const uint8_t* const head =
-        static_cast<const uint8_t*>(kKeys ? params_.k_cache : params_.v_cache) +
-        current_.head * head_stride * kElementBytes;
+        static_cast<const uint8_t*>(cache.data) + current_.head * cache.head_stride * kElementBytes;
     const uint32_t shared = shared_address(block_of<What>(stage));
 #pragma unroll
     for (int i = 0; i < ceil_div(kBlockTokens * kVectors, 32); ++i) {
@@ -290,7 +288,7 @@ class Loader {
       const int slot = __shfl_sync(0xffffffff, current_.slot, source);
       if (__shfl_sync(0xffffffff, current_.seen, source) && row < kBlockTokens) {
         const uint8_t* const from =
-            head + (page * page_stride + slot * slot_stride) * kElementBytes;
+            head + (page * cache.page_stride + slot * cache.stride) * kElementBytes;
         copy_vector(shared + vector / 8 * (kStripBytes * kBlockTokens) + row * kStripBytes +
                         (vector % 8 ^ row % 8) * 16,
                     from + vector * 16);

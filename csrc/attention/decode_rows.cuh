@@ -64,9 +64,11 @@ struct Merger {
 };
 
 // Of all keys or values that a segment reads; what tokens have of their own is applied before.
-__device__ __forceinline__ float segment_scale(const Arguments& params, const float* scale,
-                                               int64_t offset) {
-  return !kQuantized || scale == nullptr || has_token_scales(params) ? 1.0f : scale[offset];
+__device__ __forceinline__ float segment_scale(const Arguments& params, const Slots& scale,
+                                               int head) {
+  const float* const scales = static_cast<const float*>(scale.data);
+  const int64_t offset = head * scale.head_stride;
+  return !kQuantized || scales == nullptr || has_token_scales(params) ? 1.0f : scales[offset];
 }
 
 // What a row becomes: its outputs times `factor`, and its LSE.
@@ -91,17 +93,18 @@ struct FinalRow {
     }
     factor = weight.max == kNothing ? 0.0f : __fdividef(factor, weight.sum);
     if constexpr (kQuantized) {
-      factor *= segment_scale(params, params.v_scale, rows.head * params.v_scale_head_stride);
+      factor *= segment_scale(params, params.v_scale, rows.head);
     }
   }
 
   __device__ __forceinline__ Type* out(const Arguments& params) const {
-    return static_cast<Type*>(params.out) + token * params.out_token_stride +
-           head * params.out_head_stride;
+    return static_cast<Type*>(params.out.data) + token * params.out.stride +
+           head * params.out.head_stride;
   }
   __device__ __forceinline__ void write_lse(const Arguments& params) const {
-    if (params.lse != nullptr) {
-      params.lse[token * params.lse_token_stride + head * params.lse_head_stride] =
+    if (params.lse.data != nullptr) {
+      static_cast<float*>(
+          params.lse.data)[token * params.lse.stride + head * params.lse.head_stride] =
           weight.max == kNothing ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
     }
   }

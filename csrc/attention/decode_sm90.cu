@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       }
       part = part_of(params, cta, begins, warp_index());
     }
-    attention.begin(segment_scale(params, params.k_scale, piece.head * params.k_scale_head_stride));
+    attention.begin(segment_scale(params, params.k_scale, piece.head));
     more = walk.next(lengths, &piece);
     if (more && Attention::kFetchesAhead) {
       fetch_queries(attention, params, lengths, piece);
@@ -157,18 +157,18 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   write_empty(params, lengths);
 }
 
-cudaError_t encode_map(CUtensorMap* map, const void* cache, int64_t page_stride,
-                       int64_t slot_stride, int64_t head_stride, const PagedDecodeParams& params) {
+cudaError_t encode_map(CUtensorMap* map, const Slots& cache, const PagedDecodeParams& params) {
   constexpr uint64_t kElement = kElementBytes;
   constexpr uint32_t kStripsCopied = kWholeStrips ? kStrips : 1;
   const TensorMapShape<5> shape = {
       {static_cast<uint64_t>(kWholeStrips ? kStripBytes : kRowBytes),
        static_cast<uint64_t>(params.page_size), kStripsCopied,
        static_cast<uint64_t>(params.heads_kv), static_cast<uint64_t>(params.pages)},
-      {1, slot_stride * kElement, kStripBytes, head_stride * kElement, page_stride * kElement},
+      {1, cache.stride * kElement, kStripBytes, cache.head_stride * kElement,
+       cache.page_stride * kElement},
       {kStripBytes, kBlockTokens, kStripsCopied, 1, 1}};
   // Longer fetches than a block's 128-byte rows read what is not needed yet.
-  return encode_tensor_map(map, cache, shape, CU_TENSOR_MAP_SWIZZLE_128B,
+  return encode_tensor_map(map, cache.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
@@ -187,13 +187,12 @@ bool is_supported(const PagedDecodeParams& p) {
   const int64_t capacity = static_cast<int64_t>(p.max_pages) * p.page_size;
   const int64_t places = int64_t{2} * p.batch * p.heads_kv * (capacity / kTileTokens + 2);
   constexpr int kVector = 16 / kElementBytes;
-  const int64_t strides = p.k_page_stride | p.k_slot_stride | p.k_head_stride | p.v_page_stride |
-                          p.v_slot_stride | p.v_head_stride;
+  const int64_t strides = p.k_cache.page_stride | p.k_cache.stride | p.k_cache.head_stride |
+                          p.v_cache.page_stride | p.v_cache.stride | p.v_cache.head_stride;
   return capacity < (1 << 27) && places < (1 << 30) && strides % kVector == 0 &&
-         (p.q_token_stride | p.q_head_stride) % 2 == 0 &&
-         (p.out_token_stride | p.out_head_stride) % 4 == 0 && is_aligned(p.q, 4) &&
-         is_aligned(p.k_cache, 16) && is_aligned(p.v_cache, 16) && is_aligned(p.out, 8) &&
-         is_aligned(p.workspace, 16);
+         (p.q.stride | p.q.head_stride) % 2 == 0 && (p.out.stride | p.out.head_stride) % 4 == 0 &&
+         is_aligned(p.q.data, 4) && is_aligned(p.k_cache.data, 16) &&
+         is_aligned(p.v_cache.data, 16) && is_aligned(p.out.data, 8) && is_aligned(p.workspace, 16);
 }
 
 cudaError_t grid_size(int* grid) {
@@ -230,10 +229,8 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, v
   }
   CacheMaps maps = {};
   if (kCopyPages) {
-    OSTINATO_RETURN_IF_ERROR(encode_map(&maps.keys, params->k_cache, params->k_page_stride,
-                                        params->k_slot_stride, params->k_head_stride, *params));
-    OSTINATO_RETURN_IF_ERROR(encode_map(&maps.values, params->v_cache, params->v_page_stride,
-                                        params->v_slot_stride, params->v_head_stride, *params));
+    OSTINATO_RETURN_IF_ERROR(encode_map(&maps.keys, params->k_cache, *params));
+    OSTINATO_RETURN_IF_ERROR(encode_map(&maps.values, params->v_cache, *params));
   }
   int grid = 0;
   OSTINATO_RETURN_IF_ERROR(grid_size(&grid));

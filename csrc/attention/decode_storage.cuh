@@ -39,25 +39,21 @@ struct SharedStorage {
 };
 
 template <class What>
-__device__ __forceinline__ Blocks<What>& ring_of(SharedStorage& shared);
-template <>
-__device__ __forceinline__ Blocks<Keys>& ring_of<Keys>(SharedStorage& shared) {
-  return shared.keys;
-}
-template <>
-__device__ __forceinline__ Blocks<Values>& ring_of<Values>(SharedStorage& shared) {
-  return shared.values;
+__device__ __forceinline__ Blocks<What>& ring_of(SharedStorage& shared) {
+  if constexpr (std::is_same_v<What, Keys>) {
+    return shared.keys;
+  } else {
+    return shared.values;
+  }
 }
 
 template <class What>
-__device__ __forceinline__ Arrivals<What>& arrivals_of(SharedStorage& shared);
-template <>
-__device__ __forceinline__ Arrivals<Keys>& arrivals_of<Keys>(SharedStorage& shared) {
-  return shared.keys_arrived;
-}
-template <>
-__device__ __forceinline__ Arrivals<Values>& arrivals_of<Values>(SharedStorage& shared) {
-  return shared.values_arrived;
+__device__ __forceinline__ Arrivals<What>& arrivals_of(SharedStorage& shared) {
+  if constexpr (std::is_same_v<What, Keys>) {
+    return shared.keys_arrived;
+  } else {
+    return shared.values_arrived;
+  }
 }
 
 static_assert(sizeof(SharedStorage) <= 228 * 1024 / kCtasPerSm - 1024,

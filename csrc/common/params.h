@@ -96,28 +96,19 @@ struct AppendKVParams {
 
 // Attention of a few queries per sequence to a paged KV cache (csrc/attention/decode_sm90.cu).
 struct PagedDecodeParams {
-  const void* q;  // [tokens, heads_q, dim], dim contiguous
-  int64_t q_token_stride, q_head_stride;
-  const void* k_cache;  // [pages, page_size, heads_kv, dim] in any order, dim contiguous
-  int64_t k_page_stride, k_slot_stride, k_head_stride;
-  const void* v_cache;
-  int64_t v_page_stride, v_slot_stride, v_head_stride;
-  // Of 8-bit caches, null otherwise: [pages, page_size, heads_kv], its strides 0 where all share
-  // one.
-  const float* k_scale;
-  int64_t k_scale_page_stride, k_scale_slot_stride, k_scale_head_stride;
-  const float* v_scale;
-  int64_t v_scale_page_stride, v_scale_slot_stride, v_scale_head_stride;
+  Heads q;        // [tokens, heads_q, dim]
+  Slots k_cache;  // [pages, page_size, heads_kv, dim] in any order, dim contiguous
+  Slots v_cache;
+  Slots k_scale;  // fp32, of an 8-bit cache, otherwise null; strides 0 where all share one
+  Slots v_scale;
   const int32_t* page_table;  // [batch, max_pages]
   int64_t page_table_stride;
   const int32_t* seq_lens;      // [batch]; clamped to 0 .. max_pages * page_size
   const int32_t* cu_seqlens_q;  // [batch + 1]; null: max_seqlen_q rows of q for each sequence
   const float* sinks;           // [heads_q], or null
-  void* out;                    // [tokens, heads_q, dim]
-  int64_t out_token_stride, out_head_stride;
-  float* lse;  // [tokens, heads_q], or null
-  int64_t lse_token_stride, lse_head_stride;
-  void* workspace;  // ostinato_workspace_bytes() bytes; zero before its first launch
+  Heads out;                    // [tokens, heads_q, dim]
+  Heads lse;                    // fp32 [tokens, heads_q], or null
+  void* workspace;              // ostinato_workspace_bytes() bytes; zero before its first launch
   int32_t batch, heads_q, heads_kv;
   int32_t pages, page_size, max_pages, max_seqlen_q;
   int32_t left, right;  // the window; -1: no limit. Causal: right = 0

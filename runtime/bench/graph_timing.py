@@ -125,7 +125,7 @@ def interleave(
             for _ in range(_run_in(rotation, pace)):
                 rotation.replay()
             times = time_each(rotation.replay, device, REPLAYS // _ROUNDS)
-            seconds[index] += [time_ / rotation.launches for time_ in times]
+            seconds[index] += [taken / rotation.launches for taken in times]
     return seconds
 
 

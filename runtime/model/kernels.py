@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ostinato.kernels.variants import AttentionDecode
 from ostinato.model.config import ModelConfig
 from ostinato.model.layers import AnyLinear, W8A8Linear
 from ostinato.model.llama import Llama
@@ -37,7 +36,6 @@ def kernels_of(model: Llama) -> list[Variant]:
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
     for layer in model.layers:
         uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
-    dtype = model.config.dtype
     w8a8 = [
         variant
         for kind, linear in uses
@@ -51,9 +49,10 @@ def kernels_of(model: Llama) -> list[Variant]:
             device=device,
         )
     ]
-    return [append_kernel(dtype, dtype), *attention_kernels(model.config), *w8a8]
+    return [*cache_kernels(model.config), *w8a8]
 
 
-def attention_kernels(config: ModelConfig) -> list[AttentionDecode]:
-    """Return the kernels of attention in a model's decode steps."""
-    return decode_kernels(config.dtype, config.head_dim, config.num_heads // config.num_kv_heads)
+def cache_kernels(config: ModelConfig) -> list[Variant]:
+    """Return the kernels of `append_kv` and of a model's attention in decode steps."""
+    dtype, group = config.dtype, config.num_heads // config.num_kv_heads
+    return [append_kernel(dtype, dtype), *decode_kernels(dtype, config.head_dim, group)]

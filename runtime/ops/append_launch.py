@@ -7,10 +7,7 @@ import torch
 from ostinato.kernels.loader import load
 from ostinato.kernels.variants import AppendKV
 from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, current_stream, on_device
-
-_NO_HEADS = (0, 0, 0)
-_NO_SLOTS = (0, 0, 0, 0)
+from ostinato.ops.launch import KERNEL_NAMES, current_stream, heads_of, on_device, slots_of
 
 
 def append_kernel(dtype: torch.dtype, cache_dtype: torch.dtype) -> AppendKV:
@@ -46,22 +43,22 @@ def append_heads(
         stream = current_stream(device)
         variant = append_kernel(k.dtype, k_cache.dtype)
         load(variant, device=device, stream=stream).launch(
-            k=_heads(k),
-            v=_heads(v),
-            k_cache=_slots(k_cache),
-            v_cache=_slots(v_cache),
+            k=heads_of(k),
+            v=heads_of(v),
+            k_cache=slots_of(k_cache),
+            v_cache=slots_of(v_cache),
             slot_mapping=slot_mapping.data_ptr(),
             tokens=tokens,
             heads_kv=heads_kv,
             dim=dim,
             page_size=k_cache.size(1),
             stream=stream,
-            q=_heads(q),
-            q_out=_heads(q_out),
+            q=heads_of(q),
+            q_out=heads_of(q_out),
             heads_q=0 if q is None else q.size(1),
-            k_scale=_scales(k_scale),
+            k_scale=slots_of(k_scale),
             k_scale_per_token=_is_per_token(k_scale),
-            v_scale=_scales(v_scale),
+            v_scale=slots_of(v_scale),
             v_scale_per_token=_is_per_token(v_scale),
             positions=0 if positions is None else positions.data_ptr(),
             cos_sin=0 if cos_sin is None else cos_sin.data_ptr(),
@@ -75,23 +72,6 @@ def append_heads(
             norm_eps=norm_eps,
             pdl=pdl.enabled(),
         )
-
-
-def _heads(x: torch.Tensor | None) -> tuple[int, int, int]:
-    return _NO_HEADS if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
-
-
-def _slots(x: torch.Tensor) -> tuple[int, int, int, int]:
-    return (x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
-
-
-def _scales(scale: torch.Tensor | None) -> tuple[int, int, int, int]:
-    if scale is None:
-        return _NO_SLOTS
-    if _is_per_token(scale):
-        return _slots(scale)
-    # Of a vector each head has its own element, one element is that of all.
-    return (scale.data_ptr(), 0, 0, int(scale.numel() > 1))
 
 
 def _is_per_token(scale: torch.Tensor | None) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from ostinato import _C
@@ -11,7 +9,14 @@ from ostinato.kernels.loader import load
 from ostinato.kernels.variants import AttentionDecode
 from ostinato.ops import pdl
 from ostinato.ops.attend import LogitRule
-from ostinato.ops.launch import CAPABILITY, KERNEL_NAMES, current_stream, on_device
+from ostinato.ops.launch import (
+    KERNEL_NAMES,
+    current_stream,
+    has_kernels,
+    heads_of,
+    on_device,
+    slots_of,
+)
 
 _COLUMNS = (8, 16, 32, 64)
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
@@ -43,7 +48,7 @@ def variant(
         pages == 0
         or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
         or not _within_limits(page_table, page_size, heads_kv)
-        or not _is_hopper(q.get_device())
+        or not has_kernels(q.get_device())
         or not _in_vectors(k_cache, _VECTOR_BYTES)
         or not _in_vectors(v_cache, _VECTOR_BYTES)
         or not _in_vectors(q, 4)
@@ -132,21 +137,16 @@ def attend(
             # Rows of q, unless cu_seqlens_q names them.
             row = 0 if cu_seqlens_q is not None else first * max_seqlen_q
             library.launch(
-                q=q[row:].data_ptr(),
-                q_strides=(q.stride(0), q.stride(1)),
-                k_cache=k_cache.data_ptr(),
-                k_strides=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
-                v_cache=v_cache.data_ptr(),
-                v_strides=(v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)),
+                q=heads_of(q[row:]),
+                k_cache=slots_of(k_cache),
+                v_cache=slots_of(v_cache),
                 page_table=page_table[some].data_ptr(),
                 page_table_stride=page_table.stride(0),
                 seq_lens=seq_lens[some].data_ptr(),
                 cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q[first:].data_ptr(),
                 sinks=0 if sinks is None else sinks.data_ptr(),
-                out=out[row:].data_ptr(),
-                out_strides=(out.stride(0), out.stride(1)),
-                lse=0 if lse is None else lse[row:].data_ptr(),
-                lse_strides=(0, 0) if lse is None else (lse.stride(0), lse.stride(1)),
+                out=heads_of(out[row:]),
+                lse=heads_of(None if lse is None else lse[row:]),
                 workspace=workspace.data_ptr(),
                 batch=seq_lens[some].size(0),
                 heads_q=heads_q,
@@ -159,10 +159,8 @@ def attend(
                 softcap=rule.softcap,
                 left=rule.left,
                 right=0 if rule.causal else rule.right,
-                k_scale=0 if k_scale is None else k_scale.data_ptr(),
-                k_scale_strides=_scale_strides(k_scale),
-                v_scale=0 if v_scale is None else v_scale.data_ptr(),
-                v_scale_strides=_scale_strides(v_scale),
+                k_scale=slots_of(k_scale),
+                v_scale=slots_of(v_scale),
                 max_splits=1 if batch_invariant else 0,
                 pdl=pdl.enabled(),
                 stream=stream,
@@ -175,15 +173,6 @@ def _within_limits(page_table: torch.Tensor, page_size: int, heads_kv: int) -> b
     sequences = min(page_table.size(0), _MOST_SEQUENCES)
     tiles = sequences * heads_kv * (tokens // _TILE_TOKENS + 2)
     return tokens < _MOST_TOKENS and tiles < _MOST_TILES
-
-
-def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the strides by page, slot and head of a scale as `paged_attention` takes it."""
-    if scale is None or scale.numel() == 1:
-        return 0, 0, 0
-    if scale.ndim == 1:
-        return 0, 0, scale.stride(0)
-    return scale.stride(0), scale.stride(1), scale.stride(2)
 
 
 def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
@@ -207,11 +196,6 @@ def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
 
 
 _outgrown: list[torch.Tensor] = []
-
-
-@cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 def _in_vectors(x: torch.Tensor, size: int) -> bool:

@@ -52,6 +52,25 @@ def on_device(device: int) -> AbstractContextManager[object]:
     return _AS_IT_IS if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
+def heads_of(x: torch.Tensor | None) -> tuple[int, int, int]:
+    """Return the address and strides of heads [tokens, heads, dim or nothing]; None is null."""
+    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def slots_of(x: torch.Tensor | None) -> tuple[int, int, int, int]:
+    """Return the address and strides of a paged cache, or of its scales; None is null.
+
+    Scales that many tokens share, a scalar or one for each head, have strides of 0 for them.
+    """
+    if x is None:
+        return (0, 0, 0, 0)
+    if x.numel() == 1:
+        return (x.data_ptr(), 0, 0, 0)
+    if x.ndim == 1:
+        return (x.data_ptr(), 0, 0, x.stride(0))
+    return (x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
+
+
 def current_stream(device: int) -> int:
     """Return the handle of torch's current stream."""
     # torch.cuda.current_stream() makes an object of it, which takes longer than the launch.

@@ -11,6 +11,7 @@ from ostinato import _C
 from ostinato.kernels.compiler import build, plan
 from ostinato.kernels.mode import RELEASE, BuildMode
 from ostinato.kernels.variants import AttentionDecode
+from ostinato.ops.launch import heads_of, slots_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -55,17 +56,13 @@ def launch() -> Launch:
         size = library.workspace_bytes(variant.columns)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         library.launch(
-            q=q.data_ptr(),
-            q_strides=(q.stride(0), q.stride(1)),
-            k_cache=k_cache.data_ptr(),
-            k_strides=(k_cache.stride(0), k_cache.stride(1), k_cache.stride(2)),
-            v_cache=v_cache.data_ptr(),
-            v_strides=(v_cache.stride(0), v_cache.stride(1), v_cache.stride(2)),
+            q=heads_of(q),
+            k_cache=slots_of(k_cache),
+            v_cache=slots_of(v_cache),
             page_table=table.data_ptr(),
             page_table_stride=table.stride(0),
             seq_lens=seq_lens.data_ptr(),
-            out=out.data_ptr(),
-            out_strides=(out.stride(0), out.stride(1)),
+            out=heads_of(out),
             workspace=workspace.data_ptr(),
             batch=batch,
             heads_q=heads_q,

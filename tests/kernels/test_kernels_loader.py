@@ -14,7 +14,7 @@ from kernels_probe import Probe, build_recorder, fake_nvcc
 from ostinato import _C
 from ostinato.kernels import compiler, loader, toolchain
 from ostinato.kernels.errors import KernelBuildError, MissingKernelError
-from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize
+from ostinato.kernels.variants import AppendKV, AttentionDecode, GemmSmallM, GemmTiled, Quantize
 
 _VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
 _COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"
@@ -85,20 +85,55 @@ class AppendKVFields(ctypes.Structure):
     ]
 
 
+_DECODE_COUNTS = ("batch", "heads_q", "heads_kv", "pages", "page_size", "max_pages", "max_seqlen_q")
+
+
+class PagedDecodeFields(ctypes.Structure):
+    _fields_ = [
+        ("q", HeadsFields),
+        *[(name, SlotsFields) for name in ("k_cache", "v_cache", "k_scale", "v_scale")],
+        *[("page_table", ctypes.c_void_p), ("page_table_stride", ctypes.c_int64)],
+        *[(name, ctypes.c_void_p) for name in ("seq_lens", "cu_seqlens_q", "sinks")],
+        *[("out", HeadsFields), ("lse", HeadsFields)],
+        ("workspace", ctypes.c_void_p),
+        *[(name, ctypes.c_int32) for name in (*_DECODE_COUNTS, "left", "right")],
+        *[("scale", ctypes.c_float), ("softcap", ctypes.c_float)],
+        *[("max_splits", ctypes.c_int32), ("pdl", ctypes.c_int32)],
+    ]
+
+
+_EXTRA = {
+    "PagedDecodeParams": """\
+EXPORT int ostinato_workspace_bytes(int rows, int64_t* bytes) {
+  *bytes = (int64_t{1} << 40) + rows;
+  return rows == 0;
+}
+"""
+}
+
+
 def _recorded(path: Path, fields: type[ctypes.Structure]) -> tuple[dict[str, object], int]:
     library = ctypes.CDLL(str(path))
     library.recorded.restype = ctypes.POINTER(fields)
     library.recorded_stream.restype = ctypes.c_void_p
     record = library.recorded().contents
-    return {name: getattr(record, name) for name, _ in fields._fields_}, library.recorded_stream()
+    seen = {name: getattr(record, name) for name, _ in fields._fields_}
+    for name, value in seen.items():
+        if isinstance(value, ctypes.Structure):
+            seen[name] = tuple(getattr(value, field) for field, _ in value._fields_)
+    return seen, library.recorded_stream()
 
 
 def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
     """Give every field a value of its own: large where the type allows."""
     values: dict[str, object] = {}
     for i, (name, kind) in enumerate(fields._fields_, start=1):
-        large = kind in (ctypes.c_void_p, ctypes.c_int64)
-        values[name] = 0.5 if kind is ctypes.c_float else (i << 40) + i if large else i
+        if issubclass(kind, ctypes.Structure):
+            values[name] = tuple((i << 50) + (j << 40) + 1 for j in range(len(kind._fields_)))
+        elif kind is ctypes.c_float:
+            values[name] = 0.5 + i
+        else:
+            values[name] = (i << 40) + i if kind in (ctypes.c_void_p, ctypes.c_int64) else i
     return {**values, "pdl": 1}
 
 
@@ -107,12 +142,13 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
     [
         ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
         ("QuantizeParams", QuantizeFields, _C.Quantize),
+        ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
     ],
 )
 def test_every_argument_reaches_its_field(
     tmp_path: Path, params: str, fields: type[ctypes.Structure], kind: type
 ) -> None:
-    path = build_recorder(tmp_path, params)
+    path = build_recorder(tmp_path, params, extra=_EXTRA.get(params, ""))
     library = kind(str(path))
     sent = _distinct(fields)
     library.launch(**{**sent, "pdl": True}, stream=(7 << 50) + 1)
@@ -122,18 +158,18 @@ def test_every_argument_reaches_its_field(
 @pytest.mark.parametrize("flag", [*_APPEND_FLAGS, *_NORM_FLAGS])
 def test_every_argument_of_append_kv_reaches_its_field(tmp_path: Path, flag: str) -> None:
     path = build_recorder(tmp_path, "AppendKVParams")
-    sent: dict[str, object] = {**_distinct(AppendKVFields), "pdl": 0}
-    for i, (name, kind) in enumerate(AppendKVFields._fields_):
-        if issubclass(kind, ctypes.Structure):
-            sent[name] = tuple((i << 50) + (j << 40) + 1 for j in range(len(kind._fields_)))
-        elif name in (*_APPEND_FLAGS, *_NORM_FLAGS):
-            sent[name] = name == flag
+    flags = {name: name == flag for name in (*_APPEND_FLAGS, *_NORM_FLAGS)}
+    sent = {**_distinct(AppendKVFields), **flags}
     _C.AppendKV(str(path)).launch(**sent, stream=(7 << 50) + 1)
-    seen, stream = _recorded(path, AppendKVFields)
-    for name, value in seen.items():
-        if isinstance(value, ctypes.Structure):
-            seen[name] = tuple(getattr(value, field) for field, _ in value._fields_)
-    assert (seen, stream) == (sent, (7 << 50) + 1)
+    assert _recorded(path, AppendKVFields) == (sent, (7 << 50) + 1)
+
+
+def test_the_workspace_is_the_librarys_to_say(tmp_path: Path) -> None:
+    path = build_recorder(tmp_path, "PagedDecodeParams", extra=_EXTRA["PagedDecodeParams"])
+    library = _C.PagedDecode(str(path))
+    assert library.workspace_bytes(rows=3) == (1 << 40) + 3
+    with pytest.raises(RuntimeError, match=r"workspace_bytes of .*: invalid argument"):
+        library.workspace_bytes(rows=0)
 
 
 def test_optional_arguments_are_null(tmp_path: Path) -> None:
@@ -158,7 +194,7 @@ def test_append_kv_needs_no_q_rotation_norm_or_scales(tmp_path: Path) -> None:
     _C.AppendKV(str(path)).launch(**tensors, **dict.fromkeys(names, 1))
     seen, _ = _recorded(path, AppendKVFields)
     for name in ("q", "q_out", "k_scale", "v_scale"):
-        assert bytes(seen[name]) == bytes(ctypes.sizeof(seen[name]))
+        assert not any(seen[name])
     for name in ("positions", "cos_sin", "q_norm_weight", "k_norm_weight"):
         assert seen[name] is None
     assert [seen[name] for name in ("heads_q", "rotary_dim", *_APPEND_FLAGS)] == [0] * 6
@@ -242,18 +278,20 @@ def test_the_library_is_prepared_for_each_device_once(
     [
         (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
+        (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
     ],
-    ids=["gemm", "append_kv"],
+    ids=["gemm", "append_kv", "attention_decode"],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV,
+    variant: GemmSmallM | AppendKV | AttentionDecode,
     params: str,
     kind: type,
 ) -> None:
-    fake_nvcc(tmp_path / "cuda", build_recorder(tmp_path, params))
+    recorder = build_recorder(tmp_path, params, extra=_EXTRA.get(params, ""))
+    fake_nvcc(tmp_path / "cuda", recorder)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     assert isinstance(loader.load(variant, device=0, stream=0), kind)
 

@@ -144,8 +144,10 @@ def test_batch_invariant_rows_do_not_depend_on_other_sequences(heads: tuple[int,
 
 
 def test_a_thousand_repeats_give_the_same_bits() -> None:
-    case = PagedCase((5000, 17, 0, 900), heads_q=32, heads_kv=8, dim=128, page_size=16)
-    args, options = PagedCase(**{**vars(case), "dtype": torch.bfloat16}).build(CUDA)
+    case = PagedCase(
+        (5000, 17, 0, 900), heads_q=32, heads_kv=8, dim=128, page_size=16, dtype=torch.bfloat16
+    )
+    args, options = case.build(CUDA)
     expected = attend(args, options)
     out = torch.empty_like(expected)
     for _ in range(1000):
