@@ -32,7 +32,7 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
 #pragma unroll 1
   for (int i = lane; i < pairs * kPairVectors; i += 32) {
     const int pair = i / kPairVectors, step = first_step + i / 8 % kOwnedSteps;
-    if (kSteps % kOwnedSteps != 0 && step >= kSteps) {
+    if (kSteps != kTeams * kOwnedSteps && step >= kSteps) {
       continue;
     }
     PairOutputs sum;

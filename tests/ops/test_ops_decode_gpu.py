@@ -40,7 +40,7 @@ def check(case: PagedCase) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page_size", [16, 64, 48, 1, 7])
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 192, 256])
 def test_dims_pages_and_dtypes(dim: int, page_size: int, dtype: torch.dtype) -> None:
     check(PagedCase(EDGES, heads_q=8, dim=dim, page_size=page_size, dtype=dtype))
 
