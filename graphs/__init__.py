@@ -6,9 +6,11 @@ every batch from the smallest captured size that holds it. Without CUDA it does 
 step itself. This package knows nothing of models: only torch is needed. See `docs/graphs.md`.
 """
 
+from ostinato.graphs.audit import Finding
 from ostinato.graphs.buckets import default_batch_sizes
 from ostinato.graphs.buffers import BatchView, StaticBuffers
 from ostinato.graphs.errors import (
+    AuditError,
     BusyError,
     CaptureError,
     ClosedError,
@@ -24,6 +26,7 @@ from ostinato.graphs.spec import BufferSpec
 from ostinato.graphs.stats import BucketStats, RunnerStats
 
 __all__ = [
+    "AuditError",
     "BatchView",
     "BucketStats",
     "BufferSpec",
@@ -31,6 +34,7 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "ClosedError",
+    "Finding",
     "GraphError",
     "GraphReport",
     "GraphRunner",

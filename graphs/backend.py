@@ -9,9 +9,11 @@ from typing import Protocol
 
 import torch
 
+from ostinato.graphs.allocations import Allocation, Memory
 from ostinato.graphs.buffers import BatchView
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Graph(Protocol):
     @property
     def outputs(self) -> Outputs:
         """Where every replay writes."""
+
+    @property
+    def instantiate_ms(self) -> float | None:
+        """What making an executable of the recording took; None where there is none to make."""
 
     def replay(self) -> None:
         """Run the step on what its buffers hold now, on the current stream."""
@@ -67,6 +73,25 @@ class Backend(Protocol):
 
     def memory(self) -> MemoryUse | None:
         """Measure device memory; None where graphs take none."""
+
+    def check_readable(self) -> None:
+        """Raise GraphError where `recording` will, with the remedy."""
+
+    def recording(self, graph: Graph) -> Recording | None:
+        """Read what a graph consists of; None where nothing is recorded.
+
+        Raises:
+            GraphError: when it cannot be read.
+        """
+
+    def allocations(self) -> Sequence[Allocation]:
+        """Return the device memory that torch's allocator has, the graphs' pool first."""
+
+    def memory_at(self, address: int) -> Memory | None:
+        """Return what the driver knows of an address; None for nothing."""
+
+    def replay_us(self, graph: Graph) -> float | None:
+        """Replay a few times and return the median in µs; None where nothing is recorded."""
 
     def release(self, graphs: list[Graph]) -> None:
         """Give back the graphs, emptying the list, and their memory.
@@ -120,6 +145,25 @@ class CpuBackend:
         """Return None: there is no device memory."""
         return None
 
+    def check_readable(self) -> None:
+        """Find nothing wrong: there will be nothing to read."""
+
+    def recording(self, graph: Graph) -> Recording | None:
+        """Return None: nothing is recorded."""
+        return None
+
+    def allocations(self) -> Sequence[Allocation]:
+        """Return none: there is no device memory."""
+        return ()
+
+    def memory_at(self, address: int) -> Memory | None:
+        """Return None: there is no device memory."""
+        return None
+
+    def replay_us(self, graph: Graph) -> float | None:
+        """Return None: a replay is a call of the step."""
+        return None
+
     def release(self, graphs: list[Graph]) -> None:
         """Forget the graphs and the memory of their outputs."""
         while graphs:
@@ -139,6 +183,8 @@ class CpuBackend:
 
 
 class _CpuGraph:
+    instantiate_ms = None
+
     def __init__(self, step: Step, batch: BatchView, outputs: Outputs) -> None:
         self.outputs = outputs
         self._layout = outputs.layout()

@@ -1,4 +1,4 @@
-"""The capture protocol: warm up every size, then capture largest first, then verify.
+"""The capture protocol: warm up every size, then capture largest first, then audit and verify.
 
 `docs/graphs.md` says which failure each step of it prevents.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from tqdm import tqdm
 
+from ostinato.graphs.audit import Audit, Auditor, Finding, summarize
 from ostinato.graphs.backend import Backend, Graph, MemoryUse
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.errors import CaptureError, VerificationError
+from ostinato.graphs.errors import AuditError, CaptureError, GraphError, VerificationError
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.recording import Recording
 from ostinato.graphs.report import CaptureReport, GraphReport
 from ostinato.graphs.verify import find_difference
 
@@ -30,22 +32,29 @@ def capture_graphs(
     backend: Backend,
     batch_sizes: Sequence[int],
     *,
+    auditor: Auditor,
     progress: bool,
     verify: bool,
+    audit: Audit,
 ) -> tuple[dict[int, Graph], CaptureReport]:
     """Capture `step` for each of the increasing `batch_sizes`; all of them, or none.
 
     Raises:
         CaptureError: when the step fails; from its own exception.
+        AuditError: when a strict audit refuses a graph.
         VerificationError: when a replay differs from the step.
+        GraphError: when a strict audit cannot read graphs.
     """
     started = time.perf_counter()
     graphs: dict[int, Graph] = {}
     costs = _Costs(backend)
     largest_first = sorted(batch_sizes, reverse=True)
+    not_inspected = _why_not_inspected(backend, audit)
     try:
         # What the step makes here may outlive the caller's inference mode.
         with backend.scope(), torch.inference_mode(False), torch.no_grad():
+            if not_inspected is None:
+                auditor.begin()
             for size in _bar(largest_first, "Warming up", backend, progress):
                 with costs.measured("warm up", size):
                     _warm_up(step, buffers, size)
@@ -55,12 +64,18 @@ def capture_graphs(
                     with costs.measured("capture", size):
                         buffers.stage_padding(size)
                         graphs[size] = backend.capture(step, buffers.view(size))
+            if not_inspected is None:
+                bar = _bar(largest_first, "Auditing graphs", backend, progress)
+                strict = audit == "strict"
+                not_inspected = _audit(bar, graphs, backend, auditor, costs, strict=strict)
             if verify:
                 for size in _bar(largest_first, "Verifying graphs", backend, progress):
                     with costs.measured("verify", size):
                         difference = find_difference(step, buffers, backend, graphs[size], size)
                     if difference is not None:
                         raise VerificationError(difference)
+                    with costs.measured("time", size):
+                        costs.replayed(size, backend.replay_us(graphs[size]))
             buffers.stage_padding(largest_first[0])
     except BaseException:
         captured = list(graphs.values())
@@ -68,9 +83,62 @@ def capture_graphs(
         backend.release(captured)
         raise
     verdict = _verdict(buffers) if verify else "not verified"
-    reports = tuple(costs.report(size, verdict) for size in batch_sizes)
+    reports = tuple(costs.report(size, graphs[size], verdict) for size in batch_sizes)
     total_ms = 1e3 * (time.perf_counter() - started)
-    return graphs, CaptureReport(device=backend.name, total_ms=total_ms, graphs=reports)
+    return graphs, CaptureReport(backend.name, total_ms, reports, not_inspected)
+
+
+def _why_not_inspected(backend: Backend, audit: Audit) -> str | None:
+    """Return why graphs will not be read; None where they will be.
+
+    Raises:
+        GraphError: when they cannot be, and a strict audit needs to.
+    """
+    if audit == "off":
+        return "audit='off'"
+    try:
+        backend.check_readable()
+    except GraphError as error:
+        if audit == "strict":
+            raise GraphError(f"audit='strict' cannot be done: {error}") from error
+        return str(error)
+    return None
+
+
+def _audit(
+    sizes: Iterable[int],
+    graphs: Mapping[int, Graph],
+    backend: Backend,
+    auditor: Auditor,
+    costs: _Costs,
+    *,
+    strict: bool,
+) -> str | None:
+    """Read and audit every graph; return why one could not be read, None if all were.
+
+    Raises:
+        AuditError: when strict and something is found.
+        CaptureError: when strict and a graph cannot be read.
+    """
+    for size in sizes:
+        with costs.measured("audit", size):
+            try:
+                recording = backend.recording(graphs[size])
+            except GraphError as error:
+                if strict:
+                    raise
+                return str(error)
+            findings = () if recording is None else auditor.find(recording)
+        if strict:
+            _refuse(size, findings)
+        costs.recorded(size, recording, findings)
+    return None
+
+
+def _refuse(size: int, findings: Sequence[Finding]) -> None:
+    refused = [finding for finding in findings if finding.refused]
+    if refused:
+        raise AuditError(f"the graph of batch size {size} is refused:\n{summarize(refused)}")
 
 
 def _warm_up(step: Step, buffers: StaticBuffers, size: int) -> None:
@@ -93,6 +161,8 @@ class _Costs:
         self._backend = backend
         self._ms: dict[tuple[str, int], float] = {}
         self._memory: dict[int, tuple[MemoryUse, MemoryUse]] = {}
+        self._recorded: dict[int, tuple[Recording, Sequence[Finding]]] = {}
+        self._replay_us: dict[int, float | None] = {}
 
     @contextmanager
     def measured(self, phase: str, size: int) -> Iterator[None]:
@@ -110,20 +180,36 @@ class _Costs:
         if before is not None and (after := self._backend.memory()) is not None:
             self._memory[size] = (before, after)
 
-    def report(self, size: int, verdict: str) -> GraphReport:
+    def recorded(self, size: int, recording: Recording | None, findings: Sequence[Finding]) -> None:
+        if recording is not None:
+            self._recorded[size] = recording, findings
+
+    def replayed(self, size: int, microseconds: float | None) -> None:
+        self._replay_us[size] = microseconds
+
+    def report(self, size: int, graph: Graph, verdict: str) -> GraphReport:
         pool_mib = device_mib = None
         if size in self._memory:
             before, after = self._memory[size]
             pool_mib = (after.pool_bytes - before.pool_bytes) / 2**20
             device_mib = (before.free_bytes - after.free_bytes) / 2**20
+        recording, findings = self._recorded.get(size, (None, None))
         return GraphReport(
             batch_size=size,
             warmup_ms=self._ms["warm up", size],
-            capture_ms=self._ms["capture", size],
+            capture_ms=self._ms["capture", size] - (graph.instantiate_ms or 0.0),
             verify_ms=self._ms.get(("verify", size)),
             pool_mib=pool_mib,
             device_mib=device_mib,
             verdict=verdict,
+            instantiate_ms=graph.instantiate_ms,
+            audit_ms=None if recording is None else self._ms["audit", size],
+            replay_us=self._replay_us.get(size),
+            nodes=None if recording is None else recording.kinds(),
+            kernels=None if recording is None else recording.kernels(),
+            edges=None if recording is None else len(recording.edges),
+            pdl_edges=None if recording is None else recording.programmatic_edges(),
+            findings=None if findings is None else tuple(findings),
         )
 
 

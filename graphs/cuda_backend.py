@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import statistics
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,15 +14,20 @@ from typing import cast
 
 import torch
 
+from ostinato.graphs.allocations import Allocation, Memory, State
 from ostinato.graphs.backend import Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.driver import GraphDriver
 from ostinato.graphs.errors import BusyError, GraphError
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.recording import Recording
 
 PoolHandle = tuple[int, int]
 # Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.
 _CAPTURE_MODE = "thread_local"
 _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+_TIMED_REPLAYS = 3  # after one that is not timed
+_STATES = {"active_allocated": State.LIVE}
 
 
 class CudaBackend:
@@ -51,6 +58,7 @@ class CudaBackend:
         self._stream = torch.cuda.Stream(device) if stream is None else stream
         self._device_scope = torch.cuda.device(device)  # entered for every run, so made once
         self._scope = _StreamScope(self._stream)
+        self._driver: GraphDriver | None = None
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
@@ -89,8 +97,9 @@ class CudaBackend:
         except BaseException:
             self._abandon(graph)
             raise
+        started = time.perf_counter()
         graph.instantiate()
-        return _CudaGraph(graph, outputs)
+        return _CudaGraph(graph, outputs, 1e3 * (time.perf_counter() - started))
 
     def owned(self, outputs: Outputs) -> Sequence[int]:
         """Return which outputs the capture allocated, by index: those in the pool."""
@@ -105,6 +114,54 @@ class CudaBackend:
         """Measure the pool through torch's allocator, and free memory through the driver."""
         pool_bytes = sum(size for _, size in self._pool_segments())
         return MemoryUse(pool_bytes, torch.cuda.mem_get_info(self._device)[0])
+
+    def check_readable(self) -> None:
+        """Raise GraphError when there is no cuda-python to read graphs with."""
+        if self._driver is None:
+            self._driver = GraphDriver.load()
+
+    def recording(self, graph: Graph) -> Recording | None:
+        """Read a graph through cuda-python."""
+        self.check_readable()
+        driver = cast("GraphDriver", self._driver)
+        return driver.read(cast("_CudaGraph", graph).handle)
+
+    def allocations(self) -> Sequence[Allocation]:
+        """Return the pool, and each block of the allocator's other segments on this device."""
+        pool, others = [], []
+        for segment in torch.cuda.memory_snapshot():
+            if segment["device"] != self._device.index:
+                continue
+            if tuple(segment["segment_pool_id"]) == self._pool:
+                # What the capture freed in it is the graphs' all the same.
+                label = "the graphs' pool"
+                pool.append(Allocation(segment["address"], segment["total_size"], label))
+                continue
+            start = segment["address"]
+            for block in segment["blocks"]:
+                state = _STATES.get(block["state"], State.FREED)
+                label = f"{block['size']} bytes of torch's allocator"
+                others.append(Allocation(start, block["size"], label, state))
+                start += block["size"]
+        return [*pool, *others]
+
+    def memory_at(self, address: int) -> Memory | None:
+        """Ask the driver through cuda-python."""
+        self.check_readable()
+        return cast("GraphDriver", self._driver).memory_at(address)
+
+    def replay_us(self, graph: Graph) -> float | None:
+        """Time replays on the backend's stream by events, on whatever the buffers hold."""
+        graph.replay()
+        times: list[float] = []
+        for _ in range(_TIMED_REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(self._stream)
+            graph.replay()
+            end.record(self._stream)
+            end.synchronize()
+            times.append(1e3 * start.elapsed_time(end))
+        return statistics.median(times)
 
     def release(self, graphs: list[Graph]) -> None:
         """Wait for both streams, destroy the graphs and their outputs, then free the pool."""
@@ -172,9 +229,16 @@ class CudaBackend:
 
 
 class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, outputs: Outputs, instantiate_ms: float
+    ) -> None:
         self.outputs = outputs
+        self.instantiate_ms = instantiate_ms
         self._graph = graph
+
+    @property
+    def handle(self) -> int:
+        return self._graph.raw_cuda_graph()
 
     def replay(self) -> None:
         self._graph.replay()

@@ -36,5 +36,9 @@ class CaptureError(GraphError):
     """The step failed while it was warmed up, captured or verified; the cause is chained."""
 
 
+class AuditError(GraphError):
+    """A strict audit refused a captured graph; the message says what it found."""
+
+
 class VerificationError(GraphError):
     """A replay did not give what the step itself gives for the same inputs."""

@@ -1,9 +1,15 @@
-"""What a capture cost, per batch size, as a table and as JSON."""
+"""What a capture cost and recorded, per batch size, as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+from ostinato.graphs.audit import Finding, summarize
+from ostinato.graphs.dot import short_name
+
+_KERNELS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,7 @@ class GraphReport:
     Attributes:
         batch_size: rows.
         warmup_ms: of the calls before any capture, compilation and autotuning included.
-        capture_ms: recording and instantiating.
+        capture_ms: recording one call of the step.
         verify_ms: comparing replays with the step.
         pool_mib: growth of the graphs' memory pool, in MiB. Graphs share the pool, so the sum over
             all of them is what they take, and a later graph that fits into it adds nothing.
@@ -21,6 +27,15 @@ class GraphReport:
             needs for the graph; other processes on the device disturb it.
         verdict: "not verified", or "bit-equal" and the buffers without example, which were verified
             as padding only.
+        instantiate_ms: making an executable graph of the recording.
+        audit_ms: reading the nodes and auditing them.
+        replay_us: the median of a few replays on the device, of the examples with which a full
+            batch is verified; None without verification, since padding costs less than real rows.
+        nodes: how many of each kind, most frequent first: "kernel", "memcpy", "memset" and so on.
+        kernels: launches by kernel, most frequent first.
+        edges: dependencies between nodes.
+        pdl_edges: those across which launches overlap (programmatic dependent launch).
+        findings: what the audit found; see `CaptureReport.not_inspected` where it is None.
     """
 
     batch_size: int
@@ -30,6 +45,14 @@ class GraphReport:
     pool_mib: float | None
     device_mib: float | None
     verdict: str
+    instantiate_ms: float | None = None
+    audit_ms: float | None = None
+    replay_us: float | None = None
+    nodes: Mapping[str, int] | None = None
+    kernels: Mapping[str, int] | None = None
+    edges: int | None = None
+    pdl_edges: int | None = None
+    findings: tuple[Finding, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,37 +63,75 @@ class CaptureReport:
         device: its name.
         total_ms: wall-clock time of the whole capture.
         graphs: one per batch size, increasing.
+        not_inspected: why nodes were not read and nothing was audited; None where they were, and
+            on a CPU, which records none.
     """
 
     device: str
     total_ms: float
     graphs: tuple[GraphReport, ...]
+    not_inspected: str | None = None
 
     def __str__(self) -> str:
-        """Return a table."""
+        """Return a table, the kernels of the largest batch size, and what the audit found."""
         count = len(self.graphs)
         sizes = "1 batch size" if count == 1 else f"{count} batch sizes"
         title = f"{sizes} captured on {self.device} in {self.total_ms:.1f} ms"
         if self.device == "cpu":
             title += " (without CUDA a replay calls the step)"
-        header = ("batch", "warm-up ms", "capture ms", "verify ms", "pool MiB", "device MiB")
-        lines = [" ".join(f"{text:>10}" for text in header) + "  verdict"]
+        lines = [title, *_table(self.graphs)]
+        if self.not_inspected is not None:
+            lines.append(f"nodes were not inspected: {self.not_inspected}")
+        if self.graphs and self.graphs[-1].kernels:
+            lines += _kernel_lines(self.graphs[-1])
         for graph in self.graphs:
-            cells = (
-                str(graph.batch_size),
-                _number(graph.warmup_ms),
-                _number(graph.capture_ms),
-                _number(graph.verify_ms),
-                _number(graph.pool_mib),
-                _number(graph.device_mib),
-            )
-            lines.append(" ".join(f"{cell:>10}" for cell in cells) + f"  {graph.verdict}")
-        return "\n".join([title, *lines])
+            if graph.findings:
+                lines.append(f"audit of batch size {graph.batch_size}:")
+                lines += [f"  {line}" for line in summarize(graph.findings).splitlines()]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return the same as a JSON object, keys as the attributes."""
         return json.dumps(asdict(self))
 
 
+def _table(graphs: tuple[GraphReport, ...]) -> list[str]:
+    columns = {
+        "batch": [str(graph.batch_size) for graph in graphs],
+        "warm-up ms": [_number(graph.warmup_ms) for graph in graphs],
+        "capture ms": [_number(graph.capture_ms) for graph in graphs],
+        "instantiate ms": [_number(graph.instantiate_ms) for graph in graphs],
+        "audit ms": [_number(graph.audit_ms) for graph in graphs],
+        "verify ms": [_number(graph.verify_ms) for graph in graphs],
+        "replay µs": [_number(graph.replay_us) for graph in graphs],
+        "nodes": [_sum(graph.nodes) for graph in graphs],
+        "kernels": [_sum(graph.kernels) for graph in graphs],
+        "PDL edges": ["-" if g.pdl_edges is None else str(g.pdl_edges) for g in graphs],
+        "pool MiB": [_number(graph.pool_mib) for graph in graphs],
+        "device MiB": [_number(graph.device_mib) for graph in graphs],
+    }
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
+    widths = {name: max(map(len, [name, *cells])) for name, cells in shown.items()}
+    lines = ["  ".join(f"{name:>{width}}" for name, width in widths.items()) + "  verdict"]
+    for row, graph in enumerate(graphs):
+        cells = (f"{cells[row]:>{widths[name]}}" for name, cells in shown.items())
+        lines.append("  ".join(cells) + f"  {graph.verdict}")
+    return lines
+
+
+def _kernel_lines(graph: GraphReport) -> list[str]:
+    kernels = graph.kernels or {}
+    lines = [f"kernels of batch size {graph.batch_size}:"]
+    for name, launches in list(kernels.items())[:_KERNELS_SHOWN]:
+        lines.append(f"  {launches:>5} × {short_name(name, 90)}")
+    if len(kernels) > _KERNELS_SHOWN:
+        lines.append(f"  and {len(kernels) - _KERNELS_SHOWN} others")
+    return lines
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _sum(counts: Mapping[str, int] | None) -> str:
+    return "-" if counts is None else str(sum(counts.values()))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
 
+from ostinato.graphs.audit import AUDITS, Audit, Auditor, DeclaredMemory
 from ostinato.graphs.backend import Backend, CpuBackend, Graph
 from ostinato.graphs.buckets import check_batch_sizes, default_batch_sizes, smallest_bucket
 from ostinato.graphs.buffers import BatchView, StaticBuffers
 from ostinato.graphs.capture import capture_graphs
 from ostinato.graphs.cuda_backend import CudaBackend, PoolHandle
+from ostinato.graphs.dot import to_dot
 from ostinato.graphs.errors import (
     BusyError,
     CaptureError,
@@ -51,6 +55,9 @@ class GraphRunner(Generic[OutputT]):
         step: takes a `BatchView` and returns a tensor, or a tuple or dict of tensors, with one row
             per row of the batch.
         buffers: the inputs; their device is the runner's.
+        memory: what else the step works on and stays where it is, for the audit: names such as
+            "weights" and "cache" to modules or tensors, which are kept alive. By default the audit
+            takes every live tensor for the step's own.
         pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`; by default a new
             one for each capture. Runners that share a pool must share `stream` too. To capture into
             a given pool again, drop the outputs of earlier runs first. CUDA only.
@@ -66,6 +73,7 @@ class GraphRunner(Generic[OutputT]):
         step: Callable[[BatchView], OutputT],
         buffers: StaticBuffers,
         *,
+        memory: DeclaredMemory | None = None,
         pool: PoolHandle | None = None,
         stream: torch.cuda.Stream | None = None,
         group: torch.distributed.ProcessGroup | None = None,
@@ -80,6 +88,7 @@ class GraphRunner(Generic[OutputT]):
         self._buffers = buffers
         self._group = group
         self._backend = _make_backend(buffers.device, pool, stream)
+        self._auditor = Auditor(self._backend, buffers, memory)
         self._graphs: dict[int, Graph] = {}
         self._batch_sizes: tuple[int, ...] = ()
         self._last_batch_sizes: tuple[int, ...] = ()
@@ -109,6 +118,7 @@ class GraphRunner(Generic[OutputT]):
         *,
         progress: bool = True,
         verify: bool = True,
+        audit: Audit = "report",
     ) -> CaptureReport:
         """Capture the step for each batch size; graphs captured before are released first.
 
@@ -121,33 +131,43 @@ class GraphRunner(Generic[OutputT]):
                 8, 16, 32, 64, the multiples of 128, and `max_batch`.
             progress: show a bar, where standard error is a terminal.
             verify: compare replays with the step, bit for bit.
+            audit: "report" reads the graphs and reports their nodes and what may go wrong with
+                them, where cuda-python is installed; "strict" refuses a graph with such a finding;
+                "off" reads nothing.
 
         Raises:
-            ValueError: for bad batch sizes, with the corrected list; nothing is changed then.
+            ValueError: for bad batch sizes, with the corrected list, or another `audit`; nothing is
+                changed then.
             CaptureError: when the step fails.
+            AuditError: when a strict audit refuses a graph.
+            GraphError: when a strict audit is impossible, for want of cuda-python.
             VerificationError: when a replay differs from the step.
             ClosedError, BusyError: see `run`.
         """
+        _check_audit(audit)
         with self._exclusively("capture"):
             self._require_open()
             if batch_sizes is None:
                 sizes = default_batch_sizes(self._buffers.max_batch)
             else:
                 sizes = check_batch_sizes(batch_sizes, self._buffers.max_batch)
-            return self._capture(sizes, progress, verify)
+            return self._capture(sizes, progress, verify, audit)
 
-    def recapture(self, *, progress: bool = True, verify: bool = True) -> CaptureReport:
+    def recapture(
+        self, *, progress: bool = True, verify: bool = True, audit: Audit = "report"
+    ) -> CaptureReport:
         """Capture the batch sizes of the last successful capture again.
 
         Raises:
             NotCapturedError: when there was none.
-            CaptureError, VerificationError, ClosedError, BusyError: as `capture`.
+            ValueError, GraphError: as `capture`.
         """
+        _check_audit(audit)
         with self._exclusively("recapture"):
             self._require_open()
             if not self._last_batch_sizes:
                 raise NotCapturedError(_NOT_CAPTURED[1])
-            return self._capture(self._last_batch_sizes, progress, verify)
+            return self._capture(self._last_batch_sizes, progress, verify, audit)
 
     def run(self, n: int, inputs: Mapping[str, object]) -> OutputT:
         """Run the step on `n` rows and return the first `n` rows of its outputs.
@@ -201,6 +221,28 @@ class GraphRunner(Generic[OutputT]):
         if self._refusal is not None:
             kind, message = self._refusal
             raise kind(message)
+
+    def dump(self, batch_size: int, path: str | PathLike[str]) -> None:
+        """Write the graph of a captured batch size as a drawing that Graphviz's `dot` reads.
+
+        Raises:
+            TypeError, ValueError: when the batch size is not one of `batch_sizes`.
+            GraphError: when nothing can be run (see `require_captured`), cuda-python is missing, or
+                nothing was recorded, as on a CPU.
+            BusyError: when a capture or run is under way.
+        """
+        with self._exclusively("dump"):
+            self.require_captured()
+            size = as_integer("batch_size", batch_size)
+            if size not in self._graphs:
+                raise ValueError(
+                    f"batch_size: got {size}, expected one of {list(self._batch_sizes)}"
+                )
+            recording = self._backend.recording(self._graphs[size])
+            if recording is None:
+                raise GraphError(f"no graph is recorded on {self._backend.name}: nothing to dump")
+            title = f"batch size {size} on {self._backend.name}"
+            Path(path).write_text(to_dot(recording, title), encoding="utf-8")
 
     def stats(self) -> RunnerStats:
         """Return how often each bucket was used since the last capture, from any thread."""
@@ -256,14 +298,23 @@ class GraphRunner(Generic[OutputT]):
         """Close the runner."""
         self.close()
 
-    def _capture(self, sizes: tuple[int, ...], progress: bool, verify: bool) -> CaptureReport:
+    def _capture(
+        self, sizes: tuple[int, ...], progress: bool, verify: bool, audit: Audit
+    ) -> CaptureReport:
         self._release()
         if self._group is not None:
             # Ranks whose step communicates must warm up and capture in step with each other.
             torch.distributed.barrier(group=self._group)
         try:
             graphs, report = capture_graphs(
-                self._step, self._buffers, self._backend, sizes, progress=progress, verify=verify
+                self._step,
+                self._buffers,
+                self._backend,
+                sizes,
+                auditor=self._auditor,
+                progress=progress,
+                verify=verify,
+                audit=audit,
             )
         except CaptureError as error:
             cause = error.__cause__
@@ -303,6 +354,11 @@ class GraphRunner(Generic[OutputT]):
             yield
         finally:
             self._lock.release()
+
+
+def _check_audit(audit: object) -> None:
+    if audit not in AUDITS:
+        raise ValueError(f"audit: got {audit!r}, expected one of {list(AUDITS)}")
 
 
 def _make_backend(

@@ -20,7 +20,8 @@ def find_difference(
     """Compare replays of `graph` with calls of the step, for several numbers of real rows.
 
     Inputs are drawn by the buffers' examples. Outputs are poisoned before each replay, so that one
-    that is not written is found; NaNs are equal to each other.
+    that is not written is found; NaNs are equal to each other. If all agree, examples for a
+    full batch stay in the buffers.
 
     Returns:
         None when all outputs agree, else the first difference: bucket, rows, output and place.
