@@ -9,6 +9,7 @@ step itself. This package knows nothing of models: only torch is needed. See `do
 from ostinato.graphs.audit import Finding
 from ostinato.graphs.buckets import default_batch_sizes
 from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.diagnosis import Diagnosis
 from ostinato.graphs.errors import (
     AuditError,
     BusyError,
@@ -34,6 +35,7 @@ __all__ = [
     "CaptureError",
     "CaptureReport",
     "ClosedError",
+    "Diagnosis",
     "Finding",
     "GraphError",
     "GraphReport",

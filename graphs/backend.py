@@ -11,6 +11,7 @@ import torch
 
 from ostinato.graphs.allocations import Allocation, Memory
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
@@ -67,6 +68,15 @@ class Backend(Protocol):
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Capture one call of the step. A step that raises leaves the backend usable."""
+
+    def failure(self, step: Step, batch: BatchView) -> Failure:
+        """Return what is known of the `capture` that has just failed, for the same arguments.
+
+        The step may be called once more, in a capture that is thrown away.
+        """
+
+    def trace(self, step: Step, batch: BatchView) -> Trace | None:
+        """Watch the step in a capture that is thrown away; None where nothing is recorded."""
 
     def owned(self, outputs: Outputs) -> Sequence[int]:
         """Return which of a graph's outputs, by index, are in its own memory, not the step's."""
@@ -136,6 +146,14 @@ class CpuBackend:
         graph = _CpuGraph(step, batch, outputs.like(places))
         graph.write(outputs)
         return graph
+
+    def failure(self, step: Step, batch: BatchView) -> Failure:
+        """Return nothing: the step's own exception says it all."""
+        return Failure()
+
+    def trace(self, step: Step, batch: BatchView) -> Trace | None:
+        """Return None: nothing is recorded."""
+        return None
 
     def owned(self, outputs: Outputs) -> Sequence[int]:
         """Return all: outputs are copied into memory of the backend."""

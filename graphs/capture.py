@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from ostinato.graphs.audit import Audit, Auditor, Finding, summarize
 from ostinato.graphs.backend import Backend, Graph, MemoryUse
-from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.diagnosis import Failure, diagnose
 from ostinato.graphs.errors import AuditError, CaptureError, GraphError, VerificationError
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
@@ -61,19 +63,27 @@ def capture_graphs(
             backend.prepare_capture()
             with _garbage_collection_paused():
                 for size in _bar(largest_first, "Capturing graphs", backend, progress):
-                    with costs.measured("capture", size):
+                    batch = buffers.view(size)
+                    failure = partial(backend.failure, step, batch)
+                    with costs.measured("capture", size, failure):
                         buffers.stage_padding(size)
-                        graphs[size] = backend.capture(step, buffers.view(size))
+                        graphs[size] = backend.capture(step, batch)
             if not_inspected is None:
                 bar = _bar(largest_first, "Auditing graphs", backend, progress)
                 strict = audit == "strict"
+                if strict:
+                    smallest = buffers.view(batch_sizes[0])
+                    outside = _work_outside(step, smallest, backend, required=True)
+                    if outside is not None:
+                        raise AuditError(f"the graphs are refused: {outside}")
                 not_inspected = _audit(bar, graphs, backend, auditor, costs, strict=strict)
             if verify:
                 for size in _bar(largest_first, "Verifying graphs", backend, progress):
                     with costs.measured("verify", size):
                         difference = find_difference(step, buffers, backend, graphs[size], size)
                     if difference is not None:
-                        raise VerificationError(difference)
+                        outside = _work_outside(step, buffers.view(size), backend)
+                        raise VerificationError("; ".join(filter(None, (difference, outside))))
                     with costs.measured("time", size):
                         costs.replayed(size, backend.replay_us(graphs[size]))
             buffers.stage_padding(largest_first[0])
@@ -135,6 +145,25 @@ def _audit(
     return None
 
 
+def _work_outside(
+    step: Step, batch: BatchView, backend: Backend, *, required: bool = False
+) -> str | None:
+    """Return which operators run on a stream that is not captured; None if none is seen.
+
+    Raises:
+        AuditError: when the step cannot be watched though it is required.
+    """
+    with _garbage_collection_paused():
+        trace = backend.trace(step, batch)
+    if trace is None:
+        return None
+    if required and trace.error is not None:
+        raise AuditError(f"the step could not be watched: {trace.error}") from trace.error
+    if not trace.outside:
+        return None
+    return "on a stream that is not captured ran " + ", ".join(map(str, trace.outside[:3]))
+
+
 def _refuse(size: int, findings: Sequence[Finding]) -> None:
     refused = [finding for finding in findings if finding.refused]
     if refused:
@@ -165,7 +194,10 @@ class _Costs:
         self._replay_us: dict[int, float | None] = {}
 
     @contextmanager
-    def measured(self, phase: str, size: int) -> Iterator[None]:
+    def measured(
+        self, phase: str, size: int, failure: Callable[[], Failure] | None = None
+    ) -> Iterator[None]:
+        """Measure the block; `failure` tells more of an exception raised in a capture."""
         # Only graphs stay; what the other phases allocate is given back.
         before = self._backend.memory() if phase == "capture" else None
         started = time.perf_counter()
@@ -173,9 +205,9 @@ class _Costs:
             yield
             self._backend.synchronize()
         except Exception as error:
-            raise CaptureError(
-                f"could not {phase} batch size {size}: {type(error).__name__}: {error}"
-            ) from error
+            diagnosis = diagnose(error, None if failure is None else _ask(failure))
+            what = f"could not {phase} batch size {size}: {type(error).__name__}: {error}"
+            raise CaptureError(f"{what}\n{diagnosis}".rstrip(), diagnosis) from error
         self._ms[phase, size] = 1e3 * (time.perf_counter() - started)
         if before is not None and (after := self._backend.memory()) is not None:
             self._memory[size] = (before, after)
@@ -211,6 +243,14 @@ class _Costs:
             pdl_edges=None if recording is None else recording.programmatic_edges(),
             findings=None if findings is None else tuple(findings),
         )
+
+
+def _ask(failure: Callable[[], Failure]) -> Failure:
+    """Return what the backend knows; should asking fail too, that must not hide the first error."""
+    try:
+        return failure()
+    except Exception as error:
+        return Failure((f"a second capture, to find the place, failed: {error}",))
 
 
 @contextmanager

@@ -17,15 +17,19 @@ import torch
 from ostinato.graphs.allocations import Allocation, Memory, State
 from ostinato.graphs.backend import Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import GraphDriver
+from ostinato.graphs.driver_log import DriverLog
 from ostinato.graphs.errors import BusyError, GraphError
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
+from ostinato.graphs.tracing import OperatorWatch
 
 PoolHandle = tuple[int, int]
 # Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.
 _CAPTURE_MODE = "thread_local"
 _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+_CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
 _TIMED_REPLAYS = 3  # after one that is not timed
 _STATES = {"active_allocated": State.LIVE}
 
@@ -59,6 +63,10 @@ class CudaBackend:
         self._device_scope = torch.cuda.device(device)  # entered for every run, so made once
         self._scope = _StreamScope(self._stream)
         self._driver: GraphDriver | None = None
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._log = DriverLog(self._library)
+        self._watch_again = False
+        self._reasons: tuple[str, ...] = ()
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
@@ -90,16 +98,48 @@ class CudaBackend:
         # Kept, a graph is instantiated apart from the end of its capture: whatever fails up to
         # that end is mended by `_abandon`, and nothing after it needs to be.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._begin(graph)
+        self._watch_again, self._reasons = False, ()
+        self._log.mark()
+        self._begin(graph, self._pool)
         try:
-            outputs = Outputs.of(step(batch), batch)
+            try:
+                outputs = Outputs.of(step(batch), batch)
+            finally:
+                self._watch_again = not self._is_valid()
             graph.capture_end()
-        except BaseException:
+        except BaseException as error:
+            self._reasons = self._log.since_mark()
+            self._watch_again |= isinstance(error, RuntimeError)
             self._abandon(graph)
             raise
         started = time.perf_counter()
         graph.instantiate()
         return _CudaGraph(graph, outputs, 1e3 * (time.perf_counter() - started))
+
+    def failure(self, step: Step, batch: BatchView) -> Failure:
+        """Return the driver's log of the failed capture, and watch the step unless Python failed.
+
+        Torch and the driver raise RuntimeError, or nothing until the capture ends.
+        """
+        trace = self.trace(step, batch) if self._watch_again else None
+        return Failure(self._reasons, trace)
+
+    def trace(self, step: Step, batch: BatchView) -> Trace | None:
+        """Watch the step in a capture into a pool of its own, which is then given back."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        watch = OperatorWatch(self._is_valid, torch.cuda.is_current_stream_capturing)
+        error = None
+        self._begin(graph, torch.cuda.graph_pool_handle())
+        try:
+            with watch:
+                step(batch)
+        except Exception as raised:
+            error = raised
+        finally:
+            trace = watch.finish(error)
+            self._abandon(graph)
+            torch.cuda.empty_cache()
+        return trace
 
     def owned(self, outputs: Outputs) -> Sequence[int]:
         """Return which outputs the capture allocated, by index: those in the pool."""
@@ -180,9 +220,15 @@ class CudaBackend:
             self._anchor = None
             torch.cuda.empty_cache()
 
-    def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        pool = cast("torch.cuda._POOL_HANDLE", self._pool)
-        graph.capture_begin(pool=pool, capture_error_mode=_CAPTURE_MODE)
+    def _begin(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None) -> None:
+        handle = cast("torch.cuda._POOL_HANDLE", pool)
+        graph.capture_begin(pool=handle, capture_error_mode=_CAPTURE_MODE)
+
+    def _is_valid(self) -> bool:
+        """Return whether the capture of the backend's stream can still succeed."""
+        status, stream = ctypes.c_int(), ctypes.c_void_p(self._stream.cuda_stream)
+        error = self._library.cuStreamIsCapturing(stream, ctypes.byref(status))
+        return error == 0 and status.value != _CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
     def _empty_graph(self) -> torch.cuda.CUDAGraph:
         """Return a graph of nothing in the pool.
@@ -193,7 +239,7 @@ class CudaBackend:
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _no_warning_of_empty_graphs():
-            self._begin(graph)
+            self._begin(graph, self._pool)
             graph.capture_end()
         return graph
 
@@ -205,7 +251,7 @@ class CudaBackend:
         random numbers outside of it. So the failed capture is ended here, and an empty one begun
         in its place for `capture_end` to end.
         """
-        driver, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(self._stream.cuda_stream)
+        driver, stream = self._library, ctypes.c_void_p(self._stream.cuda_stream)
         with torch.cuda.stream(self._stream), _no_warning_of_empty_graphs():
             _end_capture(driver, stream)
             status = driver.cuStreamBeginCapture_v2(stream, _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ostinato.graphs.diagnosis import Diagnosis
+
 
 class GraphError(RuntimeError):
     """Base of every error below."""
@@ -33,7 +35,16 @@ class BusyError(GraphError):
 
 
 class CaptureError(GraphError):
-    """The step failed while it was warmed up, captured or verified; the cause is chained."""
+    """The step failed while it was warmed up, captured or verified; the cause is chained.
+
+    Attributes:
+        diagnosis: what is known of the place and the reason, and what to do; the message has it.
+    """
+
+    def __init__(self, message: str, diagnosis: Diagnosis | None = None) -> None:
+        """Take the message, and the diagnosis that it ends with."""
+        super().__init__(message)
+        self.diagnosis = diagnosis
 
 
 class AuditError(GraphError):

@@ -1,13 +1,14 @@
 """A CUDA driver made of Python objects, and a backend that records graphs without a GPU."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
 
 from ostinato.graphs.allocations import Allocation, Memory
 from ostinato.graphs.backend import CpuBackend
+from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import _KINDS, GraphDriver
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.recording import Recording
@@ -158,10 +159,18 @@ class RecordingBackend(CpuBackend):
         self.unreadable: str | None = None
         self.fails_to_read: str | None = None
         self.on_capture = lambda: None
+        self.failed: Callable[[], Failure] = Failure
+        self.traced: Trace | None = None
 
     def capture(self, step, batch):
         self.on_capture()
         return super().capture(step, batch)
+
+    def failure(self, step, batch):
+        return self.failed()
+
+    def trace(self, step, batch):
+        return self.traced
 
     def check_readable(self) -> None:
         if self.unreadable is not None:
