@@ -7,7 +7,7 @@ stays where it is for as long as the graph is replayed; `docs/graphs.md` says wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,12 +16,11 @@ import torch
 from ostinato.graphs.allocations import Allocation, Allocations, State, mapped_by_host
 from ostinato.graphs.backend import Backend
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.memory import DeclaredMemory, tensors_of
 from ostinato.graphs.recording import Recording, Word
 
 Audit = Literal["off", "report", "strict"]
 AUDITS: tuple[Audit, ...] = ("off", "report", "strict")
-# What a caller may declare as memory that stays: tensors, or anything that has some.
-DeclaredMemory = Mapping[str, torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]]
 
 _FORBIDDEN = {
     "host": "calls a function of the host, which every replay would wait for",
@@ -70,9 +69,6 @@ class Auditor:
         memory: what else stays, by name. If it is given, any other tensor is found, except for
             what the captures made and kept: workspaces of libraries, state made at the first call.
             If not, every live tensor is taken for the step's own.
-
-    Raises:
-        TypeError: when something in `memory` is not a tensor and has none.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class Auditor:
     ) -> None:
         self._backend = backend
         self._buffers = buffers
-        self._memory = None if memory is None else _kept_alive(memory)
+        self._memory = memory
         self._before: frozenset[int] = frozenset()
         self._made: frozenset[int] = frozenset()
         self._known: Allocations | None = None
@@ -141,7 +137,7 @@ class Auditor:
             declared = [
                 range_of(tensor, f"memory[{name!r}]")
                 for name, holder in (self._memory or {}).items()
-                for tensor in _tensors(name, holder)
+                for tensor in tensors_of(name, holder)
             ]
             self._known = Allocations([*kept, *declared, *present])
             self._host = Allocations(mapped_by_host())
@@ -183,28 +179,3 @@ def summarize(findings: Sequence[Finding]) -> str:
 
 def _live(allocations: Iterable[Allocation]) -> frozenset[int]:
     return frozenset(a.start for a in allocations if a.state is State.LIVE)
-
-
-def _kept_alive(memory: DeclaredMemory) -> DeclaredMemory:
-    """Return the same, safe to go through again and again, and checked."""
-    if not isinstance(memory, Mapping):
-        raise TypeError(f"memory: got {type(memory).__name__}, expected a mapping")
-    kept: dict[str, torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]] = {}
-    for name, holder in memory.items():
-        # A module may be moved before it is captured, so its tensors are asked for then.
-        is_module = isinstance(holder, torch.nn.Module)
-        kept[name] = holder if is_module else tuple(_tensors(name, holder))
-    return kept
-
-
-def _tensors(name: str, holder: object) -> Iterator[torch.Tensor]:
-    if isinstance(holder, torch.Tensor):
-        yield holder
-    elif isinstance(holder, torch.nn.Module):
-        yield from holder.parameters()
-        yield from holder.buffers()
-    elif isinstance(holder, Iterable) and not isinstance(holder, (str, bytes)):
-        for item in holder:
-            yield from _tensors(name, item)
-    else:
-        raise TypeError(f"memory[{name!r}]: got {type(holder).__name__}, expected tensors")

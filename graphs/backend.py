@@ -13,6 +13,7 @@ from ostinato.graphs.allocations import Allocation, Memory
 from ostinato.graphs.buffers import BatchView
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.errors import GraphError
+from ostinato.graphs.guards import Turn
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
 
@@ -53,6 +54,10 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The device's name, as a person knows it."""
+
+    @property
+    def turn(self) -> Turn:
+        """Whose turn it is among the runners that share the graphs' memory."""
 
     def check_idle(self) -> None:
         """Raise BusyError where nothing may be run: the caller is capturing a graph itself."""
@@ -123,6 +128,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
+        self.turn = Turn()
         self._shared: dict[tuple[str, torch.dtype, torch.Size], torch.Tensor] = {}
 
     def check_idle(self) -> None:

@@ -19,6 +19,7 @@ from ostinato.graphs.backend import Backend, Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView, StaticBuffers
 from ostinato.graphs.diagnosis import Failure, diagnose
 from ostinato.graphs.errors import AuditError, CaptureError, GraphError, VerificationError
+from ostinato.graphs.guards import only_capture
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.report import CaptureReport, GraphReport
@@ -43,6 +44,7 @@ def capture_graphs(
 
     Raises:
         CaptureError: when the step fails; from its own exception.
+        BusyError: when another runner is being captured.
         AuditError: when a strict audit refuses a graph.
         VerificationError: when a replay differs from the step.
         GraphError: when a strict audit cannot read graphs.
@@ -60,14 +62,15 @@ def capture_graphs(
             for size in _bar(largest_first, "Warming up", backend, progress):
                 with costs.measured("warm up", size):
                     _warm_up(step, buffers, size)
-            backend.prepare_capture()
-            with _garbage_collection_paused():
-                for size in _bar(largest_first, "Capturing graphs", backend, progress):
-                    batch = buffers.view(size)
-                    failure = partial(backend.failure, step, batch)
-                    with costs.measured("capture", size, failure):
-                        buffers.stage_padding(size)
-                        graphs[size] = backend.capture(step, batch)
+            with only_capture():
+                backend.prepare_capture()
+                with _garbage_collection_paused():
+                    for size in _bar(largest_first, "Capturing graphs", backend, progress):
+                        batch = buffers.view(size)
+                        failure = partial(backend.failure, step, batch)
+                        with costs.measured("capture", size, failure):
+                            buffers.stage_padding(size)
+                            graphs[size] = backend.capture(step, batch)
             if not_inspected is None:
                 bar = _bar(largest_first, "Auditing graphs", backend, progress)
                 strict = audit == "strict"
@@ -153,7 +156,7 @@ def _work_outside(
     Raises:
         AuditError: when the step cannot be watched though it is required.
     """
-    with _garbage_collection_paused():
+    with only_capture(), _garbage_collection_paused():
         trace = backend.trace(step, batch)
     if trace is None:
         return None

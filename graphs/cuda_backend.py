@@ -8,7 +8,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import cast
 
@@ -21,6 +21,7 @@ from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import GraphDriver
 from ostinato.graphs.driver_log import DriverLog
 from ostinato.graphs.errors import BusyError, GraphError
+from ostinato.graphs.guards import only_capture, turn_of
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.tracing import OperatorWatch
@@ -46,7 +47,8 @@ class CudaBackend:
         stream: a stream of the device, not its default stream. By default a new one.
 
     Raises:
-        TypeError, ValueError: when an argument is of the wrong kind or on another device.
+        TypeError, ValueError: when an argument is of the wrong kind or on another device, or the
+            pool is used on another stream already.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class CudaBackend:
         self._pool: PoolHandle | None = pool
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
+        self.turn = turn_of(pool, self._stream.cuda_stream)
         self._device_scope = torch.cuda.device(device)  # entered for every run, so made once
         self._scope = _StreamScope(self._stream)
         self._driver: GraphDriver | None = None
@@ -211,14 +214,14 @@ class CudaBackend:
         while graphs:
             graphs.pop().release()
         # A pool without graphs stays reserved until the allocator's cache is emptied.
-        torch.cuda.empty_cache()
+        _empty_cache()
 
     def close(self) -> None:
         """Let go of a pool of the caller's."""
         if self._anchor is not None:
             self._anchor.reset()
             self._anchor = None
-            torch.cuda.empty_cache()
+            _empty_cache()
 
     def _begin(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None) -> None:
         handle = cast("torch.cuda._POOL_HANDLE", pool)
@@ -321,6 +324,15 @@ class _StreamScope(AbstractContextManager[None]):
         self._current.__exit__(kind, error, traceback)
         self._done.record(self._stream)
         self._caller.wait_event(self._done)
+
+
+def _empty_cache() -> None:
+    """Give the allocator's cache back to the driver, unless another thread is capturing.
+
+    The allocator cannot do it then. What stays reserved goes when it is next emptied.
+    """
+    with suppress(BusyError), only_capture():
+        torch.cuda.empty_cache()
 
 
 def _end_capture(driver: ctypes.CDLL, stream: ctypes.c_void_p) -> None:

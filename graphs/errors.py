@@ -34,6 +34,10 @@ class BusyError(GraphError):
         self.busy = busy
 
 
+class ForkedError(GraphError):
+    """A runner was used in a fork of the process that it was made in."""
+
+
 class CaptureError(GraphError):
     """The step failed while it was warmed up, captured or verified; the cause is chained.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -12,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ostinato.graphs.audit import AUDITS, Audit, Auditor, DeclaredMemory
+from ostinato.graphs.audit import AUDITS, Audit, Auditor
 from ostinato.graphs.backend import Backend, CpuBackend, Graph
 from ostinato.graphs.buckets import check_batch_sizes, default_batch_sizes, smallest_bucket
 from ostinato.graphs.buffers import BatchView, StaticBuffers
@@ -27,7 +26,9 @@ from ostinato.graphs.errors import (
     InvalidatedError,
     NotCapturedError,
 )
+from ostinato.graphs.guards import MemoryWatch, ProcessGuard
 from ostinato.graphs.integers import as_integer
+from ostinato.graphs.memory import DeclaredMemory, kept_alive
 from ostinato.graphs.outputs import StepOutput
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import BucketStats, RunnerStats
@@ -35,6 +36,7 @@ from ostinato.graphs.stats import BucketStats, RunnerStats
 OutputT = TypeVar("OutputT", bound=StepOutput)
 
 _NOT_CAPTURED = (NotCapturedError, "nothing has been captured: call capture() first")
+_WATCHED_PER_RUN = 4  # of the declared tensors, a microsecond or two
 _CLOSED = (ClosedError, "the runner is closed: make a new GraphRunner")
 
 
@@ -55,9 +57,10 @@ class GraphRunner(Generic[OutputT]):
         step: takes a `BatchView` and returns a tensor, or a tuple or dict of tensors, with one row
             per row of the batch.
         buffers: the inputs; their device is the runner's.
-        memory: what else the step works on and stays where it is, for the audit: names such as
-            "weights" and "cache" to modules or tensors, which are kept alive. By default the audit
-            takes every live tensor for the step's own.
+        memory: what else the step works on and stays where it is: names such as "weights" and
+            "cache" to modules or tensors, which are kept alive. The audit reports any other memory,
+            and runs are refused when something of it has moved. By default the audit takes every
+            live tensor for the step's own.
         pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`; by default a new
             one for each capture. Runners that share a pool must share `stream` too. To capture into
             a given pool again, drop the outputs of earlier runs first. CUDA only.
@@ -88,14 +91,15 @@ class GraphRunner(Generic[OutputT]):
         self._buffers = buffers
         self._group = group
         self._backend = _make_backend(buffers.device, pool, stream)
-        self._auditor = Auditor(self._backend, buffers, memory)
+        self._memory = None if memory is None else kept_alive(memory)
+        self._auditor = Auditor(self._backend, buffers, self._memory)
+        self._watch = MemoryWatch(None)
+        self._process = ProcessGuard()
         self._graphs: dict[int, Graph] = {}
         self._batch_sizes: tuple[int, ...] = ()
         self._last_batch_sizes: tuple[int, ...] = ()
         self._counts: dict[int, tuple[int, int]] = {}  # runs and real rows
         self._refusal: tuple[type[GraphError], str] | None = _NOT_CAPTURED
-        self._lock = threading.Lock()
-        self._busy_with = ""
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -185,12 +189,15 @@ class GraphRunner(Generic[OutputT]):
 
         Raises:
             TypeError, ValueError: for a bad `n` or input; nothing is changed then.
-            NotCapturedError, InvalidatedError, ClosedError: when there is nothing to replay.
-            BusyError: when another capture or run of this runner is under way, or the caller's
-                current stream is being captured.
+            NotCapturedError, InvalidatedError, ClosedError: when there is nothing to replay, or
+                declared memory was seen to have moved; see `check_memory`.
+            BusyError: when another capture or run of this runner is under way, or of one with the
+                same pool, or the caller's current stream is being captured.
+            ForkedError: in a fork of the process that the runner was made in.
         """
         with self._exclusively("run"):
             self.require_captured()
+            self._refuse_moved(self._watch.moved(_WATCHED_PER_RUN))
             n = as_integer("n", n)
             bucket = smallest_bucket(n, self._batch_sizes)
             graph = self._graphs[bucket]
@@ -244,6 +251,18 @@ class GraphRunner(Generic[OutputT]):
             title = f"batch size {size} on {self._backend.name}"
             Path(path).write_text(to_dot(recording, title), encoding="utf-8")
 
+    def check_memory(self) -> None:
+        """Look at all declared memory; each run looks at a few tensors of it in turn.
+
+        Raises:
+            InvalidatedError: when a tensor is not where it was at the capture. Runs are refused
+                from then on.
+            GraphError: when nothing can be run; see `require_captured`.
+        """
+        with self._exclusively("check_memory"):
+            self.require_captured()
+            self._refuse_moved(self._watch.moved())
+
     def stats(self) -> RunnerStats:
         """Return how often each bucket was used since the last capture, from any thread."""
         counts = self._counts  # once, since a capture in another thread replaces it
@@ -276,9 +295,14 @@ class GraphRunner(Generic[OutputT]):
     def close(self) -> None:
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
 
+        In a fork of the process nothing is released: the graphs are the parent's.
+
         Raises:
             BusyError: when a capture or run is under way.
         """
+        if self._process.is_fork():
+            self._refusal = _CLOSED
+            return
         with self._exclusively("close"):
             if self._refusal is not _CLOSED:
                 self._release()
@@ -321,6 +345,7 @@ class GraphRunner(Generic[OutputT]):
             if isinstance(cause, BusyError) and cause.busy is self:
                 raise cause from None
             raise
+        self._watch = MemoryWatch(self._memory)
         self._graphs = graphs
         self._batch_sizes = self._last_batch_sizes = sizes
         self._counts = dict.fromkeys(sizes, (0, 0))
@@ -336,24 +361,25 @@ class GraphRunner(Generic[OutputT]):
         if graphs:
             self._backend.release(graphs)
 
+    def _refuse_moved(self, name: str | None) -> None:
+        if name is not None:
+            message = f"{name} has moved since the capture, which has its address; call recapture()"
+            self._refusal = (InvalidatedError, message)
+            raise InvalidatedError(message)
+
     def _require_open(self) -> None:
         if self._refusal is _CLOSED:
             raise ClosedError(_CLOSED[1])
 
     @contextmanager
     def _exclusively(self, what: str) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise BusyError(
-                f"{what}: the runner is in the middle of {self._busy_with}; "
-                "one call at a time, and none from inside the step",
-                busy=self,
-            )
-        self._busy_with = what
+        self._process.check()
+        self._backend.turn.begin(self, what)
         try:
             self._backend.check_idle()
             yield
         finally:
-            self._lock.release()
+            self._backend.turn.end()
 
 
 def _check_audit(audit: object) -> None:

@@ -360,6 +360,14 @@ def test_bad_pools_and_streams(options, error, match, step):
         GraphRunner(step, StaticBuffers(SPECS, 8, CUDA), **options)
 
 
+def test_a_pool_that_is_used_on_another_stream_is_refused(step):
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    with GraphRunner(step, StaticBuffers(SPECS, 8, CUDA), pool=pool, stream=stream):
+        with pytest.raises(ValueError, match=r"pool: got .*, which another runner uses on another"):
+            GraphRunner(step, StaticBuffers(SPECS, 8, CUDA), pool=pool)
+        GraphRunner(step, StaticBuffers(SPECS, 8, CUDA), pool=pool, stream=stream)
+
+
 def test_the_default_stream_is_refused(step):
     with pytest.raises(ValueError, match="stream: got the default stream"):
         GraphRunner(step, StaticBuffers(SPECS, 8, CUDA), stream=torch.cuda.default_stream())

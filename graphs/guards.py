@@ -1,0 +1,159 @@
+"""What must not happen to captured graphs: forks, moved memory, two calls at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+import torch
+
+from ostinato.graphs.errors import BusyError, ForkedError
+from ostinato.graphs.memory import DeclaredMemory
+
+# Torch keeps track of one capture at a time in a process, in whichever thread.
+_capturing = threading.Lock()
+
+
+@contextmanager
+def only_capture() -> Iterator[None]:
+    """Hold the process's one place for a series of captures.
+
+    Raises:
+        BusyError: when it is taken, also by this thread.
+    """
+    if not _capturing.acquire(blocking=False):
+        raise BusyError("another runner is being captured: one at a time in a process")
+    try:
+        yield
+    finally:
+        _capturing.release()
+
+
+class ProcessGuard:
+    """Tells the process it was made in from forks of it, to which no GPU memory belongs."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def is_fork(self) -> bool:
+        """Return whether this is a child of the process that it was made in."""
+        return os.getpid() != self._process
+
+    def check(self) -> None:
+        """Raise ForkedError in a child."""
+        if self.is_fork():
+            raise ForkedError(
+                f"the runner was made in process {self._process}, and this is a fork of it: the "
+                "device cannot be used across a fork; make the runner in this process, or start "
+                "processes with the method 'spawn'"
+            )
+
+
+class MemoryWatch:
+    """Notices when declared memory is not where it was when the watch was made.
+
+    Values may change in place. For a module each parameter and buffer is looked up by its name, so
+    that one which was replaced is noticed too.
+    """
+
+    def __init__(self, memory: DeclaredMemory | None) -> None:
+        self._places = [] if memory is None else list(_places(memory))
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._places)
+
+    def moved(self, count: int | None = None) -> str | None:
+        """Return the name of a tensor that has moved; None if none has.
+
+        Args:
+            count: look at so many at most, from where the last look ended; by default at all.
+        """
+        start = 0 if count is None else self._next
+        stop = None if count is None else start + count
+        for holder, key, address, name in self._places[start:stop]:
+            tensor = holder.get(key)
+            if tensor is None or tensor.data_ptr() != address:
+                return name
+        self._next = 0 if stop is None or stop >= len(self._places) else stop
+        return None
+
+
+# Where a tensor is looked up, its address, and what it is called. A tuple, since runs unpack it.
+_Place = tuple[Mapping[str, torch.Tensor | None], str, int, str]
+
+
+def _places(memory: DeclaredMemory) -> Iterator[_Place]:
+    for name, holder in memory.items():
+        if isinstance(holder, torch.nn.Module):
+            for path, module in holder.named_modules():
+                prefix = f"{path}." if path else ""
+                for tensors in (module._parameters, module._buffers):
+                    for key, tensor in tensors.items():
+                        if tensor is not None:
+                            label = f"memory[{name!r}], {prefix}{key}"
+                            yield tensors, key, tensor.data_ptr(), label
+            continue
+        for index, tensor in enumerate([holder] if isinstance(holder, torch.Tensor) else holder):
+            label = f"memory[{name!r}], tensor {index}"
+            yield {"": tensor}, "", tensor.data_ptr(), label
+
+
+class Turn:
+    """Whose turn it is to work in one memory pool: a replay overwrites what others have in it.
+
+    Args:
+        stream: on which all of them work, so that replays follow one another.
+    """
+
+    def __init__(self, stream: int = 0) -> None:
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._owner: object = None
+        self._what = ""
+
+    def begin(self, owner: object, what: str) -> None:
+        """Take the turn for the call `what` of `owner`.
+
+        Raises:
+            BusyError: when it is taken, also by this thread.
+        """
+        if not self._lock.acquire(blocking=False):
+            who = "the runner" if self._owner is owner else "another runner of the same pool"
+            raise BusyError(
+                f"{what}: {who} is in the middle of {self._what}; "
+                "one call at a time, and none from inside the step",
+                busy=self._owner,
+            )
+        self._owner, self._what = owner, what
+
+    def end(self) -> None:
+        """Give the turn back."""
+        self._owner = None
+        self._lock.release()
+
+
+_turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()
+
+
+def turn_of(pool: tuple[int, int] | None, stream: int) -> Turn:
+    """Return what all living runners of `pool` share; a new one for None.
+
+    Raises:
+        ValueError: when they work on another stream, so that replays could run at the same time.
+    """
+    if pool is None:
+        return Turn(stream)
+    turn = _turns.get(pool)
+    if turn is None:
+        turn = _turns[pool] = Turn(stream)
+    elif turn.stream != stream:
+        raise ValueError(
+            f"pool: got {pool}, which another runner uses on another stream; give both the same "
+            "stream, or each its own pool"
+        )
+    return turn

@@ -1,0 +1,42 @@
+"""Memory that a caller declares: what a step works on besides its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+DeclaredMemory = Mapping[str, torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]]
+
+
+def kept_alive(memory: DeclaredMemory) -> DeclaredMemory:
+    """Return the same, safe to go through again and again.
+
+    Raises:
+        TypeError: when something in it is not a tensor and has none.
+    """
+    if not isinstance(memory, Mapping):
+        raise TypeError(f"memory: got {type(memory).__name__}, expected a mapping")
+    # A module may be moved before it is captured, so its tensors are asked for then.
+    return {
+        name: holder if isinstance(holder, torch.nn.Module) else tuple(tensors_of(name, holder))
+        for name, holder in memory.items()
+    }
+
+
+def tensors_of(name: str, holder: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of what was declared as `name`.
+
+    Raises:
+        TypeError: when it is not a tensor and has none.
+    """
+    if isinstance(holder, torch.Tensor):
+        yield holder
+    elif isinstance(holder, torch.nn.Module):
+        yield from holder.parameters()
+        yield from holder.buffers()
+    elif isinstance(holder, Iterable) and not isinstance(holder, (str, bytes)):
+        for item in holder:
+            yield from tensors_of(name, item)
+    else:
+        raise TypeError(f"memory[{name!r}]: got {type(holder).__name__}, expected tensors")

@@ -1,0 +1,234 @@
+"""Forks, memory that moves, captures and pools in two places."""
+
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+import torch
+from graphs_toys import SPECS, ToyStep, toy_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.graphs import (
+    BusyError,
+    CaptureError,
+    ForkedError,
+    GraphRunner,
+    InvalidatedError,
+    StaticBuffers,
+)
+from ostinato.graphs.guards import MemoryWatch, Turn, only_capture, turn_of
+
+ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
+
+
+def cpu_runner(step, **options):
+    return GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"), **options)
+
+
+def in_a_fork(function):
+    """Run `function` in a forked child; return the name of the exception that it raised there."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks among threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            function()
+            os.write(write, b"nothing")
+        except BaseException as error:
+            os.write(write, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_fork_of_the_process_is_refused_and_the_parent_goes_on(step):
+    runner = cpu_runner(step)
+    runner.capture([2])
+    for call in (
+        lambda: runner.run(1, ONE_ROW),
+        runner.capture,
+        runner.recapture,
+        lambda: runner.invalidate("why"),
+    ):
+        assert in_a_fork(call) == "ForkedError"
+    assert in_a_fork(runner.close) == "nothing"
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_the_refusal_of_a_fork_says_what_to_do(step, monkeypatch):
+    runner = cpu_runner(step)
+    runner.capture([2])
+    here = os.getpid()
+    monkeypatch.setattr("os.getpid", lambda: here + 1)
+    with pytest.raises(ForkedError, match=f"made in process {here}, and this is a fork of it"):
+        runner.run(1, ONE_ROW)
+
+
+def test_a_child_that_makes_its_own_runner_works():
+    def child():
+        runner = cpu_runner(ToyStep())
+        runner.capture([2], verify=False)
+        assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+    assert in_a_fork(child) == "nothing"
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda module: setattr(module, "bias", torch.nn.Parameter(torch.zeros(3))),
+        lambda module: setattr(module.bias, "data", torch.zeros(3)),
+        lambda module: setattr(module, "bias", None),
+        lambda module: module.double(),
+    ],
+)
+def test_weights_that_move_are_refused_by_name_until_recapture(move):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+
+    def step(batch):
+        out = batch.hidden @ model[0].weight.float()
+        return out if model[0].bias is None else out + model[0].bias.float()
+
+    runner = cpu_runner(step, memory={"weights": model})
+    runner.capture([2])
+    runner.run(1, ONE_ROW)
+    move(model[0])
+    message = r"memory\['weights'\], 0\.(bias|weight) has moved since the capture"
+    for _ in range(2):
+        with pytest.raises(InvalidatedError, match=message):
+            runner.run(1, ONE_ROW)
+    runner.recapture()
+    runner.run(1, ONE_ROW)
+
+
+def test_weights_that_change_in_place_are_welcome():
+    model = torch.nn.Linear(3, 3)
+    runner = cpu_runner(lambda batch: model(batch.hidden), memory={"weights": model})
+    runner.capture([2])
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.fill_(5.0)
+    runner.check_memory()
+    assert runner.run(1, ONE_ROW).tolist() == [[5.0] * 3]
+
+
+def test_a_cache_that_is_resized_is_noticed():
+    cache = [torch.zeros(4), torch.zeros(4)]
+    runner = cpu_runner(ToyStep(), memory={"cache": cache, "one": torch.zeros(2)})
+    runner.capture([2])
+    cache[1].resize_(1 << 20)
+    with pytest.raises(InvalidatedError, match=r"memory\['cache'\], tensor 1 has moved"):
+        runner.check_memory()
+    with pytest.raises(InvalidatedError, match="has moved"):
+        runner.run(1, ONE_ROW)
+
+
+def test_every_run_looks_at_a_few_tensors_and_so_at_all_in_turn():
+    weights = [torch.zeros(4) for _ in range(100)]
+    runner = cpu_runner(ToyStep(), memory={"weights": weights})
+    runner.capture([2])
+    weights[99].data = torch.zeros(4)
+    for _ in range(100 // 4 - 1):
+        runner.run(1, ONE_ROW)
+    with pytest.raises(InvalidatedError, match="tensor 99"):
+        runner.run(1, ONE_ROW)
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.data())
+def test_a_watch_finds_what_moved_within_two_rounds(count, step, data):
+    tensors = [torch.zeros(1) for _ in range(count)]
+    watch = MemoryWatch({"x": tensors})
+    assert len(watch) == count
+    for _ in range(data.draw(st.integers(0, 5))):
+        assert watch.moved(step) is None
+    moved = data.draw(st.integers(0, count - 1))
+    tensors[moved].data = torch.zeros(2)
+    # The round that is under way may have passed it, and its last look be a short one.
+    found = [watch.moved(step) for _ in range(2 * -(-count // step))]
+    assert f"memory['x'], tensor {moved}" in found
+
+
+def test_nothing_declared_is_nothing_watched():
+    watch = MemoryWatch(None)
+    assert (len(watch), watch.moved(), watch.moved(8)) == (0, None, None)
+
+
+def test_two_captures_at_once_are_refused_and_the_first_goes_on(make_runner):
+    entered, leave, toy = threading.Event(), threading.Event(), ToyStep()
+
+    def waiting_step(batch):
+        if len(toy.calls) == 2:  # in the capture
+            entered.set()
+            leave.wait(timeout=60)
+        return toy(batch)
+
+    first, second = make_runner(waiting_step), make_runner(ToyStep())
+    thread = threading.Thread(target=first.capture, args=([2],))
+    thread.start()
+    try:
+        assert entered.wait(timeout=60)
+        with pytest.raises(BusyError, match="another runner is being captured: one at a time"):
+            second.capture([2])
+    finally:
+        leave.set()
+        thread.join(timeout=60)
+    assert first.run(1, ONE_ROW)["tokens"].tolist() == [3]
+    second.capture([2])
+    assert second.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_a_capture_inside_a_capture_is_a_failure_of_the_step(make_runner):
+    toy, inner = ToyStep(), make_runner(ToyStep())
+
+    def step(batch):
+        if len(toy.calls) == 2:
+            inner.capture([1])
+        return toy(batch)
+
+    runner = make_runner(step)
+    with pytest.raises(CaptureError, match="could not capture batch size 2") as info:
+        runner.capture([2])
+    assert isinstance(info.value.__cause__, BusyError)
+    runner.capture([2])
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_the_place_of_a_capture_is_given_back_after_a_failure():
+    with pytest.raises(KeyError), only_capture():
+        raise KeyError
+    with only_capture(), pytest.raises(BusyError), only_capture():
+        pass
+
+
+def test_runners_of_one_pool_take_turns(step, monkeypatch):
+    runners = [cpu_runner(step) for _ in range(2)]
+    for runner in runners:
+        runner.capture([2])
+        monkeypatch.setattr(runner._backend, "turn", runners[0]._backend.turn)
+    runners[0]._backend.turn.begin(runners[0], "run")
+    with pytest.raises(BusyError, match="run: another runner of the same pool is in the middle"):
+        runners[1].run(1, ONE_ROW)
+    with pytest.raises(BusyError, match="close: the runner is in the middle of run"):
+        runners[0].close()
+    runners[0]._backend.turn.end()
+    assert runners[1].run(1, toy_inputs(1) | {"tokens": [1]})["tokens"].tolist() == [3]
+
+
+def test_runners_of_one_pool_must_share_the_stream():
+    first = turn_of((7, 1), stream=10)
+    assert turn_of((7, 1), stream=10) is first
+    with pytest.raises(ValueError, match=r"pool: got \(7, 1\), which another runner uses on"):
+        turn_of((7, 1), stream=11)
+    assert turn_of((7, 2), stream=11) is not first
+    assert turn_of(None, stream=10) is not first
+    del first
+    assert isinstance(turn_of((7, 1), stream=11), Turn)  # once the runners are gone
