@@ -95,12 +95,12 @@ def test_undeclared_weights_are_named_with_the_kernel(device):
 
 
 def test_memory_freed_since_the_capture_is_found(make_runner):
-    weights = [torch.ones(8, dtype=torch.int64, device=CUDA)]
+    weights = [torch.ones(8, dtype=torch.int64, device=CUDA) for _ in range(2)]
 
     def step(batch):
-        out = batch.tokens + weights[0][: batch.size]
-        if capturing():
-            weights.clear()
+        out = batch.tokens + weights[-1][: batch.size]
+        if capturing() and len(weights) > 1:
+            weights.pop()
         return out
 
     runner = make_runner(step)

@@ -129,23 +129,25 @@ def test_the_drivers_log_names_its_call_and_the_remedy_follows(make_runner):
     assert "a library allocates or frees memory by itself" in diagnosis.remedy
 
 
-def on_another_stream(batch):
-    """Compute on a stream that is not captured, safely while nothing is."""
-    eager, other = not torch.cuda.is_current_stream_capturing(), torch.cuda.Stream()
-    if eager:
-        torch.cuda.synchronize()
-    with torch.cuda.stream(other):
-        out = batch.tokens * 2
-    if eager:
-        torch.cuda.synchronize()
-    return out
-
-
 @pytest.mark.parametrize(
     ("audit", "error"), [("strict", AuditError), ("report", VerificationError)]
 )
 def test_work_on_a_stream_that_is_not_captured_is_named(audit, error, make_runner):
-    runner = make_runner(on_another_stream)
-    match = r"on a stream that is not captured ran aten\.mul\.Tensor at .*batch\.tokens \* 2"
+    other = torch.cuda.Stream()
+    out = torch.empty(4, dtype=torch.int64, device="cuda")
+
+    def step(batch):
+        """Compute on a stream that is not captured, safely while nothing is."""
+        eager = not torch.cuda.is_current_stream_capturing()
+        if eager:
+            torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            torch.mul(batch.tokens, 2, out=out)
+        if eager:
+            torch.cuda.synchronize()
+        return out
+
+    runner = make_runner(step)
+    match = r"on a stream that is not captured ran aten\.mul\.\w+ at .*torch\.mul\(batch\.tokens"
     with pytest.raises(error, match=match):
         runner.capture([4], audit=audit)
