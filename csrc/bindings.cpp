@@ -265,6 +265,34 @@ void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgumen
   library.launch(params, stream);
 }
 
+void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
+                   std::int64_t logits_stride, std::uintptr_t temperature, std::uintptr_t top_k,
+                   bool top_k_is_int64, std::uintptr_t top_p, std::uintptr_t min_p,
+                   std::uintptr_t seeds, std::uintptr_t counters, std::uintptr_t out,
+                   std::int32_t rows, std::int32_t vocabulary, std::uintptr_t stream,
+                   std::uintptr_t repetition_penalty, std::uintptr_t seen, std::int64_t seen_stride,
+                   std::uintptr_t seen_rows, bool pdl) {
+  SampleParams params = {};
+  params.logits = pointer(logits);
+  params.logits_stride = logits_stride;
+  params.temperature = pointer<float>(temperature);
+  params.top_k = pointer(top_k);
+  params.top_k_is_int64 = top_k_is_int64 ? 1 : 0;
+  params.top_p = pointer<float>(top_p);
+  params.min_p = pointer<float>(min_p);
+  params.seeds = pointer<std::int64_t>(seeds);
+  params.counters = pointer<std::int64_t>(counters);
+  params.repetition_penalty = pointer<float>(repetition_penalty);
+  params.seen = pointer<std::uint8_t>(seen);
+  params.seen_stride = seen_stride;
+  params.seen_rows = pointer<std::int64_t>(seen_rows);
+  params.out = pointer<std::int64_t>(out);
+  params.rows = rows;
+  params.vocabulary = vocabulary;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 // Whether launches on the stream are being captured. The driver is asked only where the process
 // has loaded it already: without it nothing can be capturing.
 bool is_capturing(std::uintptr_t stream) {
@@ -292,6 +320,7 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::Library;
   using ostinato::PagedDecodeLibrary;
   using ostinato::QuantizeParams;
+  using ostinato::SampleParams;
   using ostinato::SlotsArgument;
   using ostinato::W8A8GemmParams;
   using py::arg;
@@ -343,4 +372,13 @@ PYBIND11_MODULE(_C, module) {
            arg("cos_sin_stride") = 0, arg("rotary_dim") = 0, arg("interleaved") = false,
            arg("q_norm_weight") = 0, arg("q_norm_is_fp32") = false, arg("k_norm_weight") = 0,
            arg("k_norm_is_fp32") = false, arg("norm_eps") = 0.0F, arg("pdl") = false);
+
+  py::class_<Library<SampleParams>>(module, "Sample")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<SampleParams>::prepare)
+      .def("launch", &ostinato::launch_sample, py::kw_only(), arg("logits"), arg("logits_stride"),
+           arg("temperature"), arg("top_k"), arg("top_k_is_int64"), arg("top_p"), arg("min_p"),
+           arg("seeds"), arg("counters"), arg("out"), arg("rows"), arg("vocabulary"), arg("stream"),
+           arg("repetition_penalty") = 0, arg("seen") = 0, arg("seen_stride") = 0,
+           arg("seen_rows") = 0, arg("pdl") = false);
 }

@@ -146,3 +146,31 @@ class AppendKV:
         norm_eps: float = 0.0,
         pdl: bool = False,
     ) -> None: ...
+
+class Sample:
+    """A loaded library whose launch takes `SampleParams` (csrc/common/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        logits: int,
+        logits_stride: int,
+        temperature: int,
+        top_k: int,
+        top_k_is_int64: bool,
+        top_p: int,
+        min_p: int,
+        seeds: int,
+        counters: int,
+        out: int,
+        rows: int,
+        vocabulary: int,
+        stream: int,
+        repetition_penalty: int = 0,
+        seen: int = 0,
+        seen_stride: int = 0,
+        seen_rows: int = 0,
+        pdl: bool = False,
+    ) -> None: ...

@@ -122,7 +122,8 @@ class DecodeStep:
             seeds=batch.seeds,
             counters=batch.counters,
             repetition_penalty=batch.repetition_penalty,
-            seen=self._seen.mask[batch.slots],
+            seen=self._seen.mask,
+            seen_rows=batch.slots,
         )
         return {"tokens": tokens, "logits": logits}
 

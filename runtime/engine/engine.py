@@ -313,7 +313,10 @@ class Engine:
         if finished:
             slots = torch.tensor([request.slot for request in finished], device=logits.device)
             sampled = ops.sample(
-                logits, seen=self._seen.mask[slots], **sampling_inputs(finished, logits.device)
+                logits,
+                seen=self._seen.mask,
+                seen_rows=slots,
+                **sampling_inputs(finished, logits.device),
             )
             tokens = sampled.tolist()
         self.stats.prefill_seconds.append(time.perf_counter() - started)

@@ -14,6 +14,7 @@ from ostinato.kernels.variants import (
     GemmSmallM,
     GemmTiled,
     Quantize,
+    Sample,
     Variant,
 )
 
@@ -80,12 +81,14 @@ ATTENTION_DECODE = tuple(
     # The output of 64 columns of 256 does not fit in the registers.
     if (head_dim, columns) != (256, 64)
 )
+SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)
 CATALOGUE: tuple[Variant, ...] = (
     *QUANTIZE,
     *GEMM_SMALL_M,
     *GEMM_TILED,
     *APPEND_KV,
     *ATTENTION_DECODE,
+    *SAMPLE,
 )
 
 

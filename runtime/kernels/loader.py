@@ -19,10 +19,11 @@ from ostinato.kernels.variants import (
     GemmSmallM,
     GemmTiled,
     Quantize,
+    Sample,
     Variant,
 )
 
-Library = _C.AppendKV | _C.PagedDecode | _C.Quantize | _C.W8A8Gemm
+Library = _C.AppendKV | _C.PagedDecode | _C.Quantize | _C.Sample | _C.W8A8Gemm
 
 _loaded: dict[tuple[Variant, int], Library] = {}
 _compiling = threading.Lock()
@@ -34,6 +35,8 @@ def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
 def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
+@overload
+def load(variant: Sample, *, device: int, stream: int) -> _C.Sample: ...
 @overload
 def load(variant: AttentionDecode, *, device: int, stream: int) -> _C.PagedDecode: ...
 def load(variant: Variant, *, device: int, stream: int) -> Library:
@@ -109,6 +112,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.Quantize(path)
     if isinstance(variant, AppendKV):
         return _C.AppendKV(path)
+    if isinstance(variant, Sample):
+        return _C.Sample(path)
     return _C.PagedDecode(path) if isinstance(variant, AttentionDecode) else _C.W8A8Gemm(path)
 
 

@@ -271,6 +271,30 @@ class AppendKV(Variant):
         return {"OSTINATO_DTYPE": self.dtype, "OSTINATO_CACHE_DTYPE": self.cache_dtype}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sample(Variant):
+    """Tokens from logits: greedy, or drawn after temperature, top-k, top-p and min-p.
+
+    Args:
+        dtype: of the logits.
+    """
+
+    family: ClassVar[str] = "sample"
+    source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, FLOAT_DTYPES)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype}
+
+
 def _check(name: str, got: object, expected: tuple[object, ...]) -> None:
     if got not in expected:
         raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, expected))}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from ostinato.model.config import ModelConfig
 from ostinato.model.layers import AnyLinear, W8A8Linear
 from ostinato.model.llama import Llama
 from ostinato.ops.append_launch import append_kernel
 from ostinato.ops.decode_launch import decode_kernels
 from ostinato.ops.precompile import Variant, layer_kernels, precompile
+from ostinato.ops.sample_launch import sample_kernel
 
 # How the input of each layer of a decoder layer is quantised: with what comes before it.
 QUANTIZATION_OF = {"qkv": "rms_norm", "o": "per_token", "gate_up": "rms_norm", "down": "silu_mul"}
@@ -30,7 +33,7 @@ def kernels_of(model: Llama) -> list[Variant]:
     """Return the kernels of a model for any number of tokens, on its GPU or an H200.
 
     They are those of its W8A8 layers, of `append_kv` and of attention in decode steps, with a cache
-    of the model's own dtype. Some are named more than once.
+    of the model's own dtype, and of sampling. Some are named more than once.
     """
     device = model.device if model.device.type == "cuda" else None
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
@@ -49,10 +52,14 @@ def kernels_of(model: Llama) -> list[Variant]:
             device=device,
         )
     ]
-    return [*cache_kernels(model.config), *w8a8]
+    return [*step_kernels(model.config), *w8a8]
 
 
-def cache_kernels(config: ModelConfig) -> list[Variant]:
-    """Return the kernels of `append_kv` and of a model's attention in decode steps."""
+def step_kernels(config: ModelConfig) -> list[Variant]:
+    """Return the kernels of a model's decode steps beside those of its layers' weights."""
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
-    return [append_kernel(dtype, dtype), *decode_kernels(dtype, config.head_dim, group)]
+    return [
+        append_kernel(dtype, dtype),
+        *decode_kernels(dtype, config.head_dim, group),
+        sample_kernel(torch.float32),  # what `Llama` returns
+    ]

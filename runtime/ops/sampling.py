@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.ops import checks
+from ostinato.ops import checks, sample_launch
 from ostinato.ops.library import register
 from ostinato.ops.philox import uniform
 
@@ -20,6 +20,7 @@ def sample(
     counters: torch.Tensor,
     repetition_penalty: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
+    seen_rows: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -42,7 +43,10 @@ def sample(
         seeds: [B] int64, any value.
         counters: [B] int64, the index of the generated token in its request.
         repetition_penalty: [B] fp32 > 0; 1 changes nothing.
-        seen: [B, V] bool, the tokens that the penalty is for; goes with repetition_penalty.
+        seen: [B, V] bool, or [S, V] with `seen_rows`: the tokens that the penalty is for; goes with
+            repetition_penalty.
+        seen_rows: [B] int64 in 0 .. S - 1, which row of `seen` is each row's; out of range it is an
+            IndexError on the CPU and undefined on CUDA.
         out: [B] int64, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -62,7 +66,11 @@ def sample(
     checks.both_or_neither("repetition_penalty", repetition_penalty, "seen", seen)
     if repetition_penalty is not None and seen is not None:
         checks.tensor("repetition_penalty", repetition_penalty, (torch.float32,), batch, device)
-        checks.tensor("seen", seen, (torch.bool,), logits.shape, device)
+        seen_shape = logits.shape if seen_rows is None else ("S", logits.size(1))
+        checks.tensor("seen", seen, (torch.bool,), seen_shape, device)
+    if seen_rows is not None:
+        checks.both_or_neither("seen", seen, "seen_rows", seen_rows)
+        checks.tensor("seen_rows", seen_rows, (torch.int64,), batch, device)
     if out is not None:
         checks.output("out", out, (torch.int64,), batch, device)
     with checks.launch_stream(stream, device):
@@ -78,6 +86,7 @@ def sample(
             counters,
             repetition_penalty,
             seen,
+            seen_rows,
             out,
         )
     return out
@@ -93,11 +102,17 @@ def _sample(
     counters: torch.Tensor,
     repetition_penalty: torch.Tensor | None,
     seen: torch.Tensor | None,
+    seen_rows: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
+    parameters = (temperature, top_k, top_p, min_p, seeds, counters)
+    if sample_launch.serves(logits):
+        sample_launch.sample(logits, *parameters, repetition_penalty, seen, seen_rows, out)
+        return
+    if seen is not None and seen_rows is not None:
+        seen = seen[seen_rows]
     logits = _penalized(logits, repetition_penalty, seen)
     greedy = logits.argmax(dim=1)
-    parameters = (temperature, top_k, top_p, min_p, seeds, counters)
     if logits.device.type != "cpu":
         torch.where(temperature > 0, _drawn(logits, *parameters), greedy, out=out)
         return
@@ -165,7 +180,7 @@ def _cumulative(weights: torch.Tensor) -> torch.Tensor:
 
 _sample_op = register(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
-    "Tensor seeds, Tensor counters, Tensor? repetition_penalty, Tensor? seen, Tensor(a!) out) "
-    "-> ()",
+    "Tensor seeds, Tensor counters, Tensor? repetition_penalty, Tensor? seen, Tensor? seen_rows, "
+    "Tensor(a!) out) -> ()",
     _sample,
 )

@@ -84,7 +84,8 @@ def _checkpoint(folder: Path, quantization: dict | None) -> Path:
     return folder
 
 
-_FP8 = {"append_kv-", "quantize-", "gemm_tiled-"}
+_PLAIN = {"append_kv-", "sample-"}
+_FP8 = _PLAIN | {"quantize-", "gemm_tiled-"}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ _FP8 = {"append_kv-", "quantize-", "gemm_tiled-"}
         # FP8 results must not depend on the batch, which rules the streaming GEMM out.
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _FP8),
         (INT8, _FP8 | {"gemm_small_m-"}),
-        (None, {"append_kv-"}),
+        (None, _PLAIN),
     ],
     ids=["fp8", "int8", "plain"],
 )
@@ -112,7 +113,8 @@ def test_build_for_a_model_takes_what_it_may_launch(
     built = {line.split("] ")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
     assert {name[: name.index("-") + 1] for name in built} == families
     assert built <= {variant.name for variant in CATALOGUE}
-    assert all("-fp16" in name for name in built)
+    # Logits are fp32.
+    assert all("-fp16" in name for name in built - {"sample-fp32"})
 
     count = 0 if quantization is None else 3
     assert main(["build", "--for-model", str(folder), "--only", "quantize"]) == 0

@@ -14,7 +14,14 @@ from kernels_probe import Probe, build_recorder, fake_nvcc
 from ostinato import _C
 from ostinato.kernels import compiler, loader, toolchain
 from ostinato.kernels.errors import KernelBuildError, MissingKernelError
-from ostinato.kernels.variants import AppendKV, AttentionDecode, GemmSmallM, GemmTiled, Quantize
+from ostinato.kernels.variants import (
+    AppendKV,
+    AttentionDecode,
+    GemmSmallM,
+    GemmTiled,
+    Quantize,
+    Sample,
+)
 
 _VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
 _COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"
@@ -65,6 +72,7 @@ class SlotsFields(ctypes.Structure):
     ]
 
 
+_FLAGS = {"pdl", "top_k_is_int64"}
 _APPEND_FLAGS = ("k_scale_per_token", "v_scale_per_token", "interleaved", "pdl")
 _NORM_FLAGS = ("q_norm_is_fp32", "k_norm_is_fp32")
 
@@ -102,6 +110,17 @@ class PagedDecodeFields(ctypes.Structure):
     ]
 
 
+class SampleFields(ctypes.Structure):
+    _fields_ = [
+        *[("logits", ctypes.c_void_p), ("logits_stride", ctypes.c_int64)],
+        *[(name, ctypes.c_void_p) for name in ("temperature", "top_k", "top_p", "min_p")],
+        *[(name, ctypes.c_void_p) for name in ("seeds", "counters", "repetition_penalty")],
+        *[("seen", ctypes.c_void_p), ("seen_stride", ctypes.c_int64)],
+        *[(name, ctypes.c_void_p) for name in ("seen_rows", "out")],
+        *[(name, ctypes.c_int32) for name in ("rows", "vocabulary", "top_k_is_int64", "pdl")],
+    ]
+
+
 _EXTRA = {
     "PagedDecodeParams": """\
 EXPORT int ostinato_workspace_bytes(int rows, int64_t* bytes) {
@@ -134,7 +153,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
             values[name] = 0.5 + i
         else:
             values[name] = (i << 40) + i if kind in (ctypes.c_void_p, ctypes.c_int64) else i
-    return {**values, "pdl": 1}
+    return {**values, **dict.fromkeys(_FLAGS & values.keys(), 1)}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +162,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
         ("QuantizeParams", QuantizeFields, _C.Quantize),
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
+        ("SampleParams", SampleFields, _C.Sample),
     ],
 )
 def test_every_argument_reaches_its_field(
@@ -151,7 +171,7 @@ def test_every_argument_reaches_its_field(
     path = build_recorder(tmp_path, params, extra=_EXTRA.get(params, ""))
     library = kind(str(path))
     sent = _distinct(fields)
-    library.launch(**{**sent, "pdl": True}, stream=(7 << 50) + 1)
+    library.launch(**{**sent, **dict.fromkeys(_FLAGS & sent.keys(), True)}, stream=(7 << 50) + 1)
     assert _recorded(path, fields) == (sent, (7 << 50) + 1)
 
 
@@ -279,14 +299,15 @@ def test_the_library_is_prepared_for_each_device_once(
         (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
+        (Sample(dtype="fp32"), "SampleParams", _C.Sample),
     ],
-    ids=["gemm", "append_kv", "attention_decode"],
+    ids=["gemm", "append_kv", "attention_decode", "sample"],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV | AttentionDecode,
+    variant: GemmSmallM | AppendKV | AttentionDecode | Sample,
     params: str,
     kind: type,
 ) -> None:

@@ -27,6 +27,7 @@ from ostinato.kernels.variants import (
     GemmSmallM,
     GemmTiled,
     Quantize,
+    Sample,
     Variant,
 )
 
@@ -65,6 +66,7 @@ def test_kernels_are_within_their_budgets() -> None:
         AttentionDecode(head_dim=128, dtype="bf16", columns=8),
         AttentionDecode(head_dim=256, dtype="fp16", kv_dtype="int8", columns=32, copy_pages=False),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
+        Sample(dtype="fp32"),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256),

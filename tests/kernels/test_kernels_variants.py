@@ -8,7 +8,7 @@ import pytest
 
 from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.sources import read_sources
-from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Variant
+from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Sample, Variant
 
 _QUANTIZE = {"kind": "rms_norm", "in_dtype": "bf16", "out_dtype": "int8"}
 _SMALL = {"dtype": "int8", "out_dtype": "bf16", "max_m": 16}
@@ -34,7 +34,10 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
 
 @pytest.mark.parametrize(
     "variant",
-    [Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)],
+    [
+        *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
+        Sample(dtype="bf16"),
+    ],
     ids=lambda variant: variant.family,
 )
 def test_a_variant_gives_its_source_the_macros_that_it_asks_for(variant: Variant) -> None:
@@ -86,6 +89,7 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (GemmTiled, _TILED, {"channels": 80}, "channels: got 80, expected 64 or 96 or"),
         (GemmTiled, _TILED, {"tokens": 8}, "tokens: got 8, expected 16 or 32 or 64 or 128 or"),
         (GemmTiled, _TILED, {"tokens": 32, "channels": 96}, "channels: got 96, expected 64 or 128"),
+        (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),
         (GemmTiled, _TILED, {"fast_accum": True}, "fast_accum: got True with dtype 'int8'"),

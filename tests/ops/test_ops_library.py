@@ -75,7 +75,8 @@ def sample_arguments(device: torch.device, draw: int) -> list[Any]:
         seed * 2**33,
         seed + 7,
         torch.rand(batch) + 1,
-        torch.rand(batch, vocabulary) < 0.5,
+        torch.rand(batch + 1, vocabulary) < 0.5,
+        torch.arange(batch) + draw,
     )
     logits = torch.randn(batch, vocabulary).to(device)
     out = torch.zeros(batch, dtype=torch.int64, device=device)

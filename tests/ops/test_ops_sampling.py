@@ -164,6 +164,14 @@ def test_extreme_temperatures(temperature: float, device: torch.device) -> None:
     assert tokens[1] != 1
 
 
+def test_rows_may_share_what_was_seen(device: torch.device) -> None:
+    logits = torch.tensor([[4.0, 3.0, -1.0]], device=device).expand(3, 3)
+    seen = torch.tensor([[True, False, False], [False, False, True]], device=device)
+    rows = torch.tensor([1, 0, 0], device=device)
+    arguments = parameters(3, device, temperature=0.0, repetition_penalty=2.0, seen=seen)
+    assert ops.sample(logits, **arguments, seen_rows=rows).tolist() == [0, 1, 1]
+
+
 def test_rows_without_a_best_token_still_give_one(device: torch.device) -> None:
     logits = torch.tensor([[-math.inf] * 4, [math.nan] * 4, [0.0, math.nan, 1.0, 2.0]])
     for temperature in (0.0, 1.0):
@@ -247,6 +255,25 @@ def test_out_and_empty_batches(device: torch.device) -> None:
             {"repetition_penalty": torch.ones(2), "seen": torch.ones(2, 4).bool()},
             ValueError,
             "seen: got shape",
+        ),
+        ({"seen_rows": torch.zeros(2).long()}, ValueError, "seen: got None with seen_rows"),
+        (
+            {
+                "repetition_penalty": torch.ones(2),
+                "seen": torch.ones(5, 4).bool(),
+                "seen_rows": torch.zeros(2).long(),
+            },
+            ValueError,
+            "seen: got shape",
+        ),
+        (
+            {
+                "repetition_penalty": torch.ones(2),
+                "seen": torch.ones(5, 3).bool(),
+                "seen_rows": torch.zeros(2).int(),
+            },
+            TypeError,
+            "seen_rows: got dtype torch.int32",
         ),
         ({"out": torch.zeros(2)}, TypeError, "out: got dtype torch.float32"),
         ({"out": torch.zeros(1).long().expand(2)}, ValueError, "out: got strides"),

@@ -1,0 +1,140 @@
+// One token for each row of logits: greedy, or drawn by temperature, top-k, top-p and min-p after
+// the repetition penalty, in one launch.
+//
+// Compiled with
+//   OSTINATO_DTYPE  bf16, fp16 or fp32, of the logits
+//
+// The semantics are those of runtime/ops/sampling.py. Sums of probabilities are integers, so that a
+// row's token depends on the row alone: not on the batch, nor on how many CTAs share it.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "common/params.h"
+#include "sampling/philox.cuh"
+#include "sampling/sample_row.cuh"
+#include "sampling/sample_select.cuh"
+
+namespace ostinato {
+namespace {
+
+using namespace sampling;
+
+constexpr int kMaxCtas = 8;         // of a row: the largest portable cluster
+constexpr int kLeastLogits = 8192;  // of a CTA, below which sharing a row costs more than it gains
+
+__device__ int64_t top_k_of(const SampleParams& p, int row) {
+  return p.top_k_is_int64 != 0 ? static_cast<const int64_t*>(p.top_k)[row]
+                               : static_cast<const int32_t*>(p.top_k)[row];
+}
+
+// Draws a token. Every filter keeps the first tokens up to an end; so does the random number.
+template <bool kAligned>
+__device__ uint32_t draw(const SampleParams& p, int row, Selector<kAligned>& selector,
+                         const Scale& scale, float last) {
+  const float min_p = p.min_p[row];
+  const double top_p = p.top_p[row];
+  const int64_t top_k = top_k_of(p, row);
+  Mass least;
+  const Amount all = selector.count(scale, last, min_p, least);
+  Choice choice = {all.mass, 0};
+  enum { kTopK, kTopP, kRandom };
+#pragma unroll 1  // a large body
+  for (int end = kTopK; end <= kRandom; ++end) {
+    Target target = {false, 0};
+    if (end == kTopK) {
+      if (top_k <= 0 || top_k >= all.count) {
+        continue;
+      }
+      target = {true, static_cast<uint64_t>(top_k - 1)};
+    } else if (end == kTopP) {
+      if (top_p >= 1.0) {
+        continue;
+      }
+      // The last token kept is the first with which so much has come together.
+      const double enough = ceil(top_p * static_cast<double>(choice.mass));
+      target.value = enough > 1.0 ? static_cast<Mass>(enough) - 1 : 0;
+    } else {
+      const Mass kept = min_p <= 0.0f ? choice.mass : min(choice.mass, least);
+      const uint64_t random = random_bits(p.seeds[row], p.counters[row]);  // 53 bits
+      target.value = __umul64hi(random << 11, kept);
+    }
+    choice = selector.choose(target);
+  }
+  return choice.id;
+}
+
+template <bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant__ SampleParams p) {
+  __shared__ SharedStorage shared;
+  wait_for_predecessor();
+  let_successor_start();
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int ctas = static_cast<int>(cluster.num_blocks());
+  const int row = static_cast<int>(blockIdx.x) / ctas;
+  const RowPart<kAligned> part(p, row, static_cast<int>(cluster.block_rank()), ctas);
+  Selector<kAligned> selector(part, shared);
+  const Selection all = selector.all();
+  uint32_t token = id_of(all.low);
+  const float temperature = p.temperature[row];
+  // A best logit that is NaN or infinite leaves nothing to compare.
+  const float best = logit_of(all.low);
+  if (temperature > 0.0f && isfinite(best)) {
+    const Scale scale = {best, 1.0 / static_cast<double>(temperature)};
+    token = draw(p, row, selector, scale, logit_of(all.high));
+  }
+  if (cluster.block_rank() == 0 && threadIdx.x == 0) {
+    p.out[row] = token;
+  }
+}
+
+// Rows that fill the GPU have a CTA each.
+int ctas_for(int rows, int vocabulary, int sms) {
+  int ctas = 1;
+  while (ctas < kMaxCtas && 2 * ctas * rows <= sms && vocabulary / (2 * ctas) >= kLeastLogits) {
+    ctas *= 2;
+  }
+  return ctas;
+}
+
+bool is_valid(const SampleParams& p) {
+  return p.logits != nullptr && p.temperature != nullptr && p.top_k != nullptr &&
+         p.top_p != nullptr && p.min_p != nullptr && p.seeds != nullptr && p.counters != nullptr &&
+         p.out != nullptr && (p.seen == nullptr) == (p.repetition_penalty == nullptr);
+}
+
+bool is_aligned(const SampleParams& p) {
+  return reinterpret_cast<uintptr_t>(p.logits) % 16 == 0 && p.vocabulary % kVector == 0 &&
+         (p.rows == 1 || p.logits_stride % kVector == 0);
+}
+
+}  // namespace
+}  // namespace ostinato
+
+OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
+
+OSTINATO_EXPORT int ostinato_launch(const ostinato::SampleParams* params, void* stream) {
+  using namespace ostinato;
+  if (params->rows < 0 || params->vocabulary <= 0 ||
+      params->vocabulary > sampling::kMaxVocabulary) {
+    return cudaErrorInvalidValue;
+  }
+  if (params->rows == 0) {  // tensors without elements have no address
+    return cudaSuccess;
+  }
+  if (!is_valid(*params)) {
+    return cudaErrorInvalidValue;
+  }
+  int sms = 0;
+  OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
+  const int ctas = ctas_for(params->rows, params->vocabulary, sms);
+  LaunchConfig config;
+  config.grid = dim3(static_cast<uint32_t>(params->rows) * ctas);
+  config.block = dim3(sampling::kThreads);
+  config.cluster = dim3(ctas);
+  config.pdl = params->pdl != 0;
+  return launch(is_aligned(*params) ? sample_rows<true> : sample_rows<false>, config,
+                static_cast<cudaStream_t>(stream), *params);
+}

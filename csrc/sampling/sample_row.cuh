@@ -1,0 +1,127 @@
+// A row of logits as sampling sees it: penalised, ordered, and as masses.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/params.h"
+#include "common/vector.cuh"
+
+namespace ostinato::sampling {
+
+#define OSTINATO_SAMPLING_TYPE_bf16 __nv_bfloat16
+#define OSTINATO_SAMPLING_TYPE_fp16 __half
+#define OSTINATO_SAMPLING_TYPE_fp32 float
+#define OSTINATO_SAMPLING_TYPE_OF(name) OSTINATO_SAMPLING_TYPE_##name
+#define OSTINATO_SAMPLING_TYPE(name) OSTINATO_SAMPLING_TYPE_OF(name)
+using Logit = OSTINATO_SAMPLING_TYPE(OSTINATO_DTYPE);
+#undef OSTINATO_SAMPLING_TYPE
+#undef OSTINATO_SAMPLING_TYPE_OF
+
+constexpr int kThreads = 512;
+constexpr int kVector = 16 / sizeof(Logit);  // logits that a thread loads at once
+
+// A token's place among all of its row: by falling logit, then by rising id.
+using Place = uint64_t;
+
+// NaN comes first, as in torch's sort; both zeros are one.
+__device__ __forceinline__ Place place_of(float logit, uint32_t id) {
+  const uint32_t bits = __float_as_uint(logit + 0.0f);
+  const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return Place{isnan(logit) ? 0 : ~rising} << 32 | id;
+}
+__device__ __forceinline__ float logit_of(Place place) {
+  const uint32_t rising = ~static_cast<uint32_t>(place >> 32);
+  return __uint_as_float(rising & 0x80000000u ? rising & 0x7fffffffu : ~rising);
+}
+__device__ __forceinline__ uint32_t id_of(Place place) { return static_cast<uint32_t>(place); }
+
+// Masses are probabilities, relative to the largest, in integers: their sums do not depend on the
+// order. What is less than 2^-45 is none.
+constexpr int kMassBits = 44;
+constexpr int kMaxVocabulary = 1 << 19;  // a sum of so many masses is less than 2^63
+using Mass = uint64_t;
+
+// How far tokens are below the best, in units of the temperature, and what they weigh.
+struct Scale {
+  static constexpr double kDeepest = (kMassBits + 1) * 0.6931471805599453;
+
+  double best;
+  double inverse_temperature;
+
+  __device__ __forceinline__ double depth(float logit) const {
+    return (best - static_cast<double>(logit)) * inverse_temperature;
+  }
+  // Whether a token can be drawn: not where a logit is NaN, either.
+  __device__ static __forceinline__ bool is_some(double depth) { return depth < kDeepest; }
+  __device__ static __forceinline__ Mass mass(double depth) {
+    return __double2ull_rn(exp(-depth) * (Mass{1} << kMassBits));
+  }
+};
+
+// The part of a row that one CTA reads.
+template <bool kAligned>
+class RowPart {
+ public:
+  __device__ RowPart(const SampleParams& p, int row, int part, int parts)
+      : logits_(static_cast<const Logit*>(p.logits) + row * p.logits_stride), seen_(nullptr) {
+    const uint32_t vocabulary = static_cast<uint32_t>(p.vocabulary);
+    const uint32_t vectors = (vocabulary + kVector - 1) / kVector;
+    const uint32_t share = (vectors + parts - 1) / parts * kVector;
+    first_ = min(part * share, vocabulary);
+    end_ = min(first_ + share, vocabulary);
+    if (p.seen != nullptr && p.repetition_penalty[row] != 1.0f) {
+      penalty_ = p.repetition_penalty[row];
+      seen_ = p.seen + (p.seen_rows == nullptr ? row : p.seen_rows[row]) * p.seen_stride;
+    }
+  }
+
+  // Calls visit(logit, id) for every token of the part. A thread loads kTokens of them at a time.
+  template <int kTokens, typename Visit>
+  __device__ __forceinline__ void for_each(Visit&& visit) const {
+    constexpr int kVectors = kAligned ? kTokens / kVector : 1;
+#pragma unroll 1
+    for (uint32_t base = first_; base < end_; base += kThreads * kVectors * kVector) {
+      Packed<Logit, kVector> packed[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        load<kAligned, Reuse::kEveryRow>(logits_, place(base, v), end_, packed[v]);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float values[kVector];
+        packed[v].unpack(values);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const uint32_t id = place(base, v) + i;
+          if (id < end_) {
+            visit(penalized(values[i], id), id);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ static __forceinline__ uint32_t place(uint32_t base, int vector) {
+    return base + (vector * kThreads + threadIdx.x) * kVector;
+  }
+
+  __device__ __forceinline__ float penalized(float logit, uint32_t id) const {
+    if (seen_ == nullptr || seen_[id] == 0) {
+      return logit;
+    }
+    return logit > 0.0f ? logit / penalty_ : logit * penalty_;
+  }
+
+  const Logit* logits_;
+  const uint8_t* seen_;
+  float penalty_ = 1.0f;
+  uint32_t first_;
+  uint32_t end_;
+};
+
+}  // namespace ostinato::sampling

@@ -1,0 +1,66 @@
+"""Sampling on CUDA: from tensors that are known to fit to the launch."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.kernels.loader import load
+from ostinato.kernels.variants import Sample
+from ostinato.ops import pdl
+from ostinato.ops.launch import KERNEL_NAMES, current_stream, has_kernels, on_device
+
+# csrc/sampling/sample_row.cuh: sums of so many probabilities fit in 64 bits.
+_MAX_VOCABULARY = 1 << 19
+
+
+def sample_kernel(dtype: torch.dtype) -> Sample:
+    """Return the kernel for logits of this dtype."""
+    return Sample(dtype=KERNEL_NAMES[dtype])
+
+
+def serves(logits: torch.Tensor) -> bool:
+    """Return whether the kernel takes these logits [B, V]."""
+    return logits.is_cuda and logits.size(1) <= _MAX_VOCABULARY and has_kernels(logits.get_device())
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    counters: torch.Tensor,
+    repetition_penalty: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    seen_rows: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Launch the kernel on the current stream; arguments as `ostinato.ops.sample` has them."""
+    device = logits.get_device()
+    with on_device(device):
+        stream = current_stream(device)
+        load(sample_kernel(logits.dtype), device=device, stream=stream).launch(
+            logits=logits.data_ptr(),
+            logits_stride=logits.stride(0),
+            temperature=temperature.data_ptr(),
+            top_k=top_k.data_ptr(),
+            top_k_is_int64=top_k.dtype == torch.int64,
+            top_p=top_p.data_ptr(),
+            min_p=min_p.data_ptr(),
+            seeds=seeds.data_ptr(),
+            counters=counters.data_ptr(),
+            repetition_penalty=_address(repetition_penalty),
+            seen=_address(seen),
+            seen_stride=0 if seen is None else seen.stride(0),
+            seen_rows=_address(seen_rows),
+            out=out.data_ptr(),
+            rows=logits.size(0),
+            vocabulary=logits.size(1),
+            pdl=pdl.enabled(),
+            stream=stream,
+        )
+
+
+def _address(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
