@@ -70,17 +70,14 @@ inline constexpr int64_t kResidentTokens = 24 << 20;
 
 // Channel groups to walk side by side. While x stays in the L2, one: each weight is then used for
 // all tokens at a time, and never again. Otherwise the side of a square of tiles that all CTAs work
-// on at a time: the least reading of x and w.
+// on at a time, the least reading of x and w; but one, too, where a square has room for all tokens.
 inline int choose_band(const Plan& plan, int64_t bytes_of_x) {
   int band = 1;
-  if (bytes_of_x <= kResidentTokens) {
-    return band;
-  }
   while (int64_t(band) * band * plan.tile_channels * plan.cluster <
          int64_t(plan.clusters) * plan.tile_tokens) {
     ++band;
   }
-  return band;
+  return bytes_of_x <= kResidentTokens || plan.token_tiles <= band ? 1 : band;
 }
 
 // How many stages fit, and the shared memory they take. The last stage is read as far as the
