@@ -11,8 +11,11 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
 
-PARAMS = Path("csrc/common/params.h")
-ABI = hashlib.sha256(PARAMS.read_bytes()).hexdigest()[:16]
+PARAMS = sorted(Path("csrc").glob("*/params.h"))
+ABI = {
+    f"OSTINATO_ABI_{path.parent.name.upper()}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    for path in PARAMS
+}
 NATIVE = {
     ".".join(("ostinato", *folder.parts)): str(folder)
     for folder in {file.parent for file in Path("csrc").rglob("*.*")}
@@ -35,9 +38,9 @@ setup(
             "ostinato._C",
             ["csrc/bindings.cpp"],
             include_dirs=["csrc"],
-            depends=[str(PARAMS)],
-            # As `ostinato.kernels.compiler.abi_version`, which gives it to each kernel library.
-            define_macros=[("OSTINATO_ABI", f"0x{ABI}ULL")],
+            depends=[str(path) for path in PARAMS],
+            # As `ostinato.kernels.compiler.abi_version`, which gives each kernel library its own.
+            define_macros=[(name, f"0x{digest}ULL") for name, digest in ABI.items()],
             libraries=["dl"],
             cxx_std=17,
         )

@@ -8,7 +8,9 @@
 #include <string>
 #include <tuple>
 
-#include "common/params.h"
+#include "attention/params.h"
+#include "gemm_w8a8/params.h"
+#include "sampling/params.h"
 
 namespace py = pybind11;
 
@@ -19,6 +21,17 @@ template <typename T = void>
 T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
+
+// Hashes of each folder's params.h: a library made for another one would read its arguments from
+// the wrong places.
+template <typename Params>
+constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
+template <>
+constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
+template <>
+constexpr std::uint64_t kAbi<QuantizeParams> = OSTINATO_ABI_GEMM_W8A8;
+template <>
+constexpr std::uint64_t kAbi<SampleParams> = OSTINATO_ABI_SAMPLING;
 
 // One loaded kernel library. It stays loaded for the life of the process: a captured graph holds
 // its kernels without our knowing.
@@ -32,9 +45,9 @@ class Library {
     }
     handle_ = handle;
     const auto abi_version = symbol<std::uint64_t (*)()>(handle, "ostinato_abi_version");
-    if (abi_version() != OSTINATO_ABI) {
+    if (abi_version() != kAbi<Params>) {
       throw std::runtime_error(path +
-                               ": compiled with another csrc/common/params.h than ostinato._C; "
+                               ": compiled with another params.h than ostinato._C; "
                                "reinstall the package (`pip install -e .` in a checkout)");
     }
     error_string_ = symbol<const char* (*)(int)>(handle, "ostinato_error_string");
@@ -326,7 +339,9 @@ PYBIND11_MODULE(_C, module) {
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
-  module.attr("ABI") = py::int_(static_cast<std::uint64_t>(OSTINATO_ABI));
+  module.attr("ABI") =
+      py::dict(arg("attention") = OSTINATO_ABI_ATTENTION, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
+               arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")

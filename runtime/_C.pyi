@@ -1,6 +1,6 @@
 """The compiled loader (csrc/bindings.cpp). Pointers and streams are integers, 0 for null."""
 
-ABI: int
+ABI: dict[str, int]
 
 # An address, then the strides of all dimensions but the last, in elements.
 _Heads = tuple[int, int, int]
@@ -10,7 +10,7 @@ def is_capturing(stream: int) -> bool:
     """Return whether launches on the stream are being captured into a CUDA graph."""
 
 class W8A8Gemm:
-    """A loaded library whose launch takes `W8A8GemmParams` (csrc/common/params.h)."""
+    """A loaded library whose launch takes `W8A8GemmParams` (csrc/gemm_w8a8/params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -45,7 +45,7 @@ class W8A8Gemm:
     ) -> None: ...
 
 class PagedDecode:
-    """A loaded library whose launch takes `PagedDecodeParams` (csrc/common/params.h)."""
+    """A loaded library whose launch takes `PagedDecodeParams` (csrc/attention/params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -83,7 +83,7 @@ class PagedDecode:
     ) -> None: ...
 
 class Quantize:
-    """A loaded library whose launch takes `QuantizeParams` (csrc/common/params.h)."""
+    """A loaded library whose launch takes `QuantizeParams` (csrc/gemm_w8a8/params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -110,7 +110,7 @@ class Quantize:
     ) -> None: ...
 
 class AppendKV:
-    """A loaded library whose launch takes `AppendKVParams` (csrc/common/params.h)."""
+    """A loaded library whose launch takes `AppendKVParams` (csrc/attention/params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -148,7 +148,7 @@ class AppendKV:
     ) -> None: ...
 
 class Sample:
-    """A loaded library whose launch takes `SampleParams` (csrc/common/params.h)."""
+    """A loaded library whose launch takes `SampleParams` (csrc/sampling/params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...

@@ -14,9 +14,9 @@
 #include <cstdint>
 
 #include "attention/append_kernels.cuh"
+#include "attention/params.h"
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "common/params.h"
 
 namespace ostinato {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/params.h"
+#include "attention/params.h"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
 

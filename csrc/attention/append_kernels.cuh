@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "attention/append_heads.cuh"
+#include "attention/params.h"
 #include "common/launch.cuh"
-#include "common/params.h"
 
 namespace ostinato {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/params.h"
+#include "attention/params.h"
 #include "common/sizes.cuh"
 
 // -DOSTINATO_HEAD_DIM=n              a multiple of 16, at most 256

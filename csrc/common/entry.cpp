@@ -6,8 +6,8 @@
 
 #include "check.h"
 
-// OSTINATO_ABI is a hash of params.h, given to this file and to the loader alike: a loader built
-// from another params.h would pass arguments in the wrong places.
+// OSTINATO_ABI is a hash of the params.h beside the kernel's source, given to this file and to the
+// loader alike: a loader built from another one would pass arguments in the wrong places.
 OSTINATO_EXPORT uint64_t ostinato_abi_version(void) { return OSTINATO_ABI; }
 
 OSTINATO_EXPORT const char* ostinato_error_string(int error) {

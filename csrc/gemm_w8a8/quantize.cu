@@ -16,7 +16,7 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "common/params.h"
+#include "gemm_w8a8/params.h"
 #include "gemm_w8a8/quantize_kernels.cuh"
 
 namespace ostinato {

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "common/launch.cuh"
-#include "common/params.h"
+#include "gemm_w8a8/params.h"
 #include "gemm_w8a8/quantize_rows.cuh"
 #include "gemm_w8a8/quantize_stages.cuh"
 

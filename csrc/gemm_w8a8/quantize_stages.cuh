@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/params.h"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
+#include "gemm_w8a8/params.h"
 #include "gemm_w8a8/silu_math.cuh"
 
 namespace ostinato {

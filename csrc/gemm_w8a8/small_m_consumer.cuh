@@ -4,8 +4,8 @@
 #include "common/debug.cuh"
 #include "common/launch.cuh"
 #include "common/mbarrier.cuh"
-#include "common/params.h"
 #include "common/ring.cuh"
+#include "gemm_w8a8/params.h"
 #include "small_m_config.cuh"
 #include "small_m_producer.cuh"
 

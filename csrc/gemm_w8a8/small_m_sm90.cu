@@ -13,7 +13,7 @@
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/mbarrier.cuh"
-#include "common/params.h"
+#include "gemm_w8a8/params.h"
 #include "small_m_config.cuh"
 #include "small_m_consumer.cuh"
 #include "small_m_producer.cuh"

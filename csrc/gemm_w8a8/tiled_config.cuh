@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include "common/debug.cuh"
-#include "common/params.h"
 #include "common/registers.cuh"
+#include "gemm_w8a8/params.h"
 #include "packed.h"
 
 // -DOSTINATO_OPERAND=int8|e4m3      x and w

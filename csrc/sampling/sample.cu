@@ -12,7 +12,7 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "common/params.h"
+#include "sampling/params.h"
 #include "sampling/philox.cuh"
 #include "sampling/sample_row.cuh"
 #include "sampling/sample_select.cuh"

@@ -1,25 +1,17 @@
 // A row of logits as sampling sees it: penalised, ordered, and as masses.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "common/params.h"
+#include "common/quantize_math.cuh"
 #include "common/vector.cuh"
+#include "sampling/params.h"
 
 namespace ostinato::sampling {
 
-#define OSTINATO_SAMPLING_TYPE_bf16 __nv_bfloat16
-#define OSTINATO_SAMPLING_TYPE_fp16 __half
-#define OSTINATO_SAMPLING_TYPE_fp32 float
-#define OSTINATO_SAMPLING_TYPE_OF(name) OSTINATO_SAMPLING_TYPE_##name
-#define OSTINATO_SAMPLING_TYPE(name) OSTINATO_SAMPLING_TYPE_OF(name)
-using Logit = OSTINATO_SAMPLING_TYPE(OSTINATO_DTYPE);
-#undef OSTINATO_SAMPLING_TYPE
-#undef OSTINATO_SAMPLING_TYPE_OF
+using Logit = dtype::OSTINATO_DTYPE;
 
 constexpr int kThreads = 512;
 constexpr int kVector = 16 / sizeof(Logit);  // logits that a thread loads at once

@@ -13,7 +13,7 @@ from ostinato.kernels.budgets import parse_ptxas
 from ostinato.kernels.cache import LIBRARY, Entry, cache_folder, exclusive_build, publish
 from ostinato.kernels.errors import KernelBuildError
 from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.sources import CSRC, ENTRY, PARAMS, Sources, digest, read_sources
+from ostinato.kernels.sources import CSRC, ENTRY, Sources, digest, read_sources
 from ostinato.kernels.toolchain import (
     Cutlass,
     Nvcc,
@@ -77,7 +77,7 @@ def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
     sources = read_sources(variant.source)
     # A mode that changes nothing in this kernel must not cost another build of it.
     mode = mode.restricted_to(sources.own)
-    defines = {**variant.defines(), **mode.defines(), "OSTINATO_ABI": abi_version()}
+    defines = {**variant.defines(), **mode.defines(), "OSTINATO_ABI": abi_version(variant)}
     target = f"arch=compute_{variant.arch},code=sm_{variant.arch}"
     flags = (
         *_FLAGS,
@@ -88,9 +88,9 @@ def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
     return Plan(variant, mode, sources, flags)
 
 
-def abi_version() -> str:
-    """Return the hash of params.h, as setup.py gives it to the loader: a C literal."""
-    return f"0x{hashlib.sha256(PARAMS.read_bytes()).hexdigest()[:16]}ULL"
+def abi_version(variant: Variant) -> str:
+    """Return the hash of a variant's params.h, as setup.py gives it to the loader: a C literal."""
+    return f"0x{hashlib.sha256(variant.params.read_bytes()).hexdigest()[:16]}ULL"
 
 
 def find(plan: Plan) -> Entry | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 CSRC = Path(__file__).parent.parent / "csrc"
 ENTRY = CSRC / "common" / "entry.cpp"
-PARAMS = CSRC / "common" / "params.h"
 DEBUG = "common/debug.cuh"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)

@@ -32,6 +32,11 @@ class Variant(ABC):
     arch: str = "90a"
 
     @property
+    def params(self) -> Path:
+        """The header of the struct that its launch takes."""
+        return self.source.with_name("params.h")
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """The family and the field values, unique among all variants."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ostinato.kernels.compiler import abi_version
+from ostinato import _C
 from ostinato.kernels.sources import CSRC
 from ostinato.kernels.variants import Variant
 
@@ -58,6 +58,10 @@ class Probe(Variant):
     behaviour: str = "work"
 
     @property
+    def params(self) -> Path:
+        return CSRC / "gemm_w8a8" / "params.h"
+
+    @property
     def name(self) -> str:
         return f"probe-{self.waste}-{self.behaviour}"
 
@@ -87,7 +91,7 @@ _RECORDER = """\
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include "common/params.h"
+#include "{folder}/params.h"
 #define EXPORT extern "C" __attribute__((visibility("default")))
 namespace {{ ostinato::{params} seen; void* seen_stream; int prepared; }}
 EXPORT uint64_t ostinato_abi_version(void) {{ return {abi}; }}
@@ -107,6 +111,16 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 """
 
 
+# Where the structs of parameters are.
+_FOLDERS = {
+    "AppendKVParams": "attention",
+    "PagedDecodeParams": "attention",
+    "QuantizeParams": "gemm_w8a8",
+    "SampleParams": "sampling",
+    "W8A8GemmParams": "gemm_w8a8",
+}
+
+
 def build_recorder(
     folder: Path,
     params: str = "QuantizeParams",
@@ -120,7 +134,12 @@ def build_recorder(
     source = folder / "recorder.cpp"
     source.write_text(
         _RECORDER.format(
-            params=params, abi=abi or abi_version(), prepare=prepare, launch=launch, extra=extra
+            params=params,
+            folder=_FOLDERS[params],
+            abi=abi or f"{_C.ABI[_FOLDERS[params]]}ULL",
+            prepare=prepare,
+            launch=launch,
+            extra=extra,
         )
     )
     library = folder / "recorder.so"

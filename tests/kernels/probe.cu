@@ -9,8 +9,8 @@
 #include "common/check.h"
 #include "common/debug.cuh"
 #include "common/launch.cuh"
-#include "common/params.h"
 #include "common/registers.cuh"
+#include "gemm_w8a8/params.h"
 
 namespace ostinato {
 namespace {
