@@ -2,7 +2,7 @@
 #pragma once
 
 #include "decode_config.cuh"
-#include "decode_schedule.cuh"
+#include "decode_units.cuh"
 
 namespace ostinato::decode {
 
@@ -18,7 +18,6 @@ struct Arguments {
         page_size(p.page_size),
         max_pages(p.max_pages),
         left(p.left),
-        max_splits(p.max_splits),
         by{Divisor(grid), Divisor(heads_kv), Divisor(group), Divisor(page_size), Divisor(batch)},
         page_table(p.page_table),
         page_table_stride(p.page_table_stride),
@@ -40,7 +39,7 @@ struct Arguments {
   const int32_t* cu_seqlens_q;
   int32_t batch, heads_kv;
   int32_t group;  // query heads of a KV head
-  int32_t max_seqlen_q, page_size, max_pages, left, max_splits;
+  int32_t max_seqlen_q, page_size, max_pages, left;
   Divisors by;
   const int32_t* page_table;
   int64_t page_table_stride;

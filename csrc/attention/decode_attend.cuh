@@ -6,8 +6,7 @@
 
 #include "common/pack_pair.cuh"
 #include "decode_mma.cuh"
-#include "decode_sight.cuh"
-#include "decode_widen.cuh"
+#include "decode_values.cuh"
 
 namespace ostinato::decode {
 
@@ -95,16 +94,21 @@ class Attention {
   }
 
   // Those of a block's tokens. Whoever scales the values of a token scales its weight for them:
-  // as an exponent, so that weights keep their precision whatever the size of the scales.
-  __device__ __forceinline__ void take_scales(const float* scales) {
+  // as an exponent, so that weights keep their precision whatever the size of the scales. Returns
+  // whether a value's scale is NaN or infinite.
+  __device__ __forceinline__ bool take_scales(const float* scales) {
     const int row = threadIdx.x % 32 / 4;
+    bool spoilt = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       key_scale_[i] = scales[row + i * 8];
-      // Of a token that nobody sees the scale is anything, but the exponent must be a number.
-      const float exponent = log2f(scales[kBlockTokens + row + i * 8]);
-      value_exponent_[i] = fminf(fmaxf(exponent, -100.0f), 100.0f);
+      // The exponent must be a number also of a token that a query does not see.
+      const float scale = scales[kBlockTokens + row + i * 8];
+      const bool number = is_number(scale);
+      value_exponent_[i] = number ? fminf(fmaxf(log2f(scale), -100.0f), 100.0f) : kNoExponent;
+      spoilt |= !number;
     }
+    return __any_sync(0xffffffff, spoilt);
   }
 
   // S of a block of keys.
@@ -141,9 +145,9 @@ class Attention {
     }
   }
 
-  // P of the scores. `hides_some`: of the block.
+  // P of the scores. `hides_some`: of the block; `spoilt`: as from take_scales().
   __device__ __forceinline__ void weigh(const Sight& sight, int token, bool hides_some,
-                                        bool token_scales) {
+                                        bool token_scales, bool spoilt) {
     scale_scores();
     if (hides_some) {
       hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
@@ -180,6 +184,13 @@ class Attention {
           sum_[t][e] += weight[e] + weight[e + 2];
         }
       }
+      if (kQuantized && spoilt) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool seen = score_[t][i] != -INFINITY;
+          weight[i] = seen && value_exponent_[i / 2] == kNoExponent ? NAN : weight[i];
+        }
+      }
       // The tokens become the MMA's depth.
       weight_[t][0] = transpose(pack_pair<Operand>(weight[0], weight[1]));
       weight_[t][1] = transpose(pack_pair<Operand>(weight[2], weight[3]));
@@ -187,14 +198,15 @@ class Attention {
   }
 
   // `hides_some` as above.
-  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Visible& visible,
+  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Sight& sight,
                                                   int token, bool hides_some) {
-    if (hides_some) {
-      // What no query sees may be NaN, and 0 * NaN is no 0.
-      const int first = token + threadIdx.x % 4 * 2;
-      add_values<true>(block, keep_mask(visible, first), keep_mask(visible, first + 8));
+    if (!hides_some) {
+      add_values<Take::kAll>(block, {}, 0);
+    } else if (sight.queries > 1 && holds_no_number(block, sight, token)) {
+      add_values_by_query(block, sight, token);
     } else {
-      add_values<false>(block, 0, 0);
+      // What no query sees may be NaN, and 0 * NaN is no 0.
+      add_values<Take::kMasked>(block, {sight.begin(), sight.length, token}, 0);
     }
   }
 
@@ -291,64 +303,53 @@ class Attention {
     }
   }
 
-  // For the two 16-bit elements of tokens `first` and the next.
-  static __device__ __forceinline__ uint32_t keep_mask(const Visible& visible, int first) {
-    const bool low = first >= visible.begin && first < visible.end;
-    const bool high = first + 1 >= visible.begin && first + 1 < visible.end;
-    return (low ? 0x0000ffffu : 0u) | (high ? 0xffff0000u : 0u);
-  }
+  enum class Take { kAll, kMasked, kByOneQuery };
 
-  template <bool kMasked>
-  __device__ __forceinline__ void add_values(const uint8_t* block, uint32_t keep_low,
-                                             uint32_t keep_high) {
+  // O += V^T P: all of V, or what `mask` leaves, and that for the columns of one query or of all.
+  template <Take kTake>
+  __device__ __forceinline__ void add_values(const uint8_t* block, const ValueMask& mask,
+                                             int query) {
     const uint32_t base = shared_address(block) + value_offset_;
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
       uint32_t words[4], values[4];
+      if constexpr (kTake == Take::kByOneQuery) {
+        __syncwarp();  // the compiler is to keep registers for the ordinary path: no loads ahead
+      }
       load_transposed(words, vector_address(base, load));
 #pragma unroll
       for (int half = 0; half < kStepsPerLoad; ++half) {
         const int s = load * kStepsPerLoad + half;
         if (s < kSteps) {
           value_operand(values, words, half);
-          if constexpr (kMasked) {
-            values[0] &= keep_low;
-            values[1] &= keep_low;
-            values[2] &= keep_high;
-            values[3] &= keep_high;
+          if constexpr (kTake != Take::kAll) {
+            mask.apply(values);
           }
 #pragma unroll
           for (int t = 0; t < kColumnTiles; ++t) {
-            multiply<Operand>(out_[s][t], values, weight_[t]);
+            if constexpr (kTake == Take::kByOneQuery) {
+              float sums[4] = {out_[s][t][0], out_[s][t][1], out_[s][t][2], out_[s][t][3]};
+              multiply<Operand>(sums, values, weight_[t]);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                out_[s][t][i] = query_[t][i % 2] == query ? sums[i] : out_[s][t][i];
+              }
+            } else {
+              multiply<Operand>(out_[s][t], values, weight_[t]);
+            }
           }
         }
       }
     }
   }
 
-  // Two vectors of each token are loaded at once: one step of 16-bit elements, two of 8-bit ones.
-  static constexpr int kStepsPerLoad = kQuantized ? 2 : 1;
-  static constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
-
-  static __device__ __forceinline__ void key_operand(uint32_t (&keys)[4],
-                                                     const uint32_t (&words)[4], int half) {
-    if constexpr (kQuantized) {
-      const Pairs upper = widen(words[2 * half]), lower = widen(words[2 * half + 1]);
-      keys[0] = upper.first, keys[1] = lower.first;
-      keys[2] = upper.second, keys[3] = lower.second;
-    } else {
-      keys[0] = words[0], keys[1] = words[1], keys[2] = words[2], keys[3] = words[3];
-    }
-  }
-
-  static __device__ __forceinline__ void value_operand(uint32_t (&values)[4],
-                                                       const uint32_t (&words)[4], int half) {
-    if constexpr (kQuantized) {
-      const Pairs low = widen_even_and_odd(words[half]), high = widen_even_and_odd(words[half + 2]);
-      values[0] = low.first, values[1] = low.second;
-      values[2] = high.first, values[3] = high.second;
-    } else {
-      values[0] = words[0], values[1] = words[1], values[2] = words[2], values[3] = words[3];
+  // Where weights of 0 do not make up for what a query does not see: each query's columns with the
+  // values that it sees (other warps' queries change nothing). Finite values give the usual bits.
+  __device__ __forceinline__ void add_values_by_query(const uint8_t* block, const Sight& sight,
+                                                      int token) {
+#pragma unroll 1
+    for (int query = 0; query < sight.queries; ++query) {
+      add_values<Take::kByOneQuery>(block, {sight.first(query), sight.stop(query), token}, query);
     }
   }
 

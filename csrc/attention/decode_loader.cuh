@@ -6,7 +6,7 @@
 
 #include "common/debug.cuh"
 #include "common/tma.cuh"
-#include "decode_lengths.cuh"
+#include "decode_cuts.cuh"
 
 namespace ostinato::decode {
 
@@ -19,7 +19,7 @@ struct CacheMaps {
 struct TileRange {
   int begin, end;
 
-  __device__ TileRange(const Visible& visible, const Piece& piece, int team) {
+  __device__ TileRange(const Visible& visible, const Cuts::Piece& piece, int team) {
     const int first_tile = visible.first_tile(kTileTokens);
     const int tokens = kTeamWarps * kBlockTokens;
     const int offset = team * tokens;  // of the team in a tile
@@ -86,7 +86,7 @@ __device__ __forceinline__ int count_arrivals(const Arguments& params) {
 class Loader {
  public:
   __device__ Loader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
-                    const Lengths& lengths, const Walk<Lengths>& walk)
+                    const Lengths& lengths, const Cuts::Walk& walk)
       : shared_(shared),
         params_(params),
         maps_(maps),
@@ -163,7 +163,7 @@ class Loader {
   }
 
   // The queries of a piece that is ahead, so that its start does not wait for memory.
-  __device__ __forceinline__ void prefetch_queries(const Piece& piece) const {
+  __device__ __forceinline__ void prefetch_queries(const Cuts::Piece& piece) const {
     constexpr int kLineBytes = 128;
     constexpr int kLines = ceil_div(kDim * static_cast<int>(sizeof(Type)), kLineBytes);
     const int group = params_.group;
@@ -181,9 +181,9 @@ class Loader {
   __device__ __forceinline__ void refill() {
     current_ = next_;
     next_.left = 0;
-    Piece ahead{-1};
+    Cuts::Piece ahead{-1};
     while (tile_ >= end_) {
-      Piece piece;
+      Cuts::Piece piece;
       if (!walk_.next(lengths_, &piece)) {
         return;
       }
@@ -301,7 +301,7 @@ class Loader {
   const Arguments& params_;
   const CacheMaps& maps_;
   const Lengths& lengths_;
-  Walk<Lengths> walk_;
+  Cuts::Walk walk_;
   int warp_, lane_;
   Batch current_, next_;
   const int* page_table_ = nullptr;  // of the piece whose page ids are read

@@ -85,13 +85,13 @@ struct FinalRow {
     head = rows.head * rows.group + row - query * rows.group;
     token = rows.first + query;
     factor = 1;
-    if (params.sinks != nullptr && weight.max != kNothing) {
+    if (params.sinks != nullptr && weight.sum != 0) {
       const float sink = params.sinks[head] * kLog2E;
       const float top = fmaxf(weight.max, sink);
       factor = power_of_2(weight.max - top);
       weight = {top, weight.sum * factor + power_of_2(sink - top)};
     }
-    factor = weight.max == kNothing ? 0.0f : __fdividef(factor, weight.sum);
+    factor = weight.sum == 0 ? 0.0f : __fdividef(factor, weight.sum);
     if constexpr (kQuantized) {
       factor *= segment_scale(params, params.v_scale, rows.head);
     }
@@ -105,7 +105,7 @@ struct FinalRow {
     if (params.lse.data != nullptr) {
       static_cast<float*>(
           params.lse.data)[token * params.lse.stride + head * params.lse.head_stride] =
-          weight.max == kNothing ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
+          weight.sum == 0 ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
     }
   }
 };
@@ -124,12 +124,20 @@ __device__ __forceinline__ void write_out(const Arguments& params, const FinalRo
   }
 }
 
-// This warp's region of a CTA's partial result: of the segment that it begins, or of another.
+__device__ __forceinline__ float4* parts_of(const Arguments& params) {
+  return reinterpret_cast<float4*>(static_cast<uint8_t*>(params.workspace) +
+                                   counter_bytes(gridDim.x));
+}
+
+// A warp's region of a CTA's partial result: of the segment that it begins, or of another.
 __device__ __forceinline__ float4* part_of(const Arguments& params, int cta, bool begins,
                                            int warp) {
-  uint8_t* const parts = static_cast<uint8_t*>(params.workspace) + counter_bytes(gridDim.x);
-  return reinterpret_cast<float4*>(parts) +
-         ((2 * cta + begins) * kPartVectors + warp * kRegionVectors);
+  return parts_of(params) + ((2 * cta + begins) * kPartVectors + warp * kRegionVectors);
+}
+
+// A warp's region of a unit's result.
+__device__ __forceinline__ float4* part_of_unit(const Arguments& params, int place, int warp) {
+  return parts_of(params) + static_cast<int64_t>(place) * kPartVectors + warp * kRegionVectors;
 }
 
 // Of what a warp owns of a pair, and of its weights, in a region.

@@ -83,12 +83,10 @@ __host__ __device__ __forceinline__ int least_quota(int tiles, int rows) {
   return quota;
 }
 
-__host__ __device__ inline Shares share_out(const Load& load, int grid, const Divisor& by_grid,
-                                            int max_splits) {
+__host__ __device__ inline Shares share_out(const Load& load, int grid, const Divisor& by_grid) {
   const int total = load.tiles * load.heads_kv;
   const int fair = by_grid.divide(total + grid - 1);
-  const int least =
-      max_splits > 0 ? divide_up(load.longest, max_splits) : least_quota(load.longest, load.rows);
+  const int least = least_quota(load.longest, load.rows);
   const int equal = fair > least ? fair : least;
   const int segments = load.live * load.heads_kv;
   int aligned, room;
@@ -108,8 +106,7 @@ __host__ __device__ inline Shares share_out(const Load& load, int grid, const Di
   }
   // Memory is shared: when the CTAs with less to do have ended, the others are faster, at most
   // about four times. And places that lie close are shared by more CTAs.
-  // Who wants no parts gets none, whatever it costs: then no sequence's result depends on others.
-  const bool even = max_splits == 1 || aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
+  const bool even = aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
   return even ? Shares{aligned, room} : Shares{equal, 0};
 }
 
@@ -145,6 +142,7 @@ struct Piece {
 struct Places {
   int begin, end;
 
+  __host__ __device__ Places(int begin, int end) : begin(begin), end(end) {}
   // Of the places that there are for all.
   __host__ __device__ Places(int all, const Shares& shares, int cta) {
     // 64 bits: a CTA past the last place may be past 2^31, too.

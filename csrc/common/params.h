@@ -114,7 +114,6 @@ struct PagedDecodeParams {
   int32_t left, right;  // the window; -1: no limit. Causal: right = 0
   float scale;
   float softcap;       // 0: none
-  int32_t max_splits;  // most CTAs that share a sequence and KV head; 0 leaves it to the kernel
   int32_t pdl;
 };
 
