@@ -24,16 +24,31 @@ struct SharedSegment {
 struct CtaParts {
   static constexpr int kStride = 2 * kPartVectors;
   static constexpr int kFirst = kPartVectors;  // what a CTA begins is behind what it ends
-  const float4* at;
+  float4* at;
   int count;
 };
 
 struct UnitParts {
   static constexpr int kStride = kPartVectors;
   static constexpr int kFirst = 0;
-  const float4* at;
+  float4* at;
   int count;
 };
+
+// Once they have been read, by the warp.
+template <class Parts>
+__device__ __forceinline__ void clear_parts(const Parts& parts, int pairs) {
+#pragma unroll 1
+  for (int part = 0; part < parts.count; ++part) {
+    float4* const region = parts.at + part * Parts::kStride + (part == 0 ? Parts::kFirst : 0);
+    for (int i = threadIdx.x % 32; i < pairs * kPairVectors; i += 32) {
+      region[i] = make_float4(0, 0, 0, 0);
+    }
+    for (int pair = threadIdx.x % 32; pair < pairs; pair += 32) {
+      region[weights_at(pair)] = make_float4(0, 0, 0, 0);
+    }
+  }
+}
 
 // Adds up the parts of a segment that this warp's peers have stored; by the one that arrived last.
 template <class Parts>
@@ -58,23 +73,36 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
     int begun = Parts::kFirst;
 #pragma unroll 1
     for (int left = parts.count; left > 0; left -= kPartBatch) {
-      // All loads before all else. Past the L1 cache, which other SMs' stores do not reach. The
-      // parts come in groups: a branch for each part would wait for each part.
-      float4 values[kPartBatch], raw[kPartBatch];
+      // All loads before all else. The parts come in groups: a branch for each part would wait for
+      // each part.
+      PartVector values[kPartBatch], raw[kPartBatch];
+      bool arrived;
+      do {
+        arrived = true;
 #pragma unroll
-      for (int group = 0; group < kPartBatch; group += kGroup) {
-        if (group < left) {
+        for (int group = 0; group < kPartBatch; group += kGroup) {
+          if (group < left) {
 #pragma unroll
-          for (int j = group; j < group + kGroup; ++j) {
-            values[j] = make_float4(0, 0, 0, 0);
-            raw[j] = make_float4(kNothing, 0, kNothing, 0);
-            if (j < left) {
-              values[j] = __ldcg(values_at + j * kStride + (j == 0 ? begun : 0));
-              raw[j] = __ldcg(raw_at + j * kStride + (j == 0 ? begun : 0));
+            for (int j = group; j < group + kGroup; ++j) {
+              values[j] = PartVector::of(make_float4(0, 0, 0, 0));
+              raw[j] = PartVector::of(make_float4(kNothing, 0, kNothing, 0));
+              if (j < left) {
+                values[j] = load_part(values_at + j * kStride + (j == 0 ? begun : 0));
+                raw[j] = load_part(raw_at + j * kStride + (j == 0 ? begun : 0));
+              }
             }
           }
         }
-      }
+#pragma unroll
+        for (int group = 0; group < kPartBatch; group += kGroup) {
+          if (group < left) {
+#pragma unroll
+            for (int j = group; j < group + kGroup; ++j) {
+              arrived &= values[j].arrived() && raw[j].arrived();
+            }
+          }
+        }
+      } while (!arrived);
       values_at += kPartBatch * kStride;
       raw_at += kPartBatch * kStride;
       begun = 0;
@@ -85,7 +113,7 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
         if (group < left) {
 #pragma unroll
           for (int j = group; j < group + kGroup; ++j) {
-            merger.see(PairWeights::of(raw[j]));
+            merger.see(PairWeights::of(raw[j].value()));
           }
         }
       }
@@ -101,9 +129,9 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
         if (group < left) {
 #pragma unroll
           for (int j = group; j < group + kGroup; ++j) {
-            const PairWeights other = PairWeights::of(raw[j]);
+            const PairWeights other = PairWeights::of(raw[j].value());
             const float factors[2] = {merger.factor(other, 0), merger.factor(other, 1)};
-            sum.add(values[j], factors[0], factors[1]);
+            sum.add(values[j].value(), factors[0], factors[1]);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               weights.columns[e].sum =
@@ -125,16 +153,18 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
       }
     }
   }
+  __syncwarp();
+  clear_parts(parts, pairs);
 }
 
 // Counts a warp at its counter, among those of the CTAs that share a segment; by one lane. Returns
-// whether it is the last. The count goes back to zero by itself.
+// whether it is the last; what the others have stored may still be on its way. The count goes back
+// to zero by itself.
 __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_cta, int ctas,
                                             int warp) {
   uint32_t* const counter = static_cast<uint32_t*>(params.workspace) + first_cta * kWarps + warp;
   uint32_t before;
-  // Releases what the lanes have stored, and acquires what others have.
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(counter), "r"(ctas - 1)
                : "memory");
@@ -184,12 +214,11 @@ class FreeParts {
     const int ctas = lane == 0 ? ended_.ctas : begun_.ctas;
     const int first_cta = lane == 0 ? ended_.first_cta : begun_.first_cta;
     bool last = false;
-    __syncwarp();
+    __syncwarp();  // whatever this warp stores is on its way
     if (lane < 2 && ctas > 0) {
       last = arrive_last(params, first_cta, ctas, warp);
     }
     const uint32_t segments_ended = __ballot_sync(0xffffffff, last);
-    __syncwarp();  // what two lanes have acquired, all may read
     return segments_ended;
   }
 
@@ -226,9 +255,8 @@ class FixedParts {
         last = arrive_last(params, peers.first_cta, peers.ctas, warp);
       }
       last = __any_sync(0xffffffff, last);
-      __syncwarp();  // what one lane has acquired, all may read
       if (last) {
-        const float4* const first = part_of_unit(params, unit.place - unit.index, warp);
+        float4* const first = part_of_unit(params, unit.place - unit.index, warp);
         merge_parts(params, Rows(params, lengths, unit.sequence, unit.head),
                     UnitParts{first, unit.count});
       }
