@@ -6,6 +6,13 @@
 
 namespace ostinato::decode {
 
+__device__ __forceinline__ OnLine on_line(const Arguments& params) {
+  return OnLine(blockIdx.x, params.lines, params.by.lines);
+}
+__device__ __forceinline__ LineHeads heads_of(const Arguments& params, const OnLine& own) {
+  return {own.line, params.lines, params.heads_kv, params.line_heads};
+}
+
 struct FreeCuts {
   using Shares = decode::Shares;
   using Piece = decode::Piece;
@@ -14,20 +21,21 @@ struct FreeCuts {
   // What is counted of a sequence of so many tiles.
   static __device__ __forceinline__ int count(int tiles) { return tiles; }
   static __device__ __forceinline__ Shares share(const Arguments& params, const Load& load) {
-    return load.live == 0 ? Shares{1, 1} : share_out(load, gridDim.x, params.by.grid);
+    return load.live == 0 ? Shares{1, 1} : share_out(load, params.line_ctas, params.by.line_ctas);
   }
   // Where a sequence starts on the line.
   static __device__ __forceinline__ int start(const Shares& shares, const Before& before) {
     return shares.room > 0 ? before.live * shares.room : before.tiles;
   }
-  static __device__ __forceinline__ Places places(const Arguments& params, const Lengths& lengths,
-                                                  const Shares& shares) {
-    return Places(lengths.start(params.batch) * params.heads_kv, shares, blockIdx.x);
+  // Of `all` on the line.
+  static __device__ __forceinline__ Places places(const Arguments& /*params*/, int all,
+                                                  const Shares& shares, int cta) {
+    return Places(all, shares, cta);
   }
   static __device__ __forceinline__ Walk walk(const Arguments& params, const Lengths& lengths,
-                                              const Shares& shares, const Places& places,
-                                              int sequence) {
-    return Walk(lengths, params.batch, params.heads_kv, shares, places, sequence);
+                                              const LineHeads& heads, const Shares& shares,
+                                              const Places& places, int sequence) {
+    return Walk(lengths, params.batch, heads, shares, places, sequence);
   }
 };
 
@@ -39,20 +47,19 @@ struct FixedCuts {
   static __device__ __forceinline__ FixedSplit split() { return {kUnitTiles}; }
   static __device__ __forceinline__ int count(int tiles) { return split().units(tiles); }
   static __device__ __forceinline__ Shares share(const Arguments& params, const Load& load) {
-    return UnitShares(load.tiles * params.heads_kv, gridDim.x, params.by.grid);
+    return UnitShares(load.tiles * load.heads, params.line_ctas, params.by.line_ctas);
   }
   static __device__ __forceinline__ int start(const Shares& /*shares*/, const Before& before) {
     return before.tiles;
   }
-  static __device__ __forceinline__ Places places(const Arguments& /*params*/,
-                                                  const Lengths& /*lengths*/,
-                                                  const Shares& shares) {
-    return shares.places_of(blockIdx.x);
+  static __device__ __forceinline__ Places places(const Arguments& params, int /*all*/,
+                                                  const Shares& shares, int cta) {
+    return cta < params.line_ctas ? shares.places_of(cta) : Places(0, 0);
   }
-  static __device__ __forceinline__ Walk walk(const Arguments& params, const Lengths& lengths,
-                                              const Shares& /*shares*/, const Places& places,
-                                              int sequence) {
-    return Walk(lengths, params.heads_kv, split(), places, sequence);
+  static __device__ __forceinline__ Walk walk(const Arguments& /*params*/, const Lengths& lengths,
+                                              const LineHeads& heads, const Shares& /*shares*/,
+                                              const Places& places, int sequence) {
+    return Walk(lengths, heads, split(), places, sequence);
   }
 };
 
@@ -62,10 +69,12 @@ using Cuts = std::conditional_t<kFixedCuts, FixedCuts, FreeCuts>;
 template <class SomeCuts>
 __device__ __forceinline__ typename SomeCuts::Walk walk_places(
     const Arguments& params, const Lengths& lengths, const typename SomeCuts::Shares& shares) {
-  const Places places = SomeCuts::places(params, lengths, shares);
+  const OnLine own = on_line(params);
+  const int all = lengths.start(params.batch) * params.line_heads;
+  const Places places = SomeCuts::places(params, all, shares, own.cta);
   const int sequence =
-      find_sequence(lengths, params.batch, params.by.heads_kv.divide(places.begin));
-  return SomeCuts::walk(params, lengths, shares, places, sequence);
+      find_sequence(lengths, params.batch, params.by.line_heads.divide(places.begin));
+  return SomeCuts::walk(params, lengths, heads_of(params, own), shares, places, sequence);
 }
 
 // Each warp has tables of its own, so no barrier of the CTA is needed. A lane reads kRun sequences.
@@ -93,7 +102,7 @@ __device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths,
     longest = max(longest, tiles[i]);
   }
   const Before sum{add_lower_lanes<kRun == 1>(own.live), add_lower_lanes(own.tiles)};
-  const Load load{params.heads_kv, params.group * params.max_seqlen_q,
+  const Load load{params.line_heads, params.group * params.max_seqlen_q,
                   __shfl_sync(0xffffffff, sum.live, 31), __shfl_sync(0xffffffff, sum.tiles, 31),
                   __reduce_max_sync(0xffffffff, longest)};
   const Cuts::Shares shares = Cuts::share(params, load);
@@ -136,7 +145,7 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
     shared.load[warp] = make_int4(sum.live, sum.tiles, longest, 0);
   }
   __syncthreads();
-  Load load{params.heads_kv, params.group * params.max_seqlen_q, 0, 0, 0};
+  Load load{params.line_heads, params.group * params.max_seqlen_q, 0, 0, 0};
   Before before{sum.live - own.live, sum.tiles - own.tiles};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {

@@ -12,11 +12,13 @@ struct SharedSegment {
   int first_cta, ctas = 0;
 
   SharedSegment() = default;
-  __device__ SharedSegment(const Piece& piece, const Shares& shares)
-      : sequence(piece.sequence),
-        head(piece.head),
-        first_cta(divide(piece.start, shares.quota)),
-        ctas(divide(piece.start + piece.tiles - 1, shares.quota) - first_cta + 1) {}
+  // `line_cta`: the first CTA of the line.
+  __device__ SharedSegment(const Piece& piece, const Shares& shares, int line_cta)
+      : sequence(piece.sequence), head(piece.head) {
+    const int first = divide(piece.start, shares.quota);
+    first_cta = line_cta + first;
+    ctas = divide(piece.start + piece.tiles - 1, shares.quota) - first + 1;
+  }
 };
 
 // Where this warp's regions of a segment's parts are. `kStride` leads from one to the next, and the
@@ -180,14 +182,16 @@ class FreeParts {
     if (piece.whole()) {
       return nullptr;
     }
-    const SharedSegment segment(piece, shares);
+    const OnLine own = on_line(params);
+    const int line_cta = own.line * params.line_ctas;
+    const SharedSegment segment(piece, shares, line_cta);
     const bool begins = piece.begin == 0;
     if (begins) {
       begun_ = segment;
     } else {
       ended_ = segment;
     }
-    return part_of(params, blockIdx.x, begins, warp_index());
+    return part_of(params, line_cta + own.cta, begins, warp_index());
   }
 
   // At the warp's end: merges the segments that it is the last to leave.
@@ -228,9 +232,10 @@ class FreeParts {
 // Of units, one for each.
 class FixedParts {
  public:
-  __device__ __forceinline__ float4* place(const Arguments& params, const UnitShares& /*shares*/,
+  __device__ __forceinline__ float4* place(const Arguments& params, const UnitShares& shares,
                                            const Unit& unit) {
-    return unit.whole() ? nullptr : part_of_unit(params, unit.place, warp_index());
+    const int first = on_line(params).line * shares.all(params.line_ctas);
+    return unit.whole() ? nullptr : part_of_unit(params, first + unit.place, warp_index());
   }
 
   // At the warp's end: for each segment of which this CTA has a unit, merges its units if this warp
@@ -238,25 +243,26 @@ class FixedParts {
   __device__ __forceinline__ void merge(const Arguments& params, const Lengths& lengths) const {
     const int lane = threadIdx.x % 32, warp = warp_index();
     OSTINATO_DELAY(decode_part_store, warp == 3);
+    const OnLine own = on_line(params);
     // Chosen once more, for the same reason.
-    const UnitShares shares(lengths.start(params.batch) * params.heads_kv, gridDim.x,
-                            params.by.grid);
+    const int all = lengths.start(params.batch) * params.line_heads;
+    const UnitShares shares(all, params.line_ctas, params.by.line_ctas);
     UnitWalk<Lengths> walk = walk_places<FixedCuts>(params, lengths, shares);
     Unit unit;
 #pragma unroll 1
     while (walk.next(lengths, &unit)) {
-      const UnitPeers peers(unit, shares, blockIdx.x);
+      const UnitPeers peers(unit, shares, own.cta);
       if (unit.whole() || !peers.ends) {
         continue;
       }
       __syncwarp();
       bool last = peers.ctas == 1;
       if (!last && lane == 0) {
-        last = arrive_last(params, peers.first_cta, peers.ctas, warp);
+        last = arrive_last(params, own.line * params.line_ctas + peers.first_cta, peers.ctas, warp);
       }
       last = __any_sync(0xffffffff, last);
       if (last) {
-        float4* const first = part_of_unit(params, unit.place - unit.index, warp);
+        float4* const first = part_of_unit(params, own.line * all + unit.place - unit.index, warp);
         merge_parts(params, Rows(params, lengths, unit.sequence, unit.head),
                     UnitParts{first, unit.count});
       }

@@ -1,7 +1,7 @@
 // Who works on what if the bits of a sequence's result are to depend on that sequence alone: every
 // segment is cut at multiples of a fixed number of tiles, counted from its first visible one.
 //
-// What lies between two cuts is a unit, with a result of its own. All units lie on a line, segment
+// What lies between two cuts is a unit, with a result of its own. All units lie on lines, segment
 // by segment, and each CTA takes neighbours, as many as the others or one more. So CTAs decide who
 // does a unit and when, and neither what it is nor the order in which the units of a segment are
 // added up.
@@ -22,9 +22,10 @@ struct UnitShares {
   int least;  // units of a CTA
   int extra;  // the first CTAs, which have one more
 
-  __host__ __device__ UnitShares(int units, int grid, const Divisor& by_grid)
-      : least(by_grid.divide(units)), extra(units - least * grid) {}
+  __host__ __device__ UnitShares(int units, int ctas, const Divisor& by_ctas)
+      : least(by_ctas.divide(units)), extra(units - least * ctas) {}
 
+  __host__ __device__ int all(int ctas) const { return least * ctas + extra; }
   __host__ __device__ int first_of(int cta) const {
     return cta * least + (cta < extra ? cta : extra);
   }
@@ -65,17 +66,18 @@ template <class Table>
 class UnitWalk {
  public:
   // `sequence` is that of the first place.
-  __host__ __device__ UnitWalk(const Table& table, int heads_kv, const FixedSplit& split,
+  __host__ __device__ UnitWalk(const Table& table, const LineHeads& heads, const FixedSplit& split,
                                const Places& places, int sequence)
-      : heads_kv_(heads_kv), split_(split), place_(places.begin), end_(places.end) {
+      : heads_(heads), split_(split), place_(places.begin), end_(places.end) {
     if (places.empty()) {
       return;
     }
     sequence_ = sequence;
     count_ = split.units(table.tiles(sequence));
-    const int before = place_ - table.start(sequence) * heads_kv;
-    head_ = divide(before, count_);
-    index_ = before - head_ * count_;
+    const int before = place_ - table.start(sequence) * heads.count;
+    const int head = divide(before, count_);
+    head_ = heads.first + head * heads.step;
+    index_ = before - head * count_;
   }
 
   // The next unit; false at the end.
@@ -97,15 +99,15 @@ class UnitWalk {
   // To the segment of the next place.
   __host__ __device__ void advance(const Table& table) {
     index_ = 0;
-    if (++head_ == heads_kv_) {
-      head_ = 0;
+    head_ = heads_.next(head_);
+    if (head_ == heads_.first) {
       do {
         count_ = split_.units(table.tiles(++sequence_));
       } while (count_ == 0);
     }
   }
 
-  int heads_kv_;
+  LineHeads heads_;
   FixedSplit split_;
   int place_, end_;
   int sequence_ = 0, head_ = 0, index_ = 0, count_ = 0;
