@@ -13,7 +13,7 @@ struct Arguments {
         cu_seqlens_q(p.cu_seqlens_q),
         batch(p.batch),
         heads_kv(p.heads_kv),
-        lines(count_lines(grid, p.heads_kv)),
+        lines(count_lines(grid, p.batch, p.heads_kv)),
         line_ctas(grid / lines),
         line_heads(heads_kv / lines),
         group(p.heads_q / p.heads_kv),

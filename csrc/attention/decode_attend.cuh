@@ -18,14 +18,9 @@ inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the ma
 class Attention {
  public:
   __device__ Attention(const Arguments& params)
-      : softcap_(params.softcap),
+      : params_(params),
         scale_(params.softcap > 0 ? params.scale / params.softcap : params.scale * kLog2E) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int t = 0; t < kColumnTiles; ++t) {
-      query_[t][0] = params.by.group.divide(first_column() + t * 8 + lane % 4 * 2);
-      query_[t][1] = params.by.group.divide(first_column() + t * 8 + lane % 4 * 2 + 1);
-    }
     // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
     const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
     key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
@@ -89,26 +84,6 @@ class Attention {
         }
       }
     }
-    key_scale_[0] = key_scale_[1] = 1;
-    value_exponent_[0] = value_exponent_[1] = 0;
-  }
-
-  // Those of a block's tokens. Whoever scales the values of a token scales its weight for them:
-  // as an exponent, so that weights keep their precision whatever the size of the scales. Returns
-  // whether a value's scale is NaN or infinite.
-  __device__ __forceinline__ bool take_scales(const float* scales) {
-    const int row = threadIdx.x % 32 / 4;
-    bool spoilt = false;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      key_scale_[i] = scales[row + i * 8];
-      // The exponent must be a number also of a token that a query does not see.
-      const float scale = scales[kBlockTokens + row + i * 8];
-      const bool number = is_number(scale);
-      value_exponent_[i] = number ? fminf(fmaxf(log2f(scale), -100.0f), 100.0f) : kNoExponent;
-      spoilt |= !number;
-    }
-    return __any_sync(0xffffffff, spoilt);
   }
 
   // S of a block of keys.
@@ -145,10 +120,10 @@ class Attention {
     }
   }
 
-  // P of the scores. `hides_some`: of the block; `spoilt`: as from take_scales().
+  // P of the scores. `hides_some`: of the block.
   __device__ __forceinline__ void weigh(const Sight& sight, int token, bool hides_some,
-                                        bool token_scales, bool spoilt) {
-    scale_scores();
+                                        const TokenScales& scales) {
+    scale_scores(scales);
     if (hides_some) {
       hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
     }
@@ -158,7 +133,7 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        shifted[t][i] = score_[t][i] + (kQuantized ? value_exponent_[i / 2] : 0.0f);
+        shifted[t][i] = score_[t][i] + (kQuantized ? scales.value_exponent[i / 2] : 0.0f);
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -177,18 +152,18 @@ class Attention {
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (kQuantized && token_scales) {
+        if (kQuantized && scales.own) {
           sum_[t][e] +=
               power_of_2(score_[t][e] - max_[t][e]) + power_of_2(score_[t][e + 2] - max_[t][e]);
         } else {
           sum_[t][e] += weight[e] + weight[e + 2];
         }
       }
-      if (kQuantized && spoilt) {
+      if (kQuantized && scales.spoilt) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const bool seen = score_[t][i] != -INFINITY;
-          weight[i] = seen && value_exponent_[i / 2] == kNoExponent ? NAN : weight[i];
+          weight[i] = seen && scales.value_exponent[i / 2] == kNoExponent ? NAN : weight[i];
         }
       }
       // The tokens become the MMA's depth.
@@ -197,12 +172,13 @@ class Attention {
     }
   }
 
-  // `hides_some` as above.
+  // `hides_some` as above. kSeveral: sequences may have several queries.
+  template <bool kSeveral>
   __device__ __forceinline__ void multiply_values(const uint8_t* block, const Sight& sight,
                                                   int token, bool hides_some) {
     if (!hides_some) {
       add_values<Take::kAll>(block, {}, 0);
-    } else if (sight.queries > 1 && holds_no_number(block, sight, token)) {
+    } else if (kSeveral && sight.queries > 1 && holds_no_number(block, sight, token)) {
       add_values_by_query(block, sight, token);
     } else {
       // What no query sees may be NaN, and 0 * NaN is no 0.
@@ -241,22 +217,27 @@ class Attention {
     return (base ^ (step % 4 * 32)) + step / 4 * (kStripBytes * kBlockTokens);
   }
 
-  __device__ __forceinline__ void scale_scores() {
+  // The query of a lane's column. Seldom asked for.
+  __device__ __forceinline__ int query_of(int t, int e) const {
+    return params_.by.group.divide(first_column() + t * 8 + threadIdx.x % 4 * 2 + e);
+  }
+
+  __device__ __forceinline__ void scale_scores(const TokenScales& scales) {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score_[t][i] *= kQuantized ? factor_[t][i % 2] * key_scale_[i / 2] : factor_[t][i % 2];
+        score_[t][i] *= kQuantized ? factor_[t][i % 2] * scales.key[i / 2] : factor_[t][i % 2];
       }
     }
-    if (softcap_ > 0) {
+    if (params_.softcap > 0) {
 #pragma unroll
       for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
           const float e = power_of_2(2 * kLog2E * score_[t][i]);
-          score_[t][i] = softcap_ * kLog2E * (1.0f - __fdividef(2.0f, 1.0f + e));
+          score_[t][i] = params_.softcap * (kLog2E - __fdividef(2 * kLog2E, 1.0f + e));
         }
       }
     }
@@ -296,7 +277,7 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = token + i / 2 * 8, query = query_[t][i % 2];
+        const int row = token + i / 2 * 8, query = query_of(t, i % 2);
         const bool seen = row >= sight.first(query) && row < sight.stop(query);
         score_[t][i] = seen ? score_[t][i] : -INFINITY;
       }
@@ -332,7 +313,7 @@ class Attention {
               multiply<Operand>(sums, values, weight_[t]);
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
-                out_[s][t][i] = query_[t][i % 2] == query ? sums[i] : out_[s][t][i];
+                out_[s][t][i] = query_of(t, i % 2) == query ? sums[i] : out_[s][t][i];
               }
             } else {
               multiply<Operand>(out_[s][t], values, weight_[t]);
@@ -385,10 +366,9 @@ class Attention {
     }
   }
 
-  float softcap_, scale_;
-  float factor_[kColumnTiles][2];           // of the scores
-  float key_scale_[2], value_exponent_[2];  // of tokens lane / 4 and lane / 4 + 8
-  int query_[kColumnTiles][2];
+  const Arguments& params_;
+  float scale_;
+  float factor_[kColumnTiles][2];  // of the scores
   uint32_t key_offset_, value_offset_;
   uint32_t q_[kSteps][kColumnTiles][2], fetched_[kSteps][kColumnTiles][2];
   float score_[kColumnTiles][4];

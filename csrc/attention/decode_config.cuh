@@ -73,10 +73,8 @@ static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 inline constexpr int kSteps = kDim / 16;
 inline constexpr int kOwnedSteps = ceil_div(kSteps, kTeams);
 
-// Sequences of one launch; their tables live in shared memory. Each warp has its own of a few.
-inline constexpr int kMaxBatch = 512, kFewSequences = 128;
-inline constexpr int kTableEntries = kWarps * (kFewSequences + 1);
-static_assert(kTableEntries > kMaxBatch, "one entry more than there are sequences");
+// Sequences of one launch; their tables live in shared memory.
+inline constexpr int kMaxBatch = 512;
 
 // A partial result has a region of each warp: for each pair of its columns, what it owns of the
 // head dim as the lanes hold it (decode_output.cuh), then for each pair both columns' weights.

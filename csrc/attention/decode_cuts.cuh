@@ -77,43 +77,23 @@ __device__ __forceinline__ typename SomeCuts::Walk walk_places(
   return SomeCuts::walk(params, lengths, heads_of(params, own), shares, places, sequence);
 }
 
-// Each warp has tables of its own, so no barrier of the CTA is needed. A lane reads kRun sequences.
-template <int kRun>
+// Each warp has tables of its own, so no barrier of the CTA is needed.
 __device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths,
                                                          const Arguments& params) {
-  const int lane = threadIdx.x % 32, first = lane * kRun;
-  int tiles[kRun] = {};  // first, how many tokens
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    if (first + i < params.batch) {
-      tiles[i] = params.seq_lens[first + i];
-    }
+  const int lane = threadIdx.x % 32;
+  int tiles = 0;
+  if (lane < params.batch) {
+    lengths.length(lane) = lengths.read_length(params, lane);
+    tiles = Cuts::count(lengths.tiles(lane));
   }
-  Before own{0, 0};
-  int longest = 0;
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    const int b = first + i;
-    if (b < params.batch) {
-      lengths.length(b) = lengths.clamped(params, b, tiles[i]);
-      tiles[i] = Cuts::count(lengths.tiles(b));
-    }
-    own = {own.live + (tiles[i] > 0), own.tiles + tiles[i]};
-    longest = max(longest, tiles[i]);
-  }
-  const Before sum{add_lower_lanes<kRun == 1>(own.live), add_lower_lanes(own.tiles)};
-  const Load load{params.line_heads, params.group * params.max_seqlen_q,
-                  __shfl_sync(0xffffffff, sum.live, 31), __shfl_sync(0xffffffff, sum.tiles, 31),
-                  __reduce_max_sync(0xffffffff, longest)};
+  const int sum = add_lower_lanes(tiles);
+  const uint32_t live = __ballot_sync(0xffffffff, tiles > 0);
+  const Load load{params.line_heads, params.group * params.max_seqlen_q, __popc(live),
+                  __shfl_sync(0xffffffff, sum, 31), __reduce_max_sync(0xffffffff, tiles)};
   const Cuts::Shares shares = Cuts::share(params, load);
-  Before before{sum.live - own.live, sum.tiles - own.tiles};
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    lengths.start(first + i) = Cuts::start(shares, before);
-    before = {before.live + (tiles[i] > 0), before.tiles + tiles[i]};
-  }
+  lengths.start(lane) = Cuts::start(shares, {__popc(live & ((1u << lane) - 1)), sum - tiles});
   if (lane == 31) {
-    lengths.start(32 * kRun) = Cuts::start(shares, before);
+    lengths.start(32) = Cuts::start(shares, {load.live, sum});
   }
   __syncwarp();
   return shares;
@@ -125,7 +105,7 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int b = threadIdx.x; b < params.batch; b += kThreads) {
-    lengths.length(b) = lengths.clamped(params, b, params.seq_lens[b]);
+    lengths.length(b) = lengths.read_length(params, b);
   }
   __syncthreads();
   const int run = ceil_div(params.batch, kThreads);
@@ -174,10 +154,7 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
 // Fills the tables and chooses the shares.
 __device__ __forceinline__ Cuts::Shares read_lengths(SharedStorage& shared, Lengths& lengths,
                                                      const Arguments& params) {
-  if (params.batch <= 32) {
-    return read_few_lengths<1>(lengths, params);
-  }
-  return params.batch <= kFewSequences ? read_few_lengths<kFewSequences / 32>(lengths, params)
+  return params.batch <= Lengths::kFew ? read_few_lengths(lengths, params)
                                        : read_many_lengths(shared, lengths, params);
 }
 

@@ -15,7 +15,9 @@ class Lengths {
         cu_seqlens_q_(params.cu_seqlens_q),
         max_seqlen_q_(params.max_seqlen_q),
         left_(params.left),
-        base_(params.batch <= kFewSequences ? warp_index() * (kFewSequences + 1) : 0) {}
+        base_(params.batch <= kFew ? warp_index() * (kFew + 1) : 0) {}
+
+  static constexpr int kFew = 32;  // sequences that a warp reads for itself
 
   __device__ __forceinline__ int& start(int b) { return shared_.start[base_ + b]; }
   __device__ __forceinline__ int& length(int b) { return shared_.length[base_ + b]; }
@@ -40,10 +42,11 @@ class Lengths {
     return Visible(length(b), left_ < 0 ? 1 : queries(b), left_);
   }
 
-  // Of what is read from global memory; zero without queries.
-  __device__ __forceinline__ int clamped(const Arguments& params, int b, int length) const {
+  // As read from global memory; zero without queries.
+  __device__ __forceinline__ int read_length(const Arguments& params, int b) const {
     const int capacity = params.max_pages * params.page_size;
-    return queries(b) > 0 ? min(max(length, 0), capacity) : 0;
+    const int length = min(max(params.seq_lens[b], 0), capacity);
+    return queries(b) > 0 ? length : 0;
   }
 
  private:
@@ -52,13 +55,8 @@ class Lengths {
   int max_seqlen_q_, left_, base_;
 };
 
-// Of this lane and those below it. kFlags: values of 0 and 1.
-template <bool kFlags = false>
 __device__ __forceinline__ int add_lower_lanes(int value) {
   const int lane = threadIdx.x % 32;
-  if constexpr (kFlags) {
-    return __popc(__ballot_sync(0xffffffff, value != 0) & (2u << lane) - 1);
-  }
   int sum = value;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -6,19 +6,25 @@
 
 namespace ostinato::decode {
 
-// A segment that this CTA shares with others.
-struct SharedSegment {
-  int sequence, head;
-  int first_cta, ctas = 0;
-
+// A segment that this CTA shares with others. There are few registers while it waits.
+class SharedSegment {
+ public:
   SharedSegment() = default;
   // `line_cta`: the first CTA of the line.
   __device__ SharedSegment(const Piece& piece, const Shares& shares, int line_cta)
-      : sequence(piece.sequence), head(piece.head) {
+      : what_(piece.head * kMaxBatch + piece.sequence) {
     const int first = divide(piece.start, shares.quota);
-    first_cta = line_cta + first;
-    ctas = divide(piece.start + piece.tiles - 1, shares.quota) - first + 1;
+    const int ctas = divide(piece.start + piece.tiles - 1, shares.quota) - first + 1;
+    who_ = (line_cta + first) << 16 | ctas;
   }
+
+  __device__ __forceinline__ int sequence() const { return what_ % kMaxBatch; }
+  __device__ __forceinline__ int head() const { return what_ / kMaxBatch; }
+  __device__ __forceinline__ int first_cta() const { return who_ >> 16; }
+  __device__ __forceinline__ int ctas() const { return who_ & 0xffff; }
+
+ private:
+  int what_, who_ = 0;
 };
 
 // Where this warp's regions of a segment's parts are. `kStride` leads from one to the next, and the
@@ -26,31 +32,16 @@ struct SharedSegment {
 struct CtaParts {
   static constexpr int kStride = 2 * kPartVectors;
   static constexpr int kFirst = kPartVectors;  // what a CTA begins is behind what it ends
-  float4* at;
+  const float4* at;
   int count;
 };
 
 struct UnitParts {
   static constexpr int kStride = kPartVectors;
   static constexpr int kFirst = 0;
-  float4* at;
+  const float4* at;
   int count;
 };
-
-// Once they have been read, by the warp.
-template <class Parts>
-__device__ __forceinline__ void clear_parts(const Parts& parts, int pairs) {
-#pragma unroll 1
-  for (int part = 0; part < parts.count; ++part) {
-    float4* const region = parts.at + part * Parts::kStride + (part == 0 ? Parts::kFirst : 0);
-    for (int i = threadIdx.x % 32; i < pairs * kPairVectors; i += 32) {
-      region[i] = make_float4(0, 0, 0, 0);
-    }
-    for (int pair = threadIdx.x % 32; pair < pairs; pair += 32) {
-      region[weights_at(pair)] = make_float4(0, 0, 0, 0);
-    }
-  }
-}
 
 // Adds up the parts of a segment that this warp's peers have stored; by the one that arrived last.
 template <class Parts>
@@ -75,36 +66,23 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
     int begun = Parts::kFirst;
 #pragma unroll 1
     for (int left = parts.count; left > 0; left -= kPartBatch) {
-      // All loads before all else. The parts come in groups: a branch for each part would wait for
-      // each part.
-      PartVector values[kPartBatch], raw[kPartBatch];
-      bool arrived;
-      do {
-        arrived = true;
+      // All loads before all else. Past the L1 cache, which other SMs' stores do not reach. The
+      // parts come in groups: a branch for each part would wait for each part.
+      float4 values[kPartBatch], raw[kPartBatch];
 #pragma unroll
-        for (int group = 0; group < kPartBatch; group += kGroup) {
-          if (group < left) {
+      for (int group = 0; group < kPartBatch; group += kGroup) {
+        if (group < left) {
 #pragma unroll
-            for (int j = group; j < group + kGroup; ++j) {
-              values[j] = PartVector::of(make_float4(0, 0, 0, 0));
-              raw[j] = PartVector::of(make_float4(kNothing, 0, kNothing, 0));
-              if (j < left) {
-                values[j] = load_part(values_at + j * kStride + (j == 0 ? begun : 0));
-                raw[j] = load_part(raw_at + j * kStride + (j == 0 ? begun : 0));
-              }
+          for (int j = group; j < group + kGroup; ++j) {
+            values[j] = make_float4(0, 0, 0, 0);
+            raw[j] = make_float4(kNothing, 0, kNothing, 0);
+            if (j < left) {
+              values[j] = __ldcg(values_at + j * kStride + (j == 0 ? begun : 0));
+              raw[j] = __ldcg(raw_at + j * kStride + (j == 0 ? begun : 0));
             }
           }
         }
-#pragma unroll
-        for (int group = 0; group < kPartBatch; group += kGroup) {
-          if (group < left) {
-#pragma unroll
-            for (int j = group; j < group + kGroup; ++j) {
-              arrived &= values[j].arrived() && raw[j].arrived();
-            }
-          }
-        }
-      } while (!arrived);
+      }
       values_at += kPartBatch * kStride;
       raw_at += kPartBatch * kStride;
       begun = 0;
@@ -115,7 +93,7 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
         if (group < left) {
 #pragma unroll
           for (int j = group; j < group + kGroup; ++j) {
-            merger.see(PairWeights::of(raw[j].value()));
+            merger.see(PairWeights::of(raw[j]));
           }
         }
       }
@@ -131,9 +109,9 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
         if (group < left) {
 #pragma unroll
           for (int j = group; j < group + kGroup; ++j) {
-            const PairWeights other = PairWeights::of(raw[j].value());
+            const PairWeights other = PairWeights::of(raw[j]);
             const float factors[2] = {merger.factor(other, 0), merger.factor(other, 1)};
-            sum.add(values[j].value(), factors[0], factors[1]);
+            sum.add(values[j], factors[0], factors[1]);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               weights.columns[e].sum =
@@ -155,18 +133,16 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
       }
     }
   }
-  __syncwarp();
-  clear_parts(parts, pairs);
 }
 
 // Counts a warp at its counter, among those of the CTAs that share a segment; by one lane. Returns
-// whether it is the last; what the others have stored may still be on its way. The count goes back
-// to zero by itself.
+// whether it is the last. The count goes back to zero by itself.
 __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_cta, int ctas,
                                             int warp) {
   uint32_t* const counter = static_cast<uint32_t*>(params.workspace) + first_cta * kWarps + warp;
   uint32_t before;
-  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+  // Releases what the lanes have stored, and acquires what others have.
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(counter), "r"(ctas - 1)
                : "memory");
@@ -177,8 +153,8 @@ __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_c
 class FreeParts {
  public:
   // Where this warp is to store its part of a piece; null if the piece is a whole segment.
-  __device__ __forceinline__ float4* place(const Arguments& params, const Shares& shares,
-                                           const Piece& piece) {
+  __device__ __forceinline__ float4* place(const Arguments& params, const Lengths& /*lengths*/,
+                                           const Shares& shares, const Piece& piece) {
     if (piece.whole()) {
       return nullptr;
     }
@@ -196,7 +172,7 @@ class FreeParts {
 
   // At the warp's end: merges the segments that it is the last to leave.
   __device__ __forceinline__ void merge(const Arguments& params, const Lengths& lengths) const {
-    if (ended_.ctas == 0 && begun_.ctas == 0) {
+    if (ended_.ctas() == 0 && begun_.ctas() == 0) {
       return;
     }
     OSTINATO_DELAY(decode_part_store, warp_index() == 3);
@@ -204,8 +180,9 @@ class FreeParts {
     SharedSegment segment = last & 1 ? ended_ : begun_;
 #pragma unroll 1
     for (; last != 0; last &= last - 1) {
-      const CtaParts parts{part_of(params, segment.first_cta, false, warp_index()), segment.ctas};
-      merge_parts(params, Rows(params, lengths, segment.sequence, segment.head), parts);
+      const CtaParts parts{part_of(params, segment.first_cta(), false, warp_index()),
+                           segment.ctas()};
+      merge_parts(params, Rows(params, lengths, segment.sequence(), segment.head()), parts);
       segment = begun_;
     }
   }
@@ -215,14 +192,15 @@ class FreeParts {
   // Returns, by a bit for each, of which it is the last.
   __device__ __forceinline__ uint32_t arrive(const Arguments& params) const {
     const int lane = threadIdx.x % 32, warp = warp_index();
-    const int ctas = lane == 0 ? ended_.ctas : begun_.ctas;
-    const int first_cta = lane == 0 ? ended_.first_cta : begun_.first_cta;
+    const int ctas = lane == 0 ? ended_.ctas() : begun_.ctas();
+    const int first_cta = lane == 0 ? ended_.first_cta() : begun_.first_cta();
     bool last = false;
-    __syncwarp();  // whatever this warp stores is on its way
+    __syncwarp();
     if (lane < 2 && ctas > 0) {
       last = arrive_last(params, first_cta, ctas, warp);
     }
     const uint32_t segments_ended = __ballot_sync(0xffffffff, last);
+    __syncwarp();  // what two lanes have acquired, all may read
     return segments_ended;
   }
 
@@ -232,9 +210,9 @@ class FreeParts {
 // Of units, one for each.
 class FixedParts {
  public:
-  __device__ __forceinline__ float4* place(const Arguments& params, const UnitShares& shares,
-                                           const Unit& unit) {
-    const int first = on_line(params).line * shares.all(params.line_ctas);
+  __device__ __forceinline__ float4* place(const Arguments& params, const Lengths& lengths,
+                                           const UnitShares& /*shares*/, const Unit& unit) {
+    const int first = on_line(params).line * lengths.start(params.batch) * params.line_heads;
     return unit.whole() ? nullptr : part_of_unit(params, first + unit.place, warp_index());
   }
 
@@ -261,8 +239,10 @@ class FixedParts {
         last = arrive_last(params, own.line * params.line_ctas + peers.first_cta, peers.ctas, warp);
       }
       last = __any_sync(0xffffffff, last);
+      __syncwarp();  // what one lane has acquired, all may read
       if (last) {
-        float4* const first = part_of_unit(params, own.line * all + unit.place - unit.index, warp);
+        const float4* const first =
+            part_of_unit(params, own.line * all + unit.place - unit.index, warp);
         merge_parts(params, Rows(params, lengths, unit.sequence, unit.head),
                     UnitParts{first, unit.count});
       }

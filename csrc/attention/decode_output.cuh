@@ -113,10 +113,10 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, const Argumen
 #pragma unroll
       for (int j = 0; j < kOwnedSteps; ++j) {
         const float (&v)[4] = outputs[j].values;
-        store_part(part + outputs_at(pair, j, lane / 4), make_float4(v[0], v[1], v[2], v[3]));
+        part[outputs_at(pair, j, lane / 4)] = make_float4(v[0], v[1], v[2], v[3]);
       }
       if (lane < 4) {
-        store_part(part + weights_at(pair), weights.raw());
+        part[weights_at(pair)] = weights.raw();
       }
       continue;
     }

@@ -13,6 +13,7 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 struct Rows {
   int first, head, group, count;
 
+  Rows() = default;
   __device__ Rows(const Arguments& params, const Lengths& lengths, int sequence, int head)
       : first(lengths.first_row(sequence)),
         head(head),

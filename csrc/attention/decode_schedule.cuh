@@ -40,9 +40,9 @@ struct Divisors {
   Divisor lines, line_ctas, line_heads, group, page_size, batch;
 };
 
-// How many lines: the most that leave few CTAs without one.
-inline int count_lines(int grid, int heads_kv) {
-  int lines = heads_kv;
+// How many lines: one if segments get several CTAs, else the most that leave few CTAs without one.
+inline int count_lines(int grid, int batch, int heads_kv) {
+  int lines = batch * heads_kv > grid ? heads_kv : 1;
   while (heads_kv % lines != 0 || lines > grid || grid % lines * 25 > grid) {
     --lines;
   }
@@ -178,8 +178,13 @@ struct LineHeads {
   int first, step, all;
   int count;  // of the line
 
-  // The one after `head`, of the next sequence if it is the first again.
-  __host__ __device__ int next(int head) const { return head + step < all ? head + step : first; }
+  // Goes to the next; whether it is the first again.
+  __host__ __device__ bool advance(int* head) const {
+    *head += step;
+    const bool again = *head >= all;
+    *head -= again ? all : 0;  // all are a multiple of a step
+    return again;
+  }
 };
 
 // The pieces of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the places (of
@@ -222,8 +227,7 @@ class Walk {
 
   __host__ __device__ void advance(const Table& table) {
     start_ += segment_room();
-    head_ = heads_.next(head_);
-    if (head_ == heads_.first) {
+    if (heads_.advance(&head_)) {
       do {
         ++sequence_;
         tiles_ = sequence_ < batch_ ? table.tiles(sequence_) : 1;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode_lengths.cuh"
+#include "decode_mma.cuh"
 
 namespace ostinato::decode {
 
@@ -17,8 +18,9 @@ struct Sight {
         // A limit beyond the last of at most 64 queries is none.
         left(params.left < 0 ? 1 << 30 : min(params.left, 1 << 30)),
         right(params.right < 0 ? 64 : min(params.right, 64)),
-        all_begin(first(queries - 1)),
-        all_end(stop(0)) {}
+        // Every block is compared with these.
+        all_begin(keep(first(queries - 1))),
+        all_end(keep(stop(0))) {}
 
   __device__ __forceinline__ int position(int query) const { return length - queries + query; }
   __device__ __forceinline__ int first(int query) const { return position(query) - left; }

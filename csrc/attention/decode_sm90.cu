@@ -21,6 +21,7 @@ namespace ostinato::decode {
 namespace {
 
 // This warp's part of a piece.
+template <bool kSeveral>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        RingPosition& position, const Sight& sight,
                                        const TileRange& range, bool token_scales) {
@@ -37,12 +38,14 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
         continue;
       }
       attention.multiply_keys(shared.keys.blocks[stage][block]);
-      const bool spoilt = token_scales && attention.take_scales(shared.scales[stage][block]);
+      const TokenScales scales =
+          token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
       const bool hides_some = sight.hides_some(token);
-      attention.weigh(sight, token, hides_some, token_scales, spoilt);
+      attention.weigh(sight, token, hides_some, scales);
       wait(&shared.values_arrived.full[stage][team], position.parity);
       OSTINATO_DELAY(decode_values_load, warp == 2);
-      attention.multiply_values(shared.values.blocks[stage][block], sight, token, hides_some);
+      attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
+                                          hides_some);
     }
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
@@ -87,6 +90,9 @@ __device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments
   sync_team(warp);
 }
 
+// kSeveral: sequences may have several queries. What only they need is felt by those of one, who
+// are in a hurry: as code between the code that runs.
+template <bool kSeveral>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     paged_decode(const __grid_constant__ Arguments params, const __grid_constant__ CacheMaps maps) {
   extern __shared__ __align__(1024) uint8_t storage[];
@@ -117,22 +123,37 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   loader.fill();
   let_successor_start();
 
+  const auto fetch_next = [&] {
+    const bool some = walk.next(lengths, &piece);
+    if (some) {
+      fetch_queries(attention, params, lengths, piece);
+    }
+    return some;
+  };
   RingPosition position;
   Parts parts;
   for (bool first = true, more = true; more; first = false) {
     const Sight sight(params, lengths, piece.sequence);
-    const Rows rows(params, lengths, piece.sequence, piece.head);
     const TileRange range(lengths.visible(piece.sequence), piece, team_of(warp_index()));
-    float4* const part = parts.place(params, shares, piece);
     attention.begin(segment_scale(params, params.k_scale, piece.head));
-    more = walk.next(lengths, &piece);
-    if (more && Attention::kFetchesAhead) {
-      fetch_queries(attention, params, lengths, piece);
+    Rows rows;
+    float4* part;
+    const auto find_output = [&] {
+      rows = Rows(params, lengths, piece.sequence, piece.head);
+      part = parts.place(params, lengths, shares, piece);
+    };
+    // What the end needs is found early if there are registers for it.
+    if constexpr (Attention::kFetchesAhead) {
+      find_output();
+      more = fetch_next();
     }
-    attend(shared, attention, loader, position, sight, range, has_token_scales(params));
+    attend<kSeveral>(shared, attention, loader, position, sight, range, has_token_scales(params));
+    if constexpr (!Attention::kFetchesAhead) {
+      find_output();
+    }
     store_piece(shared, params, attention, rows, part, first);
-    if (more && !Attention::kFetchesAhead) {
-      fetch_queries(attention, params, lengths, piece);
+    if constexpr (!Attention::kFetchesAhead) {
+      more = fetch_next();
     }
   }
   parts.merge(params, lengths);
@@ -187,8 +208,10 @@ cudaError_t grid_size(int* grid) {
 }  // namespace ostinato::decode
 
 OSTINATO_EXPORT int ostinato_prepare() {
-  return ostinato::allow_dynamic_smem(ostinato::decode::paged_decode,
-                                      sizeof(ostinato::decode::SharedStorage));
+  using namespace ostinato::decode;
+  OSTINATO_RETURN_IF_ERROR(
+      ostinato::allow_dynamic_smem(paged_decode<false>, sizeof(SharedStorage)));
+  return ostinato::allow_dynamic_smem(paged_decode<true>, sizeof(SharedStorage));
 }
 
 // What launches need beside their tensors if they have up to `rows` queries of a sequence times
@@ -223,6 +246,7 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, v
   config.block = dim3(kThreads);
   config.dynamic_smem = sizeof(SharedStorage);
   config.pdl = params->pdl != 0;
-  return ostinato::launch(paged_decode, config, static_cast<cudaStream_t>(stream),
-                          Arguments(*params, grid), maps);
+  return ostinato::launch(params->max_seqlen_q > 1 ? paged_decode<true> : paged_decode<false>,
+                          config, static_cast<cudaStream_t>(stream), Arguments(*params, grid),
+                          maps);
 }

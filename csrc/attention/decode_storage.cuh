@@ -34,8 +34,8 @@ struct SharedStorage {
   alignas(16) float2 weights[kTeams][kColumns];
   // The lengths, once for the CTA or, if they are few, for each warp.
   int4 load[kWarps];
-  int start[kTableEntries];
-  int length[kTableEntries];
+  int start[kMaxBatch + 1];
+  int length[kMaxBatch + 1];
 };
 
 template <class What>

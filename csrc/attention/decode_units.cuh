@@ -25,7 +25,6 @@ struct UnitShares {
   __host__ __device__ UnitShares(int units, int ctas, const Divisor& by_ctas)
       : least(by_ctas.divide(units)), extra(units - least * ctas) {}
 
-  __host__ __device__ int all(int ctas) const { return least * ctas + extra; }
   __host__ __device__ int first_of(int cta) const {
     return cta * least + (cta < extra ? cta : extra);
   }
@@ -99,8 +98,7 @@ class UnitWalk {
   // To the segment of the next place.
   __host__ __device__ void advance(const Table& table) {
     index_ = 0;
-    head_ = heads_.next(head_);
-    if (head_ == heads_.first) {
+    if (heads_.advance(&head_)) {
       do {
         count_ = split_.units(table.tiles(++sequence_));
       } while (count_ == 0);

@@ -14,6 +14,31 @@ __device__ __forceinline__ bool is_number(float x) {
   return fabsf(x) <= std::numeric_limits<float>::max();
 }
 
+// Those of a block's tokens, a lane's lane / 4 and the one 8 later, if they have scales of their
+// own.
+struct TokenScales {
+  float key[2] = {1, 1}, value_exponent[2] = {};
+  bool own = false;
+  bool spoilt = false;  // a value's scale is NaN or infinite
+
+  TokenScales() = default;
+  // Whoever scales the values of a token scales its weight for them: as an exponent, so that
+  // weights keep their precision whatever the size of the scales. By a warp.
+  __device__ __forceinline__ explicit TokenScales(const float* scales) : own(true) {
+    const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      key[i] = scales[row + i * 8];
+      // The exponent must be a number also of a token that a query does not see.
+      const float scale = scales[kBlockTokens + row + i * 8];
+      const bool number = is_number(scale);
+      value_exponent[i] = number ? fminf(fmaxf(log2f(scale), -100.0f), 100.0f) : kNoExponent;
+      spoilt |= !number;
+    }
+    spoilt = __any_sync(0xffffffff, spoilt);
+  }
+};
+
 // What of V an MMA's operand keeps: of the tokens 2 (lane % 4), the next one, and those 8 later.
 struct ValueMask {
   uint32_t keep[2] = {};

@@ -83,8 +83,12 @@ extern "C" int schedule(const int* tiles, int batch, int heads_kv, int rows, int
       if (count == capacity) {
         return -1;
       }
-      const int found[6] = {on.line * lines.ctas + on.cta, piece.sequence, piece.head,
-                            piece.begin,                   piece.end,      piece.whole()};
+      const int found[6] = {on.line * lines.ctas + on.cta,
+                            piece.sequence,
+                            piece.head,
+                            piece.begin,
+                            piece.end,
+                            piece.whole()};
       for (int i = 0; i < 6; ++i) {
         pieces[count * 6 + i] = found[i];
       }
@@ -120,16 +124,10 @@ extern "C" int fixed_schedule(const int* tiles, int batch, int heads_kv, int gri
         return -1;
       }
       const UnitPeers peers(unit, shares, on.cta);
-      const int first_cta = on.line * lines.ctas, first_place = on.line * shares.all(lines.ctas);
-      const int found[10] = {first_cta + on.cta,
-                             unit.sequence,
-                             unit.head,
-                             unit.begin,
-                             unit.end,
-                             first_place + unit.place,
-                             unit.whole(),
-                             peers.ends,
-                             first_cta + peers.first_cta,
+      const int first_cta = on.line * lines.ctas, first_place = on.line * places * lines.heads;
+      const int found[10] = {first_cta + on.cta, unit.sequence, unit.head,
+                             unit.begin,         unit.end,      first_place + unit.place,
+                             unit.whole(),       peers.ends,    first_cta + peers.first_cta,
                              peers.ctas};
       for (int i = 0; i < 10; ++i) {
         units[count * 10 + i] = found[i];
