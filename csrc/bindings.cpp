@@ -313,8 +313,8 @@ PYBIND11_MODULE(_C, module) {
   py::class_<PagedDecodeLibrary>(module, "PagedDecode")
       .def(py::init<const std::string&>(), arg("path"))
       .def("prepare", &PagedDecodeLibrary::prepare)
-      .def("workspace_bytes", &PagedDecodeLibrary::workspace_bytes, arg("rows"),
-           arg("segments"), arg("tokens"))
+      .def("workspace_bytes", &PagedDecodeLibrary::workspace_bytes, arg("rows"), arg("segments"),
+           arg("tokens"))
       .def("launch", &ostinato::launch_paged_decode, py::kw_only(), arg("q"), arg("k_cache"),
            arg("v_cache"), arg("page_table"), arg("page_table_stride"), arg("seq_lens"), arg("out"),
            arg("workspace"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("pages"),

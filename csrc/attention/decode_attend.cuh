@@ -17,15 +17,7 @@ inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the ma
 // 8 t + 2 (lane % 4) and the next one.
 class Attention {
  public:
-  __device__ Attention(const Arguments& params)
-      : params_(params),
-        scale_(params.softcap > 0 ? params.scale / params.softcap : params.scale * kLog2E) {
-    const int lane = threadIdx.x % 32;
-    // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
-    const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
-    key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
-    value_offset_ = keep(value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16);
-  }
+  __device__ explicit Attention(const Arguments& params) : params_(params) {}
 
   static __device__ __forceinline__ int first_column() {
     return threadIdx.x / 32 % kTeamWarps * kWarpColumns;
@@ -63,6 +55,13 @@ class Attention {
 
   // Starts anew, with the fetched queries. `key_scale` is that of all keys.
   __device__ __forceinline__ void begin(float key_scale) {
+    const int lane = threadIdx.x % 32;
+    // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
+    const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
+    key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
+    value_offset_ = keep(value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16);
+    const float scale =
+        params_.softcap > 0 ? params_.scale / params_.softcap : params_.scale * kLog2E;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
@@ -70,7 +69,7 @@ class Attention {
         q_[s][t][0] = fetched_[s][t][0];
         q_[s][t][1] = fetched_[s][t][1];
       }
-      factor_[t][0] = factor_[t][1] = scale_ * key_scale;
+      factor_[t][0] = factor_[t][1] = scale * key_scale;
       if constexpr (!std::is_same_v<Operand, Type>) {
         convert_queries(t);
       }
@@ -367,7 +366,6 @@ class Attention {
   }
 
   const Arguments& params_;
-  float scale_;
   float factor_[kColumnTiles][2];  // of the scores
   uint32_t key_offset_, value_offset_;
   uint32_t q_[kSteps][kColumnTiles][2], fetched_[kSteps][kColumnTiles][2];

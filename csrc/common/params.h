@@ -113,7 +113,7 @@ struct PagedDecodeParams {
   int32_t pages, page_size, max_pages, max_seqlen_q;
   int32_t left, right;  // the window; -1: no limit. Causal: right = 0
   float scale;
-  float softcap;       // 0: none
+  float softcap;  // 0: none
   int32_t pdl;
 };
 
