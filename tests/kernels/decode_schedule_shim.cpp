@@ -32,8 +32,8 @@ struct Lines {
   int count, ctas, heads;
   Divisor by_count;
 
-  Lines(int grid, int heads_kv)
-      : count(count_lines(grid, heads_kv)),
+  Lines(int grid, int batch, int heads_kv)
+      : count(count_lines(grid, batch, heads_kv)),
         ctas(grid / count),
         heads(heads_kv / count),
         by_count(count) {}
@@ -44,8 +44,8 @@ struct Lines {
 }  // namespace
 
 // Writes how many lines there are, and of how many CTAs each.
-extern "C" void lines(int grid, int heads_kv, int* found) {
-  const Lines lines(grid, heads_kv);
+extern "C" void lines(int grid, int batch, int heads_kv, int* found) {
+  const Lines lines(grid, batch, heads_kv);
   found[0] = lines.count;
   found[1] = lines.ctas;
 }
@@ -55,7 +55,7 @@ extern "C" void lines(int grid, int heads_kv, int* found) {
 // `capacity`.
 extern "C" int schedule(const int* tiles, int batch, int heads_kv, int rows, int grid, int* pieces,
                         int capacity) {
-  const Lines lines(grid, heads_kv);
+  const Lines lines(grid, batch, heads_kv);
   Table table{{}, std::vector<int>(tiles, tiles + batch)};
   Load load{lines.heads, rows, 0, 0, 0};
   for (const int n : table.lengths) {
@@ -103,7 +103,7 @@ extern "C" int schedule(const int* tiles, int batch, int heads_kv, int rows, int
 // are.
 extern "C" int fixed_schedule(const int* tiles, int batch, int heads_kv, int grid, int split,
                               int* units, int capacity) {
-  const Lines lines(grid, heads_kv);
+  const Lines lines(grid, batch, heads_kv);
   Table table{{}, std::vector<int>(tiles, tiles + batch)};
   const FixedSplit cuts{split};
   int places = 0;

@@ -102,11 +102,13 @@ def test_lines_take_nearly_all_ctas(shim: ctypes.CDLL) -> None:
     for grid in (7, 132, 264):
         for heads_kv in range(1, 130):
             found = (ctypes.c_int * 2)()
-            shim.lines(grid, heads_kv, found)
+            shim.lines(grid, 1, heads_kv, found)
+            assert heads_kv > grid or tuple(found) == (1, grid)
+            shim.lines(grid, grid + 1, heads_kv, found)
             lines, ctas = found
             assert heads_kv % lines == 0
             assert 0.96 * grid <= lines * ctas <= grid
-    shim.lines(264, 8, found)
+    shim.lines(264, 34, 8, found)
     assert tuple(found) == (8, 33)
 
 
@@ -161,7 +163,7 @@ def test_fixed_cuts_are_the_sequences_own(
         of_cta[unit.cta] += 1
         segments[unit.sequence, unit.head].append(unit)
     lines = (ctypes.c_int * 2)()
-    shim.lines(grid, heads_kv, lines)
+    shim.lines(grid, len(tiles), heads_kv, lines)
     assert max(of_cta.values(), default=0) <= -(-len(units) // (lines[0] * lines[1]))
     counters = []
     for (sequence, _), own in segments.items():

@@ -14,9 +14,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
     ("rows", "columns"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (33, 64), (64, 64)]
 )
 def test_rows_fit_in_the_columns(rows: int, columns: int) -> None:
-    kernel = kernel_for(
-        BF16, torch.int8, 128, rows, copy_pages=False, batch_invariant=False
-    )
+    kernel = kernel_for(BF16, torch.int8, 128, rows, copy_pages=False, batch_invariant=False)
     assert kernel is not None
     assert (kernel.columns, kernel.kv_dtype, kernel.copy_pages) == (columns, "int8", False)
 
@@ -29,9 +27,7 @@ def test_rows_fit_in_the_columns(rows: int, columns: int) -> None:
     ],
 )
 def test_there_is_no_kernel_for_others(dtype: torch.dtype, dim: int, rows: int) -> None:
-    assert (
-        kernel_for(dtype, dtype, dim, rows, copy_pages=True, batch_invariant=False) is None
-    )
+    assert kernel_for(dtype, dtype, dim, rows, copy_pages=True, batch_invariant=False) is None
 
 
 def test_a_models_steps_take_one_kernel_for_each_kind_of_page() -> None:
