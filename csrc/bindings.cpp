@@ -103,17 +103,18 @@ class Library {
 class PagedDecodeLibrary : public Library<PagedDecodeParams> {
  public:
   explicit PagedDecodeLibrary(const std::string& path) : Library(path) {
-    workspace_bytes_ = symbol<int (*)(int, std::int64_t*)>(handle_, "ostinato_workspace_bytes");
+    workspace_bytes_ = symbol<WorkspaceBytes*>(handle_, "ostinato_workspace_bytes");
   }
 
-  std::int64_t workspace_bytes(int rows) const {
+  std::int64_t workspace_bytes(int rows, std::int64_t segments, std::int64_t tokens) const {
     std::int64_t bytes = 0;
-    check(workspace_bytes_(rows, &bytes), "workspace_bytes");
+    check(workspace_bytes_(rows, segments, tokens, &bytes), "workspace_bytes");
     return bytes;
   }
 
  private:
-  int (*workspace_bytes_)(int, std::int64_t*);
+  using WorkspaceBytes = int(int, std::int64_t, std::int64_t, std::int64_t*);
+  WorkspaceBytes* workspace_bytes_;
 };
 
 void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
@@ -203,8 +204,8 @@ void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument&
                          std::int32_t max_pages, std::int32_t max_seqlen_q, float scale,
                          std::uintptr_t stream, std::uintptr_t cu_seqlens_q, std::uintptr_t sinks,
                          const HeadsArgument& lse, std::int32_t left, std::int32_t right,
-                         float softcap, std::int32_t max_splits, const SlotsArgument& k_scale,
-                         const SlotsArgument& v_scale, bool pdl) {
+                         float softcap, const SlotsArgument& k_scale, const SlotsArgument& v_scale,
+                         bool pdl) {
   PagedDecodeParams params = {};
   params.q = heads(q);
   params.k_cache = slots(k_cache);
@@ -230,7 +231,6 @@ void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument&
   params.right = right;
   params.scale = scale;
   params.softcap = softcap;
-  params.max_splits = max_splits;
   params.pdl = pdl ? 1 : 0;
   library.launch(params, stream);
 }
@@ -357,13 +357,14 @@ PYBIND11_MODULE(_C, module) {
   py::class_<PagedDecodeLibrary>(module, "PagedDecode")
       .def(py::init<const std::string&>(), arg("path"))
       .def("prepare", &PagedDecodeLibrary::prepare)
-      .def("workspace_bytes", &PagedDecodeLibrary::workspace_bytes, arg("rows"))
+      .def("workspace_bytes", &PagedDecodeLibrary::workspace_bytes, arg("rows"), arg("segments"),
+           arg("tokens"))
       .def("launch", &ostinato::launch_paged_decode, py::kw_only(), arg("q"), arg("k_cache"),
            arg("v_cache"), arg("page_table"), arg("page_table_stride"), arg("seq_lens"), arg("out"),
            arg("workspace"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("pages"),
            arg("page_size"), arg("max_pages"), arg("max_seqlen_q"), arg("scale"), arg("stream"),
            arg("cu_seqlens_q") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(),
-           arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F, arg("max_splits") = 0,
+           arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F,
            arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")

@@ -49,7 +49,7 @@ class PagedDecode:
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
-    def workspace_bytes(self, rows: int) -> int: ...
+    def workspace_bytes(self, rows: int, segments: int, tokens: int) -> int: ...
     def launch(
         self,
         *,
@@ -76,7 +76,6 @@ class PagedDecode:
         left: int = -1,
         right: int = 0,
         softcap: float = 0.0,
-        max_splits: int = 0,
         k_scale: _Slots = ...,
         v_scale: _Slots = ...,
         pdl: bool = False,

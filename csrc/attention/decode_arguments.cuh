@@ -2,7 +2,7 @@
 #pragma once
 
 #include "decode_config.cuh"
-#include "decode_schedule.cuh"
+#include "decode_units.cuh"
 
 namespace ostinato::decode {
 
@@ -13,13 +13,16 @@ struct Arguments {
         cu_seqlens_q(p.cu_seqlens_q),
         batch(p.batch),
         heads_kv(p.heads_kv),
+        lines(count_lines(grid, p.batch, p.heads_kv)),
+        line_ctas(grid / lines),
+        line_heads(heads_kv / lines),
         group(p.heads_q / p.heads_kv),
         max_seqlen_q(p.max_seqlen_q),
         page_size(p.page_size),
         max_pages(p.max_pages),
         left(p.left),
-        max_splits(p.max_splits),
-        by{Divisor(grid), Divisor(heads_kv), Divisor(group), Divisor(page_size), Divisor(batch)},
+        by{Divisor(lines), Divisor(line_ctas), Divisor(line_heads),
+           Divisor(group), Divisor(page_size), Divisor(batch)},
         page_table(p.page_table),
         page_table_stride(p.page_table_stride),
         right(p.right),
@@ -39,8 +42,9 @@ struct Arguments {
   const int32_t* seq_lens;
   const int32_t* cu_seqlens_q;
   int32_t batch, heads_kv;
-  int32_t group;  // query heads of a KV head
-  int32_t max_seqlen_q, page_size, max_pages, left, max_splits;
+  int32_t lines, line_ctas, line_heads;  // decode_schedule.cuh
+  int32_t group;                         // query heads of a KV head
+  int32_t max_seqlen_q, page_size, max_pages, left;
   Divisors by;
   const int32_t* page_table;
   int64_t page_table_stride;

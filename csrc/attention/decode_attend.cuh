@@ -6,8 +6,7 @@
 
 #include "common/pack_pair.cuh"
 #include "decode_mma.cuh"
-#include "decode_sight.cuh"
-#include "decode_widen.cuh"
+#include "decode_values.cuh"
 
 namespace ostinato::decode {
 
@@ -18,20 +17,7 @@ inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the ma
 // 8 t + 2 (lane % 4) and the next one.
 class Attention {
  public:
-  __device__ Attention(const Arguments& params)
-      : softcap_(params.softcap),
-        scale_(params.softcap > 0 ? params.scale / params.softcap : params.scale * kLog2E) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int t = 0; t < kColumnTiles; ++t) {
-      query_[t][0] = params.by.group.divide(first_column() + t * 8 + lane % 4 * 2);
-      query_[t][1] = params.by.group.divide(first_column() + t * 8 + lane % 4 * 2 + 1);
-    }
-    // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
-    const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
-    key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
-    value_offset_ = keep(value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16);
-  }
+  __device__ explicit Attention(const Arguments& params) : params_(params) {}
 
   static __device__ __forceinline__ int first_column() {
     return threadIdx.x / 32 % kTeamWarps * kWarpColumns;
@@ -69,6 +55,13 @@ class Attention {
 
   // Starts anew, with the fetched queries. `key_scale` is that of all keys.
   __device__ __forceinline__ void begin(float key_scale) {
+    const int lane = threadIdx.x % 32;
+    // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
+    const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
+    key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
+    value_offset_ = keep(value_row * kStripBytes + (lane / 8 % 2 ^ lane % 8) * 16);
+    const float scale =
+        params_.softcap > 0 ? params_.scale / params_.softcap : params_.scale * kLog2E;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
@@ -76,7 +69,7 @@ class Attention {
         q_[s][t][0] = fetched_[s][t][0];
         q_[s][t][1] = fetched_[s][t][1];
       }
-      factor_[t][0] = factor_[t][1] = scale_ * key_scale;
+      factor_[t][0] = factor_[t][1] = scale * key_scale;
       if constexpr (!std::is_same_v<Operand, Type>) {
         convert_queries(t);
       }
@@ -89,21 +82,6 @@ class Attention {
           out_[s][t][i] = 0;
         }
       }
-    }
-    key_scale_[0] = key_scale_[1] = 1;
-    value_exponent_[0] = value_exponent_[1] = 0;
-  }
-
-  // Those of a block's tokens. Whoever scales the values of a token scales its weight for them:
-  // as an exponent, so that weights keep their precision whatever the size of the scales.
-  __device__ __forceinline__ void take_scales(const float* scales) {
-    const int row = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      key_scale_[i] = scales[row + i * 8];
-      // Of a token that nobody sees the scale is anything, but the exponent must be a number.
-      const float exponent = log2f(scales[kBlockTokens + row + i * 8]);
-      value_exponent_[i] = fminf(fmaxf(exponent, -100.0f), 100.0f);
     }
   }
 
@@ -143,8 +121,8 @@ class Attention {
 
   // P of the scores. `hides_some`: of the block.
   __device__ __forceinline__ void weigh(const Sight& sight, int token, bool hides_some,
-                                        bool token_scales) {
-    scale_scores();
+                                        const TokenScales& scales) {
+    scale_scores(scales);
     if (hides_some) {
       hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
     }
@@ -154,7 +132,7 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        shifted[t][i] = score_[t][i] + (kQuantized ? value_exponent_[i / 2] : 0.0f);
+        shifted[t][i] = score_[t][i] + (kQuantized ? scales.value_exponent[i / 2] : 0.0f);
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -173,11 +151,18 @@ class Attention {
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        if (kQuantized && token_scales) {
+        if (kQuantized && scales.own) {
           sum_[t][e] +=
               power_of_2(score_[t][e] - max_[t][e]) + power_of_2(score_[t][e + 2] - max_[t][e]);
         } else {
           sum_[t][e] += weight[e] + weight[e + 2];
+        }
+      }
+      if (kQuantized && scales.spoilt) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool seen = score_[t][i] != -INFINITY;
+          weight[i] = seen && scales.value_exponent[i / 2] == kNoExponent ? NAN : weight[i];
         }
       }
       // The tokens become the MMA's depth.
@@ -186,15 +171,17 @@ class Attention {
     }
   }
 
-  // `hides_some` as above.
-  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Visible& visible,
+  // `hides_some` as above. kSeveral: sequences may have several queries.
+  template <bool kSeveral>
+  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Sight& sight,
                                                   int token, bool hides_some) {
-    if (hides_some) {
-      // What no query sees may be NaN, and 0 * NaN is no 0.
-      const int first = token + threadIdx.x % 4 * 2;
-      add_values<true>(block, keep_mask(visible, first), keep_mask(visible, first + 8));
+    if (!hides_some) {
+      add_values<Take::kAll>(block, {}, 0);
+    } else if (kSeveral && sight.queries > 1 && holds_no_number(block, sight, token)) {
+      add_values_by_query(block, sight, token);
     } else {
-      add_values<false>(block, 0, 0);
+      // What no query sees may be NaN, and 0 * NaN is no 0.
+      add_values<Take::kMasked>(block, {sight.begin(), sight.length, token}, 0);
     }
   }
 
@@ -229,22 +216,27 @@ class Attention {
     return (base ^ (step % 4 * 32)) + step / 4 * (kStripBytes * kBlockTokens);
   }
 
-  __device__ __forceinline__ void scale_scores() {
+  // The query of a lane's column. Seldom asked for.
+  __device__ __forceinline__ int query_of(int t, int e) const {
+    return params_.by.group.divide(first_column() + t * 8 + threadIdx.x % 4 * 2 + e);
+  }
+
+  __device__ __forceinline__ void scale_scores(const TokenScales& scales) {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score_[t][i] *= kQuantized ? factor_[t][i % 2] * key_scale_[i / 2] : factor_[t][i % 2];
+        score_[t][i] *= kQuantized ? factor_[t][i % 2] * scales.key[i / 2] : factor_[t][i % 2];
       }
     }
-    if (softcap_ > 0) {
+    if (params_.softcap > 0) {
 #pragma unroll
       for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
           const float e = power_of_2(2 * kLog2E * score_[t][i]);
-          score_[t][i] = softcap_ * kLog2E * (1.0f - __fdividef(2.0f, 1.0f + e));
+          score_[t][i] = params_.softcap * (kLog2E - __fdividef(2 * kLog2E, 1.0f + e));
         }
       }
     }
@@ -284,71 +276,60 @@ class Attention {
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = token + i / 2 * 8, query = query_[t][i % 2];
+        const int row = token + i / 2 * 8, query = query_of(t, i % 2);
         const bool seen = row >= sight.first(query) && row < sight.stop(query);
         score_[t][i] = seen ? score_[t][i] : -INFINITY;
       }
     }
   }
 
-  // For the two 16-bit elements of tokens `first` and the next.
-  static __device__ __forceinline__ uint32_t keep_mask(const Visible& visible, int first) {
-    const bool low = first >= visible.begin && first < visible.end;
-    const bool high = first + 1 >= visible.begin && first + 1 < visible.end;
-    return (low ? 0x0000ffffu : 0u) | (high ? 0xffff0000u : 0u);
-  }
+  enum class Take { kAll, kMasked, kByOneQuery };
 
-  template <bool kMasked>
-  __device__ __forceinline__ void add_values(const uint8_t* block, uint32_t keep_low,
-                                             uint32_t keep_high) {
+  // O += V^T P: all of V, or what `mask` leaves, and that for the columns of one query or of all.
+  template <Take kTake>
+  __device__ __forceinline__ void add_values(const uint8_t* block, const ValueMask& mask,
+                                             int query) {
     const uint32_t base = shared_address(block) + value_offset_;
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
       uint32_t words[4], values[4];
+      if constexpr (kTake == Take::kByOneQuery) {
+        __syncwarp();  // the compiler is to keep registers for the ordinary path: no loads ahead
+      }
       load_transposed(words, vector_address(base, load));
 #pragma unroll
       for (int half = 0; half < kStepsPerLoad; ++half) {
         const int s = load * kStepsPerLoad + half;
         if (s < kSteps) {
           value_operand(values, words, half);
-          if constexpr (kMasked) {
-            values[0] &= keep_low;
-            values[1] &= keep_low;
-            values[2] &= keep_high;
-            values[3] &= keep_high;
+          if constexpr (kTake != Take::kAll) {
+            mask.apply(values);
           }
 #pragma unroll
           for (int t = 0; t < kColumnTiles; ++t) {
-            multiply<Operand>(out_[s][t], values, weight_[t]);
+            if constexpr (kTake == Take::kByOneQuery) {
+              float sums[4] = {out_[s][t][0], out_[s][t][1], out_[s][t][2], out_[s][t][3]};
+              multiply<Operand>(sums, values, weight_[t]);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                out_[s][t][i] = query_of(t, i % 2) == query ? sums[i] : out_[s][t][i];
+              }
+            } else {
+              multiply<Operand>(out_[s][t], values, weight_[t]);
+            }
           }
         }
       }
     }
   }
 
-  // Two vectors of each token are loaded at once: one step of 16-bit elements, two of 8-bit ones.
-  static constexpr int kStepsPerLoad = kQuantized ? 2 : 1;
-  static constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
-
-  static __device__ __forceinline__ void key_operand(uint32_t (&keys)[4],
-                                                     const uint32_t (&words)[4], int half) {
-    if constexpr (kQuantized) {
-      const Pairs upper = widen(words[2 * half]), lower = widen(words[2 * half + 1]);
-      keys[0] = upper.first, keys[1] = lower.first;
-      keys[2] = upper.second, keys[3] = lower.second;
-    } else {
-      keys[0] = words[0], keys[1] = words[1], keys[2] = words[2], keys[3] = words[3];
-    }
-  }
-
-  static __device__ __forceinline__ void value_operand(uint32_t (&values)[4],
-                                                       const uint32_t (&words)[4], int half) {
-    if constexpr (kQuantized) {
-      const Pairs low = widen_even_and_odd(words[half]), high = widen_even_and_odd(words[half + 2]);
-      values[0] = low.first, values[1] = low.second;
-      values[2] = high.first, values[3] = high.second;
-    } else {
-      values[0] = words[0], values[1] = words[1], values[2] = words[2], values[3] = words[3];
+  // Where weights of 0 do not make up for what a query does not see: each query's columns with the
+  // values that it sees (other warps' queries change nothing). Finite values give the usual bits.
+  __device__ __forceinline__ void add_values_by_query(const uint8_t* block, const Sight& sight,
+                                                      int token) {
+#pragma unroll 1
+    for (int query = 0; query < sight.queries; ++query) {
+      add_values<Take::kByOneQuery>(block, {sight.first(query), sight.stop(query), token}, query);
     }
   }
 
@@ -384,10 +365,8 @@ class Attention {
     }
   }
 
-  float softcap_, scale_;
-  float factor_[kColumnTiles][2];           // of the scores
-  float key_scale_[2], value_exponent_[2];  // of tokens lane / 4 and lane / 4 + 8
-  int query_[kColumnTiles][2];
+  const Arguments& params_;
+  float factor_[kColumnTiles][2];  // of the scores
   uint32_t key_offset_, value_offset_;
   uint32_t q_[kSteps][kColumnTiles][2], fetched_[kSteps][kColumnTiles][2];
   float score_[kColumnTiles][4];

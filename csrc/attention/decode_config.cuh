@@ -16,6 +16,8 @@
 // -DOSTINATO_COLUMNS=8|16|32|64      most queries of a sequence times query heads of a KV head
 // -DOSTINATO_COPY_PAGES=1|0          1: by the copy engine, pages of a multiple of 16 tokens;
 //                                    0: by threads, pages of any size
+// -DOSTINATO_FIXED_TILES=0|n         n: cut every sequence after n tiles of 64 tokens, whatever the
+//                                    load, so that a result depends on its own sequence alone
 namespace ostinato::decode {
 
 using Type = OSTINATO_TYPE;
@@ -31,6 +33,8 @@ inline constexpr int kElementBytes = kQuantized ? 1 : 2;       // of the cache
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kColumns = OSTINATO_COLUMNS;
 inline constexpr bool kCopyPages = OSTINATO_COPY_PAGES != 0;
+inline constexpr bool kFixedCuts = OSTINATO_FIXED_TILES > 0;
+inline constexpr int kUnitTiles = kFixedCuts ? OSTINATO_FIXED_TILES : 1;  // if cuts are fixed
 static_assert(kDim % 16 == 0 && kDim >= 16 && kDim <= 256, "an MMA takes 16 of the head dim");
 static_assert(kColumns == 8 || kColumns == 16 || kColumns == 32 || kColumns == 64,
               "an MMA takes 8 columns, and four warps of 16 hold no more than 64");
@@ -88,10 +92,16 @@ __host__ __device__ inline int64_t counter_bytes(int grid) {
   return (static_cast<int64_t>(grid) * kCounters * sizeof(uint32_t) + 255) / 256 * 256;
 }
 
-// Then two partials of each CTA: of a segment that it ends or passes, and of one that it begins.
-__host__ __device__ inline int64_t workspace_bytes(int grid) {
-  return counter_bytes(grid) +
-         int64_t{2} * grid * kPartVectors * static_cast<int64_t>(sizeof(float4));
+// Then partial results. Two of each CTA: of a segment that it ends or passes, and of one that it
+// begins. Or, with fixed cuts, one of each unit (decode_units.cuh) that `segments` sequences and KV
+// heads of `tokens` tokens can have; none if none can have two.
+inline int64_t workspace_bytes(int grid, int64_t segments, int64_t tokens) {
+  int64_t parts = int64_t{2} * grid;
+  if constexpr (kFixedCuts) {
+    constexpr int64_t kUnitTokens = kUnitTiles * kTileTokens;
+    parts = tokens > kUnitTokens ? segments * ((tokens + kUnitTokens - 1) / kUnitTokens) : 0;
+  }
+  return counter_bytes(grid) + parts * kPartVectors * static_cast<int64_t>(sizeof(float4));
 }
 
 }  // namespace ostinato::decode

@@ -6,7 +6,7 @@
 
 #include "common/debug.cuh"
 #include "common/tma.cuh"
-#include "decode_lengths.cuh"
+#include "decode_cuts.cuh"
 
 namespace ostinato::decode {
 
@@ -19,7 +19,7 @@ struct CacheMaps {
 struct TileRange {
   int begin, end;
 
-  __device__ TileRange(const Visible& visible, const Piece& piece, int team) {
+  __device__ TileRange(const Visible& visible, const Cuts::Piece& piece, int team) {
     const int first_tile = visible.first_tile(kTileTokens);
     const int tokens = kTeamWarps * kBlockTokens;
     const int offset = team * tokens;  // of the team in a tile
@@ -86,7 +86,7 @@ __device__ __forceinline__ int count_arrivals(const Arguments& params) {
 class Loader {
  public:
   __device__ Loader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
-                    const Lengths& lengths, const Walk<Lengths>& walk)
+                    const Lengths& lengths, const Cuts::Walk& walk)
       : shared_(shared),
         params_(params),
         maps_(maps),
@@ -133,9 +133,8 @@ class Loader {
     int left = 0;  // tiles
     int index = 0;
     int head;
-    // Of this lane's block or token, if it is to be seen.
+    // Of this lane's block or token; the slot is negative if nobody sees it.
     int page, slot;
-    bool seen;
   };
 
   __device__ __forceinline__ void load_next(int stage) {
@@ -163,7 +162,7 @@ class Loader {
   }
 
   // The queries of a piece that is ahead, so that its start does not wait for memory.
-  __device__ __forceinline__ void prefetch_queries(const Piece& piece) const {
+  __device__ __forceinline__ void prefetch_queries(const Cuts::Piece& piece) const {
     constexpr int kLineBytes = 128;
     constexpr int kLines = ceil_div(kDim * static_cast<int>(sizeof(Type)), kLineBytes);
     const int group = params_.group;
@@ -181,9 +180,9 @@ class Loader {
   __device__ __forceinline__ void refill() {
     current_ = next_;
     next_.left = 0;
-    Piece ahead{-1};
+    Cuts::Piece ahead{-1};
     while (tile_ >= end_) {
-      Piece piece;
+      Cuts::Piece piece;
       if (!walk_.next(lengths_, &piece)) {
         return;
       }
@@ -202,11 +201,12 @@ class Loader {
     const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + warp_ * kBlockTokens;
     const int token = block + lane_ % kLanesPerBlock;
     const int last = kCopyPages ? token + kBlockTokens - 1 : token;
-    next_.seen = token < end_token_ && last >= first_token_ && lane_ / kLanesPerBlock < next_.left;
+    const bool seen =
+        token < end_token_ && last >= first_token_ && lane_ / kLanesPerBlock < next_.left;
     // Every lane reads an id, if not its own, so that nothing waits for it here.
-    const int known = next_.seen ? token : end_token_ - 1;
+    const int known = seen ? token : end_token_ - 1;
     const int page = params_.by.page_size.divide(known);
-    next_.slot = known - page * params_.page_size;
+    next_.slot = seen ? known - page * params_.page_size : -1;
     next_.page = page_table_[page];
     tile_ += next_.left;
     if (warp_ == 0 && ahead.sequence >= 0) {
@@ -218,7 +218,7 @@ class Loader {
     const int page = __shfl_sync(0xffffffff, current_.page, current_.index);
     const int slot = __shfl_sync(0xffffffff, current_.slot, current_.index);
     // Of a team's warps, some may have tokens of the tile where this one has none.
-    const bool seen = kTeamWarps == 1 || __shfl_sync(0xffffffff, current_.seen, current_.index);
+    const bool seen = kTeamWarps == 1 || slot >= 0;
     if (kQuantized && has_token_scales(params_)) {
       copy_scales(stage);
       arrive_when_copied(barrier_of<Keys>(stage));
@@ -257,10 +257,11 @@ class Loader {
     const int token = lane_ % kBlockTokens;
     const int source = current_.index * kLanesPerBlock + (kCopyPages ? 0 : token);
     const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
-    const int slot = __shfl_sync(0xffffffff, current_.slot, source) + (kCopyPages ? token : 0);
-    if (!__shfl_sync(0xffffffff, current_.seen, source)) {
+    const int first_slot = __shfl_sync(0xffffffff, current_.slot, source);
+    if (first_slot < 0) {
       return;
     }
+    const int slot = first_slot + (kCopyPages ? token : 0);
     const bool keys = lane_ < kBlockTokens;
     const Slots &of_keys = params_.k_scale, &of_values = params_.v_scale;
     const float* const all = static_cast<const float*>(keys ? of_keys.data : of_values.data);
@@ -286,7 +287,7 @@ class Loader {
       const int source = current_.index * kBlockTokens + row % kBlockTokens;
       const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
       const int slot = __shfl_sync(0xffffffff, current_.slot, source);
-      if (__shfl_sync(0xffffffff, current_.seen, source) && row < kBlockTokens) {
+      if (slot >= 0 && row < kBlockTokens) {
         const uint8_t* const from =
             head + (page * cache.page_stride + slot * cache.stride) * kElementBytes;
         copy_vector(shared + vector / 8 * (kStripBytes * kBlockTokens) + row * kStripBytes +
@@ -301,7 +302,7 @@ class Loader {
   const Arguments& params_;
   const CacheMaps& maps_;
   const Lengths& lengths_;
-  Walk<Lengths> walk_;
+  Cuts::Walk walk_;
   int warp_, lane_;
   Batch current_, next_;
   const int* page_table_ = nullptr;  // of the piece whose page ids are read

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/debug.cuh"
+#include "decode_parts.cuh"
 #include "decode_rows.cuh"
 
 namespace ostinato::decode {

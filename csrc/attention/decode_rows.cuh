@@ -13,6 +13,7 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 struct Rows {
   int first, head, group, count;
 
+  Rows() = default;
   __device__ Rows(const Arguments& params, const Lengths& lengths, int sequence, int head)
       : first(lengths.first_row(sequence)),
         head(head),
@@ -85,13 +86,13 @@ struct FinalRow {
     head = rows.head * rows.group + row - query * rows.group;
     token = rows.first + query;
     factor = 1;
-    if (params.sinks != nullptr && weight.max != kNothing) {
+    if (params.sinks != nullptr && weight.sum != 0) {
       const float sink = params.sinks[head] * kLog2E;
       const float top = fmaxf(weight.max, sink);
       factor = power_of_2(weight.max - top);
       weight = {top, weight.sum * factor + power_of_2(sink - top)};
     }
-    factor = weight.max == kNothing ? 0.0f : __fdividef(factor, weight.sum);
+    factor = weight.sum == 0 ? 0.0f : __fdividef(factor, weight.sum);
     if constexpr (kQuantized) {
       factor *= segment_scale(params, params.v_scale, rows.head);
     }
@@ -105,7 +106,7 @@ struct FinalRow {
     if (params.lse.data != nullptr) {
       static_cast<float*>(
           params.lse.data)[token * params.lse.stride + head * params.lse.head_stride] =
-          weight.max == kNothing ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
+          weight.sum == 0 ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
     }
   }
 };
@@ -123,19 +124,5 @@ __device__ __forceinline__ void write_out(const Arguments& params, const FinalRo
     words[Attention::dim_of(part, 1)] = static_cast<uint16_t>(pair >> 16);
   }
 }
-
-// This warp's region of a CTA's partial result: of the segment that it begins, or of another.
-__device__ __forceinline__ float4* part_of(const Arguments& params, int cta, bool begins,
-                                           int warp) {
-  uint8_t* const parts = static_cast<uint8_t*>(params.workspace) + counter_bytes(gridDim.x);
-  return reinterpret_cast<float4*>(parts) +
-         ((2 * cta + begins) * kPartVectors + warp * kRegionVectors);
-}
-
-// Of what a warp owns of a pair, and of its weights, in a region.
-__device__ __forceinline__ int outputs_at(int pair, int step, int part) {
-  return pair * kPairVectors + step * 8 + part;
-}
-__device__ __forceinline__ int weights_at(int pair) { return kWarpPairs * kPairVectors + pair; }
 
 }  // namespace ostinato::decode

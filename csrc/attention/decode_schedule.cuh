@@ -1,11 +1,13 @@
 // Who works on what: a pure function of the lengths, computed by every CTA for itself.
 //
-// A segment is the tiles of one sequence that one KV head reads. All segments are laid on one line,
-// sequence by sequence and head by head, and CTA i takes the places [i * quota, (i + 1) * quota).
-// Where lengths are alike, each segment gets the same room on the line, a whole number of quotas
-// (or a quota is a whole number of segments): then no CTA has parts of two segments, fewest CTAs
-// share one, and the places that stay empty cost nothing. Where they differ, room would be time:
-// the segments lie close, and a CTA may end one, do others whole, and begin another.
+// A segment is the tiles of one sequence that one KV head reads. Segments are laid on lines,
+// sequence by sequence; CTA i of a line takes the places [i * quota, (i + 1) * quota). Each line
+// has some of the KV heads, one if possible, and as many CTAs as the others: then all heads of a
+// page are read at about the same time, which is how they lie in memory. Where lengths are alike,
+// each segment gets the same room on the line, a whole number of quotas (or a quota is a whole
+// number of segments): then no CTA has parts of two segments, fewest CTAs share one, and the places
+// that stay empty cost nothing. Where they differ, room would be time: the segments lie close, and
+// a CTA may end one, do others whole, and begin another.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +37,24 @@ struct Divisor {
 
 // What all CTAs divide by; the length of the chain of divisions at the start is felt.
 struct Divisors {
-  Divisor grid, heads_kv, group, page_size, batch;
+  Divisor lines, line_ctas, line_heads, group, page_size, batch;
+};
+
+// How many lines: one if segments get several CTAs, else the most that leave few CTAs without one.
+inline int count_lines(int grid, int batch, int heads_kv) {
+  int lines = batch * heads_kv > grid ? heads_kv : 1;
+  while (heads_kv % lines != 0 || lines > grid || grid % lines * 25 > grid) {
+    --lines;
+  }
+  return lines;
+}
+
+// A CTA's line, and its number there; neighbours are on different lines.
+struct OnLine {
+  int line, cta;
+
+  __host__ __device__ OnLine(int cta, int lines, const Divisor& by_lines)
+      : line(cta - by_lines.divide(cta) * lines), cta(by_lines.divide(cta)) {}
 };
 
 // n / d of numbers below 2^30 that only the device knows, if it is below 2^21: a guess, wrong by at
@@ -61,7 +80,7 @@ struct Shares {
 
 // What the choice depends on. All CTAs have the same.
 struct Load {
-  int heads_kv;
+  int heads;    // KV heads of a line
   int rows;     // of a segment: queries times heads of the group
   int live;     // sequences with tiles
   int tiles;    // of all sequences, for one KV head
@@ -83,18 +102,16 @@ __host__ __device__ __forceinline__ int least_quota(int tiles, int rows) {
   return quota;
 }
 
-__host__ __device__ inline Shares share_out(const Load& load, int grid, const Divisor& by_grid,
-                                            int max_splits) {
-  const int total = load.tiles * load.heads_kv;
-  const int fair = by_grid.divide(total + grid - 1);
-  const int least =
-      max_splits > 0 ? divide_up(load.longest, max_splits) : least_quota(load.longest, load.rows);
+__host__ __device__ inline Shares share_out(const Load& load, int ctas, const Divisor& by_ctas) {
+  const int total = load.tiles * load.heads;
+  const int fair = by_ctas.divide(total + ctas - 1);
+  const int least = least_quota(load.longest, load.rows);
   const int equal = fair > least ? fair : least;
-  const int segments = load.live * load.heads_kv;
+  const int segments = load.live * load.heads;
   int aligned, room;
-  if (segments <= grid) {
+  if (segments <= ctas) {
     // As few as do it, each with as many tiles as the others.
-    const int most = divide(grid, segments);
+    const int most = divide(ctas, segments);
     const int wanted = divide_up(load.longest, least);
     const int parts = most < wanted ? most : wanted;
     aligned = divide_up(load.longest, parts);
@@ -103,13 +120,12 @@ __host__ __device__ inline Shares share_out(const Load& load, int grid, const Di
     }
     room = parts * aligned;
   } else {
-    aligned = by_grid.divide(segments + grid - 1) * load.longest;
+    aligned = by_ctas.divide(segments + ctas - 1) * load.longest;
     room = load.longest;
   }
   // Memory is shared: when the CTAs with less to do have ended, the others are faster, at most
   // about four times. And places that lie close are shared by more CTAs.
-  // Who wants no parts gets none, whatever it costs: then no sequence's result depends on others.
-  const bool even = max_splits == 1 || aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
+  const bool even = aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
   return even ? Shares{aligned, room} : Shares{equal, 0};
 }
 
@@ -145,6 +161,7 @@ struct Piece {
 struct Places {
   int begin, end;
 
+  __host__ __device__ Places(int begin, int end) : begin(begin), end(end) {}
   // Of the places that there are for all.
   __host__ __device__ Places(int all, const Shares& shares, int cta) {
     // 64 bits: a CTA past the last place may be past 2^31, too.
@@ -156,24 +173,39 @@ struct Places {
   __host__ __device__ bool empty() const { return begin == end; }
 };
 
+// The KV heads of a line: every so many.
+struct LineHeads {
+  int first, step, all;
+  int count;  // of the line
+
+  // Goes to the next; whether it is the first again.
+  __host__ __device__ bool advance(int* head) const {
+    *head += step;
+    const bool again = *head >= all;
+    *head -= again ? all : 0;  // all are a multiple of a step
+    return again;
+  }
+};
+
 // The pieces of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the places (of
 // one KV head) before it.
 template <class Table>
 class Walk {
  public:
   // `sequence` is that of the first place.
-  __host__ __device__ Walk(const Table& table, int batch, int heads_kv, const Shares& shares,
-                           const Places& places, int sequence)
-      : batch_(batch), heads_kv_(heads_kv), room_(shares.room), places_(places) {
+  __host__ __device__ Walk(const Table& table, int batch, const LineHeads& heads,
+                           const Shares& shares, const Places& places, int sequence)
+      : batch_(batch), heads_(heads), room_(shares.room), places_(places) {
     if (places.empty()) {
       start_ = places.end;
       return;
     }
     sequence_ = sequence;
     tiles_ = table.tiles(sequence);
-    const int before = table.start(sequence) * heads_kv;
-    head_ = divide(places.begin - before, segment_room());
-    start_ = before + head_ * segment_room();
+    const int before = table.start(sequence) * heads.count;
+    const int head = divide(places.begin - before, segment_room());
+    head_ = heads.first + head * heads.step;
+    start_ = before + head * segment_room();
   }
 
   // The next piece; false at the end.
@@ -195,8 +227,7 @@ class Walk {
 
   __host__ __device__ void advance(const Table& table) {
     start_ += segment_room();
-    if (++head_ == heads_kv_) {
-      head_ = 0;
+    if (heads_.advance(&head_)) {
       do {
         ++sequence_;
         tiles_ = sequence_ < batch_ ? table.tiles(sequence_) : 1;
@@ -204,7 +235,9 @@ class Walk {
     }
   }
 
-  int batch_, heads_kv_, room_;
+  int batch_;
+  LineHeads heads_;
+  int room_;
   Places places_;
   int sequence_ = 0, head_ = 0, start_ = 0, tiles_ = 1;
 };

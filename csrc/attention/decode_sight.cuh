@@ -2,14 +2,14 @@
 #pragma once
 
 #include "decode_lengths.cuh"
+#include "decode_mma.cuh"
 
 namespace ostinato::decode {
 
 // The tokens that the queries of one sequence see.
 struct Sight {
   int length, queries;
-  int left, right;  // what is no limit is so large that it hides nothing
-  Visible visible;
+  int left, right;         // what is no limit is so large that it hides nothing
   int all_begin, all_end;  // the tokens that all queries see
 
   __device__ Sight(const Arguments& params, const Lengths& lengths, int b)
@@ -18,15 +18,18 @@ struct Sight {
         // A limit beyond the last of at most 64 queries is none.
         left(params.left < 0 ? 1 << 30 : min(params.left, 1 << 30)),
         right(params.right < 0 ? 64 : min(params.right, 64)),
-        visible(lengths.visible(b)),
-        all_begin(first(queries - 1)),
-        all_end(stop(0)) {}
+        // Every block is compared with these.
+        all_begin(keep(first(queries - 1))),
+        all_end(keep(stop(0))) {}
 
   __device__ __forceinline__ int position(int query) const { return length - queries + query; }
   __device__ __forceinline__ int first(int query) const { return position(query) - left; }
   __device__ __forceinline__ int stop(int query) const {
     return min(length, position(query) + right + 1);
   }
+
+  // The tokens that any query sees are those from here to `length`.
+  __device__ __forceinline__ int begin() const { return first(0); }
 
   // Whether some query does not see some token of the block.
   __device__ __forceinline__ bool hides_some(int token) const {

@@ -21,6 +21,7 @@ namespace ostinato::decode {
 namespace {
 
 // This warp's part of a piece.
+template <bool kSeveral>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        RingPosition& position, const Sight& sight,
                                        const TileRange& range, bool token_scales) {
@@ -33,20 +34,18 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
 #pragma unroll 1
     for (int block = first_block; block < first_block + kTeamWarps; ++block) {
       const int token = tile * kTileTokens + block * kBlockTokens;
-      if (kTeamWarps > 1 &&
-          (token >= sight.visible.end || token + kBlockTokens <= sight.visible.begin)) {
+      if (kTeamWarps > 1 && (token >= sight.length || token + kBlockTokens <= sight.begin())) {
         continue;
       }
       attention.multiply_keys(shared.keys.blocks[stage][block]);
-      if (token_scales) {
-        attention.take_scales(shared.scales[stage][block]);
-      }
+      const TokenScales scales =
+          token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
       const bool hides_some = sight.hides_some(token);
-      attention.weigh(sight, token, hides_some, token_scales);
+      attention.weigh(sight, token, hides_some, scales);
       wait(&shared.values_arrived.full[stage][team], position.parity);
       OSTINATO_DELAY(decode_values_load, warp == 2);
-      attention.multiply_values(shared.values.blocks[stage][block], sight.visible, token,
-                                hides_some);
+      attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
+                                          hides_some);
     }
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
@@ -57,7 +56,7 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
 }
 
 __device__ __forceinline__ void fetch_queries(Attention& attention, const Arguments& params,
-                                              const Lengths& lengths, const Piece& piece) {
+                                              const Lengths& lengths, const Cuts::Piece& piece) {
   attention.fetch(params, lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
                   piece.head);
 }
@@ -91,11 +90,13 @@ __device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments
   sync_team(warp);
 }
 
+// kSeveral: sequences may have several queries. What only they need is felt by those of one, who
+// are in a hurry: as code between the code that runs.
+template <bool kSeveral>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     paged_decode(const __grid_constant__ Arguments params, const __grid_constant__ CacheMaps maps) {
   extern __shared__ __align__(1024) uint8_t storage[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
-  const int cta = blockIdx.x;
   if (threadIdx.x == kThreads - 1) {
     prefetch_tables(params);
     if (kCopyPages) {
@@ -107,13 +108,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   wait_for_predecessor();
 
   Lengths lengths(shared, params);
-  const Shares shares = read_lengths(shared, lengths, params);
-  const Places places(lengths.start(params.batch) * params.heads_kv, shares, cta);
-  const int sequence =
-      find_sequence(lengths, params.batch, params.by.heads_kv.divide(places.begin));
-  Walk<Lengths> walk(lengths, params.batch, params.heads_kv, shares, places, sequence);
+  const Cuts::Shares shares = read_lengths(shared, lengths, params);
+  Cuts::Walk walk = walk_places<Cuts>(params, lengths, shares);
   Loader loader(shared, params, maps, lengths, walk);
-  Piece piece;
+  Cuts::Piece piece;
   if (!walk.next(lengths, &piece)) {
     write_empty(params, lengths);
     return;
@@ -125,35 +123,40 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   loader.fill();
   let_successor_start();
 
+  const auto fetch_next = [&] {
+    const bool some = walk.next(lengths, &piece);
+    if (some) {
+      fetch_queries(attention, params, lengths, piece);
+    }
+    return some;
+  };
   RingPosition position;
-  SharedSegments segments;
+  Parts parts;
   for (bool first = true, more = true; more; first = false) {
     const Sight sight(params, lengths, piece.sequence);
-    const Rows rows(params, lengths, piece.sequence, piece.head);
-    const TileRange range(sight.visible, piece, team_of(warp_index()));
-    float4* part = nullptr;
-    if (!piece.whole()) {
-      const SharedSegment segment(piece, shares);
-      const bool begins = piece.begin == 0;
-      if (begins) {
-        segments.begun = segment;
-      } else {
-        segments.ended = segment;
-      }
-      part = part_of(params, cta, begins, warp_index());
-    }
+    const TileRange range(lengths.visible(piece.sequence), piece, team_of(warp_index()));
     attention.begin(segment_scale(params, params.k_scale, piece.head));
-    more = walk.next(lengths, &piece);
-    if (more && Attention::kFetchesAhead) {
-      fetch_queries(attention, params, lengths, piece);
+    Rows rows;
+    float4* part;
+    const auto find_output = [&] {
+      rows = Rows(params, lengths, piece.sequence, piece.head);
+      part = parts.place(params, lengths, shares, piece);
+    };
+    // What the end needs is found early if there are registers for it.
+    if constexpr (Attention::kFetchesAhead) {
+      find_output();
+      more = fetch_next();
     }
-    attend(shared, attention, loader, position, sight, range, has_token_scales(params));
+    attend<kSeveral>(shared, attention, loader, position, sight, range, has_token_scales(params));
+    if constexpr (!Attention::kFetchesAhead) {
+      find_output();
+    }
     store_piece(shared, params, attention, rows, part, first);
-    if (more && !Attention::kFetchesAhead) {
-      fetch_queries(attention, params, lengths, piece);
+    if constexpr (!Attention::kFetchesAhead) {
+      more = fetch_next();
     }
   }
-  merge_segments(params, lengths, segments);
+  parts.merge(params, lengths);
   write_empty(params, lengths);
 }
 
@@ -205,20 +208,24 @@ cudaError_t grid_size(int* grid) {
 }  // namespace ostinato::decode
 
 OSTINATO_EXPORT int ostinato_prepare() {
-  return ostinato::allow_dynamic_smem(ostinato::decode::paged_decode,
-                                      sizeof(ostinato::decode::SharedStorage));
+  using namespace ostinato::decode;
+  OSTINATO_RETURN_IF_ERROR(
+      ostinato::allow_dynamic_smem(paged_decode<false>, sizeof(SharedStorage)));
+  return ostinato::allow_dynamic_smem(paged_decode<true>, sizeof(SharedStorage));
 }
 
-// What the launch needs beside its tensors; it depends on the device alone. `rows` are the most
-// queries of a sequence times the heads of a group.
-OSTINATO_EXPORT int ostinato_workspace_bytes(int rows, int64_t* bytes) {
+// What launches need beside their tensors if they have up to `rows` queries of a sequence times
+// heads of a group, `segments` sequences times KV heads, and `tokens` of a sequence, which are
+// max_pages * page_size. Without fixed cuts it depends on the device alone.
+OSTINATO_EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens,
+                                             int64_t* bytes) {
   using namespace ostinato::decode;
-  if (rows < 1 || rows > kColumns) {
+  if (rows < 1 || rows > kColumns || segments < 1 || tokens < 1) {
     return cudaErrorInvalidValue;
   }
   int grid = 0;
   OSTINATO_RETURN_IF_ERROR(grid_size(&grid));
-  *bytes = workspace_bytes(grid);
+  *bytes = workspace_bytes(grid, segments, tokens);
   return cudaSuccess;
 }
 
@@ -239,6 +246,7 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, v
   config.block = dim3(kThreads);
   config.dynamic_smem = sizeof(SharedStorage);
   config.pdl = params->pdl != 0;
-  return ostinato::launch(paged_decode, config, static_cast<cudaStream_t>(stream),
-                          Arguments(*params, grid), maps);
+  return ostinato::launch(params->max_seqlen_q > 1 ? paged_decode<true> : paged_decode<false>,
+                          config, static_cast<cudaStream_t>(stream), Arguments(*params, grid),
+                          maps);
 }

@@ -72,4 +72,30 @@ __device__ __forceinline__ float exponent_of(float magnitude) {
   return exponent == 0 || exponent == 0x7f800000u ? 1.0f : __uint_as_float(exponent);
 }
 
+// Two vectors of each token are loaded at once: one step of 16-bit elements, two of 8-bit ones.
+inline constexpr int kStepsPerLoad = kQuantized ? 2 : 1;
+inline constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
+
+__device__ __forceinline__ void key_operand(uint32_t (&keys)[4], const uint32_t (&words)[4],
+                                            int half) {
+  if constexpr (kQuantized) {
+    const Pairs upper = widen(words[2 * half]), lower = widen(words[2 * half + 1]);
+    keys[0] = upper.first, keys[1] = lower.first;
+    keys[2] = upper.second, keys[3] = lower.second;
+  } else {
+    keys[0] = words[0], keys[1] = words[1], keys[2] = words[2], keys[3] = words[3];
+  }
+}
+
+__device__ __forceinline__ void value_operand(uint32_t (&values)[4], const uint32_t (&words)[4],
+                                              int half) {
+  if constexpr (kQuantized) {
+    const Pairs low = widen_even_and_odd(words[half]), high = widen_even_and_odd(words[half + 2]);
+    values[0] = low.first, values[1] = low.second;
+    values[2] = high.first, values[3] = high.second;
+  } else {
+    values[0] = words[0], values[1] = words[1], values[2] = words[2], values[3] = words[3];
+  }
+}
+
 }  // namespace ostinato::decode

@@ -67,8 +67,7 @@ struct PagedDecodeParams {
   int32_t pages, page_size, max_pages, max_seqlen_q;
   int32_t left, right;  // the window; -1: no limit. Causal: right = 0
   float scale;
-  float softcap;       // 0: none
-  int32_t max_splits;  // most CTAs that share a sequence and KV head; 0 leaves it to the kernel
+  float softcap;  // 0: none
   int32_t pdl;
 };
 

@@ -9,6 +9,7 @@ from ostinato.kernels.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
     QUANTIZE_KINDS,
+    SPLIT_TOKENS,
     AppendKV,
     AttentionDecode,
     GemmSmallM,
@@ -69,13 +70,20 @@ APPEND_KV = tuple(
     for dtype in FLOAT_DTYPES
     for cache_dtype in (dtype, *OPERAND_DTYPES)
 )
-# Other head dims are compiled when they are first used.
+# Other head dims, and fixed splits of more rows than most groups have, are compiled when they are
+# first used.
 ATTENTION_DECODE = tuple(
     AttentionDecode(
-        head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype, columns=columns, copy_pages=copy_pages
+        head_dim=head_dim,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        columns=columns,
+        copy_pages=copy_pages,
+        split_tokens=split_tokens,
     )
+    for split_tokens, all_columns in ((0, (8, 16, 32, 64)), (SPLIT_TOKENS, (8, 16)))
     for head_dim, dtype, columns, copy_pages in product(
-        (64, 128, 256), ("bf16", "fp16"), (8, 16, 32, 64), (True, False)
+        (64, 128, 256), ("bf16", "fp16"), all_columns, (True, False)
     )
     for kv_dtype in (dtype, *OPERAND_DTYPES)
     # The output of 64 columns of 256 does not fit in the registers.

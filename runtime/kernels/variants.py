@@ -94,6 +94,12 @@ class Quantize(Variant):
         }
 
 
+# Of batch-invariant attention: few enough that one long sequence keeps most SMs busy, so many that
+# the partial results of a large batch stay small.
+SPLIT_TOKENS = 1024
+_DECODE_TILE = 64  # tokens (csrc: kTileTokens)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionDecode(Variant):
     """Attention of few queries per sequence to a paged cache, planned on the device.
@@ -105,6 +111,8 @@ class AttentionDecode(Variant):
         columns: most queries of a sequence times query heads of a KV head: 8, 16, 32 or 64.
         copy_pages: pages of a multiple of 16 tokens, copied by TMA; otherwise pages of any size,
             gathered by threads.
+        split_tokens: 0 shares sequences as it suits the load; else SMs share them in splits of so
+            many tokens, a multiple of 64, and a result does not depend on other sequences.
     """
 
     family: ClassVar[str] = "attention_decode"
@@ -115,6 +123,7 @@ class AttentionDecode(Variant):
     kv_dtype: str = ""
     columns: int = 8
     copy_pages: bool = True
+    split_tokens: int = 0
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, ("bf16", "fp16"))
@@ -126,12 +135,17 @@ class AttentionDecode(Variant):
             raise ValueError(
                 f"head_dim: got {self.head_dim}, expected a multiple of 16 from 16 to 256"
             )
+        if self.split_tokens < 0 or self.split_tokens % _DECODE_TILE:
+            raise ValueError(
+                f"split_tokens: got {self.split_tokens}, expected a multiple of {_DECODE_TILE}"
+            )
 
     @property
     def name(self) -> str:
         pages = "" if self.copy_pages else "-any_page"
         cache = "" if self.kv_dtype == self.dtype else f"-{self.kv_dtype}_kv"
-        return f"{self.family}-{self.dtype}{cache}-d{self.head_dim}-c{self.columns}{pages}"
+        split = f"-split{self.split_tokens}" if self.split_tokens else ""
+        return f"{self.family}-{self.dtype}{cache}-d{self.head_dim}-c{self.columns}{pages}{split}"
 
     def defines(self) -> dict[str, str]:
         return {
@@ -140,6 +154,7 @@ class AttentionDecode(Variant):
             "OSTINATO_CACHE": {"e4m3": "E4m3", "int8": "Int8"}.get(self.kv_dtype, "Same"),
             "OSTINATO_COLUMNS": str(self.columns),
             "OSTINATO_COPY_PAGES": str(int(self.copy_pages)),
+            "OSTINATO_FIXED_TILES": str(self.split_tokens // _DECODE_TILE),
         }
 
 

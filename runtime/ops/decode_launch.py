@@ -6,7 +6,7 @@ import torch
 
 from ostinato import _C
 from ostinato.kernels.loader import load
-from ostinato.kernels.variants import AttentionDecode
+from ostinato.kernels.variants import SPLIT_TOKENS, AttentionDecode
 from ostinato.ops import pdl
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.launch import (
@@ -36,6 +36,7 @@ def variant(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     max_seqlen_q: int,
+    batch_invariant: bool,
     out: torch.Tensor,
 ) -> AttentionDecode | None:
     """Return the kernel that attends to these, None where none does.
@@ -56,11 +57,24 @@ def variant(
     ):
         return None
     rows = max_seqlen_q * (heads_q // max(heads_kv, 1))
-    return kernel_for(q.dtype, k_cache.dtype, dim, rows, copy_pages=page_size % _PAGE == 0)
+    return kernel_for(
+        q.dtype,
+        k_cache.dtype,
+        dim,
+        rows,
+        copy_pages=page_size % _PAGE == 0,
+        batch_invariant=batch_invariant,
+    )
 
 
 def kernel_for(
-    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rows: int, *, copy_pages: bool
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    rows: int,
+    *,
+    copy_pages: bool,
+    batch_invariant: bool,
 ) -> AttentionDecode | None:
     """Return the kernel for `rows` queries times heads of a group, None where there is none."""
     if (
@@ -77,18 +91,22 @@ def kernel_for(
         kv_dtype=KERNEL_NAMES[kv_dtype],
         columns=next(columns for columns in _COLUMNS if columns >= rows),
         copy_pages=copy_pages,
+        split_tokens=SPLIT_TOKENS if batch_invariant else 0,
     )
 
 
 def decode_kernels(dtype: torch.dtype, dim: int, group: int) -> list[AttentionDecode]:
-    """Return what steps of one query for each sequence take, whatever the size of a page.
+    """Return what a model's steps of one query for each sequence take, whatever a page's size.
 
     Args:
         dtype: of the queries and the cache.
         dim: of a head.
         group: query heads of a KV head.
     """
-    found = (kernel_for(dtype, dtype, dim, group, copy_pages=copied) for copied in (True, False))
+    found = (
+        kernel_for(dtype, dtype, dim, group, copy_pages=copied, batch_invariant=True)
+        for copied in (True, False)
+    )
     return [kernel for kernel in found if kernel is not None]
 
 
@@ -105,7 +123,6 @@ def attend(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
@@ -125,7 +142,11 @@ def attend(
     with on_device(device):
         stream = current_stream(device)
         library = load(kernel, device=device, stream=stream)
-        needed = library.workspace_bytes(max_seqlen_q * (heads_q // heads_kv))
+        needed = library.workspace_bytes(
+            max_seqlen_q * (heads_q // heads_kv),
+            min(seq_lens.size(0), _MOST_SEQUENCES) * heads_kv,
+            page_table.size(1) * k_cache.size(1),
+        )
         if workspace is None:
             workspace = _own_workspace(device, stream, needed)
         elif workspace.numel() < needed:
@@ -161,7 +182,6 @@ def attend(
                 right=0 if rule.causal else rule.right,
                 k_scale=slots_of(k_scale),
                 v_scale=slots_of(v_scale),
-                max_splits=1 if batch_invariant else 0,
                 pdl=pdl.enabled(),
                 stream=stream,
             )

@@ -96,12 +96,11 @@ def paged_attention(
     Query head h reads KV head h // (heads_q // heads_kv). A query that sees no key gets out = 0 and
     LSE = -inf.
 
-    A key that a query does not see has no part in its result, whatever it holds, NaN included; but
-    in kernels for several queries of a sequence a NaN or infinity of V that one of them sees
-    reaches all that are computed beside it. Nor is anything read from slots past a sequence's
-    length, pages in no table, or table entries that are past its last page or, with `window`,
-    before the first page that its queries see: those may hold any id. Rows of `out` that belong to
-    no sequence are left as they are, or zero if `out` is None.
+    A key that a query does not see has no part in its result, whatever it holds, NaN included. Nor
+    is anything read from slots past a sequence's length, pages in no table, or table entries that
+    are past its last page or, with `window`, before the first page that its queries see: those may
+    hold any id. Rows of `out` that belong to no sequence are left as they are, or zero if `out` is
+    None.
 
     Args:
         q: [tokens, heads_q, dim] bf16, fp16 or fp32.
@@ -125,12 +124,14 @@ def paged_attention(
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
             zero before its first use; one stream at a time may use it. None: one that is kept for
-            the stream, made by the first call that is not captured.
+            the stream, made by the first call that is not captured. A few MB, whatever the lengths;
+            with `batch_invariant` more if the capacity of a sequence is above 1024 tokens, for
+            each 1024 of them and each KV head: about the bytes of the queries in fp32.
         batch_invariant: make the bits of a row on CUDA independent of the other sequences, at a
-            price: in decode steps one SM works on all keys of a sequence and KV head, which takes
-            longer where few sequences are long; with `cu_seqlens_q`, when also the way in which a
-            sequence is cut into chunks must not matter, torch's operators attend. On the CPU it is
-            so in any case.
+            price: decode steps split each sequence after every 1024 tokens that it sees, whatever
+            the load, so that a few sequences shorter than that keep few SMs busy; with
+            `cu_seqlens_q`, when also the way in which a sequence is cut into chunks must not
+            matter, torch's operators attend. On the CPU it is so in any case.
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
@@ -220,7 +221,9 @@ def _paged_attention(
         return
     kernel = None
     if cu_seqlens_q is None or not batch_invariant:
-        kernel = decode_launch.variant(q, k_cache, v_cache, page_table, max_seqlen_q, out)
+        kernel = decode_launch.variant(
+            q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
+        )
     if kernel is not None:
         decode_launch.attend(
             kernel,
@@ -235,7 +238,6 @@ def _paged_attention(
             sinks,
             k_scale,
             v_scale,
-            batch_invariant,
             out,
             lse,
             workspace,

@@ -21,8 +21,14 @@ _SITES = (
 )
 # A warp's own columns, and teams of warps; copied and gathered pages.
 _VARIANTS = tuple(
-    AttentionDecode(head_dim=128, dtype="bf16", columns=columns, copy_pages=copy_pages)
-    for columns in (8, 64)
+    AttentionDecode(
+        head_dim=128,
+        dtype="bf16",
+        columns=columns,
+        copy_pages=copy_pages,
+        split_tokens=split_tokens,
+    )
+    for columns, split_tokens in ((8, 0), (64, 0), (8, 512))
     for copy_pages in (True, False)
 )
 _LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40)
@@ -53,7 +59,7 @@ def launch() -> Launch:
         q = q_all[:batch, :heads_q].contiguous()
         out = torch.full_like(q, torch.nan)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        size = library.workspace_bytes(variant.columns)
+        size = library.workspace_bytes(variant.columns, batch * heads_kv, table.size(1) * page)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         library.launch(
             q=heads_of(q),

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,28 +28,58 @@ class Piece(NamedTuple):
     whole: int
 
 
+class Unit(NamedTuple):
+    cta: int
+    sequence: int
+    head: int
+    begin: int
+    end: int
+    place: int
+    whole: int
+    ends: int
+    first_cta: int
+    ctas: int
+
+
 Schedule = Callable[..., list[Piece]]
+FixedSchedule = Callable[[list[int], int, int, int], list[Unit]]
 
 
 @pytest.fixture(scope="module")
-def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
-    """Give a function of tiles, KV heads, rows, grid and max_splits that returns all pieces."""
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("schedule") / "schedule.so"
     source = Path(__file__).with_name("decode_schedule_shim.cpp")
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}"]
     subprocess.run(["g++", *flags, source, "-o", library], check=True, timeout=120)
-    compute = ctypes.CDLL(str(library)).schedule
+    return ctypes.CDLL(str(library))
 
-    def run(
-        tiles: list[int], heads_kv: int, rows: int = 4, grid: int = 264, max_splits: int = 0
-    ) -> list[Piece]:
+
+@pytest.fixture(scope="module")
+def schedule(shim: ctypes.CDLL) -> Schedule:
+    """Give a function of tiles, KV heads, rows and grid that returns all pieces, line by line."""
+
+    def run(tiles: list[int], heads_kv: int, rows: int = 4, grid: int = 264) -> list[Piece]:
         numbers = (ctypes.c_int * (6 * _CAPACITY))()
         given_tiles = (ctypes.c_int * len(tiles))(*tiles)
-        count = compute(
-            given_tiles, len(tiles), heads_kv, rows, grid, max_splits, numbers, _CAPACITY
-        )
+        count = shim.schedule(given_tiles, len(tiles), heads_kv, rows, grid, numbers, _CAPACITY)
         assert count >= 0
-        return [Piece(*numbers[i * 6 : i * 6 + 6]) for i in range(count)]
+        return sorted(Piece(*numbers[i * 6 : i * 6 + 6]) for i in range(count))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def fixed_schedule(shim: ctypes.CDLL) -> FixedSchedule:
+    """Give a function of tiles, KV heads, grid and split, in tiles, that returns all units."""
+
+    def run(tiles: list[int], heads_kv: int, grid: int, split: int) -> list[Unit]:
+        most = heads_kv * sum(-(-n // split) for n in tiles)
+        numbers = (ctypes.c_int * (10 * most + 1))()
+        given_tiles = (ctypes.c_int * len(tiles))(*tiles)
+        count = shim.fixed_schedule(given_tiles, len(tiles), heads_kv, grid, split, numbers, most)
+        assert count == most
+        units = [Unit(*numbers[i * 10 : i * 10 + 10]) for i in range(count)]
+        return sorted(units, key=lambda unit: unit.place)
 
     return run
 
@@ -67,15 +98,29 @@ def loads(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     )
 
 
+def test_lines_take_nearly_all_ctas(shim: ctypes.CDLL) -> None:
+    for grid in (7, 132, 264):
+        for heads_kv in range(1, 130):
+            found = (ctypes.c_int * 2)()
+            shim.lines(grid, 1, heads_kv, found)
+            assert heads_kv > grid or tuple(found) == (1, grid)
+            shim.lines(grid, grid + 1, heads_kv, found)
+            lines, ctas = found
+            assert heads_kv % lines == 0
+            assert 0.96 * grid <= lines * ctas <= grid
+    shim.lines(264, 34, 8, found)
+    assert tuple(found) == (8, 33)
+
+
 @settings(max_examples=200, deadline=None)
-@given(load=loads(), max_splits=st.sampled_from([0, 0, 1, 3, 16]))
+@given(load=loads())
 def test_every_tile_is_somebodys_once(
-    schedule: Schedule, load: tuple[list[int], int, int, int], max_splits: int
+    schedule: Schedule, load: tuple[list[int], int, int, int]
 ) -> None:
     tiles, heads_kv, rows, grid = load
     segments: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     parts: dict[tuple[int, bool], int] = defaultdict(int)
-    for piece in schedule(tiles, heads_kv, rows, grid, max_splits):
+    for piece in schedule(tiles, heads_kv, rows, grid):
         segments[piece.sequence, piece.head].append(piece)
         assert piece.whole == (piece.begin == 0 and piece.end == tiles[piece.sequence])
         if not piece.whole:
@@ -93,13 +138,50 @@ def test_every_tile_is_somebodys_once(
     assert all(count == 1 for count in parts.values())
 
 
-@settings(max_examples=100, deadline=None)
-@given(load=loads())
-def test_one_split_leaves_every_segment_whole(
-    schedule: Schedule, load: tuple[list[int], int, int, int]
+@settings(max_examples=200, deadline=None)
+@given(load=loads(), split=st.sampled_from([1, 2, 5, 32, 1000]))
+def test_fixed_cuts_are_the_sequences_own(
+    shim: ctypes.CDLL,
+    fixed_schedule: FixedSchedule,
+    load: tuple[list[int], int, int, int],
+    split: int,
 ) -> None:
-    tiles, heads_kv, rows, grid = load
-    assert all(p.whole for p in schedule(tiles, heads_kv, rows, grid, max_splits=1))
+    tiles, heads_kv, _, grid = load
+    units = fixed_schedule(tiles, heads_kv, grid, split)
+    # Whatever the grid, the same units, each at a place of its own, those of a segment in order.
+    wanted = [
+        (b, h, begin, min(begin + split, n))
+        for b, n in enumerate(tiles)
+        for h in range(heads_kv)
+        for begin in range(0, n, split)
+    ]
+    assert sorted((u.sequence, u.head, u.begin, u.end) for u in units) == wanted
+    assert [u.place for u in units] == list(range(len(units)))
+    of_cta: dict[int, int] = defaultdict(int)
+    segments: dict[tuple[int, int], list[Unit]] = defaultdict(list)
+    for unit in units:
+        of_cta[unit.cta] += 1
+        segments[unit.sequence, unit.head].append(unit)
+    lines = (ctypes.c_int * 2)()
+    shim.lines(grid, len(tiles), heads_kv, lines)
+    assert max(of_cta.values(), default=0) <= -(-len(units) // (lines[0] * lines[1]))
+    counters = []
+    for (sequence, _), own in segments.items():
+        first = own[0].place
+        assert [(u.begin, u.place) for u in own] == [
+            (i * split, first + i) for i in range(len(own))
+        ]
+        ctas = sorted({u.cta for u in own})
+        assert all(u.whole == (tiles[sequence] <= split) for u in own)
+        # Each CTA of the segment arrives once, after its last unit of it.
+        assert [u.cta for u in own if u.ends] == ctas
+        assert all(not u.ends or u.cta != v.cta for u, v in pairwise(own))
+        assert ctas == list(range(own[0].first_cta, own[0].first_cta + own[0].ctas))
+        assert len({(u.first_cta, u.ctas) for u in own}) == 1
+        if own[0].ctas > 1:
+            counters.append(own[0].first_cta)
+    # No two segments have the same counter.
+    assert len(set(counters)) == len(counters)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,7 @@ class PagedDecodeFields(ctypes.Structure):
         *[("out", HeadsFields), ("lse", HeadsFields)],
         ("workspace", ctypes.c_void_p),
         *[(name, ctypes.c_int32) for name in (*_DECODE_COUNTS, "left", "right")],
-        *[("scale", ctypes.c_float), ("softcap", ctypes.c_float)],
-        *[("max_splits", ctypes.c_int32), ("pdl", ctypes.c_int32)],
+        *[("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("pdl", ctypes.c_int32)],
     ]
 
 
@@ -124,8 +123,8 @@ class SampleFields(ctypes.Structure):
 
 _EXTRA = {
     "PagedDecodeParams": """\
-EXPORT int ostinato_workspace_bytes(int rows, int64_t* bytes) {
-  *bytes = (int64_t{1} << 40) + rows;
+EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens, int64_t* bytes) {
+  *bytes = (int64_t{1} << 40) + rows + 10 * segments + 100 * tokens;
   return rows == 0;
 }
 """
@@ -188,9 +187,10 @@ def test_every_argument_of_append_kv_reaches_its_field(tmp_path: Path, flag: str
 def test_the_workspace_is_the_librarys_to_say(tmp_path: Path) -> None:
     path = build_recorder(tmp_path, "PagedDecodeParams", extra=_EXTRA["PagedDecodeParams"])
     library = _C.PagedDecode(str(path))
-    assert library.workspace_bytes(rows=3) == (1 << 40) + 3
+    found = library.workspace_bytes(rows=3, segments=1 << 33, tokens=1 << 34)
+    assert found == (1 << 40) + 3 + 10 * (1 << 33) + 100 * (1 << 34)
     with pytest.raises(RuntimeError, match=r"workspace_bytes of .*: invalid argument"):
-        library.workspace_bytes(rows=0)
+        library.workspace_bytes(rows=0, segments=1, tokens=1)
 
 
 def test_optional_arguments_are_null(tmp_path: Path) -> None:

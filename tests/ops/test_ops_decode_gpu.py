@@ -23,7 +23,10 @@ def attend(args: Args, options: dict[str, Any], **more: Any) -> Any:
     """Call the op after seeing that our kernel serves it."""
     q, k_cache, v_cache, page_table, _ = args
     queries = min(options["max_seqlen_q"], q.size(0))
-    kernel = decode_launch.variant(q, k_cache, v_cache, page_table, queries, torch.empty_like(q))
+    invariant = options.get("batch_invariant", False)
+    kernel = decode_launch.variant(
+        q, k_cache, v_cache, page_table, queries, invariant, torch.empty_like(q)
+    )
     assert kernel is not None
     return ops.paged_attention(*args, **options, **more)
 
@@ -143,6 +146,56 @@ def test_batch_invariant_rows_do_not_depend_on_other_sequences(heads: tuple[int,
         assert_same_bits(part, whole[some])
 
 
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("rule", [{}, {"window": (1500, -1)}, {"sinks": True}], ids=str)
+def test_splits_of_a_fixed_size_are_exact(rule: dict[str, Any], queries: int) -> None:
+    case = PagedCase(
+        (1023, 1024, 1025, 2048, 2049, 9000, 64),
+        max_seqlen_q=queries,
+        heads_q=8,
+        heads_kv=2,
+        dim=128,
+        page_size=16,
+        dtype=torch.bfloat16,
+        **rule,
+    )
+    args, options = case.build(CUDA)
+    out, lse = attend(args, {**options, "batch_invariant": True}, return_lse=True)
+    exact, exact_lse = reference.paged_attention(*args, **options, dtype=torch.float64)
+    torchs, _ = reference.paged_attention(*args, **options, dtype=case.dtype)
+    error = (out.double() - exact).abs().amax()
+    assert error <= 2 * (torchs.double() - exact).abs().amax() + 1e-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_a_value_that_one_query_sees_reaches_no_other(groups: int, poison: float) -> None:
+    length, queries, page = 50, 4, 16
+    case = PagedCase(
+        (length,),
+        max_seqlen_q=queries,
+        heads_q=groups,
+        heads_kv=1,
+        dim=128,
+        page_size=page,
+        dtype=torch.bfloat16,
+    )
+    args, options = case.build(CUDA)
+    v_cache, table = args[2], args[3]
+    clean = attend(args, options)
+    for position in range(length - queries, length):
+        at = (table[0, position // page].long(), position % page, 0, 77)
+        kept = v_cache[at].clone()
+        v_cache[at] = poison
+        out = attend(args, options)
+        v_cache[at] = kept
+        sees = torch.arange(queries, device=CUDA) >= position - (length - queries)
+        expected = clean.clone()
+        expected[sees, :, 77] = poison
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_thousand_repeats_give_the_same_bits() -> None:
     case = PagedCase(
         (5000, 17, 0, 900), heads_q=32, heads_kv=8, dim=128, page_size=16, dtype=torch.bfloat16
@@ -156,10 +209,12 @@ def test_a_thousand_repeats_give_the_same_bits() -> None:
         assert_same_bits(out, expected)
 
 
-def test_one_graph_serves_hundreds_of_length_vectors() -> None:
-    batch, most, page = 12, 1500, 16
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_graph_serves_hundreds_of_length_vectors(batch_invariant: bool) -> None:
+    batch, most, page = 12, 2500, 16
     case = PagedCase((most,) * batch, heads_q=8, dim=128, page_size=page, dtype=torch.bfloat16)
     args, options = case.build(CUDA)
+    options["batch_invariant"] = batch_invariant
     seq_lens = args[4]
     out = torch.empty_like(args[0])
     stream = torch.cuda.Stream()
