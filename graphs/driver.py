@@ -67,21 +67,16 @@ class GraphDriver:
         """Return what a `cudaGraph_t` consists of, given its address.
 
         Raises:
-            GraphError: when the driver refuses.
+            GraphError: when the driver refuses, or is too old for it (before CUDA 12.4).
         """
-        nodes: list[Node] = []
-        edges: list[Edge] = []
-        pending = [graph]
-        while pending:
-            handles = self._nodes(pending[0])
-            indices = {int(handle): len(nodes) + i for i, handle in enumerate(handles)}
-            edges.extend(self._edges(pending.pop(0), indices))
-            for handle in handles:
-                kind = self._call("cuGraphNodeGetType", handle)
-                nodes.append(self._node(int(kind), handle))
-                if int(kind) == _CHILD_GRAPH:
-                    pending.append(int(self._call("cuGraphChildGraphNodeGetGraph", handle)))
-        return Recording(nodes, edges)
+        # By handles, which the driver gives again once the code they stood for is unloaded.
+        self._functions.clear()
+        try:
+            return self._read(graph)
+        except GraphError:
+            raise
+        except (AttributeError, RuntimeError) as error:  # as ctypes and the bindings say it
+            raise GraphError(f"the graph could not be read: {error}") from error
 
     def memory_at(self, address: int) -> Memory | None:
         """Return the allocation that holds an address; None where the driver knows of none."""
@@ -95,6 +90,21 @@ class GraphDriver:
         device = self._attribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
         where = "the host" if kind == _HOST else f"device {device}"
         return Memory(address if start is None else start, size or 0, where)
+
+    def _read(self, graph: int) -> Recording:
+        nodes: list[Node] = []
+        edges: list[Edge] = []
+        pending = [graph]
+        while pending:
+            handles = self._nodes(pending[0])
+            indices = {int(handle): len(nodes) + i for i, handle in enumerate(handles)}
+            edges.extend(self._edges(pending.pop(0), indices))
+            for handle in handles:
+                kind = self._call("cuGraphNodeGetType", handle)
+                nodes.append(self._node(int(kind), handle))
+                if int(kind) == _CHILD_GRAPH:
+                    pending.append(int(self._call("cuGraphChildGraphNodeGetGraph", handle)))
+        return Recording(nodes, edges)
 
     def _attribute(self, attribute: Any, address: int) -> int | None:
         status, value = self._cu.cuPointerGetAttribute(attribute, address)

@@ -121,14 +121,16 @@ def test_child_graphs_are_read_too():
     assert recording.edges == [Edge(0, 1), Edge(2, 3)]
 
 
-def test_names_and_layouts_are_asked_for_once_per_kernel():
+def test_a_kernels_handle_may_be_another_ones_in_the_next_graph():
     cuda = FakeCuda()
-    graph = FakeGraph([FakeNode("kernel", b"k")] * 3)
-    reader, handle = cuda.reader(), cuda.handle(graph)
-    for _ in range(2):
-        assert reader.read(handle).kernels() == {"k": 3}
-    assert cuda.calls.count("params") == 6
-    assert cuda.calls.count("name") == 1
+    node = FakeNode("kernel", b"unloaded", [(0, struct.pack("<Q", A)), (8, struct.pack("<Q", B))])
+    reader, handle = cuda.reader(), cuda.handle(FakeGraph([node] * 3))
+    assert reader.read(handle).kernels() == {"unloaded": 3}
+    node.name, node.parameters = b"loaded since", [(0, struct.pack("<iiQ", 1, 0, B))]
+    recording = reader.read(handle)
+    assert recording.kernels() == {"loaded since": 3}
+    assert recording.nodes[0].words == [Word(B, "parameter 0, byte 8")]
+    assert cuda.calls.count("name") == 2  # once a graph
 
 
 def test_memory_that_the_driver_knows():
@@ -146,6 +148,20 @@ def test_a_refusal_of_the_driver_is_named(monkeypatch):
     monkeypatch.setattr(cuda, "cuGraphGetNodes", lambda *arguments: refusal)
     with pytest.raises(GraphError, match="cuGraphGetNodes: CUDA_ERROR_NOT_SUPPORTED"):
         read(cuda)
+
+
+@pytest.mark.parametrize("name", ["cuGraphGetEdges_v2", "cuFuncGetParamInfo", "cuFuncGetName"])
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_an_older_driver_lacks_functions(name, error, monkeypatch):
+    """Ctypes raises AttributeError for them, cuda-python RuntimeError."""
+
+    def missing(*arguments):
+        raise error(f'Function "{name}" not found')
+
+    cuda = FakeCuda()
+    monkeypatch.setattr(cuda, name, missing)
+    with pytest.raises(GraphError, match=f'could not be read: Function "{name}" not found'):
+        read(cuda, FakeNode("kernel", b"k"))
 
 
 def test_without_cuda_python(monkeypatch):
