@@ -236,7 +236,7 @@ _REMEDIES = (
         "caller of run()",
     ),
     (
-        r"generator|philox|Offset increment",
+        r"CUDA ?Generator|Offset increment",
         "random numbers from a generator that the capture does not know: draw them from the "
         "default generator of the device, or better from a counter among the inputs",
     ),

@@ -155,6 +155,8 @@ def test_work_outside_of_the_capture_is_named():
         ("torch.cuda.synchronize()", "the step waits for the device"),
         ("Returning 900 (...) from cuEventQuery", "the step waits for the device"),
         ("Offset increment outside graph capture encountered unexpectedly.", "random numbers"),
+        ("Attempt to increase offset for a CUDA generator not in capture mode.", "random numbers"),
+        ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture", "random numbers"),
     ],
 )  # fmt: skip
 def test_remedies_of_known_failures(text, remedy):
@@ -163,6 +165,7 @@ def test_remedies_of_known_failures(text, remedy):
 
 def test_no_remedy_is_made_up():
     assert find_remedy(["ValueError: plain", "aten.add.Tensor", "y = x + 1"]) is None
+    assert find_remedy(["ValueError: plain", "x = self.generator(philox.uniform(y))"]) is None
 
 
 class Capture:
@@ -252,6 +255,21 @@ def test_work_outside_of_the_capture_is_refused_or_explains_a_difference(strict,
     match = r"on a stream that is not captured ran aten\.mul\.Tensor at model\.py:12 in forward"
     with pytest.raises(error, match=match):
         runner_of(step).capture([2], audit="strict" if strict else "report")
+
+
+def test_a_step_that_cannot_be_watched_does_not_hide_a_difference(backend, monkeypatch):
+    def fail(step, batch):
+        raise RuntimeError("no second capture")
+
+    monkeypatch.setattr(backend, "trace", fail)
+    calls = []
+
+    def step(batch):
+        calls.append(1)
+        return batch.tokens + len(calls)  # so that a replay differs
+
+    with pytest.raises(VerificationError, match="batch size 2"):
+        runner_of(step).capture([2])
 
 
 def test_a_strict_audit_needs_to_watch_the_step(backend):
