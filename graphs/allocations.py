@@ -33,20 +33,6 @@ class Allocation:
         return self.start + self.size
 
 
-@dataclass(frozen=True)
-class Memory:
-    """A range of memory that the driver knows.
-
-    Attributes:
-        start, size: in bytes.
-        where: "device 0", or "the host", which means pinned.
-    """
-
-    start: int
-    size: int
-    where: str
-
-
 def mapped_by_host(maps: Path = Path("/proc/self/maps")) -> list[Allocation]:
     """Return what the process can read itself, so that no device memory is there.
 

@@ -145,11 +145,11 @@ class Auditor:
 
     def _examine_foreign(self, word: Word) -> str | None:
         """Examine an address that torch's allocator does not have, or a number that is none."""
-        memory = self._backend.memory_at(word.value)
-        if memory is not None and memory.where == "the host":
+        location = self._backend.location_of(word.value)
+        if location == "the host":
             return "is in pinned memory of the host that was not declared"
-        if memory is not None:
-            return f"is in memory on {memory.where} that torch did not allocate and nobody declared"
+        if location is not None:
+            return f"is in memory on {location} that torch did not allocate and nobody declared"
         if word.is_address:
             return "is in pageable memory of the host, or in memory that has been given back"
         looks_like_one = self._allocations().spans(word.value)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from ostinato.graphs.allocations import Allocation, Memory
+from ostinato.graphs.allocations import Allocation
 from ostinato.graphs.buffers import BatchView
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.errors import GraphError
@@ -102,8 +102,8 @@ class Backend(Protocol):
     def allocations(self) -> Sequence[Allocation]:
         """Return the device memory that torch's allocator has, the graphs' pool first."""
 
-    def memory_at(self, address: int) -> Memory | None:
-        """Return what the driver knows of an address; None for nothing."""
+    def location_of(self, address: int) -> str | None:
+        """Return "device 0" or "the host", which means pinned; None if the driver knows neither."""
 
     def replay_us(self, graph: Graph) -> float | None:
         """Replay a few times and return the median in µs; None where nothing is recorded."""
@@ -180,7 +180,7 @@ class CpuBackend:
         """Return none: there is no device memory."""
         return ()
 
-    def memory_at(self, address: int) -> Memory | None:
+    def location_of(self, address: int) -> str | None:
         """Return None: there is no device memory."""
         return None
 

@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from ostinato.graphs.allocations import Allocation, Memory, State
+from ostinato.graphs.allocations import Allocation, State
 from ostinato.graphs.backend import Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView
 from ostinato.graphs.diagnosis import Failure, Trace
@@ -188,10 +188,10 @@ class CudaBackend:
                 start += block["size"]
         return [*pool, *others]
 
-    def memory_at(self, address: int) -> Memory | None:
+    def location_of(self, address: int) -> str | None:
         """Ask the driver through cuda-python."""
         self.check_readable()
-        return cast("GraphDriver", self._driver).memory_at(address)
+        return cast("GraphDriver", self._driver).location_of(address)
 
     def replay_us(self, graph: Graph) -> float | None:
         """Time replays on the backend's stream by events, on whatever the buffers hold."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.graphs.allocations import Memory
 from ostinato.graphs.demangle import demangle
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.recording import Edge, Node, Recording, Word, aligned_words
@@ -78,18 +77,16 @@ class GraphDriver:
         except (AttributeError, RuntimeError) as error:  # as ctypes and the bindings say it
             raise GraphError(f"the graph could not be read: {error}") from error
 
-    def memory_at(self, address: int) -> Memory | None:
-        """Return the allocation that holds an address; None where the driver knows of none."""
+    def location_of(self, address: int) -> str | None:
+        """Return "device 0" or "the host", which means pinned; None where the driver knows none."""
         attribute = self._cu.CUpointer_attribute
         # Asked alone, since only then an address that is unknown is an error and not a zero.
         kind = self._attribute(attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
         if kind is None:
             return None
-        start = self._attribute(attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
-        size = self._attribute(attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)
-        device = self._attribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
-        where = "the host" if kind == _HOST else f"device {device}"
-        return Memory(address if start is None else start, size or 0, where)
+        if kind == _HOST:
+            return "the host"
+        return f"device {self._attribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}"
 
     def _read(self, graph: int) -> Recording:
         nodes: list[Node] = []

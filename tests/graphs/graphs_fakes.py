@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
 
-from ostinato.graphs.allocations import Allocation, Memory
+from ostinato.graphs.allocations import Allocation, Allocations
 from ostinato.graphs.backend import CpuBackend
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import _KINDS, GraphDriver
@@ -23,8 +23,6 @@ class Status(IntEnum):
 class Attribute(IntEnum):
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
-    CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11
-    CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12
 
 
 @dataclass
@@ -138,8 +136,7 @@ class FakeCuda:
     def cuPointerGetAttribute(self, attribute, address):
         for kind, device, start, size in self.ranges:
             if start <= address < start + size:
-                values = {2: kind, 9: device, 11: start, 12: size}
-                return Status(0), values[attribute]
+                return Status(0), {2: kind, 9: device}[attribute]
         return Status.CUDA_ERROR_INVALID_VALUE, None
 
     def _array(self, addresses, *kept):
@@ -155,7 +152,7 @@ class RecordingBackend(CpuBackend):
         super().__init__()
         self.recorded = recording
         self.present: list[Allocation] = []
-        self.foreign: list[Memory] = []
+        self.foreign: list[Allocation] = []  # labelled with where they are
         self.unreadable: str | None = None
         self.fails_to_read: str | None = None
         self.on_capture = lambda: None
@@ -184,11 +181,9 @@ class RecordingBackend(CpuBackend):
     def allocations(self):
         return tuple(self.present)
 
-    def memory_at(self, address):
-        for memory in self.foreign:
-            if memory.start <= address < memory.start + memory.size:
-                return memory
-        return None
+    def location_of(self, address):
+        known = Allocations(self.foreign).find(address)
+        return None if known is None else known.label
 
     def replay_us(self, graph):
         graph.replay()

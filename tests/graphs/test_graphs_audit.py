@@ -15,7 +15,7 @@ from ostinato.graphs import (
     NotCapturedError,
     StaticBuffers,
 )
-from ostinato.graphs.allocations import Allocation, Memory, State
+from ostinato.graphs.allocations import Allocation, State
 from ostinato.graphs.audit import Finding, summarize
 from ostinato.graphs.recording import Edge, Node, Recording, Word
 
@@ -28,7 +28,7 @@ PRESENT = [
     Allocation(FREED, 512, "512 bytes of torch's allocator", State.FREED),
     Allocation(PINNED, 64, "the last one", State.LIVE),
 ]
-KNOWN_TO_DRIVER = [Memory(FOREIGN, 256, "device 0"), Memory(OUTSIDE, 64, "the host")]
+KNOWN_TO_DRIVER = [Allocation(FOREIGN, 256, "device 0"), Allocation(OUTSIDE, 64, "the host")]
 
 
 def kernel(*addresses, name="decode"):

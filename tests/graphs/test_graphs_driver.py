@@ -6,7 +6,6 @@ import sys
 import pytest
 from graphs_fakes import Attribute, FakeCuda, FakeGraph, FakeNode, Status
 
-from ostinato.graphs.allocations import Memory
 from ostinato.graphs.driver import NOT_INSTALLED, GraphDriver
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.recording import Edge, Word
@@ -137,9 +136,9 @@ def test_memory_that_the_driver_knows():
     cuda = FakeCuda()
     cuda.ranges = [(2, 1, A, 64), (1, 0, B, 8)]
     reader = cuda.reader()
-    assert reader.memory_at(A + 63) == Memory(A, 64, "device 1")
-    assert reader.memory_at(A + 64) is None
-    assert reader.memory_at(B) == Memory(B, 8, "the host")
+    assert reader.location_of(A + 63) == "device 1"
+    assert reader.location_of(A + 64) is None
+    assert reader.location_of(B) == "the host"
 
 
 def test_a_refusal_of_the_driver_is_named(monkeypatch):
