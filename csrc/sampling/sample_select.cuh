@@ -10,50 +10,15 @@
 
 #include <cstdint>
 
-#include "sample_row.cuh"
+#include "sampling/histogram.cuh"
+#include "sampling/sample_row.cuh"
 
 namespace ostinato::sampling {
 
 namespace cg = cooperative_groups;
 
 constexpr int kWarps = kThreads / 32;
-constexpr int kBins = 2 * kThreads;
 constexpr int kGathered = kThreads;  // as many tokens are compared one by one
-
-struct Amount {
-  Mass mass;
-  uint32_t count;
-
-  __device__ friend Amount operator+(const Amount& a, const Amount& b) {
-    return {a.mass + b.mass, a.count + b.count};
-  }
-};
-
-// Masses in halves: shared memory adds 32 bits at once, but 64 in a loop.
-struct Histogram {
-  uint32_t low[kBins];
-  uint32_t high[kBins];
-  uint32_t count[kBins];
-
-  __device__ Amount operator[](int bin) const {
-    return {Mass{high[bin]} << 32 | low[bin], count[bin]};
-  }
-  __device__ void set(int bin, const Amount& amount) {
-    low[bin] = static_cast<uint32_t>(amount.mass);
-    high[bin] = static_cast<uint32_t>(amount.mass >> 32);
-    count[bin] = amount.count;
-  }
-  // Atomic: who makes the low half overflow adds 1 to the high one.
-  __device__ __forceinline__ void add(int bin, const Amount& amount) {
-    const uint32_t addend = static_cast<uint32_t>(amount.mass);
-    const uint32_t before = atomicAdd(&low[bin], addend);
-    const uint32_t rest = static_cast<uint32_t>(amount.mass >> 32) + (before + addend < before);
-    if (rest != 0) {
-      atomicAdd(&high[bin], rest);
-    }
-    atomicAdd(&count[bin], amount.count);
-  }
-};
 
 // The first token at which more than `value` tokens, or more than that mass, has come together.
 struct Target {
