@@ -45,7 +45,7 @@ class Finding:
         problem: what is wrong, without addresses, so that repeated findings read the same.
         address: which address is meant; None for a problem of another kind.
         refused: whether a strict audit refuses the graph for it. False for bits of a kernel's
-            parameters that only look like an address: a replay that used them would fail loudly.
+            parameters that only look like an address, where no memory is.
     """
 
     node: int

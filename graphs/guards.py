@@ -55,8 +55,8 @@ class ProcessGuard:
 class MemoryWatch:
     """Notices when declared memory is not where it was when the watch was made.
 
-    Values may change in place. For a module each parameter and buffer is looked up by its name, so
-    that one which was replaced is noticed too.
+    Values may change in place. Each parameter and buffer is looked up by its name in the module
+    that had it, so that one which was replaced is noticed; a module that was replaced is not.
     """
 
     def __init__(self, memory: DeclaredMemory | None) -> None:

@@ -164,7 +164,8 @@ class GraphRunner(Generic[OutputT]):
 
         Raises:
             NotCapturedError: when there was none.
-            ValueError, GraphError: as `capture`.
+            ValueError, CaptureError, AuditError, VerificationError, GraphError, ClosedError,
+                BusyError: as `capture`.
         """
         _check_audit(audit)
         with self._exclusively("recapture"):
@@ -298,7 +299,7 @@ class GraphRunner(Generic[OutputT]):
         In a fork of the process nothing is released: the graphs are the parent's.
 
         Raises:
-            BusyError: when a capture or run is under way.
+            BusyError: when a capture or run is under way, also of another runner of the same pool.
         """
         if self._process.is_fork():
             self._refusal = _CLOSED
