@@ -3,6 +3,8 @@
 // infinity which some query does not see is multiplied query by query (Attention).
 #pragma once
 
+#include <cmath>
+
 #include "decode_sight.cuh"
 #include "decode_widen.cuh"
 
@@ -10,9 +12,7 @@ namespace ostinato::decode {
 
 inline constexpr float kNoExponent = -101;  // of a scale that is NaN or infinite
 
-__device__ __forceinline__ bool is_number(float x) {
-  return fabsf(x) <= std::numeric_limits<float>::max();
-}
+__device__ __forceinline__ bool is_number(float x) { return fabsf(x) < INFINITY; }
 
 // Those of a block's tokens, a lane's lane / 4 and the one 8 later, if they have scales of their
 // own.
