@@ -235,6 +235,50 @@ void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument&
   library.launch(params, stream);
 }
 
+void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& q,
+                    const SlotsArgument& k, const SlotsArgument& v, const HeadsArgument& out,
+                    std::int32_t batch, std::int32_t heads_q, std::int32_t heads_kv,
+                    std::int32_t tokens_q, std::int32_t max_seqlen_q, float scale,
+                    std::uintptr_t stream, std::uintptr_t workspace, std::uintptr_t cu_seqlens_q,
+                    std::uintptr_t cu_seqlens_k, std::int32_t tokens_k, std::int32_t max_seqlen_k,
+                    std::uintptr_t seq_lens, std::uintptr_t page_table,
+                    std::int64_t page_table_stride, std::int32_t pages, std::int32_t page_size,
+                    std::int32_t max_pages, std::uintptr_t sinks, const HeadsArgument& lse,
+                    std::int32_t left, std::int32_t right, float softcap, std::int32_t least_rows,
+                    std::int32_t pack, bool pdl) {
+  PrefillParams params = {};
+  params.q = heads(q);
+  params.k = slots(k);
+  params.v = slots(v);
+  params.cu_seqlens_q = pointer<std::int32_t>(cu_seqlens_q);
+  params.cu_seqlens_k = pointer<std::int32_t>(cu_seqlens_k);
+  params.seq_lens = pointer<std::int32_t>(seq_lens);
+  params.page_table = pointer<std::int32_t>(page_table);
+  params.page_table_stride = page_table_stride;
+  params.sinks = pointer<float>(sinks);
+  params.out = heads(out);
+  params.lse = heads(lse);
+  params.workspace = pointer(workspace);
+  params.batch = batch;
+  params.heads_q = heads_q;
+  params.heads_kv = heads_kv;
+  params.tokens_q = tokens_q;
+  params.tokens_k = tokens_k;
+  params.pages = pages;
+  params.page_size = page_size;
+  params.max_pages = max_pages;
+  params.max_seqlen_q = max_seqlen_q;
+  params.max_seqlen_k = max_seqlen_k;
+  params.left = left;
+  params.right = right;
+  params.scale = scale;
+  params.softcap = softcap;
+  params.least_rows = least_rows;
+  params.pack = pack;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgument& k,
                       const HeadsArgument& v, const SlotsArgument& k_cache,
                       const SlotsArgument& v_cache, std::uintptr_t slot_mapping,
@@ -332,6 +376,7 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::HeadsArgument;
   using ostinato::Library;
   using ostinato::PagedDecodeLibrary;
+  using ostinato::PrefillParams;
   using ostinato::QuantizeParams;
   using ostinato::SampleParams;
   using ostinato::SlotsArgument;
@@ -366,6 +411,19 @@ PYBIND11_MODULE(_C, module) {
            arg("cu_seqlens_q") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(),
            arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F,
            arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
+
+  py::class_<Library<PrefillParams>>(module, "Prefill")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<PrefillParams>::prepare)
+      .def("launch", &ostinato::launch_prefill, py::kw_only(), arg("q"), arg("k"), arg("v"),
+           arg("out"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("tokens_q"),
+           arg("max_seqlen_q"), arg("scale"), arg("stream"), arg("workspace") = 0,
+           arg("cu_seqlens_q") = 0, arg("cu_seqlens_k") = 0, arg("tokens_k") = 0,
+           arg("max_seqlen_k") = 0, arg("seq_lens") = 0, arg("page_table") = 0,
+           arg("page_table_stride") = 0, arg("pages") = 0, arg("page_size") = 0,
+           arg("max_pages") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(), arg("left") = -1,
+           arg("right") = 0, arg("softcap") = 0.0F, arg("least_rows") = 0, arg("pack") = 0,
+           arg("pdl") = false);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))

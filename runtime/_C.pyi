@@ -81,6 +81,46 @@ class PagedDecode:
         pdl: bool = False,
     ) -> None: ...
 
+class Prefill:
+    """A loaded library whose launch takes `PrefillParams` (csrc/common/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        q: _Heads,
+        k: _Slots,
+        v: _Slots,
+        out: _Heads,
+        batch: int,
+        heads_q: int,
+        heads_kv: int,
+        tokens_q: int,
+        max_seqlen_q: int,
+        scale: float,
+        stream: int,
+        workspace: int = 0,
+        cu_seqlens_q: int = 0,
+        cu_seqlens_k: int = 0,
+        tokens_k: int = 0,
+        max_seqlen_k: int = 0,
+        seq_lens: int = 0,
+        page_table: int = 0,
+        page_table_stride: int = 0,
+        pages: int = 0,
+        page_size: int = 0,
+        max_pages: int = 0,
+        sinks: int = 0,
+        lse: _Heads = ...,
+        left: int = -1,
+        right: int = 0,
+        softcap: float = 0.0,
+        least_rows: int = 0,
+        pack: int = 0,
+        pdl: bool = False,
+    ) -> None: ...
+
 class Quantize:
     """A loaded library whose launch takes `QuantizeParams` (csrc/gemm_w8a8/params.h)."""
 

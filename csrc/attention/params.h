@@ -71,4 +71,30 @@ struct PagedDecodeParams {
   int32_t pdl;
 };
 
+// Attention of many queries per sequence (csrc/attention/prefill_sm90.cu). Keys and values lie
+// packed, or in a paged cache; a library is compiled for one of both.
+struct PrefillParams {
+  Heads q;  // [tokens_q, heads_q, dim]
+  Slots k;  // packed [tokens_k, heads_kv, dim], a slot for each token and no page, or
+  Slots v;  // [pages, page_size, heads_kv, dim] in any order, dim contiguous; v with value_dim
+  const int32_t* cu_seqlens_q;  // [batch + 1]; null: max_seqlen_q rows of q for each sequence
+  const int32_t* cu_seqlens_k;  // [batch + 1], packed only
+  const int32_t* seq_lens;      // [batch], paged only; clamped to 0 .. max_pages * page_size
+  const int32_t* page_table;    // [batch, max_pages], paged only
+  int64_t page_table_stride;
+  const float* sinks;  // [heads_q], or null
+  Heads out;           // [tokens_q, heads_q, value_dim]
+  Heads lse;           // fp32 [tokens_q, heads_q], or null
+  void* workspace;  // 8 bytes, zero before its first launch; null: CTAs do not balance their work
+  int32_t batch, heads_q, heads_kv;
+  int32_t tokens_q, tokens_k;
+  int32_t pages, page_size, max_pages, max_seqlen_q, max_seqlen_k;
+  int32_t left, right;  // the window; -1: no limit. Causal: right = 0
+  float scale;
+  float softcap;       // 0: none
+  int32_t least_rows;  // sequences with fewer rows (queries times heads of a group) are left out
+  int32_t pack;        // heads of a group that share tiles, a divisor of it; 0: the kernel's choice
+  int32_t pdl;
+};
+
 }  // namespace ostinato

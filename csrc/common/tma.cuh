@@ -98,6 +98,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* sh
       : "memory");
 }
 
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* shared, int x, int y,
+                                          int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
+      "r"(x), "r"(y), "r"(z), "r"(shared_address(shared))
+      : "memory");
+}
+
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

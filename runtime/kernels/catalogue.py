@@ -12,6 +12,7 @@ from ostinato.kernels.variants import (
     SPLIT_TOKENS,
     AppendKV,
     AttentionDecode,
+    AttentionPrefill,
     GemmSmallM,
     GemmTiled,
     Quantize,
@@ -89,6 +90,14 @@ ATTENTION_DECODE = tuple(
     # The output of 64 columns of 256 does not fit in the registers.
     if (head_dim, columns) != (256, 64)
 )
+ATTENTION_PREFILL = tuple(
+    AttentionPrefill(head_dim=head_dim, value_dim=value_dim, dtype=dtype, keys=keys)
+    for (head_dim, value_dim), dtype, keys in product(
+        ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+        ("bf16", "fp16"),
+        ("packed", "pages", "slots"),
+    )
+)
 SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)
 CATALOGUE: tuple[Variant, ...] = (
     *QUANTIZE,
@@ -96,6 +105,7 @@ CATALOGUE: tuple[Variant, ...] = (
     *GEMM_TILED,
     *APPEND_KV,
     *ATTENTION_DECODE,
+    *ATTENTION_PREFILL,
     *SAMPLE,
 )
 

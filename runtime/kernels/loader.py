@@ -16,6 +16,7 @@ from ostinato.kernels.toolchain import find_cutlass, find_nvcc
 from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
+    AttentionPrefill,
     GemmSmallM,
     GemmTiled,
     Quantize,
@@ -23,7 +24,7 @@ from ostinato.kernels.variants import (
     Variant,
 )
 
-Library = _C.AppendKV | _C.PagedDecode | _C.Quantize | _C.Sample | _C.W8A8Gemm
+Library = _C.AppendKV | _C.PagedDecode | _C.Prefill | _C.Quantize | _C.Sample | _C.W8A8Gemm
 
 _loaded: dict[tuple[Variant, int], Library] = {}
 _compiling = threading.Lock()
@@ -39,6 +40,8 @@ def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A
 def load(variant: Sample, *, device: int, stream: int) -> _C.Sample: ...
 @overload
 def load(variant: AttentionDecode, *, device: int, stream: int) -> _C.PagedDecode: ...
+@overload
+def load(variant: AttentionPrefill, *, device: int, stream: int) -> _C.Prefill: ...
 def load(variant: Variant, *, device: int, stream: int) -> Library:
     """Return the library of a variant, ready to launch on a device.
 
@@ -114,6 +117,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.AppendKV(path)
     if isinstance(variant, Sample):
         return _C.Sample(path)
+    if isinstance(variant, AttentionPrefill):
+        return _C.Prefill(path)
     return _C.PagedDecode(path) if isinstance(variant, AttentionDecode) else _C.W8A8Gemm(path)
 
 

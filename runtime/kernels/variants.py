@@ -159,6 +159,70 @@ class AttentionDecode(Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionPrefill(Variant):
+    """Attention of many queries per sequence: TMA, wgmma and a persistent grid.
+
+    Args:
+        head_dim: a multiple of 16 up to 256.
+        dtype: of queries, keys, values and the output, bf16 or fp16.
+        keys: where they and values lie: `packed`, one sequence after the other; `pages` of a
+            multiple of 16 tokens, copied by TMA; `slots` of pages of any size, gathered by threads.
+        value_dim: of values and the output; `head_dim` unless told.
+    """
+
+    family: ClassVar[str] = "attention_prefill"
+    source: ClassVar[Path] = CSRC / "attention" / "prefill_sm90.cu"
+
+    head_dim: int
+    dtype: str
+    keys: str = "packed"
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, ("bf16", "fp16"))
+        _check("keys", self.keys, ("packed", "pages", "slots"))
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        for name in ("head_dim", "value_dim"):
+            got = getattr(self, name)
+            if got % 16 or not 16 <= got <= 256:
+                raise ValueError(f"{name}: got {got}, expected a multiple of 16 from 16 to 256")
+
+    @property
+    def name(self) -> str:
+        dims = f"d{self.head_dim}" + (
+            "" if self.value_dim == self.head_dim else f"v{self.value_dim}"
+        )
+        return f"{self.family}-{self.dtype}-{dims}-{self.keys}"
+
+    def defines(self) -> dict[str, str]:
+        tile_keys, warpgroups = self._tile()
+        return {
+            "OSTINATO_HEAD_DIM": str(self.head_dim),
+            "OSTINATO_VALUE_DIM": str(self.value_dim),
+            "OSTINATO_TYPE": {"bf16": "__nv_bfloat16", "fp16": "__half"}[self.dtype],
+            "OSTINATO_KEYS": str(tile_keys),
+            "OSTINATO_CONSUMERS": str(warpgroups),
+            "OSTINATO_SOURCE": {"packed": "Packed", "pages": "Pages", "slots": "Slots"}[self.keys],
+        }
+
+    def _tile(self) -> tuple[int, int]:
+        """Return the keys of a tile and the warpgroups that multiply.
+
+        Two stages of keys and values must fit in shared memory beside the queries, and scores,
+        weights and outputs in the registers.
+        """
+        dims = (self.head_dim, self.value_dim)
+        if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
+            return 112, 3
+        if max(dims) <= 128:
+            return 128, 2
+        if self.head_dim <= 192 and self.value_dim <= 128:
+            return 112, 2
+        return (96, 2) if max(dims) <= 192 else (64, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GemmSmallM(Variant):
     """W8A8 GEMM for few tokens: streams weights that were repacked at load.
 

@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 import torch
 
-from ostinato.ops import attention_checks, checks, decode_launch
+from ostinato.ops import attention_checks, checks, decode_launch, prefill_launch
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PagedKV
 from ostinato.ops.library import register
@@ -219,11 +219,12 @@ def _paged_attention(
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
         return
-    kernel = None
+    kernel = prefill = None
     if cu_seqlens_q is None or not batch_invariant:
         kernel = decode_launch.variant(
             q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
         )
+        prefill = prefill_launch.paged_variant(q, k_cache, v_cache, page_table, out)
     if kernel is not None:
         decode_launch.attend(
             kernel,
@@ -241,6 +242,22 @@ def _paged_attention(
             out,
             lse,
             workspace,
+        )
+        return
+    if prefill is not None:
+        prefill_launch.attend_paged(
+            prefill,
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            seq_lens,
+            cu_seqlens_q,
+            max_seqlen_q,
+            rule,
+            sinks,
+            out,
+            lse,
         )
         return
     if cu_seqlens_q is None:

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from ostinato.ops import attention_checks, checks
+from ostinato.ops import attention_checks, checks, prefill_launch
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PackedKV
 from ostinato.ops.library import register
@@ -161,6 +161,23 @@ def _varlen_attention(
     if on_cpu:
         lengths = [stop - start for start, stop in pairwise(k_bounds)]
         attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
+        return
+    kernel = prefill_launch.packed_variant(q, k, v, out)
+    if kernel is not None:
+        prefill_launch.attend_packed(
+            kernel,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            rule,
+            sinks,
+            out,
+            lse,
+        )
         return
     k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)

@@ -18,6 +18,7 @@ from ostinato.kernels.errors import KernelBuildError, MissingKernelError
 from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
+    AttentionPrefill,
     GemmSmallM,
     GemmTiled,
     Quantize,
@@ -121,6 +122,25 @@ class SampleFields(ctypes.Structure):
     ]
 
 
+_PREFILL_COUNTS = (
+    *("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "pages", "page_size", "max_pages"),
+    *("max_seqlen_q", "max_seqlen_k", "left", "right"),
+)
+
+
+class PrefillFields(ctypes.Structure):
+    _fields_ = [
+        *[("q", HeadsFields), ("k", SlotsFields), ("v", SlotsFields)],
+        *[(name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seq_lens")],
+        *[("page_table", ctypes.c_void_p), ("page_table_stride", ctypes.c_int64)],
+        *[("sinks", ctypes.c_void_p), ("out", HeadsFields), ("lse", HeadsFields)],
+        ("workspace", ctypes.c_void_p),
+        *[(name, ctypes.c_int32) for name in _PREFILL_COUNTS],
+        *[("scale", ctypes.c_float), ("softcap", ctypes.c_float)],
+        *[(name, ctypes.c_int32) for name in ("least_rows", "pack", "pdl")],
+    ]
+
+
 _EXTRA = {
     "PagedDecodeParams": """\
 EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens, int64_t* bytes) {
@@ -163,6 +183,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("QuantizeParams", QuantizeFields, _C.Quantize),
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
         ("SampleParams", SampleFields, _C.Sample),
+        ("PrefillParams", PrefillFields, _C.Prefill),
     ],
 )
 def test_every_argument_reaches_its_field(
@@ -304,14 +325,15 @@ def test_the_library_is_prepared_for_each_device_once(
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
+        (AttentionPrefill(dtype="bf16", head_dim=128), "PrefillParams", _C.Prefill),
     ],
-    ids=["gemm", "append_kv", "attention_decode", "sample"],
+    ids=["gemm", "append_kv", "attention_decode", "sample", "attention_prefill"],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV | AttentionDecode | Sample,
+    variant: GemmSmallM | AppendKV | AttentionDecode | AttentionPrefill | Sample,
     params: str,
     kind: type,
 ) -> None:

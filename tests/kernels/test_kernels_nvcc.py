@@ -24,6 +24,7 @@ from ostinato.kernels.toolchain import require_cutlass, require_nvcc
 from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
+    AttentionPrefill,
     GemmSmallM,
     GemmTiled,
     Quantize,
@@ -65,6 +66,9 @@ def test_kernels_are_within_their_budgets() -> None:
         AppendKV(dtype="bf16", cache_dtype="e4m3"),
         AttentionDecode(head_dim=128, dtype="bf16", columns=8),
         AttentionDecode(head_dim=256, dtype="fp16", kv_dtype="int8", columns=32, copy_pages=False),
+        AttentionPrefill(head_dim=128, dtype="bf16"),
+        AttentionPrefill(head_dim=64, dtype="fp16", keys="pages"),
+        AttentionPrefill(head_dim=256, dtype="bf16", keys="slots"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Sample(dtype="fp32"),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
@@ -170,6 +174,25 @@ def test_impossible_decode_kernels_do_not_compile(define: str, sentence: str) ->
     name = define.partition("=")[0]
     flags = [f for f in plan(_DECODE).flags if not f.startswith(f"-D{name}=")]
     assert sentence in _errors(_DECODE.source, [*flags, f"-D{define}"])
+
+
+_PREFILL = AttentionPrefill(head_dim=128, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("define", "sentence"),
+    [
+        ("OSTINATO_HEAD_DIM=24", "an MMA takes 16 of the head dim"),
+        ("OSTINATO_KEYS=272", "an MMA takes 16 keys of values"),
+        ("OSTINATO_KEYS=192", "one stage is loaded while another is multiplied"),
+        ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
+        ("OSTINATO_CONSUMERS=4", "two or three warpgroups multiply"),
+    ],
+)
+def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
+    name = define.partition("=")[0]
+    flags = [f for f in plan(_PREFILL).flags if not f.startswith(f"-D{name}=")]
+    assert sentence in _errors(_PREFILL.source, [*flags, f"-D{define}"])
 
 
 def test_keys_are_no_values(tmp_path: Path) -> None:

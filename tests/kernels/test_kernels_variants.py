@@ -8,12 +8,21 @@ import pytest
 
 from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.sources import read_sources
-from ostinato.kernels.variants import AppendKV, GemmSmallM, GemmTiled, Quantize, Sample, Variant
+from ostinato.kernels.variants import (
+    AppendKV,
+    AttentionPrefill,
+    GemmSmallM,
+    GemmTiled,
+    Quantize,
+    Sample,
+    Variant,
+)
 
 _QUANTIZE = {"kind": "rms_norm", "in_dtype": "bf16", "out_dtype": "int8"}
 _SMALL = {"dtype": "int8", "out_dtype": "bf16", "max_m": 16}
 _TILED = {"dtype": "int8", "out_dtype": "bf16", "channels": 128, "tokens": 128}
 _APPEND = {"dtype": "bf16", "cache_dtype": "int8"}
+_PREFILL = {"dtype": "bf16", "head_dim": 192}
 
 
 def test_names_and_macros_are_unique_in_the_catalogue() -> None:
@@ -37,6 +46,7 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
     [
         *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
         Sample(dtype="bf16"),
+        AttentionPrefill(**_PREFILL),
     ],
     ids=lambda variant: variant.family,
 )
@@ -67,6 +77,23 @@ def test_the_norm_weight_has_the_input_dtype_unless_told() -> None:
     assert Quantize(**_QUANTIZE) == Quantize(**_QUANTIZE, weight_dtype="bf16")
 
 
+def test_values_have_the_dim_of_the_keys_unless_told() -> None:
+    assert AttentionPrefill(**_PREFILL) == AttentionPrefill(**_PREFILL, value_dim=192)
+    narrow = AttentionPrefill(**_PREFILL, value_dim=128, keys="slots")
+    assert narrow.name == "attention_prefill-bf16-d192v128-slots"
+    assert narrow.defines()["OSTINATO_VALUE_DIM"] == "128"
+
+
+@pytest.mark.parametrize("dim", range(16, 257, 16))
+def test_tiles_of_prefill_fit_in_shared_memory_and_registers(dim: int) -> None:
+    macros = AttentionPrefill(dtype="bf16", head_dim=dim).defines()
+    keys, warpgroups = int(macros["OSTINATO_KEYS"]), int(macros["OSTINATO_CONSUMERS"])
+    strips = -(-dim // 64)
+    queries, stages = warpgroups * strips * 64 * 128, 2 * 2 * strips * keys * 128
+    assert queries + stages <= 213 * 1024
+    assert keys // 2 + keys // 4 + dim // 2 + 32 <= {2: 232, 3: 160}[warpgroups]
+
+
 def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
     assert AppendKV(dtype="bf16") == AppendKV(dtype="bf16", cache_dtype="bf16")
     assert AppendKV(dtype="bf16").name != AppendKV(**_APPEND).name
@@ -92,6 +119,10 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),
+        (AttentionPrefill, _PREFILL, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
+        (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
+        (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),
+        (AttentionPrefill, _PREFILL, {"value_dim": 272}, "value_dim: got 272, expected a multiple"),
         (GemmTiled, _TILED, {"fast_accum": True}, "fast_accum: got True with dtype 'int8'"),
     ],
 )

@@ -51,10 +51,17 @@ def build(
 
 
 def check(args: tuple[Any, ...], capacities: tuple[int, int], **options: Any) -> None:
+    q, k = args[:2]
+    # Weights of a kernel are rounded to 16 bits.
+    by_kernel = q.is_cuda and q.dtype is not torch.float32 and k.dtype is q.dtype
+
+    def twin(dtype: torch.dtype) -> torch.Tensor:
+        return reference.varlen_attention(*args, **options, dtype=dtype)[0]
+
     out = ops.varlen_attention(*args, *capacities, **options)
-    assert_close(out, lambda dtype: reference.varlen_attention(*args, **options, dtype=dtype)[0])
+    assert_close(out, twin, rounded_once=not by_kernel)
     again, lse = ops.varlen_attention(*args, *capacities, **options, return_lse=True)
-    assert_close(again, lambda dtype: reference.varlen_attention(*args, **options, dtype=dtype)[0])
+    assert_close(again, twin, rounded_once=not by_kernel)
     _, expected = reference.varlen_attention(*args, **options, dtype=torch.float64)
     torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
 

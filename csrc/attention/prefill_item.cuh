@@ -1,0 +1,98 @@
+// A tile of queries, and the order in which its tiles of keys are read.
+#pragma once
+
+#include "prefill_config.cuh"
+
+namespace ostinato::prefill {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// What the launch is given.
+struct Arguments {
+  PrefillParams params;
+  float logit_scale;  // of a score: the logit times log2(e), or what is capped
+  int direct;         // whether there is no cap, and a greater score is a greater logit
+  float factor;       // of what maxima are compared with: logit_scale where direct, otherwise 1
+  int group;          // query heads of a KV head
+  int pack;           // of them, those that share tiles
+  int reciprocal;     // 2^16 / pack, rounded up, with which rows are divided by pack
+  int half_tokens;    // queries of a warpgroup
+  int tile_tokens;
+  int units;       // tiles side by side: query heads / pack
+  int box_tokens;  // that one copy from a page takes
+};
+
+// In order of use by the consumers. Tiles of keys are counted from the sequence's first key.
+struct Item {
+  int begin,
+      end;                     // tiles of keys that some query sees; end < 0: no item is left
+  int whole_begin, whole_end;  // of them, those that all queries see wholly
+  int position;                // of the first query, among the keys
+  int queries;
+  int length;                      // keys of the sequence
+  int visible_begin, visible_end;  // keys that some query sees
+  int first_row;                   // of q and out
+  int first_head, kv_head;
+  int first_key;  // packed: row of k and v; paged: row of the page table
+
+  __device__ __forceinline__ bool is_last() const { return end < 0; }
+  __device__ __forceinline__ int tiles() const { return end - begin; }
+  // Tiles of which some query does not see some key. They come first, so that what a hidden value
+  // may have done to the output (prefill_mend.cuh) is found and undone before other tiles add to
+  // it.
+  __device__ __forceinline__ int hiding_tiles() const {
+    return tiles() - (whole_end - whole_begin);
+  }
+  // The n-th to be read.
+  __device__ __forceinline__ int tile(int n) const {
+    const int after = end - whole_end;
+    if (n < after) {
+      return end - 1 - n;
+    }
+    return n < hiding_tiles() ? begin + n - after : whole_end - 1 - (n - hiding_tiles());
+  }
+};
+
+// Of the queries at these positions in a sequence, as far as there are any.
+struct Sight {
+  int left, right;  // -1: no limit
+  int length;
+
+  __device__ __forceinline__ int first(int position) const {
+    return left < 0 ? 0 : min(max(position - left, 0), length);
+  }
+  __device__ __forceinline__ int stop(int position) const {
+    return right < 0 ? length : min(max(position + right + 1, 0), length);
+  }
+};
+
+// Fills in which keys the item's queries see.
+__device__ __forceinline__ void look(const Sight& sight, Item& item) {
+  const int last = item.position + item.queries - 1;
+  item.visible_begin = sight.first(item.position);
+  item.visible_end = sight.stop(last);
+  if (item.visible_begin >= item.visible_end) {
+    item.begin = item.end = item.whole_begin = item.whole_end = 0;
+    return;
+  }
+  item.begin = item.visible_begin / kKeys;
+  item.end = ceil_div(item.visible_end, kKeys);
+  item.whole_begin = max(ceil_div(sight.first(last), kKeys), item.begin);
+  item.whole_end = min(sight.stop(item.position) / kKeys, item.end);
+  if (item.whole_begin >= item.whole_end) {
+    item.whole_begin = item.whole_end = item.begin;
+  }
+}
+
+// The keys that the thread's rows see.
+struct Seen {
+  int first[2];
+  uint32_t count[2];
+
+  __device__ __forceinline__ bool sees(int half, int key) const {
+    return static_cast<uint32_t>(key - first[half]) < count[half];
+  }
+};
+
+}  // namespace ostinato::prefill

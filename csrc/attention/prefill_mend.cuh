@@ -1,0 +1,111 @@
+// Undoes what values that a query does not see may have done to its output.
+//
+// The weight of a hidden key is 0, but 0 * NaN and 0 * infinity are NaN. Values that no query of
+// the tile sees are cleared in shared memory. Those that some see and some do not lie in tiles that
+// come first: when their products are summed, a row that has become NaN is summed again, without
+// tensor cores and from what it sees alone. If that was the reason the row is a number again, and
+// if the query does see a NaN it is NaN. This is slow, and never happens to numbers.
+#pragma once
+
+#include "prefill_rescore.cuh"
+
+namespace ostinato::prefill {
+
+// The elements of row `half` of the output that a thread holds.
+__device__ __forceinline__ constexpr int output_index(int half, int group, int i) {
+  return group * 4 + half * 2 + i;
+}
+
+__device__ __forceinline__ float2 load_pair(const Type* from) {
+  return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
+}
+
+// A thread's part of q·k, every eighth pair of the head dim; summed by its four lanes.
+__device__ __forceinline__ float score_of(const Type* q, const Type* k) {
+  float sum = 0;
+#pragma unroll 1
+  for (int column = first_column(); column < kDim; column += 8) {
+    const float2 a = load_pair(q + column), b = load_pair(k + column);
+    sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+  }
+  sum += __shfl_xor_sync(0xffffffff, sum, 1);
+  return sum + __shfl_xor_sync(0xffffffff, sum, 2);
+}
+
+// Sums a row anew, over the keys of hiding tiles. By a warp: for those lanes of it whose row is
+// `broken`, the others go along.
+template <int kHalf>
+__device__ __forceinline__ void sum_again(const PrefillParams& p, const Item& item,
+                                          const Softmax& softmax, const Seen& seen, const Type* q,
+                                          bool broken, float (&outputs)[kOutputs]) {
+  if (broken) {
+#pragma unroll
+    for (int group = 0; group < kOutputs / 4; ++group) {
+      outputs[output_index(kHalf, group, 0)] = 0;
+      outputs[output_index(kHalf, group, 1)] = 0;
+    }
+  }
+#pragma unroll 1
+  for (int n = 0; n < item.hiding_tiles() * kKeys; ++n) {
+    const int key = item.tile(n / kKeys) * kKeys + n % kKeys;
+    if (key < item.visible_begin || key >= item.visible_end) {
+      continue;
+    }
+    const Place place(p, item, key);
+    const Type* const k = place.key(p, item);
+    const Type* const v = place.value(p, item);
+    // As in the MMA, weights have the type of the values.
+    const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
+    if (broken && seen.sees(kHalf, key)) {
+#pragma unroll
+      for (int group = 0; group < kOutputs / 4; ++group) {
+        const float2 pair = load_pair(v + first_column() + group * 8);
+        float& low = outputs[output_index(kHalf, group, 0)];
+        float& high = outputs[output_index(kHalf, group, 1)];
+        low = fmaf(weight, pair.x, low);
+        high = fmaf(weight, pair.y, high);
+      }
+    }
+  }
+}
+
+// Whether an output that this thread holds is no number.
+__device__ __forceinline__ bool is_broken(const float (&outputs)[kOutputs]) {
+  float zero[4] = {};
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) {
+    zero[i % 4] = fmaf(outputs[i], 0.0f, zero[i % 4]);
+  }
+  return zero[0] + zero[1] + zero[2] + zero[3] != 0;  // NaN
+}
+
+// Likewise, of one row's.
+template <int kHalf>
+__device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) {
+  float zero = 0;
+#pragma unroll
+  for (int group = 0; group < kOutputs / 4; ++group) {
+    zero = fmaf(outputs[output_index(kHalf, group, 0)], 0.0f, zero);
+    zero = fmaf(outputs[output_index(kHalf, group, 1)], 0.0f, zero);
+  }
+  return zero != 0;
+}
+
+// By a warp. `rows` are the items' rows of the thread, if they are queries: q of each, else null.
+template <int kHalf>
+__device__ __forceinline__ void mend_row(const PrefillParams& p, const Item& item,
+                                         const Softmax& softmax, const Seen& seen, const Type* q,
+                                         float (&outputs)[kOutputs]) {
+  const int quad = threadIdx.x % 32 / 4 * 4;
+  const uint32_t found = __ballot_sync(0xffffffff, q != nullptr && is_row_broken<kHalf>(outputs));
+  if (found == 0) {
+    return;
+  }
+  const bool broken = (found >> quad & 0xf) != 0;
+  // Lanes without a query go along with what another one reads.
+  const Type* const some = static_cast<const Type*>(p.q.data) + item.first_row * p.q.stride +
+                           item.first_head * p.q.head_stride;
+  sum_again<kHalf>(p, item, softmax, seen, q == nullptr ? some : q, broken, outputs);
+}
+
+}  // namespace ostinato::prefill

@@ -1,0 +1,169 @@
+// The end of a tile: rows of out and their LSE, through shared memory.
+#pragma once
+
+#include "common/tma.cuh"
+#include "prefill_mma.cuh"
+#include "prefill_softmax.cuh"
+
+namespace ostinato::prefill {
+
+// A row of a warpgroup's 64: which query of the item, and which of its heads.
+struct RowOf {
+  int query, head;
+
+  __device__ __forceinline__ RowOf(const Arguments& args, int warpgroup, int row) {
+    const int token = row * args.reciprocal >> 16;
+    head = row - token * args.pack;
+    // Where heads do not divide the rows, some are left over.
+    query = token < args.half_tokens ? warpgroup * args.half_tokens + token : INT32_MAX;
+  }
+};
+
+// What a row's outputs are multiplied with; writes its LSE.
+__device__ __forceinline__ float finish_row(const Arguments& args, const Item& item,
+                                            const RowOf& row, bool writes, float maximum,
+                                            float total) {
+  const PrefillParams& p = args.params;
+  const int head = item.first_head + row.head;
+  float factor = 1;
+  if (total == 0) {
+    maximum = -INFINITY;
+  } else if (p.sinks != nullptr) {
+    const float sink = p.sinks[head] * kLog2E;
+    const float top = fmaxf(maximum, sink);
+    factor = power_of_2(maximum - top);
+    total = total * factor + power_of_2(sink - top);
+    maximum = top;
+  }
+  if (writes && p.lse.data != nullptr) {
+    const int64_t token = item.first_row + row.query;
+    static_cast<float*>(p.lse.data)[token * p.lse.stride + head * p.lse.head_stride] =
+        total == 0 ? -INFINITY : (maximum + log2f(total)) * kLn2;
+  }
+  return total == 0 ? 0.0f : __fdividef(factor, total);
+}
+
+class Output {
+ public:
+  __device__ Output(SharedStorage& shared, const Arguments& args, const CUtensorMap& map,
+                    int warpgroup)
+      : shared_(shared), args_(args), map_(map), warpgroup_(warpgroup) {}
+
+  // Writes the warpgroup's rows of the item, whose queries lie in `buffer`. Returns when they are
+  // on their way; wait_read() then says that they have left shared memory.
+  __device__ __forceinline__ void store(const Item& item, int buffer, Softmax& softmax,
+                                        float (&outputs)[kOutputs]) {
+    rows_ = output_of(shared_, buffer, warpgroup_);
+    softmax.end();
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowOf row(args_, warpgroup_, row_of_thread(half));
+      const bool valid = row.query < item.queries;
+      factor[half] =
+          finish_row(args_, item, valid ? row : RowOf(args_, 0, 0), valid && threadIdx.x % 4 == 0,
+                     softmax.maximum(half), softmax.total(half));
+    }
+    wait_read();
+    sync_warpgroup(warpgroup_);
+    write_rows(outputs, factor);
+    fence_shared_for_tma();
+    OSTINATO_DELAY(prefill_output_store, threadIdx.x % kWarpgroup / 32 == 1);
+    sync_warpgroup(warpgroup_);
+    const int first = warpgroup_ * args_.half_tokens;
+    if (first + args_.half_tokens <= item.queries) {
+      copy_rows(item, first);
+    } else {
+      store_rows(item);
+      sync_warpgroup(warpgroup_);  // they have left shared memory
+    }
+  }
+
+  // The rows of an item whose queries see no key, directly: where output and queries share memory
+  // it may hold the next item's queries.
+  __device__ __forceinline__ void store_nothing(const Item& item) const {
+    constexpr int kVectors = kValueDim / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpgroup; i < kRows * kVectors; i += kWarpgroup) {
+      const RowOf row(args_, warpgroup_, i / kVectors);
+      if (row.query < item.queries) {
+        store_vector(item, row, i % kVectors, make_uint4(0, 0, 0, 0));
+        if (i % kVectors == 0) {
+          finish_row(args_, item, row, true, kNothing, 0);
+        }
+      }
+    }
+  }
+
+  // Until the copy engine has read what it writes. (Only one thread has asked for anything.)
+  __device__ __forceinline__ void wait_read() const {
+    if (threadIdx.x % kWarpgroup == 0) {
+      wait_stores_read<0>();
+    }
+  }
+
+ private:
+  // Swizzled as the copy engine reads it. Of every 16 columns a warp has four matrices: both halves
+  // of its rows, of the first 8 columns and of the others.
+  __device__ __forceinline__ void write_rows(const float (&outputs)[kOutputs],
+                                             const float (&factor)[2]) const {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    uint8_t* const begin = rows_ + row * kStripBytes;
+#pragma unroll
+    for (int step = 0; step < kOutputs / 8; ++step) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &outputs[step * 8 + i * 2];
+        words[i] = pack_pair<Type>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
+      }
+      const int vector = (step * 2 % 8 + lane / 16) ^ row % 8;
+      store_matrices(begin + step / 4 * kRowStrip + vector * 16, words);
+    }
+  }
+
+  // All rows are queries.
+  __device__ __forceinline__ void copy_rows(const Item& item, int first) const {
+    if (threadIdx.x % kWarpgroup == 0) {
+#pragma unroll
+      for (int strip = 0; strip < kValueStrips; ++strip) {
+        tma_store(map_, rows_ + strip * kRowStrip, strip * kStripDim, item.first_head,
+                  item.first_row + first);
+      }
+      commit_stores();
+    }
+  }
+
+  __device__ __forceinline__ void store_vector(const Item& item, const RowOf& row, int vector,
+                                               const uint4& words) const {
+    const PrefillParams& p = args_.params;
+    Type* const out = static_cast<Type*>(p.out.data) +
+                      int64_t{item.first_row + row.query} * p.out.stride +
+                      int64_t{item.first_head + row.head} * p.out.head_stride;
+    *reinterpret_cast<uint4*>(out + vector * 8) = words;
+  }
+
+  // Some are not: by threads, who write nothing beyond the last query.
+  __device__ __forceinline__ void store_rows(const Item& item) const {
+    constexpr int kVectors = kValueDim / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpgroup; i < kRows * kVectors; i += kWarpgroup) {
+      const int in_half = i / kVectors, vector = i % kVectors;
+      const RowOf row(args_, warpgroup_, in_half);
+      if (row.query < item.queries) {
+        const uint8_t* const from = rows_ + vector / 8 * kRowStrip + in_half * kStripBytes;
+        store_vector(item, row, vector,
+                     *reinterpret_cast<const uint4*>(from + (vector % 8 ^ in_half % 8) * 16));
+      }
+    }
+  }
+
+  SharedStorage& shared_;
+  const Arguments& args_;
+  const CUtensorMap& map_;
+  const int warpgroup_;
+  uint8_t* rows_;
+};
+
+}  // namespace ostinato::prefill

@@ -1,0 +1,67 @@
+// The scores of a warp's rows once more, where weights have overflowed: rare, and by instructions
+// of a warp alone.
+#pragma once
+
+#include "prefill_softmax.cuh"
+
+namespace ostinato::prefill {
+
+// Where a key and its value lie.
+struct Place {
+  int64_t page, slot;
+
+  __device__ __forceinline__ Place(const PrefillParams& p, const Item& item, int key) {
+    if constexpr (kSource == Source::Packed) {
+      page = 0;
+      slot = item.first_key + key;
+    } else {
+      page = p.page_table[item.first_key * p.page_table_stride + key / p.page_size];
+      slot = key % p.page_size;
+    }
+  }
+
+  __device__ __forceinline__ const Type* key(const PrefillParams& p, const Item& item) const {
+    return static_cast<const Type*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
+           item.kv_head * p.k.head_stride;
+  }
+  __device__ __forceinline__ const Type* value(const PrefillParams& p, const Item& item) const {
+    return static_cast<const Type*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
+           item.kv_head * p.v.head_stride;
+  }
+};
+
+// The scores of a tile, all of whose keys there are: of the thread's row `kHalf`.
+template <int kHalf>
+struct Rescore {
+  const PrefillParams& params;
+  const Item& item;
+  int n;
+  const Type* q;  // or null
+
+  // Of 8 keys the thread's two.
+  __device__ __forceinline__ float2 scores(int group) const {
+    const int lane = threadIdx.x % 32;
+    const Place place(params, item, item.tile(n) * kKeys + group * 8 + lane / 4);
+    const Type* const k = place.key(params, item) + lane % 4 * 2;
+    float sums[4] = {};
+#pragma unroll 1
+    for (int step = 0; step < kDimSteps; ++step) {
+      uint32_t rows[4] = {};
+      uint32_t columns[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[kHalf + 2 * half] = q == nullptr ? 0 : load_word(q + lane % 4 * 2, step, half);
+        columns[half] = load_word(k, step, half);
+      }
+      multiply_by_warp<Type>(sums, rows, columns);
+    }
+    return make_float2(sums[2 * kHalf], sums[2 * kHalf + 1]);
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t load_word(const Type* from, int step, int half) {
+    return *reinterpret_cast<const uint32_t*>(from + step * 16 + half * 8);
+  }
+};
+
+}  // namespace ostinato::prefill

@@ -1,0 +1,170 @@
+// Which tiles of queries there are, and in which order: a pure function of the lengths, computed by
+// every CTA for itself.
+//
+// Sequences with long tiles come first. Within a sequence, as many KV heads at a time as the L2
+// cache holds; of these, the tiles of the last queries first, which with a causal mask see most.
+// CTAs take the next item when they have done one: by a counter, or in turn.
+#pragma once
+
+#include "prefill_storage.cuh"
+
+namespace ostinato::prefill {
+
+__device__ __forceinline__ int clamp(int value, int low, int high) {
+  return min(max(value, low), high);
+}
+
+__device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) {
+  const PrefillParams& p = args.params;
+  Sequence sequence;
+  if (p.cu_seqlens_q == nullptr) {
+    sequence.first_row = b * p.max_seqlen_q;
+    sequence.queries = p.max_seqlen_q;
+  } else {
+    sequence.first_row = p.cu_seqlens_q[b];
+    sequence.queries = clamp(p.cu_seqlens_q[b + 1] - sequence.first_row, 0, p.max_seqlen_q);
+  }
+  if constexpr (kSource == Source::Packed) {
+    sequence.first_key = p.cu_seqlens_k[b];
+    sequence.length = clamp(p.cu_seqlens_k[b + 1] - sequence.first_key, 0, p.max_seqlen_k);
+  } else {
+    sequence.first_key = b;
+    sequence.length = clamp(p.seq_lens[b], 0, p.max_pages * p.page_size);
+  }
+  if (int64_t{sequence.queries} * args.group < p.least_rows) {
+    sequence.queries = 0;
+  }
+  return sequence;
+}
+
+// About the keys that a tile of the sequence reads, at most.
+__device__ __forceinline__ int longest_tile(const Arguments& args, const Sequence& sequence) {
+  const PrefillParams& p = args.params;
+  const int span = p.left < 0 || p.right < 0 ? INT32_MAX : p.left + p.right + args.tile_tokens;
+  return sequence.queries == 0 ? -1 : min(sequence.length, span);
+}
+
+__device__ __forceinline__ int query_tiles(const Arguments& args, const Sequence& sequence) {
+  return (sequence.queries + args.tile_tokens - 1) / args.tile_tokens;
+}
+
+// Fills the tables. By all threads.
+__device__ __forceinline__ void read_lengths(SharedStorage& shared, const Arguments& args) {
+  const int batch = args.params.batch;
+  for (int b = threadIdx.x; b < batch; b += kThreads) {
+    shared.weight[b] = longest_tile(args, read_sequence(args, b));
+  }
+  __syncthreads();
+  for (int b = threadIdx.x; b < batch; b += kThreads) {
+    const int weight = shared.weight[b];
+    int rank = 0;
+    for (int other = 0; other < batch; ++other) {
+      const int theirs = shared.weight[other];
+      rank += theirs > weight || (theirs == weight && other < b) ? 1 : 0;
+    }
+    const Sequence sequence = read_sequence(args, b);
+    shared.sequences[rank] = sequence;
+    shared.start[rank] = query_tiles(args, sequence) * args.units;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {  // sums of all before
+    const int lane = threadIdx.x;
+    int total = 0;
+    for (int first = 0; first < batch; first += 32) {
+      const int own = first + lane < batch ? shared.start[first + lane] : 0;
+      int sum = own;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int lower = __shfl_up_sync(0xffffffff, sum, step);
+        sum += lane >= step ? lower : 0;
+      }
+      if (first + lane < batch) {
+        shared.start[first + lane] = total + sum - own;
+      }
+      total += __shfl_sync(0xffffffff, sum, 31);
+    }
+    if (lane == 0) {
+      shared.start[batch] = total;
+    }
+  }
+  __syncthreads();
+}
+
+// The rank of the sequence that an item belongs to: the last one that starts at or before it, of at
+// most 32 * 32. By a warp.
+__device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch, int place) {
+  const int lane = threadIdx.x % 32;
+  const int stride = ceil_div(batch, 32);
+  const auto count_before = [&](int rank, int end) {
+    return __popc(__ballot_sync(0xffffffff, rank < end && shared.start[rank] <= place));
+  };
+  const int first = max(count_before(lane * stride, batch) - 1, 0) * stride;
+  if (stride == 1) {
+    return first;
+  }
+  return first + max(count_before(first + lane, min(first + stride, batch)) - 1, 0);
+}
+
+// Keys that are read again and again, with their values, while the heads of a section are worked
+// on: 36 MB.
+inline constexpr int kSectionKeys = (36 << 20) / ((kDim + kValueDim) * kElement);
+
+// Describes the item at a place in the order, of the sequence of that rank.
+__device__ __forceinline__ void describe_item(const SharedStorage& shared, const Arguments& args,
+                                              int place, int rank, Item& item) {
+  const PrefillParams& p = args.params;
+  const Sequence& sequence = shared.sequences[rank];
+  const int tiles = query_tiles(args, sequence);
+  const int units_of_head = args.group / args.pack;
+  // KV heads of a section.
+  const int fitting = max(kSectionKeys / max(sequence.length, 1), 1);
+  const int sections = (p.heads_kv + fitting - 1) / fitting;
+  const int heads = (p.heads_kv + sections - 1) / sections;
+  const int section_items = tiles * heads * units_of_head;
+  const int in_sequence = place - shared.start[rank];
+  const int section = in_sequence / section_items;
+  const int in_section = in_sequence - section * section_items;
+  const int units = min(heads, p.heads_kv - section * heads) * units_of_head;
+  const int before = in_section / units;
+  const int unit = section * heads * units_of_head + in_section - before * units;
+  item.first_head = unit * args.pack;
+  item.kv_head = unit / units_of_head;
+  item.first_key = sequence.first_key;
+  const int first_query = (tiles - 1 - before) * args.tile_tokens;
+  item.first_row = sequence.first_row + first_query;
+  item.queries = min(args.tile_tokens, sequence.queries - first_query);
+  item.length = sequence.length;
+  item.position = sequence.length - sequence.queries + first_query;
+  look(Sight{p.left, p.right, sequence.length}, item);
+}
+
+// Finds the item at a place in the order. By a warp, for which `item` is shared.
+__device__ __forceinline__ void find_item(const SharedStorage& shared, const Arguments& args,
+                                          int place, Item& item) {
+  const bool exists = place < shared.start[args.params.batch];
+  const int rank = exists ? find_rank(shared, args.params.batch, place) : 0;
+  if (threadIdx.x % 32 == 0) {
+    if (exists) {
+      describe_item(shared, args, place, rank, item);
+    } else {
+      item.end = -1;
+    }
+  }
+}
+
+// The next place in the order, for one thread: whoever comes first, or each CTA in turn.
+__device__ __forceinline__ int next_place(const Arguments& args, int place) {
+  const int grid = static_cast<int>(gridDim.x);
+  uint32_t* const counter = static_cast<uint32_t*>(args.params.workspace);
+  return counter == nullptr ? place + grid : grid + static_cast<int>(atomicAdd(counter, 1u));
+}
+
+// When a CTA has been told that nothing is left: the last one leaves the counter as it was.
+__device__ __forceinline__ void leave_counter(const Arguments& args) {
+  uint32_t* const counter = static_cast<uint32_t*>(args.params.workspace);
+  if (counter != nullptr && atomicInc(counter + 1, gridDim.x - 1) == gridDim.x - 1) {
+    atomicExch(counter, 0u);
+  }
+}
+
+}  // namespace ostinato::prefill

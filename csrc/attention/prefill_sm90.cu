@@ -1,0 +1,226 @@
+// Attention of many queries per sequence on Hopper (sm_90a): packed keys and values, or a paged
+// cache, as chunked prefill and mixed batches have it.
+//
+// Persistent CTAs of one producer warpgroup, which copies, and two or three that multiply by wgmma,
+// each 64 rows of queries; weights stay in registers. Everything that depends on a length is found
+// on the device (prefill_schedule.cuh), the grid from capacities. No result depends on which CTA
+// computes it, or on other sequences. The pieces: prefill_config.cuh (macros, shared memory),
+// prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_mma.cuh,
+// prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh, prefill_output.cuh,
+// prefill_mend.cuh.
+//
+// With params.pdl the predecessor may write any of the inputs. The workspace must be zero before
+// its first launch and after one that was aborted; it serves one stream at a time.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "prefill_consumer.cuh"
+#include "prefill_producer.cuh"
+
+namespace ostinato::prefill {
+namespace {
+
+// A few by each warp's first lane.
+__device__ __forceinline__ void init_barriers(SharedStorage& shared) {
+  if (threadIdx.x % 32 != 0) {
+    return;
+  }
+  const int warp = threadIdx.x / 32;
+  if (warp < kStages) {
+    init_barrier(&shared.keys_barriers.full[warp], kFilling);
+    init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
+    init_barrier(&shared.values_barriers.full[warp], kFilling);
+    init_barrier(&shared.values_barriers.empty[warp], kConsumers);
+  } else if (warp < kStages + kConsumers) {
+    for (int buffer = 0; buffer < kQueryBuffers; ++buffer) {
+      init_barrier(&shared.queries_full[buffer][warp - kStages], 1);
+      init_barrier(&shared.queries_empty[buffer][warp - kStages], 1);
+    }
+  } else if (warp == kStages + kConsumers) {
+    for (int i = 0; i < kItems; ++i) {
+      init_barrier(&shared.item_full[i], 1);
+      init_barrier(&shared.item_empty[i], kConsumers * 4 + kProducerWarps - 1);
+    }
+  }
+  fence_barrier_init();
+}
+static_assert(kStages + kConsumers < kThreads / 32, "each warp initialises some barriers");
+
+__global__ void __launch_bounds__(kThreads, 1)
+    prefill(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
+  extern __shared__ __align__(1024) uint8_t storage[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(maps.queries);
+    prefetch_tensor_map(maps.out);
+    if (kSource != Source::Slots) {
+      prefetch_tensor_map(maps.keys);
+      prefetch_tensor_map(maps.values);
+    }
+  }
+  init_barriers(shared);
+  wait_for_predecessor();
+  read_lengths(shared, args);  // and all threads meet
+  const int warp = warp_index();
+  if (warp >= kConsumerThreads / 32) {
+    give_up_registers<Registers::kSplit.producer>();
+    if (warp < kConsumerThreads / 32 + kProducerWarps) {
+      Producer(shared, args, maps).run();
+      let_successor_start();
+    }
+  } else {
+    take_registers<Registers::kSplit.consumer>();
+    Consumer(shared, args, maps.out).run();
+  }
+}
+
+bool is_aligned(const void* pointer, int bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+constexpr int kVector = 16 / kElement;
+constexpr int kFarthest = 1 << 29;  // of a window: what is farther hides nothing
+
+bool is_supported(const PrefillParams& p) {
+  if (p.batch < 1 || p.batch > kMaxBatch || p.heads_kv < 1 || p.heads_q < p.heads_kv ||
+      p.heads_q % p.heads_kv != 0 || p.max_seqlen_q < 1 || p.max_seqlen_q >= kFarthest ||
+      p.tokens_q < 1) {
+    return false;
+  }
+  const int group = p.heads_q / p.heads_kv;
+  if (p.pack < 0 || p.pack > kRows || (p.pack > 0 && group % p.pack != 0)) {
+    return false;
+  }
+  if (kSource == Source::Packed) {
+    if (p.cu_seqlens_k == nullptr || p.max_seqlen_k < 0 || p.max_seqlen_k >= kFarthest ||
+        p.tokens_k < 0) {
+      return false;
+    }
+  } else if (p.page_table == nullptr || p.seq_lens == nullptr || p.pages < 1 || p.page_size < 1 ||
+             p.max_pages < 1 || int64_t{p.max_pages} * p.page_size >= kFarthest ||
+             (kSource == Source::Pages && p.page_size % 16 != 0)) {
+    return false;
+  }
+  const int64_t strides = p.q.stride | p.q.head_stride | p.k.page_stride | p.k.stride |
+                          p.k.head_stride | p.v.page_stride | p.v.stride | p.v.head_stride |
+                          p.out.stride | p.out.head_stride;
+  return strides % kVector == 0 && is_aligned(p.q.data, 16) && is_aligned(p.k.data, 16) &&
+         is_aligned(p.v.data, 16) && is_aligned(p.out.data, 16) && is_aligned(p.workspace, 8);
+}
+
+// TMA steps over a dimension of one element too; such a stride may be anything, but not 0.
+uint64_t step(int64_t stride, int64_t size) {
+  return size > 1 ? static_cast<uint64_t>(stride) * kElement : 16;
+}
+
+cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Arguments& args) {
+  const PrefillParams& p = args.params;
+  const TensorMapShape<3> shape = {
+      {static_cast<uint64_t>(dim), static_cast<uint64_t>(p.heads_q),
+       static_cast<uint64_t>(p.tokens_q)},
+      {0, step(rows.head_stride, p.heads_q), step(rows.stride, p.tokens_q)},
+      {kStripDim, static_cast<uint32_t>(args.pack), static_cast<uint32_t>(args.half_tokens)}};
+  return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_DATA_TYPE_UINT16);
+}
+
+template <int kWidth>
+cudaError_t encode_keys(CUtensorMap* map, const Slots& keys, const Arguments& args) {
+  constexpr bool kWhole = kWidth % kStripDim == 0;
+  constexpr int kCount = kWhole ? kWidth / kStripDim : 1;
+  const PrefillParams& p = args.params;
+  const bool packed = kSource == Source::Packed;
+  const int64_t pages = packed ? 1 : p.pages, slots = packed ? p.tokens_k : p.page_size;
+  const TensorMapShape<5> shape = {
+      {static_cast<uint64_t>(kWhole ? kStripDim : kWidth), static_cast<uint64_t>(slots), kCount,
+       static_cast<uint64_t>(p.heads_kv), static_cast<uint64_t>(pages)},
+      {0, step(keys.stride, slots), kStripBytes, step(keys.head_stride, p.heads_kv),
+       step(keys.page_stride, pages)},
+      {kStripDim, static_cast<uint32_t>(packed ? kKeys : args.box_tokens),
+       static_cast<uint32_t>(packed ? kCount : 1), 1, 1}};
+  return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_DATA_TYPE_UINT16);
+}
+
+int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
+
+// Heads side by side fill the rows of a tile where sequences have few queries: all, or on average,
+// as where many only decode.
+int choose_pack(int group, const PrefillParams& p) {
+  const int average = p.tokens_q / p.batch;
+  if (p.max_seqlen_q >= kConsumers * kRows && average >= kRows) {
+    return 1;
+  }
+  int pack = std::min(group, kRows);
+  while (group % pack != 0) {
+    --pack;
+  }
+  return pack;
+}
+
+Arguments make_arguments(const PrefillParams& params) {
+  Arguments args = {};
+  args.params = params;
+  PrefillParams& p = args.params;
+  p.left = std::min(p.left, kFarthest);
+  p.right = std::min(p.right, kFarthest);
+  args.logit_scale = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
+  args.direct = p.softcap <= 0 && p.scale > 0 ? 1 : 0;
+  args.factor = args.direct != 0 ? args.logit_scale : 1.0f;
+  args.group = p.heads_q / p.heads_kv;
+  args.pack = p.pack > 0 ? p.pack : choose_pack(args.group, p);
+  args.reciprocal = ((1 << 16) + args.pack - 1) / args.pack;
+  args.half_tokens = kRows / args.pack;
+  args.tile_tokens = kConsumers * args.half_tokens;
+  args.units = p.heads_q / args.pack;
+  args.box_tokens = kSource == Source::Pages ? greatest_common_divisor(p.page_size, kKeys) : 0;
+  return args;
+}
+
+// The most items that there can be, whatever the lengths.
+int64_t item_capacity(const Arguments& args) {
+  const PrefillParams& p = args.params;
+  const int64_t each = ceil_div(p.max_seqlen_q, args.tile_tokens);
+  const int64_t all = p.tokens_q / args.tile_tokens + p.batch;
+  return std::min(each * p.batch, all) * args.units;
+}
+
+cudaError_t launch_prefill(const PrefillParams& params, cudaStream_t stream) {
+  if (!is_supported(params)) {
+    return cudaErrorInvalidValue;
+  }
+  const Arguments args = make_arguments(params);
+  const PrefillParams& p = args.params;
+  Maps maps = {};
+  OSTINATO_RETURN_IF_ERROR(encode_rows(&maps.queries, p.q, kDim, args));
+  OSTINATO_RETURN_IF_ERROR(encode_rows(&maps.out, p.out, kValueDim, args));
+  if (kSource == Source::Packed && p.tokens_k == 0) {
+    maps.keys = maps.values = maps.queries;  // prefetched, but never used
+  } else if (kSource != Source::Slots) {
+    OSTINATO_RETURN_IF_ERROR(encode_keys<kDim>(&maps.keys, p.k, args));
+    OSTINATO_RETURN_IF_ERROR(encode_keys<kValueDim>(&maps.values, p.v, args));
+  }
+  int sms = 0;
+  OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
+  LaunchConfig config;
+  config.grid = dim3(static_cast<unsigned>(std::min<int64_t>(sms, item_capacity(args))));
+  config.block = dim3(kThreads);
+  config.dynamic_smem = sizeof(SharedStorage);
+  config.pdl = p.pdl != 0;
+  return launch(prefill, config, stream, args, maps);
+}
+
+}  // namespace
+}  // namespace ostinato::prefill
+
+OSTINATO_EXPORT int ostinato_prepare() {
+  return ostinato::allow_dynamic_smem(ostinato::prefill::prefill,
+                                      sizeof(ostinato::prefill::SharedStorage));
+}
+
+OSTINATO_EXPORT int ostinato_launch(const ostinato::PrefillParams* params, void* stream) {
+  return ostinato::prefill::launch_prefill(*params, static_cast<cudaStream_t>(stream));
+}

@@ -1,0 +1,91 @@
+// The shared memory of a CTA.
+#pragma once
+
+#include "common/mbarrier.cuh"
+#include "prefill_item.cuh"
+
+namespace ostinato::prefill {
+
+// Keys and values have rings of different types.
+struct Keys {};
+struct Values {};
+
+template <class What>
+inline constexpr int kTileBytes = std::is_same_v<What, Keys> ? kKeyBytes : kValueBytes;
+
+template <class What>
+struct Ring {
+  alignas(1024) uint8_t tiles[kStages][kTileBytes<What>];
+};
+
+template <class What>
+struct RingBarriers {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+};
+
+// A sequence with what is counted before it on the line of items.
+struct Sequence {
+  int first_row, queries, first_key, length;
+};
+
+struct SharedStorage {
+  alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
+  Ring<Keys> keys;
+  Ring<Values> values;
+  alignas(1024) uint8_t output[kShareOutput ? 1 : kConsumers][kShareOutput ? 16 : kOutputBytes];
+  RingBarriers<Keys> keys_barriers;
+  RingBarriers<Values> values_barriers;
+  uint64_t queries_full[kQueryBuffers][kConsumers];
+  uint64_t queries_empty[kQueryBuffers][kConsumers];
+  uint64_t item_full[kItems];
+  uint64_t item_empty[kItems];
+  Item items[kItems];
+  // By rank: sequences with long tiles come first.
+  Sequence sequences[kMaxBatch];
+  int start[kMaxBatch + 1];  // items of all sequences before
+  int weight[kMaxBatch];     // by number
+};
+static_assert(sizeof(SharedStorage) <= 227 * 1024, "an SM has 227 KB for a CTA");
+
+template <class What>
+__device__ __forceinline__ Ring<What>& ring_of(SharedStorage& shared) {
+  if constexpr (std::is_same_v<What, Keys>) {
+    return shared.keys;
+  } else {
+    static_assert(std::is_same_v<What, Values>, "there are keys and values");
+    return shared.values;
+  }
+}
+
+template <class What>
+__device__ __forceinline__ RingBarriers<What>& barriers_of(SharedStorage& shared) {
+  if constexpr (std::is_same_v<What, Keys>) {
+    return shared.keys_barriers;
+  } else {
+    static_assert(std::is_same_v<What, Values>, "there are keys and values");
+    return shared.values_barriers;
+  }
+}
+
+// Where a warpgroup turns its output into rows, if its queries lie in that buffer.
+__device__ __forceinline__ uint8_t* output_of(SharedStorage& shared, int buffer, int warpgroup) {
+  if constexpr (kShareOutput) {
+    return shared.queries[buffer][warpgroup];
+  } else {
+    return shared.output[warpgroup];
+  }
+}
+
+// As a value that the compiler knows to be the warp's. By all lanes.
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
+// Barriers by number: 0 is __syncthreads.
+__device__ __forceinline__ int turn_barrier(int warpgroup) { return 1 + warpgroup; }
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  sync_named(1 + kConsumers + warpgroup, kWarpgroup);
+}
+
+}  // namespace ostinato::prefill

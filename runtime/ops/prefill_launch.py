@@ -1,0 +1,221 @@
+"""Prefill attention on CUDA: from tensors to a launch of csrc/attention/prefill_sm90.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ostinato import _C
+from ostinato.kernels.loader import load
+from ostinato.kernels.variants import AttentionPrefill
+from ostinato.ops import pdl
+from ostinato.ops.attend import LogitRule
+from ostinato.ops.launch import (
+    KERNEL_NAMES,
+    current_stream,
+    has_kernels,
+    heads_of,
+    on_device,
+    slots_of,
+)
+
+_PAGE = 16  # tokens; TMA copies pages of a multiple of it
+_MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
+_MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
+_VECTOR_BYTES = 16
+_WORKSPACE_BYTES = 8
+
+_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+
+
+def packed_variant(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+) -> AttentionPrefill | None:
+    """Return the kernel that attends to packed keys and values, None where none does.
+
+    The arguments are those of `varlen_attention`, checked.
+    """
+    if max(q.size(0), k.size(0)) >= _MOST_TOKENS or not _serves(q, k, v, out):
+        return None
+    return kernel_for(q.dtype, q.size(2), "packed")
+
+
+def paged_variant(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    out: torch.Tensor,
+) -> AttentionPrefill | None:
+    """Return the kernel that attends to a paged cache, None where none does.
+
+    The arguments are those of `paged_attention`, checked.
+    """
+    page_size = k_cache.size(1)
+    if (
+        max(q.size(0), page_table.size(1) * page_size) >= _MOST_TOKENS
+        or k_cache.size(0) == 0
+        or not _serves(q, k_cache, v_cache, out)
+    ):
+        return None
+    return kernel_for(q.dtype, q.size(2), "slots" if page_size % _PAGE else "pages")
+
+
+def kernel_for(dtype: torch.dtype, dim: int, keys: str) -> AttentionPrefill | None:
+    """Return the kernel for keys that lie so (`AttentionPrefill`), None where there is none."""
+    if dtype not in (torch.bfloat16, torch.float16) or dim % 16 or not 16 <= dim <= 256:
+        return None
+    return AttentionPrefill(head_dim=dim, dtype=KERNEL_NAMES[dtype], keys=keys)
+
+
+def attend_packed(
+    kernel: AttentionPrefill,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    rule: LogitRule,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Launch the kernel that `packed_variant` chose on torch's current stream.
+
+    The kernel before it on the stream may still be writing any of these.
+
+    Raises:
+        RuntimeError: when the stream is captured and its workspace does not exist yet.
+    """
+    batch = cu_seqlens_q.size(0) - 1
+    for first in range(0, batch, _MOST_SEQUENCES):
+        _launch(
+            kernel,
+            q,
+            max_seqlen_q,
+            rule,
+            sinks,
+            out,
+            lse,
+            heads_kv=k.size(1),
+            batch=min(batch - first, _MOST_SEQUENCES),
+            k=_packed_slots(k),
+            v=_packed_slots(v),
+            cu_seqlens_q=cu_seqlens_q[first:].data_ptr(),
+            cu_seqlens_k=cu_seqlens_k[first:].data_ptr(),
+            tokens_k=k.size(0),
+            max_seqlen_k=max_seqlen_k,
+        )
+
+
+def attend_paged(
+    kernel: AttentionPrefill,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    rule: LogitRule,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Launch the kernel that `paged_variant` chose; else as `attend_packed`."""
+    for first in range(0, seq_lens.size(0), _MOST_SEQUENCES):
+        some = slice(first, first + _MOST_SEQUENCES)
+        # Rows of q, unless cu_seqlens_q names them.
+        row = 0 if cu_seqlens_q is not None else first * max_seqlen_q
+        _launch(
+            kernel,
+            q[row:],
+            max_seqlen_q,
+            rule,
+            sinks,
+            out[row:],
+            None if lse is None else lse[row:],
+            heads_kv=k_cache.size(2),
+            batch=seq_lens[some].size(0),
+            k=slots_of(k_cache),
+            v=slots_of(v_cache),
+            cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q[first:].data_ptr(),
+            seq_lens=seq_lens[some].data_ptr(),
+            page_table=page_table[some].data_ptr(),
+            page_table_stride=page_table.stride(0),
+            pages=k_cache.size(0),
+            page_size=k_cache.size(1),
+            max_pages=page_table.size(1),
+        )
+
+
+def _launch(
+    kernel: AttentionPrefill,
+    q: torch.Tensor,
+    max_seqlen_q: int,
+    rule: LogitRule,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    **keys: Any,
+) -> None:
+    if q.size(0) == 0:
+        return
+    device = q.get_device()
+    with on_device(device):
+        stream = current_stream(device)
+        load(kernel, device=device, stream=stream).launch(
+            q=heads_of(q),
+            out=heads_of(out),
+            lse=heads_of(lse),
+            heads_q=q.size(1),
+            tokens_q=q.size(0),
+            max_seqlen_q=max_seqlen_q,
+            scale=rule.scale,
+            softcap=rule.softcap,
+            left=rule.left,
+            right=0 if rule.causal else rule.right,
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            workspace=_workspace(device, stream).data_ptr(),
+            pdl=pdl.enabled(),
+            stream=stream,
+            **keys,
+        )
+
+
+def _serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bool:
+    """Return whether our kernels run on the device and can copy these."""
+    return (
+        has_kernels(q.get_device())
+        and k.dtype == q.dtype
+        and all(_in_vectors(x) for x in (q, k, v, out))
+    )
+
+
+def _in_vectors(x: torch.Tensor) -> bool:
+    """Return whether every row of x, whose last dimension is dense, begins at such a multiple."""
+    steps = (stride * x.element_size() for stride in x.stride()[:-1])
+    return x.data_ptr() % _VECTOR_BYTES == 0 and all(step % _VECTOR_BYTES == 0 for step in steps)
+
+
+def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the address and strides of packed [tokens, heads, dim]: there are no pages."""
+    data, stride, head_stride = heads_of(x)
+    return (data, 0, stride, head_stride)
+
+
+def _workspace(device: int, stream: int) -> torch.Tensor:
+    """Return the stream's counter of the work that was taken, which every launch leaves at zero."""
+    found = _workspaces.get((device, stream))
+    if found is None:
+        if _C.is_capturing(stream):
+            raise RuntimeError(
+                "workspace: none exists for a stream that is being captured, expected a call like "
+                "this one on the stream before the capture"
+            )
+        found = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+        _workspaces[device, stream] = found
+    return found

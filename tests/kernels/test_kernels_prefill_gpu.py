@@ -1,0 +1,107 @@
+"""Prefill attention on a GPU: no delay at a hand-over changes a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import _C
+from ostinato.kernels.compiler import build, plan
+from ostinato.kernels.mode import RELEASE, BuildMode
+from ostinato.kernels.variants import AttentionPrefill
+from ostinato.ops.launch import heads_of, slots_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+_SITES = (
+    *("prefill_queries_load", "prefill_tile_load", "prefill_item_publish", "prefill_item_release"),
+    *("prefill_release", "prefill_values_clear", "prefill_output_store"),
+)
+# Items that overlap and those that do not; three warpgroups; copied and gathered pages.
+_VARIANTS = (
+    *(AttentionPrefill(head_dim=dim, dtype="bf16") for dim in (64, 128, 256)),
+    *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys) for keys in ("pages", "slots")),
+)
+_LENGTHS = ([700], [1, 0, 64, 300], [129] * 12)
+_PAGES, _PAGE, _HEADS_Q, _HEADS_KV = 60, 16, 4, 2
+
+Launch = Callable[[AttentionPrefill, BuildMode, list[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def launch() -> Launch:
+    """Give a function of variant, mode and lengths that returns out, from the same inputs."""
+    wanted = [(v, mode) for v in _VARIANTS for mode in (RELEASE, *map(_delayed, _SITES))]
+    entries = build([plan(variant, mode) for variant, mode in wanted])
+    libraries = {key: _C.Prefill(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    for library in libraries.values():
+        library.prepare()
+    tokens = max(map(sum, _LENGTHS))
+    q_all = torch.randn(tokens, _HEADS_Q, 256, device="cuda").bfloat16()
+    cache = torch.randn(2, _PAGES * 40, _PAGE, _HEADS_KV, 256, device="cuda").bfloat16()
+    table = torch.randint(_PAGES * 40, (12, _PAGES), dtype=torch.int32, device="cuda")
+    workspace = torch.zeros(8, dtype=torch.uint8, device="cuda")
+
+    def run(variant: AttentionPrefill, mode: BuildMode, lengths: list[int]) -> torch.Tensor:
+        dim = variant.head_dim
+        q = q_all[: sum(lengths), :, :dim].contiguous()
+        out = torch.full_like(q, torch.nan)
+        offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        k_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        k, v = cache[..., :dim]
+        keys: dict[str, Any] = {
+            "seq_lens": k_lens.data_ptr(),
+            "page_table": table.data_ptr(),
+            "page_table_stride": table.stride(0),
+            "pages": k.size(0),
+            "page_size": _PAGE,
+            "max_pages": table.size(1),
+        }
+        k_slots, v_slots = slots_of(k), slots_of(v)
+        if variant.keys == "packed":
+            keys = {
+                "cu_seqlens_k": offsets.data_ptr(),
+                "tokens_k": k.size(0) * _PAGE,
+                "max_seqlen_k": max(lengths),
+            }
+            k_slots, v_slots = ((x[0], 0, *x[2:]) for x in (k_slots, v_slots))
+        libraries[variant, mode].launch(
+            q=heads_of(q),
+            k=k_slots,
+            v=v_slots,
+            out=heads_of(out),
+            batch=len(lengths),
+            heads_q=_HEADS_Q,
+            heads_kv=_HEADS_KV,
+            tokens_q=q.size(0),
+            max_seqlen_q=max(lengths),
+            scale=dim**-0.5,
+            stream=torch.cuda.current_stream().cuda_stream,
+            workspace=workspace.data_ptr(),
+            cu_seqlens_q=offsets.data_ptr(),
+            pdl=True,
+            **keys,
+        )
+        torch.cuda.synchronize()  # the lengths must live until then
+        return out
+
+    return run
+
+
+def _delayed(site: str) -> BuildMode:
+    return BuildMode(delay_site=site)
+
+
+@pytest.mark.parametrize("lengths", _LENGTHS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
+@pytest.mark.parametrize("site", _SITES)
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+def test_injected_delays_change_no_bit(
+    launch: Launch, variant: AttentionPrefill, site: str, lengths: list[int]
+) -> None:
+    expected = launch(variant, RELEASE, lengths)
+    assert not expected.isnan().any()
+    for _ in range(3):
+        assert torch.equal(launch(variant, _delayed(site), lengths), expected)

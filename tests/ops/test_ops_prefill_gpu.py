@@ -1,0 +1,255 @@
+"""Prefill attention by our kernel: accuracy over its whole grid, one graph for many lengths."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import PagedCase, assert_same_bits, int32
+
+from ostinato import ops
+from ostinato.ops import decode_launch, prefill_launch, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+CUDA = torch.device("cuda")
+BF16, FP16 = torch.bfloat16, torch.float16
+# Around the tiles of queries and keys.
+Q_LENS = (0, 1, 5, 63, 64, 65, 127, 128, 129, 0, 200)
+K_LENS = (7, 0, 300, 64, 65, 64, 128, 127, 500, 9, 201)
+RULES: list[dict[str, Any]] = [
+    *({"scale": 0.3}, {"scale": -0.1}, {"softcap": 5.0}, {"sinks": True}, {"causal": False}),
+    *({"window": window} for window in [(0, 0), (30, -1), (130, -1), (5000, -1), (-1, 2)]),
+    {"window": (50, 40), "causal": False, "softcap": 15.0, "sinks": True},
+]
+
+
+def packed(
+    q_lens: tuple[int, ...] = Q_LENS,
+    k_lens: tuple[int, ...] | None = None,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 128,
+    dtype: torch.dtype = BF16,
+) -> list[Any]:
+    """Return the arguments of `varlen_attention`; rows that no sequence owns are NaN."""
+    k_lens = q_lens if k_lens is None else k_lens
+    tensors = []
+    for lens, count in ((q_lens, heads[0]), (k_lens, heads[1]), (k_lens, heads[1])):
+        rows = torch.full((sum(lens) + 3, 2 * count, dim), math.nan, dtype=dtype, device=CUDA)
+        rows[: sum(lens), :count] = torch.randn(sum(lens), count, dim, device=CUDA)
+        tensors.append(rows[:, :count])
+    tensors[0] = tensors[0][: sum(q_lens)]
+    offsets = [
+        int32([sum(lens[:b]) for b in range(len(lens) + 1)], CUDA) for lens in (q_lens, k_lens)
+    ]
+    return [*tensors, *offsets, max(q_lens), max(k_lens)]
+
+
+def attend(args: list[Any], **options: Any) -> Any:
+    """Call the op after seeing that our kernel serves it."""
+    q, k, v = args[:3]
+    assert prefill_launch.packed_variant(q, k, v, torch.empty_like(q)) is not None
+    return ops.varlen_attention(*args, **options)
+
+
+def check(out: torch.Tensor, lse: torch.Tensor, twin: Any, dtype: torch.dtype) -> None:
+    """Demand at most twice torch's error in the same dtype, of all elements and of the worst."""
+    exact, exact_lse = twin(torch.float64)
+    torchs = (twin(dtype)[0].double() - exact).abs()
+    error = (out.double() - exact).abs()
+    assert error.square().mean().sqrt() <= 2 * torchs.square().mean().sqrt() + 1e-6
+    assert error.amax() <= 2 * torchs.amax() + 1e-6
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+def check_packed(args: list[Any], **options: Any) -> None:
+    out, lse = attend(args, **options, return_lse=True)
+
+    def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.varlen_attention(*args[:5], **options, dtype=dtype)
+
+    check(out, lse, twin, args[0].dtype)
+
+
+def check_paged(case: PagedCase) -> None:
+    args, options = case.build(CUDA)
+    q, k_cache, v_cache, table, _ = args
+    queries = options["max_seqlen_q"]
+    assert decode_launch.variant(q, k_cache, v_cache, table, queries, torch.empty_like(q)) is None
+    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, torch.empty_like(q)) is not None
+    out, lse = ops.paged_attention(*args, **options, return_lse=True)
+
+    def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.paged_attention(*args, **options, dtype=dtype)
+
+    check(out, lse, twin, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("k_lens", [None, K_LENS], ids=["all", "chunks"])
+def test_dims_and_dtypes(k_lens: tuple[int, ...] | None, dim: int, dtype: torch.dtype) -> None:
+    check_packed(packed(k_lens=k_lens, dim=dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (32, 8), (8, 8), (12, 1)], ids=str)
+@pytest.mark.parametrize("q_lens", [(300, 20, 1), (40, 9)], ids=str)
+def test_groups(q_lens: tuple[int, ...], heads: tuple[int, int]) -> None:
+    check_packed(packed(q_lens, heads=heads))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rules(rule: dict[str, Any]) -> None:
+    rule = dict(rule)
+    if rule.pop("sinks", False):
+        rule["sinks"] = torch.randn(4, device=CUDA)
+    check_packed(packed((300, 129, 64), (310, 500, 64)), **rule)
+
+
+@pytest.mark.parametrize("scale", [0.8, 3.0, -5.0, 50.0])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_scores_far_above_all_before(dtype: torch.dtype, scale: float) -> None:
+    """Weights overflow relative to the maximum so far, which is not looked for in every tile."""
+    check_packed(packed((300, 70), (900, 400), dtype=dtype), scale=scale)
+
+
+def test_long_sequences_beside_short_ones() -> None:
+    check_packed(packed((2048, 1, 777, 0, 3000, 64), heads=(8, 2)))
+
+
+def test_more_sequences_than_one_launch_takes() -> None:
+    check_packed(packed(tuple(b * 7 % 90 for b in range(700)), heads=(2, 1)))
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 64, 256, 1, 7])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_pages(dim: int, page_size: int) -> None:
+    check_paged(
+        PagedCase(
+            K_LENS,
+            q_lens=Q_LENS,
+            max_seqlen_q=200,
+            dim=dim,
+            page_size=page_size,
+            dtype=BF16,
+        )
+    )
+
+
+@pytest.mark.parametrize("layout", ["dense", "heads first"])
+@pytest.mark.parametrize("page_size", [16, 7])
+@pytest.mark.parametrize(
+    "rule",
+    [*({"causal": False}, {"softcap": 2.0, "sinks": True}), {"window": (90, -1)}],
+    ids=str,
+)
+def test_rules_and_layouts_of_pages(rule: dict[str, Any], page_size: int, layout: str) -> None:
+    check_paged(
+        PagedCase(
+            (700, 300, 0, 70),
+            q_lens=(200, 1, 0, 70),
+            max_seqlen_q=200,
+            dim=128,
+            page_size=page_size,
+            dtype=BF16,
+            layout=layout,
+            **rule,
+        )
+    )
+
+
+@pytest.mark.parametrize("where", ["k", "v", "infinite v"])
+def test_nan_reaches_only_those_that_see_it(where: str) -> None:
+    args = packed((200, 100), (330, 100), heads=(2, 1))
+    expected = attend(args)
+    tensor = args[1] if where == "k" else args[2]
+    key, first = 270, 270 - (330 - 200)  # of the first sequence; the query that stands there
+    tensor[key] = math.inf if where == "infinite v" else math.nan
+    out = attend(args)
+    assert not out[first:200].isfinite().any()
+    torch.testing.assert_close(out[:first], expected[:first], rtol=2e-2, atol=2e-2)
+    assert_same_bits(out[200:], expected[200:])
+
+
+def test_a_thousand_repeats_give_the_same_bits() -> None:
+    args = packed((2048, 30, 700, 1300), heads=(16, 4))
+    expected = attend(args)
+    out = torch.empty_like(expected)
+    for _ in range(1000):
+        out.fill_(torch.nan)
+        attend(args, out=out)
+        assert_same_bits(out, expected)
+
+
+def test_one_graph_serves_hundreds_of_length_vectors() -> None:
+    batch, most = 6, 600
+    args = packed((most,) * batch, heads=(8, 2))
+    cu_q, cu_k = args[3:5]
+    out = torch.empty_like(args[0])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend(args, out=out)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            attend(args, out=out)
+        vectors = [[0] * batch, [most] * batch, [most, *[1] * (batch - 1)], [0, most] * 3]
+        vectors += torch.randint(0, most + 1, (200, batch)).tolist()
+        for lengths in vectors:
+            offsets = int32([sum(lengths[:b]) for b in range(batch + 1)], CUDA)
+            cu_q.copy_(offsets)
+            cu_k.copy_(offsets)
+            out.fill_(torch.nan)
+            graph.replay()
+            assert not out[: sum(lengths)].isnan().any()
+            assert out[sum(lengths) :].isnan().all()
+            assert_same_bits(out, attend(args, out=torch.full_like(out, torch.nan)))
+
+
+def test_a_capture_without_a_workspace_says_so() -> None:
+    args = packed((50,), dim=64)
+    attend(args)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="workspace: none exists for a stream that is being"),
+        torch.cuda.graph(graph, stream=stream),
+    ):
+        attend(args)
+
+
+def test_packed_and_paged_keys_give_the_same_bits() -> None:
+    case = PagedCase((500, 300), q_lens=(129, 200), max_seqlen_q=200, dim=128, dtype=BF16)
+    for page_size in (16, 7):
+        paged_case = PagedCase(**{**vars(case), "page_size": page_size})
+        (q, k_cache, v_cache, table, lens), options = paged_case.build(CUDA)
+        paged = ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
+        rows = [
+            torch.cat(
+                [
+                    cache[table[b, : -(-length // page_size)].long()].flatten(0, 1)[:length]
+                    for b, length in enumerate(case.k_lens)
+                ]
+            )
+            for cache in (k_cache, v_cache)
+        ]
+        offsets = int32([0, 500, 800], CUDA)
+        varlen = ops.varlen_attention(q, *rows, options["cu_seqlens_q"], offsets, 200, 500)
+        assert_same_bits(varlen, paged)
+
+
+def test_caches_beyond_two_to_the_31_elements() -> None:
+    pages, page, heads, dim = 2**31 // (16 * 8 * 128) + 3, 16, 8, 128
+    k_cache, v_cache = (torch.empty(pages, page, heads, dim, dtype=BF16, device=CUDA) for _ in "kv")
+    ids = [pages - 1, 0, pages - 2, pages - 3, 1]
+    for cache, p in product((k_cache, v_cache), ids):
+        cache[p] = torch.randn(page, heads, dim, device=CUDA)
+    q = torch.randn(70, 8, dim, dtype=BF16, device=CUDA)
+    lens = int32([73], CUDA)
+    whole = ops.paged_attention(q, k_cache, v_cache, int32(ids, CUDA)[None], lens, max_seqlen_q=70)
+    small = (k_cache[ids], v_cache[ids], int32([0, 1, 2, 3, 4], CUDA)[None])
+    assert_same_bits(whole, ops.paged_attention(q, *small, lens, max_seqlen_q=70))

@@ -1,0 +1,70 @@
+"""Which kernel attends to many queries of a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.ops import prefill_launch
+from ostinato.ops.prefill_launch import kernel_for, packed_variant, paged_variant
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_launch, "has_kernels", lambda device: True)
+
+
+def packed(tokens: int = 5, dim: int = 64, **options: Any) -> list[torch.Tensor]:
+    options = {"dtype": BF16, **options}
+    return [torch.empty(tokens, 2, dim, **options) for _ in range(4)]
+
+
+@pytest.mark.parametrize("keys", ["packed", "pages", "slots"])
+def test_keys_lie_in_one_of_three_ways(keys: str) -> None:
+    kernel = kernel_for(FP16, 192, keys)
+    assert kernel is not None
+    assert (kernel.keys, kernel.dtype, kernel.value_dim) == (keys, "fp16", 192)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float32, 128), (BF16, 120), (BF16, 272), (FP16, 8)]
+)
+def test_there_is_no_kernel_for_others(dtype: torch.dtype, dim: int) -> None:
+    assert kernel_for(dtype, dim, "packed") is None
+
+
+@pytest.mark.parametrize(("page_size", "keys"), [(16, "pages"), (48, "pages"), (20, "slots")])
+def test_pages_of_a_multiple_of_16_tokens_are_copied(page_size: int, keys: str) -> None:
+    q, *_, out = packed()
+    k_cache, v_cache = (torch.empty(3, page_size, 2, 64, dtype=BF16) for _ in "kv")
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    kernel = paged_variant(q, k_cache, v_cache, table, out)
+    assert kernel is not None
+    assert kernel.keys == keys
+
+
+def test_8_bit_keys_are_left_to_torch() -> None:
+    q, k, v, out = packed()
+    assert packed_variant(q, k, v, out) is not None
+    assert packed_variant(q, k.to(torch.int8), v.to(torch.int8), out) is None
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("how", ["address", "stride"])
+def test_rows_must_begin_at_multiples_of_16_bytes(which: int, how: str) -> None:
+    tensors = packed()
+    if how == "address":
+        tensors[which] = torch.empty(5 * 2 * 64 + 1, dtype=BF16)[1:].view(5, 2, 64)
+    else:
+        tensors[which] = torch.empty(5, 2, 68, dtype=BF16)[..., :64]
+    assert packed_variant(*tensors) is None
+
+
+def test_a_cache_without_pages_is_left_to_torch() -> None:
+    q, *_, out = packed()
+    k_cache, v_cache = (torch.empty(0, 16, 2, 64, dtype=BF16) for _ in "kv")
+    assert paged_variant(q, k_cache, v_cache, torch.zeros(1, 1, dtype=torch.int32), out) is None
