@@ -115,6 +115,7 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 _FOLDERS = {
     "AppendKVParams": "attention",
     "PagedDecodeParams": "attention",
+    "PrefillParams": "attention",
     "QuantizeParams": "gemm_w8a8",
     "SampleParams": "sampling",
     "W8A8GemmParams": "gemm_w8a8",
