@@ -79,7 +79,8 @@ def check_paged(case: PagedCase) -> None:
     args, options = case.build(CUDA)
     q, k_cache, v_cache, table, _ = args
     queries = options["max_seqlen_q"]
-    assert decode_launch.variant(q, k_cache, v_cache, table, queries, torch.empty_like(q)) is None
+    kernel = decode_launch.variant(q, k_cache, v_cache, table, queries, False, torch.empty_like(q))
+    assert kernel is None
     assert prefill_launch.paged_variant(q, k_cache, v_cache, table, torch.empty_like(q)) is not None
     out, lse = ops.paged_attention(*args, **options, return_lse=True)
 
