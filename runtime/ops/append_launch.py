@@ -7,7 +7,14 @@ import torch
 from ostinato.kernels.loader import load
 from ostinato.kernels.variants import AppendKV
 from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, current_stream, heads_of, on_device, slots_of
+from ostinato.ops.launch import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    heads_of,
+    on_device,
+    slots_of,
+)
 
 
 def append_kernel(dtype: torch.dtype, cache_dtype: torch.dtype) -> AppendKV:
@@ -60,14 +67,14 @@ def append_heads(
             k_scale_per_token=_is_per_token(k_scale),
             v_scale=slots_of(v_scale),
             v_scale_per_token=_is_per_token(v_scale),
-            positions=0 if positions is None else positions.data_ptr(),
-            cos_sin=0 if cos_sin is None else cos_sin.data_ptr(),
+            positions=address_of(positions),
+            cos_sin=address_of(cos_sin),
             cos_sin_stride=0 if cos_sin is None else cos_sin.stride(0),
             rotary_dim=0 if cos_sin is None else cos_sin.size(1),
             interleaved=interleaved,
-            q_norm_weight=0 if q_norm_weight is None else q_norm_weight.data_ptr(),
+            q_norm_weight=address_of(q_norm_weight),
             q_norm_is_fp32=q_norm_weight is not None and q_norm_weight.dtype is torch.float32,
-            k_norm_weight=0 if k_norm_weight is None else k_norm_weight.data_ptr(),
+            k_norm_weight=address_of(k_norm_weight),
             k_norm_is_fp32=k_norm_weight is not None and k_norm_weight.dtype is torch.float32,
             norm_eps=norm_eps,
             pdl=pdl.enabled(),

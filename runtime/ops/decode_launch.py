@@ -11,6 +11,7 @@ from ostinato.ops import pdl
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.launch import (
     KERNEL_NAMES,
+    address_of,
     current_stream,
     has_kernels,
     heads_of,
@@ -165,7 +166,7 @@ def attend(
                 page_table_stride=page_table.stride(0),
                 seq_lens=seq_lens[some].data_ptr(),
                 cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q[first:].data_ptr(),
-                sinks=0 if sinks is None else sinks.data_ptr(),
+                sinks=address_of(sinks),
                 out=heads_of(out[row:]),
                 lse=heads_of(None if lse is None else lse[row:]),
                 workspace=workspace.data_ptr(),

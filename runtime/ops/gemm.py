@@ -6,7 +6,7 @@ import torch
 
 from ostinato.kernels.loader import load
 from ostinato.ops import gemm_tuning, packing, pdl
-from ostinato.ops.launch import KERNEL_NAMES, current_stream, gpu, on_device
+from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ostinato.ops.sizes import round_up
 
 _ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
@@ -60,8 +60,8 @@ def w8a8_gemm(
             x_scale_stride=int(x_scale.numel() > 1),
             w_scale=w_scale.data_ptr(),
             w_scale_stride=int(w_scale.numel() > 1),
-            bias=0 if bias is None else bias.data_ptr(),
-            x_zero_point=0 if x_zero_point is None else x_zero_point.data_ptr(),
+            bias=address_of(bias),
+            x_zero_point=address_of(x_zero_point),
             x_zero_point_stride=int(x_zero_point is not None and x_zero_point.numel() > 1),
             w_sum=0 if w_sum is None or x_zero_point is None else w_sum.data_ptr(),
             out=out.data_ptr(),

@@ -52,6 +52,11 @@ def on_device(device: int) -> AbstractContextManager[object]:
     return _AS_IT_IS if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
+def address_of(x: torch.Tensor | None) -> int:
+    """Return the address of a tensor's first element; None is null."""
+    return 0 if x is None else x.data_ptr()
+
+
 def heads_of(x: torch.Tensor | None) -> tuple[int, int, int]:
     """Return the address and strides of heads [tokens, heads, dim or nothing]; None is null."""
     return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))

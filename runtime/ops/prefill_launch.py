@@ -13,6 +13,7 @@ from ostinato.ops import pdl
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.launch import (
     KERNEL_NAMES,
+    address_of,
     current_stream,
     has_kernels,
     heads_of,
@@ -178,7 +179,7 @@ def _launch(
             softcap=rule.softcap,
             left=rule.left,
             right=0 if rule.causal else rule.right,
-            sinks=0 if sinks is None else sinks.data_ptr(),
+            sinks=address_of(sinks),
             workspace=_workspace(device, stream).data_ptr(),
             pdl=pdl.enabled(),
             stream=stream,

@@ -7,7 +7,7 @@ import torch
 from ostinato.kernels.loader import load
 from ostinato.kernels.variants import Quantize
 from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, current_stream, on_device
+from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, on_device
 
 
 def quantize_rows(
@@ -49,14 +49,14 @@ def quantize_rows(
             x_stride=x.stride(0),
             out=out.data_ptr(),
             out_stride=out.stride(0),
-            scale_out=0 if scale_out is None else scale_out.data_ptr(),
-            static_scale=0 if scale is None else scale.data_ptr(),
-            zero_point=0 if zero_point is None else zero_point.data_ptr(),
-            residual=0 if residual is None else residual.data_ptr(),
+            scale_out=address_of(scale_out),
+            static_scale=address_of(scale),
+            zero_point=address_of(zero_point),
+            residual=address_of(residual),
             residual_stride=0 if residual is None else residual.stride(0),
-            residual_out=0 if residual_out is None else residual_out.data_ptr(),
+            residual_out=address_of(residual_out),
             residual_out_stride=0 if residual_out is None else residual_out.stride(0),
-            norm_weight=0 if norm_weight is None else norm_weight.data_ptr(),
+            norm_weight=address_of(norm_weight),
             eps=eps,
             m=m,
             k=k,

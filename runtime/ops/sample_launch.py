@@ -7,7 +7,7 @@ import torch
 from ostinato.kernels.loader import load
 from ostinato.kernels.variants import Sample
 from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, current_stream, has_kernels, on_device
+from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, has_kernels, on_device
 
 # csrc/sampling/sample_row.cuh: sums of so many probabilities fit in 64 bits.
 _MAX_VOCABULARY = 1 << 19
@@ -50,17 +50,13 @@ def sample(
             min_p=min_p.data_ptr(),
             seeds=seeds.data_ptr(),
             counters=counters.data_ptr(),
-            repetition_penalty=_address(repetition_penalty),
-            seen=_address(seen),
+            repetition_penalty=address_of(repetition_penalty),
+            seen=address_of(seen),
             seen_stride=0 if seen is None else seen.stride(0),
-            seen_rows=_address(seen_rows),
+            seen_rows=address_of(seen_rows),
             out=out.data_ptr(),
             rows=logits.size(0),
             vocabulary=logits.size(1),
             pdl=pdl.enabled(),
             stream=stream,
         )
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
