@@ -17,6 +17,15 @@ from ostinato.graphs.memory import DeclaredMemory
 _capturing = threading.Lock()
 
 
+def _forget_captures() -> None:
+    """Take back the place: the thread that held it was not copied into a fork."""
+    global _capturing
+    _capturing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_captures)
+
+
 @contextmanager
 def only_capture() -> Iterator[None]:
     """Hold the process's one place for a series of captures.
@@ -24,12 +33,13 @@ def only_capture() -> Iterator[None]:
     Raises:
         BusyError: when it is taken, also by this thread.
     """
-    if not _capturing.acquire(blocking=False):
+    place = _capturing
+    if not place.acquire(blocking=False):
         raise BusyError("another runner is being captured: one at a time in a process")
     try:
         yield
     finally:
-        _capturing.release()
+        place.release()
 
 
 class ProcessGuard:
@@ -138,6 +148,7 @@ class Turn:
 
 
 _turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()
+_making_turns = threading.Lock()  # the first two runners of a pool may be made in two threads
 
 
 def turn_of(pool: tuple[int, int] | None, stream: int) -> Turn:
@@ -148,10 +159,11 @@ def turn_of(pool: tuple[int, int] | None, stream: int) -> Turn:
     """
     if pool is None:
         return Turn(stream)
-    turn = _turns.get(pool)
-    if turn is None:
-        turn = _turns[pool] = Turn(stream)
-    elif turn.stream != stream:
+    with _making_turns:
+        turn = _turns.get(pool)
+        if turn is None:
+            turn = _turns[pool] = Turn(stream)
+    if turn.stream != stream:
         raise ValueError(
             f"pool: got {pool}, which another runner uses on another stream; give both the same "
             "stream, or each its own pool"

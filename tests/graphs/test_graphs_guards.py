@@ -64,6 +64,17 @@ def test_a_fork_of_the_process_is_refused_and_the_parent_goes_on(step):
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
 
 
+def test_a_fork_beside_a_capture_may_capture():
+    def capture():
+        with only_capture():
+            pass
+
+    with only_capture():
+        assert in_a_fork(capture) == "nothing"
+        with pytest.raises(BusyError):
+            capture()
+
+
 def test_the_refusal_of_a_fork_says_what_to_do(step, monkeypatch):
     runner = cpu_runner(step)
     runner.capture([2])
