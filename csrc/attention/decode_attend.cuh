@@ -102,7 +102,7 @@ class Attention {
           key_operand(keys, words, half);
 #pragma unroll
           for (int t = 0; t < kColumnTiles; ++t) {
-            multiply<Operand>(chains[s % kChains][t], keys, q_[s][t]);
+            multiply_by_warp<Operand>(chains[s % kChains][t], keys, q_[s][t]);
           }
         }
       }
@@ -309,13 +309,13 @@ class Attention {
           for (int t = 0; t < kColumnTiles; ++t) {
             if constexpr (kTake == Take::kByOneQuery) {
               float sums[4] = {out_[s][t][0], out_[s][t][1], out_[s][t][2], out_[s][t][3]};
-              multiply<Operand>(sums, values, weight_[t]);
+              multiply_by_warp<Operand>(sums, values, weight_[t]);
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 out_[s][t][i] = query_of(t, i % 2) == query ? sums[i] : out_[s][t][i];
               }
             } else {
-              multiply<Operand>(out_[s][t], values, weight_[t]);
+              multiply_by_warp<Operand>(out_[s][t], values, weight_[t]);
             }
           }
         }

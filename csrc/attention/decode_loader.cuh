@@ -7,6 +7,7 @@
 #include "common/debug.cuh"
 #include "common/tma.cuh"
 #include "decode_cuts.cuh"
+#include "warp_instructions.cuh"
 
 namespace ostinato::decode {
 
@@ -34,33 +35,8 @@ struct TileRange {
   }
 };
 
-// One lane of the warp, the same every time. (The copy engine's instructions are the compiler's
-// business for one lane only; it knows of this one.)
-__device__ __forceinline__ bool elect_lane() {
-  uint32_t elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred elected;\n"
-      "elect.sync _|elected, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, elected;\n"
-      "}"
-      : "=r"(elected));
-  return elected != 0;
-}
-
-// 16 bytes from global to shared memory by a thread.
-__device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
 __device__ __forceinline__ void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
-}
-
-// An arrival of this thread, as soon as its copies so far have landed.
-__device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 

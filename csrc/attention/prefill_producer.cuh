@@ -7,8 +7,8 @@
 
 #include "common/ring.cuh"
 #include "common/tma.cuh"
-#include "prefill_math.cuh"
 #include "prefill_schedule.cuh"
+#include "warp_instructions.cuh"
 
 namespace ostinato::prefill {
 
@@ -268,7 +268,8 @@ class Producer {
           __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), of_warp));
       const int row = warp_ * 32 + of_warp;
       if (seen) {
-        copy_vector(to + vector / 8 * kKeyStrip + row * kStripBytes + (vector % 8 ^ row % 8) * 16,
+        copy_vector(shared_address(to + vector / 8 * kKeyStrip + row * kStripBytes +
+                                   (vector % 8 ^ row % 8) * 16),
                     row_from + vector * 8);
       }
     }

@@ -9,7 +9,7 @@
 
 #include "common/pack_pair.cuh"
 #include "prefill_item.cuh"
-#include "prefill_math.cuh"
+#include "warp_instructions.cuh"
 
 namespace ostinato::prefill {
 

@@ -219,47 +219,18 @@ def _paged_attention(
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
         return
-    kernel = prefill = None
     if cu_seqlens_q is None or not batch_invariant:
-        kernel = decode_launch.variant(
+        given = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, rule, sinks)
+        decode = decode_launch.variant(
             q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
         )
+        if decode is not None:
+            decode_launch.attend(decode, *given, k_scale, v_scale, out, lse, workspace)
+            return
         prefill = prefill_launch.paged_variant(q, k_cache, v_cache, page_table, out)
-    if kernel is not None:
-        decode_launch.attend(
-            kernel,
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            seq_lens,
-            cu_seqlens_q,
-            max_seqlen_q,
-            rule,
-            sinks,
-            k_scale,
-            v_scale,
-            out,
-            lse,
-            workspace,
-        )
-        return
-    if prefill is not None:
-        prefill_launch.attend_paged(
-            prefill,
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            seq_lens,
-            cu_seqlens_q,
-            max_seqlen_q,
-            rule,
-            sinks,
-            out,
-            lse,
-        )
-        return
+        if prefill is not None:
+            prefill_launch.attend_paged(prefill, *given, out, lse)
+            return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q
     k_lens_device = seq_lens.clamp(0, capacity)

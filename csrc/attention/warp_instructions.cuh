@@ -1,4 +1,4 @@
-// Instructions without a name in CUDA C++.
+// Instructions without a name in CUDA C++ that the attention kernels share.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 #include "common/mbarrier.cuh"
 
-namespace ostinato::prefill {
+namespace ostinato {
 
 __device__ __forceinline__ float power_of_2(float x) {
   float y;
@@ -31,11 +31,9 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
-// 16 bytes from global to shared memory by a thread.
-__device__ __forceinline__ void copy_vector(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
-               "l"(global)
-               : "memory");
+// 16 bytes from global to shared memory, which is named by its address, by a thread.
+__device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
 // An arrival of this thread, as soon as its copies so far have landed.
@@ -74,4 +72,4 @@ __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&words
       : "memory");
 }
 
-}  // namespace ostinato::prefill
+}  // namespace ostinato
