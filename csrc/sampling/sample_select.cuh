@@ -107,11 +107,7 @@ class Selector {
     combine(shared_.depths);
     Amount all = {};
     if (cluster_.block_rank() == 0) {
-      Amount mine = {};
-#pragma unroll
-      for (int i = 0; i < kBins / kThreads; ++i) {
-        mine = mine + shared_.depths[threadIdx.x * (kBins / kThreads) + i];
-      }
+      const Amount mine = of_thread(shared_.depths);
       all = before(mine) + mine;
       if (threadIdx.x == kThreads - 1) {
         shared_.found.amount = all;
@@ -151,6 +147,7 @@ class Selector {
   }
 
  private:
+  static constexpr int kEach = kBins / kThreads;
   static constexpr int kLogBins = 10;
   static_assert(1 << kLogBins == kBins, "the logarithm of kBins");
 
@@ -221,6 +218,16 @@ class Selector {
     }
   }
 
+  // What is in the bins that this thread looks through.
+  __device__ static Amount of_thread(const Histogram& histogram) {
+    Amount mine = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      mine = mine + histogram[threadIdx.x * kEach + i];
+    }
+    return mine;
+  }
+
   // What the threads before this one have.
   __device__ Amount before(const Amount& mine) {
     const int lane = threadIdx.x % 32;
@@ -246,13 +253,7 @@ class Selector {
   // The bin in which the target is reached, when `start` has come together before all bins.
   __device__ Found locate(const Histogram& histogram, const Amount& start, const Target& target) {
     if (cluster_.block_rank() == 0) {
-      constexpr int kEach = kBins / kThreads;
-      Amount mine = {};
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        mine = mine + histogram[threadIdx.x * kEach + i];
-      }
-      Amount sum = start + before(mine);
+      Amount sum = start + before(of_thread(histogram));
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int bin = threadIdx.x * kEach + i;
