@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from graphs_sins import copy_unpinned, leave_a_fork, read_device, wait_for_the_device
 from graphs_toys import SPECS, ToyStep, toy_inputs
 
 from ostinato.graphs import (
@@ -186,25 +187,6 @@ def assert_healthy(runner):
     runner.capture([2, 4])
     assert runner.run(3, toy_inputs(3) | {"tokens": [1, 2, 3]})["tokens"].tolist() == [3, 5, 7]
     torch.rand(3, device=CUDA)
-
-
-def read_device(batch):
-    batch.tokens.sum().item()
-
-
-def copy_unpinned(batch):
-    batch.hidden.copy_(torch.zeros(batch.hidden.shape))
-
-
-def wait_for_the_device(batch):
-    torch.cuda.synchronize()
-
-
-def leave_a_fork(batch):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        batch.hidden + 1
 
 
 def raise_in_python(batch):

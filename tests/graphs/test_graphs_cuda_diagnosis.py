@@ -5,6 +5,7 @@ import ctypes
 
 import pytest
 import torch
+from graphs_sins import copy_unpinned, leave_a_fork, read_device, wait_for_the_device
 from graphs_toys import ToyStep, toy_inputs
 
 from ostinato.graphs import AuditError, CaptureError, VerificationError
@@ -20,10 +21,6 @@ def device():
     return torch.device(CUDA)
 
 
-def read_device(batch):
-    batch.tokens.sum().item()
-
-
 def branch_on_device(batch):
     if batch.hidden.max() > 0:
         batch.hidden.add_(0)
@@ -34,27 +31,12 @@ def swallow_a_failure(batch):
         batch.tokens.sum().item()
 
 
-def copy_unpinned(batch):
-    batch.hidden.copy_(torch.zeros(batch.hidden.shape))
-
-
 def make_from_numbers(batch):
     torch.tensor([1.0, 2.0], device=CUDA)
 
 
 def print_a_tensor(batch):
     str(batch.tokens)
-
-
-def wait_for_the_device(batch):
-    torch.cuda.synchronize()
-
-
-def leave_a_fork(batch):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        batch.hidden + 1
 
 
 def allocate_with_another_library(batch):
