@@ -15,6 +15,7 @@ from ostinato.kernels.variants import (
     AttentionPrefill,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -98,6 +99,7 @@ ATTENTION_PREFILL = tuple(
         ("packed", "pages", "slots"),
     )
 )
+MERGE_STATES = tuple(MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES)
 SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)
 CATALOGUE: tuple[Variant, ...] = (
     *QUANTIZE,
@@ -106,6 +108,7 @@ CATALOGUE: tuple[Variant, ...] = (
     *APPEND_KV,
     *ATTENTION_DECODE,
     *ATTENTION_PREFILL,
+    *MERGE_STATES,
     *SAMPLE,
 )
 

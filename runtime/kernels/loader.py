@@ -19,12 +19,21 @@ from ostinato.kernels.variants import (
     AttentionPrefill,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
 )
 
-Library = _C.AppendKV | _C.PagedDecode | _C.Prefill | _C.Quantize | _C.Sample | _C.W8A8Gemm
+Library = (
+    _C.AppendKV
+    | _C.MergeStates
+    | _C.PagedDecode
+    | _C.Prefill
+    | _C.Quantize
+    | _C.Sample
+    | _C.W8A8Gemm
+)
 
 _loaded: dict[tuple[Variant, int], Library] = {}
 _compiling = threading.Lock()
@@ -36,6 +45,8 @@ def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
 def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
+@overload
+def load(variant: MergeStates, *, device: int, stream: int) -> _C.MergeStates: ...
 @overload
 def load(variant: Sample, *, device: int, stream: int) -> _C.Sample: ...
 @overload
@@ -115,6 +126,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.Quantize(path)
     if isinstance(variant, AppendKV):
         return _C.AppendKV(path)
+    if isinstance(variant, MergeStates):
+        return _C.MergeStates(path)
     if isinstance(variant, Sample):
         return _C.Sample(path)
     if isinstance(variant, AttentionPrefill):

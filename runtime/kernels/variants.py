@@ -356,6 +356,30 @@ class AppendKV(Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeStates(Variant):
+    """Attention to some keys and attention to others, merged.
+
+    Args:
+        dtype: of the outputs.
+    """
+
+    family: ClassVar[str] = "merge_states"
+    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, FLOAT_DTYPES)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample(Variant):
     """Tokens from logits: greedy, or drawn after temperature, top-k, top-p and min-p.
 

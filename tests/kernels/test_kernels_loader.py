@@ -21,6 +21,7 @@ from ostinato.kernels.variants import (
     AttentionPrefill,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
 )
@@ -141,6 +142,13 @@ class PrefillFields(ctypes.Structure):
     ]
 
 
+class MergeStatesFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, HeadsFields) for name in ("o_a", "o_b", "out", "lse_a", "lse_b", "out_lse")],
+        *[(name, ctypes.c_int32) for name in ("tokens", "heads", "dim", "pdl")],
+    ]
+
+
 _EXTRA = {
     "PagedDecodeParams": """\
 EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens, int64_t* bytes) {
@@ -184,6 +192,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
         ("SampleParams", SampleFields, _C.Sample),
         ("PrefillParams", PrefillFields, _C.Prefill),
+        ("MergeStatesParams", MergeStatesFields, _C.MergeStates),
     ],
 )
 def test_every_argument_reaches_its_field(
@@ -326,14 +335,15 @@ def test_the_library_is_prepared_for_each_device_once(
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
         (AttentionPrefill(dtype="bf16", head_dim=128), "PrefillParams", _C.Prefill),
+        (MergeStates(dtype="fp16"), "MergeStatesParams", _C.MergeStates),
     ],
-    ids=["gemm", "append_kv", "attention_decode", "sample", "attention_prefill"],
+    ids=["gemm", "append_kv", "attention_decode", "sample", "attention_prefill", "merge_states"],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV | AttentionDecode | AttentionPrefill | Sample,
+    variant: GemmSmallM | AppendKV | AttentionDecode | AttentionPrefill | MergeStates | Sample,
     params: str,
     kind: type,
 ) -> None:

@@ -13,6 +13,7 @@ from ostinato.kernels.variants import (
     AttentionPrefill,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -45,6 +46,7 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
     "variant",
     [
         *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
+        MergeStates(dtype="bf16"),
         Sample(dtype="bf16"),
         AttentionPrefill(**_PREFILL),
     ],
@@ -116,6 +118,7 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (GemmTiled, _TILED, {"channels": 80}, "channels: got 80, expected 64 or 96 or"),
         (GemmTiled, _TILED, {"tokens": 8}, "tokens: got 8, expected 16 or 32 or 64 or 128 or"),
         (GemmTiled, _TILED, {"tokens": 32, "channels": 96}, "channels: got 96, expected 64 or 128"),
+        (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),
