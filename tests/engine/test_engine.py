@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
 from ostinato.graphs import NotCapturedError
 from ostinato.model import Llama, sequence_logits
+from ostinato.ops import prefill_launch
+from ostinato.ops.prefill_launch import attend_paged
 from tiny import byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()
@@ -68,6 +70,8 @@ def test_events_add_up_to_the_completions() -> None:
     assert engine.idle
 
 
+# Tokens, and what tells the texts of one length apart; the second begins as the first.
+LONG_PROMPTS = ((1300, 1), (900, 1), (450, 3), (513, 5), (40, 7), (3, 2))
 REQUESTS = st.lists(
     st.tuples(
         # Few beginnings of more than one chunk, so that prefixes are shared.
@@ -162,6 +166,42 @@ def test_shared_prefixes_save_work_and_change_no_token(device: torch.device) -> 
     assert [c.token_ids for c in shared] == [c.token_ids for c in fresh]
     # The last prompt computes its second chunk again: logits of its last token are needed.
     assert engine.stats.prefill_tokens == 17 + 10 + 8
+
+
+@pytest.mark.gpu
+@pytest.mark.nvcc
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_our_prefill_kernel_changes_no_token(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do neighbours, shared prefixes and, at multiples of 384, the size of chunks."""
+    launches: list[bool] = []
+
+    def attend(*args: Any) -> None:
+        launches.append(args[-3])  # batch_invariant
+        attend_paged(*args)
+
+    monkeypatch.setattr(prefill_launch, "attend_paged", attend)
+    model = tiny_llama(
+        "cuda",
+        dtype=torch.bfloat16,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+    )
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=2, ignore_eos=True)
+    prompts = [[(7 * i + i // 11 * shift) % 256 for i in range(n)] for n, shift in LONG_PROMPTS]
+    options = {"page_size": 16, "max_context": 1400, "max_prefill_tokens": 800}
+    small, large = (
+        make_engine(model=model, prefill_chunk=chunk, **options) for chunk in (384, 1152)
+    )
+    alone = [small.generate([prompt], params)[0] for prompt in prompts]
+    for engine in (small, large):
+        for prompt_ids in (prompts, prompts[::-1]):
+            together = engine.generate(prompt_ids, params)
+            expected = alone if prompt_ids is prompts else alone[::-1]
+            assert [c.token_ids for c in together] == [c.token_ids for c in expected]
+    assert launches
+    assert all(launches)
 
 
 def test_more_requests_than_slots_and_than_the_largest_bucket_are_served_in_turn() -> None:
