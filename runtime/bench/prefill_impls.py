@@ -20,6 +20,8 @@ from ostinato.bench.prefill_inputs import Inputs
 Call = Callable[[], torch.Tensor]
 Bind = Callable[[Case, Sequence[Inputs]], list[Call]]
 _WORKSPACE_BYTES = 256 << 20
+# Of FlashAttention-3 in sglang-kernel. Others do not raise: they end the process.
+_SGL_DIMS = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def _bind_fa3(
     flash, more = fa3()
     if dense and not (case.is_dense and case.is_square):
         raise ValueError("sequences of one length, packed")
+    if more and case.dim not in _SGL_DIMS:
+        raise ValueError("this library's head dims are 64 and 128")
     # Its split of the keys of few queries; where there are many it only looks for it.
     splits = 1 if case.is_square else 0
     left = case.window or -1
