@@ -64,9 +64,15 @@ def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    # In 16 bits a model's steps have one query a sequence, and its prompts as many as they have.
+    [(torch.float32, (1, 9, 30, 100)), (torch.bfloat16, (1, 100))],
+    ids=str,
+)
 @pytest.mark.parametrize("scheme", DTYPES)
 def test_no_kernel_is_launched_that_was_not_foreseen(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, dtype: torch.dtype, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: set[Variant] = set()
 
@@ -76,9 +82,9 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
 
     for module in (append_launch, decode_launch, gemm, prefill_launch, quantize_launch):
         monkeypatch.setattr(module, "load", load)
-    model = tiny_llama("cuda", scheme, dtype=torch.bfloat16, head_dim=16)
+    model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
     compile_kernels(model)
-    for length in (1, 9, 30, 100):
+    for length in lengths:
         assert sequence_logits(model, [5] * length).isfinite().all()
     assert launched
     assert launched <= set(kernels.kernels_of(model))
