@@ -214,7 +214,7 @@ class AttentionPrefill(Variant):
         """
         dims = (self.head_dim, self.value_dim)
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
-            return 112, 3
+            return 96, 3
         if max(dims) <= 128:
             return 128, 2
         if self.head_dim <= 192 and self.value_dim <= 128:
