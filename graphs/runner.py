@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +20,11 @@ from ostinato.graphs.dot import to_dot
 from ostinato.graphs.errors import (
     BusyError,
     CaptureError,
-    ClosedError,
     GraphError,
-    InvalidatedError,
     NotCapturedError,
 )
-from ostinato.graphs.guards import MemoryWatch, ProcessGuard
+from ostinato.graphs.gate import Gate
+from ostinato.graphs.guards import MemoryWatch
 from ostinato.graphs.integers import as_integer
 from ostinato.graphs.memory import DeclaredMemory, kept_alive
 from ostinato.graphs.outputs import StepOutput
@@ -35,9 +33,7 @@ from ostinato.graphs.stats import BucketStats, RunnerStats
 
 OutputT = TypeVar("OutputT", bound=StepOutput)
 
-_NOT_CAPTURED = (NotCapturedError, "nothing has been captured: call capture() first")
 _WATCHED_PER_RUN = 4  # of the declared tensors, a microsecond or two
-_CLOSED = (ClosedError, "the runner is closed: make a new GraphRunner")
 
 
 class GraphRunner(Generic[OutputT]):
@@ -94,12 +90,11 @@ class GraphRunner(Generic[OutputT]):
         self._memory = None if memory is None else kept_alive(memory)
         self._auditor = Auditor(self._backend, buffers, self._memory)
         self._watch = MemoryWatch(None)
-        self._process = ProcessGuard()
+        self._gate = Gate(self, self._backend)
         self._graphs: dict[int, Graph] = {}
         self._batch_sizes: tuple[int, ...] = ()
         self._last_batch_sizes: tuple[int, ...] = ()
         self._counts: dict[int, tuple[int, int]] = {}  # runs and real rows
-        self._refusal: tuple[type[GraphError], str] | None = _NOT_CAPTURED
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -113,7 +108,7 @@ class GraphRunner(Generic[OutputT]):
         Raises:
             GraphError: when nothing can be run; see `require_captured`.
         """
-        self.require_captured()
+        self._gate.require_ready()
         return self._batch_sizes[-1]
 
     def capture(
@@ -149,8 +144,8 @@ class GraphRunner(Generic[OutputT]):
             ClosedError, BusyError: see `run`.
         """
         _check_audit(audit)
-        with self._exclusively("capture"):
-            self._require_open()
+        with self._gate.exclusively("capture"):
+            self._gate.require_open()
             if batch_sizes is None:
                 sizes = default_batch_sizes(self._buffers.max_batch)
             else:
@@ -168,10 +163,10 @@ class GraphRunner(Generic[OutputT]):
                 BusyError: as `capture`.
         """
         _check_audit(audit)
-        with self._exclusively("recapture"):
-            self._require_open()
+        with self._gate.exclusively("recapture"):
+            self._gate.require_open()
             if not self._last_batch_sizes:
-                raise NotCapturedError(_NOT_CAPTURED[1])
+                raise NotCapturedError("nothing has been captured: call capture() first")
             return self._capture(self._last_batch_sizes, progress, verify, audit)
 
     def run(self, n: int, inputs: Mapping[str, object]) -> OutputT:
@@ -196,8 +191,8 @@ class GraphRunner(Generic[OutputT]):
                 same pool, or the caller's current stream is being captured.
             ForkedError: in a fork of the process that the runner was made in.
         """
-        with self._exclusively("run"):
-            self.require_captured()
+        with self._gate.exclusively("run"):
+            self._gate.require_ready()
             self._refuse_moved(self._watch.moved(_WATCHED_PER_RUN))
             n = as_integer("n", n)
             bucket = smallest_bucket(n, self._batch_sizes)
@@ -217,7 +212,7 @@ class GraphRunner(Generic[OutputT]):
             TypeError, ValueError: for a bad `n`.
             GraphError: when nothing can be run; see `require_captured`.
         """
-        self.require_captured()
+        self._gate.require_ready()
         return smallest_bucket(as_integer("n", n), self._batch_sizes)
 
     def require_captured(self) -> None:
@@ -226,9 +221,7 @@ class GraphRunner(Generic[OutputT]):
         Raises:
             NotCapturedError, InvalidatedError, ClosedError: with the remedy.
         """
-        if self._refusal is not None:
-            kind, message = self._refusal
-            raise kind(message)
+        self._gate.require_ready()
 
     def dump(self, batch_size: int, path: str | PathLike[str]) -> None:
         """Write the graph of a captured batch size as a drawing that Graphviz's `dot` reads.
@@ -239,8 +232,8 @@ class GraphRunner(Generic[OutputT]):
                 nothing was recorded, as on a CPU.
             BusyError: when a capture or run is under way.
         """
-        with self._exclusively("dump"):
-            self.require_captured()
+        with self._gate.exclusively("dump"):
+            self._gate.require_ready()
             size = as_integer("batch_size", batch_size)
             if size not in self._graphs:
                 raise ValueError(
@@ -260,8 +253,8 @@ class GraphRunner(Generic[OutputT]):
                 from then on.
             GraphError: when nothing can be run; see `require_captured`.
         """
-        with self._exclusively("check_memory"):
-            self.require_captured()
+        with self._gate.exclusively("check_memory"):
+            self._gate.require_ready()
             self._refuse_moved(self._watch.moved())
 
     def stats(self) -> RunnerStats:
@@ -288,10 +281,9 @@ class GraphRunner(Generic[OutputT]):
         """
         if not why:
             raise ValueError("why: got an empty string, expected the reason")
-        with self._exclusively("invalidate"):
+        with self._gate.exclusively("invalidate"):
             if self._graphs:
-                message = f"the captured graphs are out of date: {why}; call recapture()"
-                self._refusal = (InvalidatedError, message)
+                self._gate.invalidate(f"the captured graphs are out of date: {why}")
 
     def close(self) -> None:
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
@@ -301,14 +293,14 @@ class GraphRunner(Generic[OutputT]):
         Raises:
             BusyError: when a capture or run is under way, also of another runner of the same pool.
         """
-        if self._process.is_fork():
-            self._refusal = _CLOSED
+        if self._gate.is_fork:
+            self._gate.close()
             return
-        with self._exclusively("close"):
-            if self._refusal is not _CLOSED:
+        with self._gate.exclusively("close"):
+            if not self._gate.is_closed:
                 self._release()
                 self._backend.close()
-                self._refusal = _CLOSED
+                self._gate.close()
 
     def __enter__(self) -> GraphRunner[OutputT]:
         """Return the runner, which is closed on exit."""
@@ -350,7 +342,7 @@ class GraphRunner(Generic[OutputT]):
         self._graphs = graphs
         self._batch_sizes = self._last_batch_sizes = sizes
         self._counts = dict.fromkeys(sizes, (0, 0))
-        self._refusal = None
+        self._gate.open()
         return report
 
     def _release(self) -> None:
@@ -358,29 +350,15 @@ class GraphRunner(Generic[OutputT]):
         self._graphs.clear()
         self._batch_sizes = ()
         self._counts = {}
-        self._refusal = _NOT_CAPTURED
+        self._gate.empty()
         if graphs:
             self._backend.release(graphs)
 
     def _refuse_moved(self, name: str | None) -> None:
         if name is not None:
-            message = f"{name} has moved since the capture, which has its address; call recapture()"
-            self._refusal = (InvalidatedError, message)
-            raise InvalidatedError(message)
-
-    def _require_open(self) -> None:
-        if self._refusal is _CLOSED:
-            raise ClosedError(_CLOSED[1])
-
-    @contextmanager
-    def _exclusively(self, what: str) -> Iterator[None]:
-        self._process.check()
-        self._backend.turn.begin(self, what)
-        try:
-            self._backend.check_idle()
-            yield
-        finally:
-            self._backend.turn.end()
+            raise self._gate.invalidate(
+                f"{name} has moved since the capture, which has its address"
+            )
 
 
 def _check_audit(audit: object) -> None:
