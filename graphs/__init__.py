@@ -11,6 +11,7 @@ from ostinato.graphs.buckets import default_batch_sizes
 from ostinato.graphs.buffers import BatchView, StaticBuffers
 from ostinato.graphs.diagnosis import Diagnosis
 from ostinato.graphs.errors import (
+    AsleepError,
     AuditError,
     BusyError,
     CaptureError,
@@ -21,13 +22,17 @@ from ostinato.graphs.errors import (
     NotCapturedError,
     VerificationError,
 )
+from ostinato.graphs.histogram import Histogram
+from ostinato.graphs.keys import Key, Variant
 from ostinato.graphs.outputs import Step, StepOutput
+from ostinato.graphs.plan import Misses
 from ostinato.graphs.report import CaptureReport, GraphReport
 from ostinato.graphs.runner import GraphRunner
 from ostinato.graphs.spec import BufferSpec
 from ostinato.graphs.stats import BucketStats, RunnerStats
 
 __all__ = [
+    "AsleepError",
     "AuditError",
     "BatchView",
     "BucketStats",
@@ -42,12 +47,16 @@ __all__ = [
     "GraphError",
     "GraphReport",
     "GraphRunner",
+    "Histogram",
     "InvalidatedError",
+    "Key",
+    "Misses",
     "NotCapturedError",
     "RunnerStats",
     "StaticBuffers",
     "Step",
     "StepOutput",
+    "Variant",
     "VerificationError",
     "default_batch_sizes",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,16 @@ from ostinato.graphs.errors import GraphError
 from ostinato.graphs.guards import Turn
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
+
+
+class ReplayTimer(Protocol):
+    """Times replays without waiting for them."""
+
+    def replay(self, graph: Graph) -> bool:
+        """Replay; return whether the replay is timed."""
+
+    def finished(self) -> list[float]:
+        """Return the microseconds of timed replays that have ended since the last call."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,8 @@ class Graph(Protocol):
 class Backend(Protocol):
     """How steps are run, captured and replayed on one device.
 
-    Methods are called inside `scope`, and so is `Graph.replay`; but `check_idle`, `release` and
-    `close` outside of it.
+    Methods are called inside `scope`; but `check_idle`, `follow`, `replay_timer`, `release`,
+    `leave_pool` and `close` outside of it. `Graph.replay` is called inside it, or after `follow`.
     """
 
     @property
@@ -65,11 +76,21 @@ class Backend(Protocol):
     def scope(self) -> AbstractContextManager[None]:
         """Enter the place where everything runs, ordered after and before the caller's work."""
 
-    def synchronize(self) -> None:
-        """Wait for what has been run."""
+    def follow(self) -> None:
+        """Order what the caller's stream gets next after the last run, on whichever stream."""
 
-    def prepare_capture(self) -> None:
-        """Make ready for a series of captures, after their warm-up."""
+    def passed(self) -> None:
+        """Note that a run which began with `follow` has been given to the caller's stream."""
+
+    def synchronize(self) -> None:
+        """Wait for what has been run in `scope`."""
+
+    def prepare_capture(self, *, keep_pool: bool = False) -> None:
+        """Make ready for a series of captures, after their warm-up.
+
+        Args:
+            keep_pool: make it last until `leave_pool`, also while there is no graph in it.
+        """
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Capture one call of the step. A step that raises leaves the backend usable."""
@@ -108,11 +129,17 @@ class Backend(Protocol):
     def replay_us(self, graph: Graph) -> float | None:
         """Replay a few times and return the median in µs; None where nothing is recorded."""
 
+    def replay_timer(self) -> ReplayTimer:
+        """Return what times replays in the midst of serving."""
+
     def release(self, graphs: list[Graph]) -> None:
         """Give back the graphs, emptying the list, and their memory.
 
         First wait for replays, and for what the caller's stream does with their outputs.
         """
+
+    def leave_pool(self) -> None:
+        """Give back the pool after its last graph, unless it is the caller's."""
 
     def close(self) -> None:
         """Let go of what is held between captures."""
@@ -138,10 +165,16 @@ class CpuBackend:
         """Enter nothing: a CPU runs in program order."""
         return nullcontext()
 
+    def follow(self) -> None:
+        """Order nothing: a CPU runs in program order."""
+
+    def passed(self) -> None:
+        """Note nothing: a run has ended."""
+
     def synchronize(self) -> None:
         """Wait for nothing: every call has finished when it returns."""
 
-    def prepare_capture(self) -> None:
+    def prepare_capture(self, *, keep_pool: bool = False) -> None:
         """Forget the outputs of earlier captures."""
         self._shared = {}
 
@@ -188,10 +221,17 @@ class CpuBackend:
         """Return None: a replay is a call of the step."""
         return None
 
+    def replay_timer(self) -> ReplayTimer:
+        """Return a clock on the wall."""
+        return _CallTimer()
+
     def release(self, graphs: list[Graph]) -> None:
-        """Forget the graphs and the memory of their outputs."""
+        """Forget the graphs."""
         while graphs:
             graphs.pop().release()
+
+    def leave_pool(self) -> None:
+        """Forget the memory of outputs."""
         self._shared = {}
 
     def close(self) -> None:
@@ -231,3 +271,18 @@ class _CpuGraph:
 
     def release(self) -> None:
         """Give nothing back: no driver holds anything."""
+
+
+class _CallTimer:
+    def __init__(self) -> None:
+        self._finished: list[float] = []
+
+    def replay(self, graph: Graph) -> bool:
+        started = time.perf_counter()
+        graph.replay()
+        self._finished.append(1e6 * (time.perf_counter() - started))
+        return True
+
+    def finished(self) -> list[float]:
+        taken, self._finished = self._finished, []
+        return taken

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.graphs.integers import as_integer
+from ostinato.graphs.keys import DEFAULT, Key, Variant
 from ostinato.graphs.spec import BufferSpec, as_rows
 
 
@@ -21,12 +22,20 @@ class BatchView:
     Attributes:
         size: rows, padding included.
         n_active: int32 [1] on the buffers' device: how many of them are real.
+        variant: what else the step's launches may depend on.
     """
 
-    def __init__(self, rows: Mapping[str, torch.Tensor], size: int, n_active: torch.Tensor) -> None:
+    def __init__(
+        self,
+        rows: Mapping[str, torch.Tensor],
+        size: int,
+        n_active: torch.Tensor,
+        variant: Variant = DEFAULT,
+    ) -> None:
         self._rows = rows
         self.size = size
         self.n_active = n_active
+        self.variant = variant
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the rows of the buffer `name`."""
@@ -122,24 +131,26 @@ class StaticBuffers:
             if self.device.type == "cuda":
                 self._pinned = _Rows(self.specs, max_batch, torch.device("cpu"), pin_memory=True)
                 self._copied = torch.cuda.Event()
-        self._views: dict[int, BatchView] = {}
+        self._views: dict[Key, BatchView] = {}
 
     @property
     def n_active(self) -> torch.Tensor:
         """How many rows of the last staged batch are real: int32 [1] on the device."""
         return self._n_active
 
-    def view(self, n: int) -> BatchView:
-        """Return the first `n` rows of every buffer; the same object for the same `n`.
+    def view(self, n: int, variant: Variant = DEFAULT) -> BatchView:
+        """Return the first `n` rows of every buffer; the same object for the same arguments.
 
         Raises:
             TypeError: when `n` is not an integer.
             ValueError: unless 1 <= n <= max_batch.
         """
         n = self._as_size("n", n)
-        view = self._views.get(n)
+        key = Key(n, variant)
+        view = self._views.get(key)
         if view is None:
-            view = self._views[n] = BatchView(self._static.head(n), n, self._n_active)
+            view = BatchView(self._static.head(n), n, self._n_active, variant)
+            self._views[key] = view
         return view
 
     def stage(self, inputs: Mapping[str, object], n: int, bucket: int) -> None:
@@ -168,6 +179,14 @@ class StaticBuffers:
                 self._copy_through(self._pinned, host, n, bucket)
         self._static.write(checked, n, bucket)
         self._n_active.fill_(n)
+
+    def check(self, inputs: Mapping[str, object], n: int) -> None:
+        """Raise what `stage` would raise for these inputs; no buffer is changed.
+
+        Raises:
+            TypeError, ValueError: see `stage`.
+        """
+        self._check_inputs(inputs, n)
 
     def stage_padding(self, bucket: int) -> None:
         """Write padding into the first `bucket` rows, none of them real.
@@ -222,7 +241,7 @@ def _check_specs(specs: Mapping[Any, Any]) -> None:
     for name, spec in specs.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"specs: got the name {name!r}, expected an identifier")
-        if name in ("size", "n_active") or name.startswith("_"):
+        if name in ("size", "n_active", "variant") or name.startswith("_"):
             raise ValueError(f"specs: got the name {name!r}, which every BatchView reserves")
         if not isinstance(spec, BufferSpec):
             raise TypeError(f"specs[{name!r}]: got {type(spec).__name__}, expected a BufferSpec")

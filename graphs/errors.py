@@ -21,6 +21,10 @@ class ClosedError(GraphError):
     """The runner has been closed."""
 
 
+class AsleepError(GraphError):
+    """A run was asked for while the runner's graphs are released; see `GraphRunner.sleep`."""
+
+
 class BusyError(GraphError):
     """A runner or a stream was asked for one thing while it was in the middle of another.
 

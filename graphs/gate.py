@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ostinato.graphs.backend import Backend
-from ostinato.graphs.errors import ClosedError, GraphError, InvalidatedError, NotCapturedError
+from ostinato.graphs.errors import (
+    AsleepError,
+    ClosedError,
+    GraphError,
+    InvalidatedError,
+    NotCapturedError,
+)
 from ostinato.graphs.guards import ProcessGuard
 
 _Refusal = tuple[type[GraphError], str]
@@ -14,6 +20,7 @@ _NOT_CAPTURED: _Refusal = (
     NotCapturedError,
     "nothing has been captured: call capture() first",
 )
+_ASLEEP: _Refusal = (AsleepError, "the runner is asleep, without its graphs: call wake()")
 _CLOSED: _Refusal = (ClosedError, "the runner is closed: make a new GraphRunner")
 
 
@@ -30,6 +37,7 @@ class Gate:
         self._backend = backend
         self._process = ProcessGuard()
         self._refusal: _Refusal | None = _NOT_CAPTURED
+        self._closing = False
 
     @property
     def is_fork(self) -> bool:
@@ -41,6 +49,29 @@ class Gate:
         """Whether `close` was called."""
         return self._refusal is _CLOSED
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called last."""
+        return self._refusal is _ASLEEP
+
+    def enter(self, what: str, timeout_s: float = 0.0) -> None:
+        """Take the turn for the call `what`; `leave` must follow.
+
+        Raises:
+            ForkedError, BusyError: when the call may not proceed.
+        """
+        self._process.check()
+        self._backend.turn.begin(self._owner, what, timeout_s)
+        try:
+            self._backend.check_idle()
+        except BaseException:
+            self._backend.turn.end()
+            raise
+
+    def leave(self) -> None:
+        """Give the turn back."""
+        self._backend.turn.end()
+
     @contextmanager
     def exclusively(self, what: str) -> Iterator[None]:
         """Take the turn for the call `what`.
@@ -48,23 +79,41 @@ class Gate:
         Raises:
             ForkedError, BusyError: when the call may not proceed.
         """
-        self._process.check()
-        self._backend.turn.begin(self._owner, what)
+        self.enter(what)
         try:
-            self._backend.check_idle()
             yield
         finally:
-            self._backend.turn.end()
+            self.leave()
+
+    @contextmanager
+    def closing(self, timeout_s: float) -> Iterator[None]:
+        """Refuse further calls, wait for the one under way, and take the turn.
+
+        Raises:
+            BusyError: when it takes longer than `timeout_s`, is one of this thread, or the
+                caller's stream is being captured; calls are admitted as before then.
+        """
+        self._closing = True
+        try:
+            self.enter("close", timeout_s)
+            try:
+                yield
+            finally:
+                self.leave()
+        finally:
+            self._closing = False
 
     def require_ready(self) -> None:
         """Raise the reason, with the remedy, for which nothing can be run now."""
+        if self._closing:
+            raise ClosedError(_CLOSED[1])
         if self._refusal is not None:
             kind, message = self._refusal
             raise kind(message)
 
     def require_open(self) -> None:
         """Raise ClosedError after `close`."""
-        if self.is_closed:
+        if self._closing or self.is_closed:
             raise ClosedError(_CLOSED[1])
 
     def open(self) -> None:
@@ -74,6 +123,10 @@ class Gate:
     def empty(self) -> None:
         """Refuse runs: there are no graphs."""
         self._refusal = _NOT_CAPTURED
+
+    def sleep(self) -> None:
+        """Refuse runs: the graphs are released for a while."""
+        self._refusal = _ASLEEP
 
     def invalidate(self, why: str) -> InvalidatedError:
         """Refuse runs until the next capture; return the error that says so."""

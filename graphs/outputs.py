@@ -64,7 +64,7 @@ class Outputs:
 
     def rows(self, n: int) -> Any:
         """Return the first `n` rows of each tensor, packed as the step packed them."""
-        return self._pack([tensor[:n] for tensor in self.tensors])
+        return self._pack([tensor.narrow(0, 0, n) for tensor in self.tensors])
 
     def layout(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         """Return the name, shape and dtype of each tensor."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.graphs.backend import Backend, Graph
-from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.keys import Key
 from ostinato.graphs.outputs import Outputs, Step
 
 _SEED = 0x0571A70
@@ -15,7 +16,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def find_difference(
-    step: Step, buffers: StaticBuffers, backend: Backend, graph: Graph, bucket: int
+    step: Step, buffers: StaticBuffers, backend: Backend, graph: Graph, key: Key
 ) -> str | None:
     """Compare replays of `graph` with calls of the step, for several numbers of real rows.
 
@@ -30,30 +31,29 @@ def find_difference(
         ValueError: when an example does not return rows of its buffer.
     """
     generator = torch.Generator().manual_seed(_SEED)
+    bucket = key.batch_size
+    batch = buffers.view(bucket, key.variant)
     owned = backend.owned(graph.outputs)
     for n in sorted({1, (bucket + 1) // 2, max(bucket - 1, 1), bucket}):
         inputs = _example_inputs(buffers, generator, n)
-        expected = _call(step, buffers, inputs, n, bucket)
+        expected = _call(step, buffers, inputs, n, batch)
         _poison(graph.outputs, owned, expected)
         # The step's own memory still holds the expected results, for a replay that computes
         # nothing to pick up: a call on padding, harmless by definition, writes others there.
         buffers.stage_padding(bucket)
-        step(buffers.view(bucket))
+        step(batch)
         buffers.stage(inputs, n, bucket)
         graph.replay()
         difference = _first_difference(expected, graph.outputs, n)
         if difference is None:
             continue
-        again = _call(step, buffers, inputs, n, bucket)
+        again = _call(step, buffers, inputs, n, batch)
         if _first_difference(expected, again, n) is not None:
             difference += (
                 "; the step itself gave two results for the same inputs: it draws random numbers, "
                 "or reads state that it also changes"
             )
-        return (
-            f"batch size {bucket} with {n} real rows: the replay differs from the step: "
-            f"{difference}"
-        )
+        return f"{key} with {n} real rows: the replay differs from the step: {difference}"
     return None
 
 
@@ -75,10 +75,9 @@ def _example_inputs(
 
 
 def _call(
-    step: Step, buffers: StaticBuffers, inputs: dict[str, torch.Tensor], n: int, bucket: int
+    step: Step, buffers: StaticBuffers, inputs: dict[str, torch.Tensor], n: int, batch: BatchView
 ) -> Outputs:
-    buffers.stage(inputs, n, bucket)
-    batch = buffers.view(bucket)
+    buffers.stage(inputs, n, batch.size)
     outputs = Outputs.of(step(batch), batch)
     return outputs.like([tensor.clone() for tensor in outputs.tensors])
 
