@@ -119,7 +119,7 @@ def hugging_face_step(
     def cache_of(batch: int) -> Any:
         """Return a cache over the first rows of the storage, which all batch sizes share."""
         if batch not in caches:
-            cache = StaticCache(config=config, max_cache_len=context)
+            cache: Any = StaticCache(config=config, max_cache_len=context)
             cache.early_initialization(1, heads, head_dim, torch.bfloat16, device)
             for index, layer in enumerate(cache.layers):
                 layer.keys, layer.values = storage[index, 0, :batch], storage[index, 1, :batch]
