@@ -42,7 +42,7 @@ class Graph(Protocol):
 
     @property
     def outputs(self) -> Outputs:
-        """Where every replay writes."""
+        """Where every replay writes; on CUDA without a hold on the pool's memory."""
 
     @property
     def instantiate_ms(self) -> float | None:
@@ -85,12 +85,8 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for what has been run in `scope`."""
 
-    def prepare_capture(self, *, keep_pool: bool = False) -> None:
-        """Make ready for a series of captures, after their warm-up.
-
-        Args:
-            keep_pool: make it last until `leave_pool`, also while there is no graph in it.
-        """
+    def prepare_capture(self) -> None:
+        """Make ready for a series of captures, after their warm-up."""
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Capture one call of the step. A step that raises leaves the backend usable."""
@@ -174,7 +170,7 @@ class CpuBackend:
     def synchronize(self) -> None:
         """Wait for nothing: every call has finished when it returns."""
 
-    def prepare_capture(self, *, keep_pool: bool = False) -> None:
+    def prepare_capture(self) -> None:
         """Forget the outputs of earlier captures."""
         self._shared = {}
 

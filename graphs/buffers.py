@@ -91,6 +91,9 @@ class StaticBuffers:
             self._pinned: deque[_Pinned] = deque()
             if self.device.type == "cuda":
                 self._pinned.extend(_Pinned(self.specs, max_batch) for _ in range(_IN_FLIGHT))
+                # The driver loads a kernel at its first launch, and then waits for the device.
+                rows = self._static.batch(max_batch)
+                _copy_all(rows, {name: row.clone() for name, row in rows.items()})
         self._padding: dict[int, torch.Tensor] = {}
         self._views: dict[Key, BatchView] = {}
 

@@ -37,14 +37,12 @@ class CaptureOptions:
 
     Attributes:
         progress, verify, audit: as `GraphRunner.capture` says.
-        keep_pool: graphs may come and go in the pool after this capture.
         into_pool: the graphs come into the pool of the last capture, beside those in it.
     """
 
     progress: bool
     verify: bool
     audit: Audit
-    keep_pool: bool = False
     into_pool: bool = False
 
 
@@ -96,7 +94,7 @@ def capture_graphs(
             watch.note()
             with only_capture():
                 if not options.into_pool:
-                    backend.prepare_capture(keep_pool=options.keep_pool)
+                    backend.prepare_capture()
                 with _garbage_collection_paused():
                     for key in bar(largest_first, "Capturing graphs"):
                         batch = buffers.view(*key)

@@ -73,7 +73,6 @@ class CapturedStep(Generic[OutputT]):
             # Ranks whose step communicates must warm up and capture in step with each other.
             torch.distributed.barrier(group=self._group)
         misses = plan.misses
-        comes_and_goes = misses is not None and misses.action == "capture"
         watch = MemoryWatch(self._memory)
         try:
             graphs, report = capture_graphs(
@@ -84,7 +83,7 @@ class CapturedStep(Generic[OutputT]):
                 warmed=plan.warmed,
                 auditor=self._auditor,
                 watch=watch,
-                options=CaptureOptions(progress, verify, audit, keep_pool=comes_and_goes),
+                options=CaptureOptions(progress, verify, audit),
             )
         except BaseException:
             self._backend.leave_pool()
@@ -193,7 +192,7 @@ class CapturedStep(Generic[OutputT]):
         )
         self.table.put(bucket.key, graphs.pop(bucket.key))
         bucket.captures += 1
-        # Only now: in the capture, the pool has the memory of all of them to offer.
+        # Only now, when the capture has not failed.
         surplus = self.table.take_surplus()
         if surplus:
             self._backend.release(surplus)

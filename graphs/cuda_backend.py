@@ -15,6 +15,7 @@ import torch
 
 from ostinato.graphs.allocations import Allocation, State
 from ostinato.graphs.backend import Graph, MemoryUse, ReplayTimer
+from ostinato.graphs.borrowed import borrow
 from ostinato.graphs.buffers import BatchView
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import GraphDriver
@@ -75,8 +76,9 @@ class CudaBackend:
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        if torch.cuda.current_device() == self._device.index:
-            capturing = torch.cuda.is_current_stream_capturing()
+        if torch._C._cuda_getDevice() == self._device.index:
+            # As torch.cuda.is_current_stream_capturing, without what every run need not ask.
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
         else:
             with self._device_scope:
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -93,11 +95,11 @@ class CudaBackend:
         """Wait for the backend's stream."""
         self._stream.synchronize()
 
-    def prepare_capture(self, *, keep_pool: bool = False) -> None:
+    def prepare_capture(self) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
         self.leave_pool()
         self._pool = self._given_pool or torch.cuda.graph_pool_handle()
-        if (keep_pool or self._given_pool is not None) and self._anchor is None:
+        if self._anchor is None:
             self._anchor = self._empty_graph()
         gc.collect()  # dead reference cycles may hold device memory
         torch.cuda.empty_cache()
@@ -123,7 +125,8 @@ class CudaBackend:
             raise
         started = time.perf_counter()
         graph.instantiate()
-        return _CudaGraph(graph, outputs, 1e3 * (time.perf_counter() - started))
+        instantiate_ms = 1e3 * (time.perf_counter() - started)
+        return _CudaGraph(graph, self._borrowed(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:
         """Return the driver's log of the failed capture, and watch the step unless Python failed.
@@ -234,11 +237,13 @@ class CudaBackend:
             self.close()
 
     def close(self) -> None:
-        """Let go of the pool, a caller's too."""
+        """Let go of the pool, a caller's too, which goes when no output of it is held."""
         if self._anchor is not None:
-            self._anchor.reset()
             self._anchor = None
             _empty_cache()
+
+    def _borrowed(self, outputs: Outputs) -> Outputs:
+        return borrow(outputs, self.owned(outputs), self._anchor)
 
     def _begin(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None) -> None:
         handle = cast("torch.cuda._POOL_HANDLE", pool)
@@ -254,8 +259,8 @@ class CudaBackend:
         """Return a graph of nothing in the pool.
 
         A pool whose last graph is destroyed is refused by torch from then on (seen in 2.11: an
-        assertion in its host allocator). This one keeps a pool of the caller's usable while graphs
-        in it come and go.
+        assertion in its host allocator). This one keeps a pool usable while graphs in it come and
+        go, and mapped while somebody holds outputs in it.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _no_warning_of_empty_graphs():

@@ -54,7 +54,7 @@ class ProcessGuard:
 
     def check(self) -> None:
         """Raise ForkedError in a child."""
-        if self.is_fork():
+        if os.getpid() != self._process:
             raise ForkedError(
                 f"the runner was made in process {self._process}, and this is a fork of it: the "
                 "device cannot be used across a fork; make the runner in this process, or start "
@@ -150,7 +150,7 @@ class Turn:
         Raises:
             BusyError: when it is taken, also by this thread.
         """
-        if not self._acquire(timeout_s):
+        if not self._lock.acquire(blocking=False) and not self._wait(timeout_s):
             who = "the runner" if self._owner is owner else "another runner of the same pool"
             raise BusyError(
                 f"{what}: {who} is in the middle of {self._what}; "
@@ -164,10 +164,10 @@ class Turn:
         self._owner, self._thread = None, 0
         self._lock.release()
 
-    def _acquire(self, timeout_s: float) -> bool:
+    def _wait(self, timeout_s: float) -> bool:
         # What this thread is in the middle of does not end while it waits here.
         if timeout_s <= 0 or self._thread == threading.get_ident():
-            return self._lock.acquire(blocking=False)
+            return False
         return self._lock.acquire(timeout=timeout_s)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from ostinato.graphs.backend import Graph
 from ostinato.graphs.buckets import smallest_bucket
 from ostinato.graphs.keys import DEFAULT, Key, Variant
@@ -32,6 +34,10 @@ class Bucket:
         return BucketStats(size, hits, rows, variant.q_len, variant.name, eager, self.captures)
 
 
+# Batch sizes, increasing, and their buckets.
+_Row = tuple[tuple[int, ...], list[Bucket]]
+
+
 class GraphTable:
     """All buckets of a plan; empty of graphs until `put`.
 
@@ -45,9 +51,10 @@ class GraphTable:
         self.evictions = 0
         misses = plan.misses
         self._limit = None if misses is None else misses.max_graphs
-        # A run that is to be captured if it is missed takes the smallest batch size of all.
         self._captures_misses = misses is not None and misses.action == "capture"
-        self._captured: dict[Variant, tuple[int, ...]] = dict.fromkeys(plan.served, ())
+        self._captured: dict[Variant, tuple[int, ...]] = {}
+        self._hits: dict[Variant, _Row] = {}  # where a run looks first
+        self._list()
         self._recent: dict[Key, None] = {}  # in the order of their last runs
 
     @property
@@ -76,14 +83,12 @@ class GraphTable:
         Raises:
             ValueError: when `n` is too large or too small, or the variant is none of the plan.
         """
-        served = self.plan.served.get(variant)
-        if served is None:
-            known = [str(variant) for variant in self.plan.served]
-            raise ValueError(f"variant: got {variant!s}, expected one of {known}")
-        sizes = self._captured[variant]
-        if self._captures_misses or not sizes or n > sizes[-1]:
-            sizes = served
-        return self.buckets[Key(smallest_bucket(n, sizes), variant)]
+        sizes, buckets = self._hits.get(variant) or self._row(variant)
+        if not sizes or n > sizes[-1]:
+            sizes, buckets = self._row(variant)
+        if not 1 <= n <= sizes[-1]:
+            smallest_bucket(n, sizes)  # refuses it
+        return buckets[bisect_left(sizes, n)]
 
     def use(self, key: Key) -> None:
         """Note that a graph is about to be run, where the number of graphs is limited."""
@@ -115,10 +120,24 @@ class GraphTable:
         self._list()
         return taken
 
+    def _row(self, variant: Variant) -> _Row:
+        """Return all that runs of a variant may have."""
+        served = self.plan.served.get(variant)
+        if served is None:
+            known = [str(variant) for variant in self.plan.served]
+            raise ValueError(f"variant: got {variant!s}, expected one of {known}")
+        return served, [self.buckets[Key(size, variant)] for size in served]
+
     def _list(self) -> None:
         self._captured = {
             variant: tuple(
                 size for size in sizes if self.buckets[Key(size, variant)].graph is not None
             )
             for variant, sizes in self.plan.served.items()
+        }
+        # A run that is to be captured if it is missed takes the smallest batch size of all.
+        sizes = self.plan.served if self._captures_misses else self._captured
+        self._hits = {
+            variant: (row, [self.buckets[Key(size, variant)] for size in row])
+            for variant, row in sizes.items()
         }

@@ -77,7 +77,11 @@ def our_step(
         f"{shape} {precision} ctx{context}",
         step,
         StaticBuffers(specs, max_batch, device),
-        {"weights": list(model.tensors()), "cache": cache.storage, "seen": seen.mask},
+        {
+            "weights": list(model.tensors()),
+            "cache": cache.storage,
+            "seen": [value for value in vars(seen).values() if isinstance(value, torch.Tensor)],
+        },
         inputs,
         step.rehearsal,
     )
@@ -102,9 +106,7 @@ def hugging_face_step(
 
     fields = {name: value for name, value in SHAPES[shape].items() if name != "dtype"}
     layers = num_layers or fields["num_hidden_layers"]
-    config = LlamaConfig(
-        **fields | {"num_hidden_layers": layers}, attn_implementation="sdpa", use_cache=True
-    )
+    config: Any = LlamaConfig(**fields | {"num_hidden_layers": layers})
     config._attn_implementation = "sdpa"
     with _made_on(device):
         model = LlamaForCausalLM(config).eval()

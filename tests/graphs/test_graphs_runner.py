@@ -92,6 +92,17 @@ def test_outputs_are_overwritten_by_the_next_run_of_any_bucket(make_runner):
     assert large.tolist() == list(range(10, 18))
 
 
+def test_what_a_caller_does_to_its_outputs_is_not_seen_in_the_next_run(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([4])
+    first = runner.run(3, toy_inputs(3))
+    first["hidden"].unsqueeze_(0)
+    del first["tokens"]
+    second = runner.run(3, toy_inputs(3) | {"tokens": [1, 2, 3]})
+    assert second["hidden"].shape == (3, 3)
+    assert second["tokens"].tolist() == [3, 5, 7]
+
+
 def test_buckets_share_the_memory_of_outputs_on_cpu():
     runner = GraphRunner(lambda batch: batch.tokens + 0, StaticBuffers(SPECS, 8, "cpu"))
     runner.capture([2, 8])
