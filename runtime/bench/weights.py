@@ -12,7 +12,6 @@ from ostinato.model import (
     Llama,
     ModelConfig,
     W8A8Linear,
-    compile_kernels,
 )
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
@@ -29,7 +28,7 @@ def random_llama(
 ) -> Llama:
     """Return a decoder with random weights that keep activations of order one.
 
-    On CUDA its kernels are compiled if they are not yet.
+    Its kernels are not compiled: `compile_kernels` does that.
 
     Args:
         config: shape of the model; only bf16 models are made, without biases.
@@ -81,6 +80,4 @@ def random_llama(
     ]
     embedding = normal(config.vocab_size, hidden)
     head = embedding if config.tie_word_embeddings else normal(config.vocab_size, hidden)
-    model = Llama(config, embedding, layers, ones(hidden), Linear(head), max_context=max_context)
-    compile_kernels(model)
-    return model
+    return Llama(config, embedding, layers, ones(hidden), Linear(head), max_context=max_context)

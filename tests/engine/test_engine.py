@@ -226,6 +226,38 @@ def test_the_context_ends_the_text() -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read() -> None:
+    engine = make_engine()
+    request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
+    events: list[TokenEvent] = []
+    runs = []
+    for _ in range(5):
+        before = len(events)
+        events += engine.step()
+        launched = sum(bucket.hits for bucket in engine.runner.stats().buckets)
+        runs.append((launched, len(events) - before))
+    # The prompt gives the first token; no run is made for a fifth one.
+    assert runs == [(0, 0), (1, 1), (2, 1), (3, 1), (3, 1)]
+    assert engine.idle
+    assert tuple(event.token_id for event in events) == engine.result(request).token_ids
+
+
+def test_a_text_that_ends_early_leaves_nothing_of_the_step_in_flight() -> None:
+    engine = make_engine()
+    expected = {prompt: greedy(engine, prompt, 12) for prompt in ("abc", "other")}
+    stop = expected["abc"][4]
+    kept = expected["abc"][: expected["abc"].index(stop) + 1]
+    ending = engine.submit("abc", SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
+    going_on = engine.submit("other", SamplingParams(max_tokens=12, ignore_eos=True))
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    assert [e.token_id for e in events if e.request_id == ending] == list(kept)
+    assert engine.result(ending).token_ids == kept
+    assert engine.result(going_on).token_ids == expected["other"]
+    assert engine.cache.free_pages == engine.cache.usable_pages
+
+
 def test_repetition_penalty_counts_prompt_and_text() -> None:
     engine = make_engine()
     tokens = engine.generate(
