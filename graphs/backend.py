@@ -76,11 +76,15 @@ class Backend(Protocol):
     def scope(self) -> AbstractContextManager[None]:
         """Enter the place where everything runs, ordered after and before the caller's work."""
 
-    def follow(self) -> None:
-        """Order what the caller's stream gets next after the last run, on whichever stream."""
+    def follow(self) -> bool:
+        """Order what the caller's stream gets next after the last run, on whichever stream.
+
+        Returns:
+            Whether `passed` has something to do when the stream has been given the run.
+        """
 
     def passed(self) -> None:
-        """Note that a run which began with `follow` has been given to the caller's stream."""
+        """Note that the caller's stream, which may soon be gone, has been given the run."""
 
     def synchronize(self) -> None:
         """Wait for what has been run in `scope`."""
@@ -161,8 +165,9 @@ class CpuBackend:
         """Enter nothing: a CPU runs in program order."""
         return nullcontext()
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
         """Order nothing: a CPU runs in program order."""
+        return False
 
     def passed(self) -> None:
         """Note nothing: a run has ended."""

@@ -107,14 +107,16 @@ class CapturedStep(Generic[OutputT]):
         graph = bucket.graph
         if graph is None:
             return self._run_missed(bucket, n, inputs)
-        self._backend.follow()
+        foreign = self._backend.follow()
         self._buffers.stage(inputs, n, bucket.key.batch_size)
-        self.table.use(bucket.key)
+        if self.table.limit is not None:
+            self.table.use(bucket.key)
         if self._observer is None:
             graph.replay()
         else:
             self._observer.replay(bucket.key, graph)
-        self._backend.passed()
+        if foreign:
+            self._backend.passed()
         bucket.count(n)
         outputs: OutputT = graph.outputs.rows(n)
         return outputs
@@ -169,12 +171,13 @@ class CapturedStep(Generic[OutputT]):
             self._capture_missed(bucket)
             return self.run(n, inputs, bucket.key.variant)
         batch = self._buffers.view(*bucket.key)
-        self._backend.follow()
+        foreign = self._backend.follow()
         self._buffers.stage(inputs, n, batch.size)
         # What the step makes here may outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             outputs = Outputs.of(self._step(batch), batch)
-        self._backend.passed()
+        if foreign:
+            self._backend.passed()
         bucket.count(n, replayed=False)
         rows: OutputT = outputs.rows(n)
         return rows

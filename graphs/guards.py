@@ -126,7 +126,7 @@ class Turn:
 
     Attributes:
         last: the stream of the last call, None before the first; `last_handle` is the driver's.
-        last_event: its end, where the stream may be gone by the time of the next call.
+        last_event: its end, where the stream is foreign and may be gone at the next call.
     """
 
     def __init__(self, stream: int = 0) -> None:
@@ -134,6 +134,7 @@ class Turn:
         self.last: torch.cuda.Stream | None = None
         self.last_handle = -1
         self.last_event: torch.cuda.Event | None = None
+        self.last_is_foreign = False
         self._lock = threading.Lock()
         self._owner: object = None
         self._what = ""

@@ -30,7 +30,7 @@ from ostinato.graphs.plan import BatchSizes, Misses, Plan
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
 
-_WATCHED_PER_RUN = 4  # of the declared tensors, a microsecond or two
+_WATCHED_PER_RUN = 2  # of the declared tensors, half a microsecond
 
 
 class GraphRunner(Generic[OutputT]):

@@ -31,23 +31,28 @@ class CallerOrder:
         self._index = device.index
         self._turn = turn
 
-    def follow(self) -> None:
-        """Let the caller's current stream wait for the last one, if it is another."""
+    def follow(self) -> bool:
+        """Let the caller's current stream wait for the last one, if it is another.
+
+        Returns:
+            Whether `passed` has something to do: the stream is foreign.
+        """
         handle = torch._C._cuda_getCurrentRawStream(self._index)
         if handle != self._turn.last_handle:
             stream = torch.cuda.current_stream(self._device)
             self.wait_for_last(stream)
             self._turn.last, self._turn.last_handle = stream, handle
+            self._turn.last_is_foreign = _is_foreign(stream)
+        return self._turn.last_is_foreign
 
     def passed(self) -> None:
-        """Note that the call has been given to the stream, which may soon be gone if it is foreign.
+        """Note that the call has been given to the stream, which may be gone at the next one.
 
         Torch's own streams live as long as the process, so that an event of theirs can be made
         when another stream comes.
         """
-        last = self._turn.last
-        if last is not None and _is_foreign(last):
-            self._turn.last_event = last.record_event()
+        if self._turn.last is not None and self._turn.last_is_foreign:
+            self._turn.last_event = self._turn.last.record_event()
 
     def wait_for_last(self, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait for the last call, on whichever stream it was."""
@@ -60,7 +65,8 @@ class CallerOrder:
 
     def forget(self) -> None:
         """Forget the last call, which has been waited for."""
-        self._turn.last, self._turn.last_handle, self._turn.last_event = None, -1, None
+        turn = self._turn
+        turn.last, turn.last_handle, turn.last_event = None, -1, None
 
 
 class StreamScope(AbstractContextManager[None]):
@@ -76,9 +82,10 @@ class StreamScope(AbstractContextManager[None]):
         self._ready = torch.cuda.Event()
         self._done = torch.cuda.Event()
         self._caller = stream
+        self._is_foreign = False
 
     def __enter__(self) -> None:
-        self._order.follow()
+        self._is_foreign = self._order.follow()
         self._caller = torch.cuda.current_stream(self._stream.device)
         self._ready.record(self._caller)
         self._stream.wait_event(self._ready)
@@ -93,7 +100,8 @@ class StreamScope(AbstractContextManager[None]):
         self._current.__exit__(kind, error, traceback)
         self._done.record(self._stream)
         self._caller.wait_event(self._done)
-        self._order.passed()
+        if self._is_foreign:
+            self._order.passed()
 
 
 class EventTimer:
