@@ -109,7 +109,8 @@ class CapturedStep(Generic[OutputT]):
             return self._run_missed(bucket, n, inputs)
         self._backend.follow()
         self._buffers.stage(inputs, n, bucket.key.batch_size)
-        self.table.use(bucket.key)
+        if self.table.limit is not None:
+            self.table.use(bucket.key)
         if self._observer is None:
             graph.replay()
         else:

@@ -293,7 +293,7 @@ class CudaBackend:
     def _pool_segments(self) -> list[tuple[int, int]]:
         return [
             (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
+            for segment in torch.cuda.memory_snapshot(self._pool)
             if tuple(segment["segment_pool_id"]) == self._pool
             and segment["device"] == self._device.index
         ]
@@ -306,13 +306,11 @@ class _CudaGraph:
         self.outputs = outputs
         self.instantiate_ms = instantiate_ms
         self._graph = graph
+        self.replay = graph.replay  # a call less in a run
 
     @property
     def handle(self) -> int:
         return self._graph.raw_cuda_graph()
-
-    def replay(self) -> None:
-        self._graph.replay()
 
     def release(self) -> None:
         self._graph.reset()

@@ -43,6 +43,9 @@ class GraphTable:
 
     Args:
         plan: what is captured, and what runs may ask for beside it.
+
+    Attributes:
+        limit: how many graphs there may be; None for any number.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -50,7 +53,7 @@ class GraphTable:
         self.buckets = {key: Bucket(key) for key in plan.warmed}
         self.evictions = 0
         misses = plan.misses
-        self._limit = None if misses is None else misses.max_graphs
+        self.limit = None if misses is None else misses.max_graphs
         self._captures_misses = misses is not None and misses.action == "capture"
         self._captured: dict[Variant, tuple[int, ...]] = {}
         self._hits: dict[Variant, _Row] = {}  # where a run looks first
@@ -91,15 +94,14 @@ class GraphTable:
         return buckets[bisect_left(sizes, n)]
 
     def use(self, key: Key) -> None:
-        """Note that a graph is about to be run, where the number of graphs is limited."""
-        if self._limit is not None:
-            del self._recent[key]
-            self._recent[key] = None
+        """Note that a graph is about to be run; needed where `limit` is not None."""
+        del self._recent[key]
+        self._recent[key] = None
 
     def take_surplus(self) -> list[Graph]:
         """Take out the graphs that were run longest ago, as many as there are too many."""
         taken: list[Graph] = []
-        while self._limit is not None and len(self._recent) > self._limit:
+        while self.limit is not None and len(self._recent) > self.limit:
             key = next(iter(self._recent))
             del self._recent[key]
             bucket = self.buckets[key]

@@ -111,17 +111,19 @@ def hugging_face_step(
     with _made_on(device):
         model = LlamaForCausalLM(config).eval()
     heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+    # The last place of each sequence is for padding: a static cache has no dummy page.
+    places = context + 1
     storage = torch.zeros(
-        (layers, 2, max_batch, heads, context, head_dim), dtype=torch.bfloat16, device=device
+        (layers, 2, max_batch, heads, places, head_dim), dtype=torch.bfloat16, device=device
     )
     lengths = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(layers)]
-    positions = torch.arange(context, device=device)
+    positions = torch.arange(places, device=device)
     caches: dict[int, Any] = {}
 
     def cache_of(batch: int) -> Any:
         """Return a cache over the first rows of the storage, which all batch sizes share."""
         if batch not in caches:
-            cache: Any = StaticCache(config=config, max_cache_len=context)
+            cache: Any = StaticCache(config=config, max_cache_len=places)
             cache.early_initialization(1, heads, head_dim, torch.bfloat16, device)
             for index, layer in enumerate(cache.layers):
                 layer.keys, layer.values = storage[index, 0, :batch], storage[index, 1, :batch]
@@ -149,12 +151,12 @@ def hugging_face_step(
 
     specs = {
         "tokens": BufferSpec((), torch.int64, 0, random_tokens),
-        "length": BufferSpec((), torch.int64, 0, last),
+        "length": BufferSpec((), torch.int64, context, last),
     }
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
-        return {name: draw((generator), (batch,)) for name, draw in examples.items()}
+        return {name: draw(generator, (batch,)) for name, draw in examples.items()}
 
     examples = {"tokens": random_tokens, "length": last}
     count = "" if num_layers is None else f", {layers} layers"
