@@ -115,7 +115,7 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
         for batch in batches:
             inputs = {
                 name: tensor.to(model.device, specs[name].dtype)
-                for name, tensor in _inputs(model, batch, context, plan.page_size).items()
+                for name, tensor in step_inputs(model, batch, context, plan.page_size).items()
             }
             replay = partial(runner.run, batch, inputs)
             times = time_calls(replay, model.device, repeats=plan.repeats)
@@ -162,7 +162,7 @@ def _attended(config: ModelConfig, context: int) -> int:
     return sum(min(context, window or context) for window in config.sliding_windows)
 
 
-def _inputs(model: Llama, batch: int, context: int, page_size: int) -> dict[str, torch.Tensor]:
+def step_inputs(model: Llama, batch: int, context: int, page_size: int) -> dict[str, torch.Tensor]:
     """Return the step's inputs: random tokens at the end of sequences in scattered pages."""
     generator = torch.Generator().manual_seed(0)
     pages_each = -(-context // page_size)

@@ -420,7 +420,7 @@ def test_verification_reads_and_writes_real_pages_and_slots() -> None:
     engine = Engine(tiny_llama(), TOKENIZER, max_batch=4, page_size=4, prefill_chunk=8)
     seen: dict[str, set[int]] = {"slot_mapping": set(), "slots": set()}
     page_tables: set[tuple[int, ...]] = set()
-    step = engine.runner._step
+    step = engine.runner._captured._step
 
     def watched(batch: Any) -> Any:
         for name, values in seen.items():
@@ -428,7 +428,7 @@ def test_verification_reads_and_writes_real_pages_and_slots() -> None:
         page_tables.update(tuple(row) for row in batch.page_table.tolist())
         return step(batch)
 
-    engine.runner._step = watched
+    engine.runner._captured._step = watched
     engine.capture([4], progress=False)
     assert len(seen["slot_mapping"]) > 4
     assert {0, 1, 2, 3} < seen["slots"]
