@@ -76,12 +76,11 @@ inline constexpr int kOwnedSteps = ceil_div(kSteps, kTeams);
 // Sequences of one launch; their tables live in shared memory.
 inline constexpr int kMaxBatch = 512;
 
-// A partial result has a region of each warp: for each pair of its columns both columns' weights,
-// and what it owns of the head dim as the lanes hold it (decode_output.cuh).
+// A partial result has a region of each warp: for each pair of its columns, what it owns of the
+// head dim as the lanes hold it (decode_output.cuh), then for each pair both columns' weights.
 inline constexpr int kWarpPairs = kWarpColumns / 2;
 inline constexpr int kPairVectors = kOwnedSteps * 8;  // float4, of a pair
-inline constexpr int kPairStride = kPairVectors + 1;
-inline constexpr int kRegionVectors = kWarpPairs * kPairStride;
+inline constexpr int kRegionVectors = kWarpPairs * (kPairVectors + 1);
 inline constexpr int kPartVectors = kWarps * kRegionVectors;
 
 // One counter for each warp of each CTA, as many as the kernel with the most CTAs has: kernels

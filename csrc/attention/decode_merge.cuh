@@ -2,7 +2,7 @@
 // by warp, each what it owns.
 #pragma once
 
-#include "decode_sum_parts.cuh"
+#include "decode_output.cuh"
 
 namespace ostinato::decode {
 
@@ -26,6 +26,114 @@ class SharedSegment {
  private:
   int what_, who_ = 0;
 };
+
+// Where this warp's regions of a segment's parts are. `kStride` leads from one to the next, and the
+// first one is `kFirst` behind its place.
+struct CtaParts {
+  static constexpr int kStride = 2 * kPartVectors;
+  static constexpr int kFirst = kPartVectors;  // what a CTA begins is behind what it ends
+  const float4* at;
+  int count;
+};
+
+struct UnitParts {
+  static constexpr int kStride = kPartVectors;
+  static constexpr int kFirst = 0;
+  const float4* at;
+  int count;
+};
+
+// Adds up the parts of a segment that this warp's peers have stored; by the one that arrived last.
+template <class Parts>
+__device__ __forceinline__ void merge_parts(const Arguments& params, const Rows& rows,
+                                            const Parts& parts) {
+  constexpr int kPartBatch = 16, kGroup = 4;  // parts read at a time, and used at a time
+  constexpr int kStride = Parts::kStride;
+  const int lane = threadIdx.x % 32, warp = warp_index();
+  const int first_column = Attention::first_column();
+  const int first_step = team_of(warp) * kOwnedSteps;
+  const int pairs = ceil_div(min(rows.count - first_column, kWarpColumns), 2);
+#pragma unroll 1
+  for (int i = lane; i < pairs * kPairVectors; i += 32) {
+    const int pair = i / kPairVectors, step = first_step + i / 8 % kOwnedSteps;
+    if (kSteps != kTeams * kOwnedSteps && step >= kSteps) {
+      continue;
+    }
+    PairOutputs sum;
+    PairWeights weights{{{kNothing, 0}, {kNothing, 0}}};
+    const float4* values_at = parts.at + i;
+    const float4* raw_at = parts.at + weights_at(pair);
+    int begun = Parts::kFirst;
+#pragma unroll 1
+    for (int left = parts.count; left > 0; left -= kPartBatch) {
+      // All loads before all else. Past the L1 cache, which other SMs' stores do not reach. The
+      // parts come in groups: a branch for each part would wait for each part.
+      float4 values[kPartBatch], raw[kPartBatch];
+#pragma unroll
+      for (int group = 0; group < kPartBatch; group += kGroup) {
+        if (group < left) {
+#pragma unroll
+          for (int j = group; j < group + kGroup; ++j) {
+            values[j] = make_float4(0, 0, 0, 0);
+            raw[j] = make_float4(kNothing, 0, kNothing, 0);
+            if (j < left) {
+              values[j] = __ldcg(values_at + j * kStride + (j == 0 ? begun : 0));
+              raw[j] = __ldcg(raw_at + j * kStride + (j == 0 ? begun : 0));
+            }
+          }
+        }
+      }
+      values_at += kPartBatch * kStride;
+      raw_at += kPartBatch * kStride;
+      begun = 0;
+      Merger merger;
+      merger.see(weights);
+#pragma unroll
+      for (int group = 0; group < kPartBatch; group += kGroup) {
+        if (group < left) {
+#pragma unroll
+          for (int j = group; j < group + kGroup; ++j) {
+            merger.see(PairWeights::of(raw[j]));
+          }
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float fade = merger.factor(weights, e);
+        weights.columns[e] = {merger.highest[e], weights.columns[e].sum * fade};
+        sum.values[e] *= fade;
+        sum.values[e + 2] *= fade;
+      }
+#pragma unroll
+      for (int group = 0; group < kPartBatch; group += kGroup) {
+        if (group < left) {
+#pragma unroll
+          for (int j = group; j < group + kGroup; ++j) {
+            const PairWeights other = PairWeights::of(raw[j]);
+            const float factors[2] = {merger.factor(other, 0), merger.factor(other, 1)};
+            sum.add(values[j], factors[0], factors[1]);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              weights.columns[e].sum =
+                  fmaf(other.columns[e].sum, factors[e], weights.columns[e].sum);
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int column = first_column + pair * 2 + e;
+      if (column < rows.count) {
+        const FinalRow row(params, rows, column, weights.columns[e]);
+        write_out(params, row, step, i % 8, sum.values[e], sum.values[e + 2]);
+        if (step == 0 && i % 8 == 0) {
+          row.write_lse(params);
+        }
+      }
+    }
+  }
+}
 
 // Counts a warp at its counter, among those of the CTAs that share a segment; by one lane. Returns
 // whether it is the last. The count goes back to zero by itself.
@@ -63,20 +171,18 @@ class FreeParts {
   }
 
   // At the warp's end: merges the segments that it is the last to leave.
-  __device__ __forceinline__ void merge(SharedStorage& shared, const Arguments& params,
-                                        const Lengths& lengths) const {
+  __device__ __forceinline__ void merge(const Arguments& params, const Lengths& lengths) const {
     if (ended_.ctas() == 0 && begun_.ctas() == 0) {
       return;
     }
     OSTINATO_DELAY(decode_part_store, warp_index() == 3);
-    uint32_t last = arrive(params), parity = 0;
+    uint32_t last = arrive(params);
     SharedSegment segment = last & 1 ? ended_ : begun_;
 #pragma unroll 1
     for (; last != 0; last &= last - 1) {
-      // What a CTA begins is behind what it ends.
-      sum_parts(shared, params, Rows(params, lengths, segment.sequence(), segment.head()),
-                part_of(params, segment.first_cta(), false, warp_index()), kPartVectors,
-                2 * kPartVectors, segment.ctas(), &parity);
+      const CtaParts parts{part_of(params, segment.first_cta(), false, warp_index()),
+                           segment.ctas()};
+      merge_parts(params, Rows(params, lengths, segment.sequence(), segment.head()), parts);
       segment = begun_;
     }
   }
@@ -112,8 +218,7 @@ class FixedParts {
 
   // At the warp's end: for each segment of which this CTA has a unit, merges its units if this warp
   // is the last to come. (Between two units there are no registers to do it.)
-  __device__ __forceinline__ void merge(SharedStorage& shared, const Arguments& params,
-                                        const Lengths& lengths) const {
+  __device__ __forceinline__ void merge(const Arguments& params, const Lengths& lengths) const {
     const int lane = threadIdx.x % 32, warp = warp_index();
     OSTINATO_DELAY(decode_part_store, warp == 3);
     const OnLine own = on_line(params);
@@ -122,7 +227,6 @@ class FixedParts {
     const UnitShares shares(all, params.line_ctas, params.by.line_ctas);
     UnitWalk<Lengths> walk = walk_places<FixedCuts>(params, lengths, shares);
     Unit unit;
-    uint32_t parity = 0;
 #pragma unroll 1
     while (walk.next(lengths, &unit)) {
       const UnitPeers peers(unit, shares, own.cta);
@@ -139,8 +243,8 @@ class FixedParts {
       if (last) {
         const float4* const first =
             part_of_unit(params, own.line * all + unit.place - unit.index, warp);
-        sum_parts(shared, params, Rows(params, lengths, unit.sequence, unit.head), first, 0,
-                  kPartVectors, unit.count, &parity);
+        merge_parts(params, Rows(params, lengths, unit.sequence, unit.head),
+                    UnitParts{first, unit.count});
       }
     }
   }

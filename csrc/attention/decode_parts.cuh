@@ -22,9 +22,9 @@ __device__ __forceinline__ float4* part_of_unit(const Arguments& params, int pla
 }
 
 // Of what a warp owns of a pair, and of its weights, in a region.
-__host__ __device__ constexpr int outputs_at(int pair, int step, int part) {
-  return pair * kPairStride + 1 + step * 8 + part;
+__device__ __forceinline__ int outputs_at(int pair, int step, int part) {
+  return pair * kPairVectors + step * 8 + part;
 }
-__host__ __device__ constexpr int weights_at(int pair) { return pair * kPairStride; }
+__device__ __forceinline__ int weights_at(int pair) { return kWarpPairs * kPairVectors + pair; }
 
 }  // namespace ostinato::decode

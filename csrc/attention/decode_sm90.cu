@@ -89,11 +89,6 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       prefetch_tensor_map(maps.values);
     }
   }
-  const int warp = warp_index();
-  if (elect_lane()) {
-    init_barrier(&shared.parts_arrived[warp], 1);
-    fence_barrier_init();
-  }
   init_team(shared, params);
 
   // Lengths and page ids are guessed: read before the predecessor has ended, which may be writing
@@ -192,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       fetch_next();
     }
   }
-  parts.merge(shared, params, lengths);
+  parts.merge(params, lengths);
   write_empty(params, lengths);
 }
 

@@ -26,7 +26,6 @@ struct SharedStorage {
   Blocks<Values> values;
   Arrivals<Keys> keys_arrived;
   Arrivals<Values> values_arrived;
-  uint64_t parts_arrived[kWarps];  // of the segment that a warp merges
   // Of the tokens of a block: of 16 keys, then of their values. Only where tokens have their own.
   float scales[kQuantized ? kStages : 1][kWarps][kQuantized ? 2 * kBlockTokens : 1];
   // Where the teams add up their outputs: what one team has of another's steps, lane by lane, and
