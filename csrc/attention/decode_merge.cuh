@@ -252,22 +252,21 @@ class FixedParts {
 
 using Parts = std::conditional_t<kFixedCuts, FixedParts, FreeParts>;
 
-// The outputs of sequences without a token to see, by all CTAs, the last ones first: where few have
-// work, the last have none, and those that have need not write zeros after it.
+// The outputs of sequences without a token to see, by all CTAs.
 __device__ __forceinline__ void write_empty(const Arguments& params, const Lengths& lengths) {
   constexpr int kPairs = kDim / 2;
-  const int segments = params.batch * params.heads_kv;
-  for (int segment = gridDim.x - 1 - blockIdx.x; segment < segments; segment += gridDim.x) {
-    const int head = params.by.batch.divide(segment), b = segment - head * params.batch;
+  for (int b = blockIdx.x; b < params.batch; b += gridDim.x) {
     if (lengths.length(b) > 0) {
       continue;
     }
-    const Rows rows(params, lengths, b, head);
-    for (int i = threadIdx.x; i < rows.count * kPairs; i += kThreads) {
-      const FinalRow row(params, rows, i / kPairs, {kNothing, 0});
-      reinterpret_cast<uint32_t*>(row.out(params))[i % kPairs] = 0;
-      if (i % kPairs == 0) {
-        row.write_lse(params);
+    for (int head = 0; head < params.heads_kv; ++head) {
+      const Rows rows(params, lengths, b, head);
+      for (int i = threadIdx.x; i < rows.count * kPairs; i += kThreads) {
+        const FinalRow row(params, rows, i / kPairs, {kNothing, 0});
+        reinterpret_cast<uint32_t*>(row.out(params))[i % kPairs] = 0;
+        if (i % kPairs == 0) {
+          row.write_lse(params);
+        }
       }
     }
   }
