@@ -80,16 +80,30 @@ class Consumer {
 
   __device__ void run() {
     wait_for_predecessor();
+    fill_slots();
+    announce_x();
+    multiply();
+  }
+
+  // What the slots hold of x.
+  __device__ __forceinline__ void fill_slots() {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       load_slot(slots_[slot], slot);
     }
+  }
+
+  // Tells the copying thread that x has been asked for, and waits for its barriers.
+  __device__ __forceinline__ void announce_x() {
     sync_named(kInitialized, kThreads);
     OSTINATO_DELAY(small_m_x_requested, threadIdx.x / 32 == 4);
     __syncwarp();
     if (lane_ == 0) {
       arrive(&shared_.x_requested);
     }
+  }
+
+  __device__ __forceinline__ void multiply() {
     OSTINATO_DELAY(small_m_scale_store, threadIdx.x / 32 == 0);
     if (threadIdx.x < params_.m) {
       shared_.x_scale[threadIdx.x] =
@@ -200,7 +214,7 @@ class Consumer {
     return Input::prepare(WeightFragment{fragment[0], fragment[kPackedBlockBytes / 32]});
   }
 
-  __device__ __forceinline__ void multiply(int r, int b, int j, const Input::Weights& w,
+  __device__ __forceinline__ void multiply_block(int r, int b, int j, const Input::Weights& w,
                                            const Input::Tokens& tokens) {
     const int chain = b * kStepChains % kChains;
     Input::multiply(sum_[chain][r][j], sum_[chain + kStepChains - 1][r][j], w, tokens);
@@ -261,7 +275,7 @@ class Consumer {
         for (int b = 0; b < kWarpBlocks; ++b) {
 #pragma unroll
           for (int j = 0; j < kTokenTiles; ++j) {
-            multiply(r, b, j, w[b], tokens[b][j]);
+            multiply_block(r, b, j, w[b], tokens[b][j]);
           }
         }
       }
@@ -304,7 +318,7 @@ class Consumer {
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
-          multiply(r, b, j, w[b][r], Input::prepare(x[b][j]));
+          multiply_block(r, b, j, w[b][r], Input::prepare(x[b][j]));
         }
       }
     }

@@ -11,6 +11,7 @@ from itertools import chain
 
 import torch
 
+from ostinato.bench.breakdown import KernelShare, kernel_shares
 from ostinato.bench.report import Row
 from ostinato.bench.timing import MIN_REPEATS, time_calls
 from ostinato.bench.weights import dtype_name, precision
@@ -29,6 +30,7 @@ class StepPlan:
         page_size: tokens per KV page.
         repeats: replays, whose median is the result.
         temperature: of sampling; 0 is greedy.
+        breakdown: say what each kernel adds to a step; on CUDA only.
     """
 
     batches: Sequence[int]
@@ -36,6 +38,7 @@ class StepPlan:
     page_size: int = 16
     repeats: int = 30
     temperature: float = 0.0
+    breakdown: bool = False
 
     def check(self, config: ModelConfig) -> None:
         """Refuse what cannot be measured on a model.
@@ -64,6 +67,7 @@ class StepResult:
 
     batch: int
     row: Row
+    shares: Sequence[KernelShare] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -128,7 +132,7 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
                 num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
                 flops=step_flops(model, batch, context),
             )
-            yield StepResult(batch, row)
+            yield StepResult(batch, row, kernel_shares(replay) if plan.breakdown else ())
 
 
 def _implementation(model: Llama) -> str:

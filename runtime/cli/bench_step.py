@@ -80,6 +80,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="replays per median (default 30)"
     )
+    parser.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="print what each kernel adds to the step, too (CUDA only)",
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
     add_device_flag(parser)
 
@@ -96,16 +101,20 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.report import Report
     from ostinato.bench.step import StepPlan, time_steps
 
-    plan = StepPlan(args.batch, args.context, args.page_size, args.repeats, args.temperature)
+    plan = StepPlan(
+        args.batch, args.context, args.page_size, args.repeats, args.temperature, args.breakdown
+    )
     with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         device = resolve_device(args.device)
+        if args.breakdown and device.type != "cuda":
+            raise UserError(f"--breakdown: got device {device}, expected a CUDA device")
         models = _models(args, plan, device)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for name, make in models:
             for result in time_steps(make(), name, plan):
-                print(_line(result), flush=True)
+                print(_line(result), *_shares(result), sep="\n", flush=True)
                 report.rows.append(result.row)
                 # After every row: what was measured before a Ctrl-C is worth keeping.
                 if args.json is not None:
@@ -147,6 +156,14 @@ def _models(
         batch_invariant=args.batch_invariant,
     )
     return [(args.shape, partial(make, dtype)) for dtype in args.dtype or ["int8"]]
+
+
+def _shares(result: StepResult) -> list[str]:
+    return [
+        f"  {share.added_us:9.1f} µs added by {share.launches:4.0f} x {share.name}, "
+        f"{share.running_us / share.launches:.2f} µs each"
+        for share in result.shares
+    ]
 
 
 def _line(result: StepResult) -> str:

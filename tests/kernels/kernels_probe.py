@@ -114,6 +114,7 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 # Where the structs of parameters are.
 _FOLDERS = {
     "AppendKVParams": "attention",
+    "FusedLinearParams": "fused_linear",
     "PagedDecodeParams": "attention",
     "PrefillParams": "attention",
     "QuantizeParams": "gemm_w8a8",
