@@ -354,19 +354,14 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
 }
 
 void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr_t x,
-                         std::int64_t x_stride, std::uintptr_t w, std::uintptr_t w_scale,
-                         std::int32_t w_scale_stride, std::uintptr_t out, std::int64_t out_stride,
-                         std::int32_t m, std::int32_t n, std::int32_t k, std::uintptr_t stream,
-                         std::uintptr_t residual, std::int64_t residual_stride,
-                         std::uintptr_t residual_out, std::int64_t residual_out_stride,
+                         std::uintptr_t w, std::uintptr_t w_scale, std::int32_t w_scale_stride,
+                         std::uintptr_t out, std::int32_t n, std::int32_t k, std::uintptr_t stream,
+                         std::uintptr_t residual, std::uintptr_t residual_out,
                          std::uintptr_t norm_weight, float eps, std::uintptr_t bias, bool pdl) {
   FusedLinearParams params = {};
   params.x = pointer(x);
-  params.x_stride = x_stride;
   params.residual = pointer(residual);
-  params.residual_stride = residual_stride;
   params.residual_out = pointer(residual_out);
-  params.residual_out_stride = residual_out_stride;
   params.norm_weight = pointer(norm_weight);
   params.eps = eps;
   params.w = pointer(w);
@@ -374,8 +369,6 @@ void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr
   params.w_scale_stride = w_scale_stride;
   params.bias = pointer(bias);
   params.out = pointer(out);
-  params.out_stride = out_stride;
-  params.m = m;
   params.n = n;
   params.k = k;
   params.pdl = pdl ? 1 : 0;
@@ -417,10 +410,9 @@ PYBIND11_MODULE(_C, module) {
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
-  module.attr("ABI") =
-      py::dict(arg("attention") = OSTINATO_ABI_ATTENTION,
-               arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
-               arg("sampling") = OSTINATO_ABI_SAMPLING);
+  module.attr("ABI") = py::dict(
+      arg("attention") = OSTINATO_ABI_ATTENTION, arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR,
+      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
@@ -471,11 +463,10 @@ PYBIND11_MODULE(_C, module) {
   py::class_<Library<FusedLinearParams>>(module, "FusedLinear")
       .def(py::init<const std::string&>(), arg("path"))
       .def("prepare", &Library<FusedLinearParams>::prepare)
-      .def("launch", &ostinato::launch_fused_linear, py::kw_only(), arg("x"), arg("x_stride"),
-           arg("w"), arg("w_scale"), arg("w_scale_stride"), arg("out"), arg("out_stride"),
-           arg("m"), arg("n"), arg("k"), arg("stream"), arg("residual") = 0,
-           arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
-           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("bias") = 0, arg("pdl") = false);
+      .def("launch", &ostinato::launch_fused_linear, py::kw_only(), arg("x"), arg("w"),
+           arg("w_scale"), arg("w_scale_stride"), arg("out"), arg("n"), arg("k"), arg("stream"),
+           arg("residual") = 0, arg("residual_out") = 0, arg("norm_weight") = 0, arg("eps") = 0.0F,
+           arg("bias") = 0, arg("pdl") = false);
 
   py::class_<Library<AppendKVParams>>(module, "AppendKV")
       .def(py::init<const std::string&>(), arg("path"))

@@ -1,11 +1,11 @@
-// W8A8 linear layer for very few tokens, in one launch: each CTA quantises the rows of x, after RMS
-// norm and residual if asked, into its shared memory, and multiplies them as the small-M GEMM does,
-// whose ring of weights fills meanwhile. That every CTA does it again costs less than the end of
-// one kernel and the start of another. docs/gemm_small_m.md has the measurements.
+// W8A8 linear layer for one token, in one launch: each CTA quantises x, after RMS norm and residual
+// if asked, into its shared memory, and multiplies it as the small-M GEMM does, whose ring of
+// weights fills meanwhile. That every CTA does it again costs less than the end of one kernel and
+// the start of another. docs/performance.md has the measurements.
 //
 // Compiled with the macros of gemm_w8a8/small_m_config.cuh, those of gemm_w8a8/quantize.cu (kinds
 // per_token and rms_norm) and
-//   OSTINATO_MAX_K  the longest row: 4096 or 8192
+//   OSTINATO_MAX_K  the longest x: 4096 or 8192
 //
 // With params.pdl the predecessor may write x and residual. It must not write the rest, which is
 // read before the wait.
@@ -29,24 +29,21 @@ using small_m::Work;
 
 struct alignas(128) SharedStorage {
   small_m::SharedStorage product;
-  RowStorage rows;
+  CodeStorage x;
 };
 static_assert(sizeof(SharedStorage) <= small_m::kSmemLimit, "shared memory of one CTA per SM");
 
-// The product of the rows in shared memory.
-__device__ W8A8GemmParams product_of(const FusedLinearParams& p, const RowStorage& rows) {
+// The product of x in shared memory.
+__device__ W8A8GemmParams product_of(const FusedLinearParams& p, const CodeStorage& x) {
   W8A8GemmParams product = {};
-  product.x = rows.codes;
-  product.x_stride = kMaxK;
-  product.x_scale = rows.scales;
-  product.x_scale_stride = 1;
+  product.x = x.codes;
+  product.x_scale = &x.scale;
   product.w = p.w;
   product.w_scale = p.w_scale;
   product.w_scale_stride = p.w_scale_stride;
   product.bias = p.bias;
   product.out = p.out;
-  product.out_stride = p.out_stride;
-  product.m = p.m;
+  product.m = 1;
   product.n = p.n;
   product.k = p.k;
   return product;
@@ -57,13 +54,13 @@ __global__ void __launch_bounds__(kThreads, 1)
                  const KnownDivisor k) {
   extern __shared__ uint8_t storage[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
-  const W8A8GemmParams product = product_of(params, shared.rows);
+  const W8A8GemmParams product = product_of(params, shared.x);
   const Work work(product, shares);
   if (threadIdx.x >= kMmaThreads) {
     small_m::produce(shared.product, product, work);
     return;
   }
-  RowQuantizer quantizer(shared.rows, params, blockIdx.x == 0);
+  Quantizer quantizer(shared.x, params, blockIdx.x == 0);
   small_m::Consumer<true> consumer(shared.product, product, work);
   wait_for_predecessor();
   quantizer.run(k, [&] { consumer.announce_x(); });
@@ -71,19 +68,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   consumer.multiply();
 }
 
-bool is_vector(const void* pointer, int64_t stride, int32_t rows) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && (rows == 1 || stride % kVectorSize == 0);
-}
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 bool is_valid(const FusedLinearParams& p) {
-  return p.m >= 1 && p.m <= kMaxRows && p.n >= 1 && p.k >= 16 && p.k <= kMaxK && p.k % 16 == 0 &&
-         is_vector(p.x, p.x_stride, p.m) && is_vector(p.w, 0, 1) &&
+  return p.n >= 1 && p.k >= 16 && p.k <= kMaxK && p.k % 16 == 0 && is_aligned(p.x) &&
+         is_aligned(p.w) && is_aligned(p.residual) && is_aligned(p.residual_out) &&
+         is_aligned(p.norm_weight) && (p.norm_weight != nullptr) == (kKind == Kind::rms_norm) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&
-         (kKind == Kind::rms_norm
-              ? is_vector(p.norm_weight, 0, 1) && p.norm_weight != nullptr &&
-                    is_vector(p.residual, p.residual_stride, p.m) &&
-                    is_vector(p.residual_out, p.residual_out_stride, p.m)
-              : p.residual == nullptr);
+         (p.residual == nullptr || kKind == Kind::rms_norm);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
-// How each CTA makes the 8-bit rows of x that its product needs, in shared memory, with the bits of
-// the kernels that do this alone (gemm_w8a8/quantize.cu): the same stages, and sums in the same
-// order.
+// How each CTA makes the 8-bit x that its product needs, in shared memory, with the bits of the
+// kernels that do this alone (gemm_w8a8/quantize.cu): the same stages, and sums in the same order.
 #pragma once
 
 #include <cstdint>
@@ -20,36 +19,28 @@ using small_m::kMmaThreads;
 using small_m::kMmaWarps;
 using small_m::sync_mma_warps;
 
-inline constexpr int kMaxK = OSTINATO_MAX_K;
-inline constexpr int kCodeBytes = 16 * 1024;  // more would be missed by L1 (docs/gemm_small_m.md)
-inline constexpr int kMaxRows = kCodeBytes / kMaxK;
-inline constexpr int kVectors = kMaxK / (kVectorSize * kMmaThreads);  // of a row, per thread
+constexpr int kMaxK = OSTINATO_MAX_K;
+constexpr int kVectors = kMaxK / (kVectorSize * kMmaThreads);  // per thread
 static_assert(kVectors * kVectorSize * kMmaThreads == kMaxK, "every thread has whole vectors");
 static_assert(kVectors * kMmaWarps <= 32, "a warp adds the sums of all warps");
 
-struct RowStorage {
-  uint8_t codes[kMaxRows][kMaxK];
-  float scales[kMaxRows];
-  float sums[32];
-  float maxima[kMaxWarps];
+struct CodeStorage {
+  uint8_t codes[kMaxK];
+  float scale;
+  float sums[kVectors * kMmaWarps];
+  float maxima[kMmaWarps];
 };
 
 // By all threads that multiply.
-class RowQuantizer {
+class Quantizer {
  public:
   // `writes_sum`: this CTA is the one that stores x + residual.
-  __device__ RowQuantizer(RowStorage& shared, const FusedLinearParams& params, bool writes_sum)
-      : shared_(shared), rows_{} {
+  __device__ Quantizer(CodeStorage& shared, const FusedLinearParams& params, bool writes_sum)
+      : shared_(shared), eps_(params.eps), rows_{} {
     rows_.x = params.x;
-    rows_.x_stride = params.x_stride;
     rows_.residual = params.residual;
-    rows_.residual_stride = params.residual_stride;
     rows_.residual_out = writes_sum ? params.residual_out : nullptr;
-    rows_.residual_out_stride = params.residual_out_stride;
-    rows_.eps = params.eps;
     rows_.out = shared.codes;
-    rows_.out_stride = kMaxK;
-    rows_.m = params.m;
     rows_.k = params.k;
     if constexpr (kKind == Kind::rms_norm) {  // constants: before the wait
 #pragma unroll
@@ -60,68 +51,36 @@ class RowQuantizer {
     }
   }
 
-  // Calls `loaded` when all of x has come.
+  // Calls `loaded` when x has come.
   template <typename Loaded>
   __device__ __forceinline__ void run(const KnownDivisor& k, const Loaded& loaded) {
+    const Row row(rows_, 0);
     Vector x[kVectors];
     Vector second[kVectors];
-    load_row(0, x, second);
-    for (int index = 0; index < rows_.m; ++index) {
-      const Row row(rows_, index);
-      Values values[kVectors];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        combine<true>(row, first_of(v), x[v], second[v], values[v]);
-      }
-      if (index + 1 < rows_.m) {
-        load_row(index + 1, x, second);
-      } else {
-        loaded();
-      }
-      quantize(row, index, k, values);
-    }
-    OSTINATO_DELAY(fused_linear_codes_store, threadIdx.x / 32 == 2);
-    sync_mma_warps();
-  }
-
- private:
-  static __device__ __forceinline__ uint32_t first_of(int vector) {
-    return (vector * kMmaThreads + threadIdx.x) * kVectorSize;
-  }
-
-  __device__ __forceinline__ void load_row(int index, Vector (&x)[kVectors],
-                                           Vector (&second)[kVectors]) const {
-    const Row row(rows_, index);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       load_pair<true>(row, first_of(v), x[v], second[v]);
     }
-  }
-
-  __device__ __forceinline__ void quantize(const Row& row, int index, const KnownDivisor& k,
-                                           Values (&values)[kVectors]) {
+    Values values[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      combine<true>(row, first_of(v), x[v], second[v], values[v]);
+    }
+    loaded();
     if constexpr (kKind == Kind::rms_norm) {
-      const Divisor rms(root_mean_square(sum_of_squares(values), k, rows_.eps));
-      if (rms.fast) {
+      const Divisor rms(root_mean_square(sum_of_squares(values), k, eps_));
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
+        if (rms.fast) {
           normalize<true>(values[v], rms, weights_[v]);
-        }
-      } else {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
+        } else {
           normalize<false>(values[v], rms, weights_[v]);
         }
       }
     }
-    float largest = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      largest = max_magnitude_of(largest, values[v]);
-    }
-    const float scale = dynamic_scale<Out>(maximum(largest));
+    const float scale = dynamic_scale<Out>(maximum(values));
     if (threadIdx.x == 0) {
-      shared_.scales[index] = scale;
+      shared_.scale = scale;
     }
     const Encoder encoder(Static(rows_), scale);
 #pragma unroll
@@ -132,6 +91,13 @@ class RowQuantizer {
         encoder.write<true, false>(row, first_of(v), values[v]);
       }
     }
+    OSTINATO_DELAY(fused_linear_codes_store, threadIdx.x / 32 == 2);
+    sync_mma_warps();
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t first_of(int vector) {
+    return (vector * kMmaThreads + threadIdx.x) * kVectorSize;
   }
 
   // The order of additions is that of quantize_rows.cuh.
@@ -153,7 +119,12 @@ class RowQuantizer {
     return warp_sum(lane < kVectors * kMmaWarps ? shared_.sums[lane] : 0.0f);
   }
 
-  __device__ __forceinline__ float maximum(float largest) {
+  __device__ __forceinline__ float maximum(const Values (&values)[kVectors]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      largest = max_magnitude_of(largest, values[v]);
+    }
     const uint32_t lane = threadIdx.x % 32;
     largest = warp_max(largest);
     OSTINATO_DELAY(fused_linear_maximum_store, threadIdx.x / 32 == kMmaWarps - 1);
@@ -165,8 +136,9 @@ class RowQuantizer {
     return warp_max(lane < kMmaWarps ? shared_.maxima[lane] : 0.0f);
   }
 
-  RowStorage& shared_;
-  QuantizeParams rows_;
+  CodeStorage& shared_;
+  const float eps_;
+  QuantizeParams rows_;  // x as the one row of a launch of the quantiser
   WeightVector weights_[kVectors];
 };
 

@@ -215,7 +215,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void multiply_block(int r, int b, int j, const Input::Weights& w,
-                                           const Input::Tokens& tokens) {
+                                                 const Input::Tokens& tokens) {
     const int chain = b * kStepChains % kChains;
     Input::multiply(sum_[chain][r][j], sum_[chain + kStepChains - 1][r][j], w, tokens);
   }

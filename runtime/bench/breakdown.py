@@ -43,11 +43,10 @@ def kernel_shares(step: Callable[[], object]) -> list[KernelShare]:
         for _ in range(_REPLAYS):
             step()
         torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
     spans = [
         (event.time_range.start, event.time_range.end, event.name)
         for event in profile.events()
-        if event.device_type == on_device
+        if event.device_type.name == "CUDA"
     ]
     shares = shares_of(spans)
     for share in shares:

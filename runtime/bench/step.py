@@ -79,7 +79,8 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
     """Time the decode step, yielding results as they are measured.
 
     A step is what the engine's runner does for one token of every sequence: inputs copied from the
-    host into the static buffers, then the replay, sampling included. The sequences' pages are scattered over a cache of just the size needed.
+    host into the static buffers, then the replay, sampling included. The sequences' pages are
+    scattered over a cache of just the size needed.
 
     Args:
         model: the decoder.

@@ -328,14 +328,14 @@ class GemmTiled(Variant):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLinear(Variant):
-    """W8A8 linear layer for very few tokens that quantises its activations itself.
+    """W8A8 linear layer for one token that quantises its activations itself.
 
     Args:
         kind: per_token (x as it is) or rms_norm (with a residual added before, if given).
         in_dtype: of x, the residual and the norm's weight: bf16 or fp16.
         dtype: of the weight and of x once quantised, int8 or e4m3.
         out_dtype: of the output and the bias.
-        max_k: the longest row, 4096 or 8192. Two tokens of 8192 may be served, or four of 4096.
+        max_k: the most input features, 4096 or 8192.
     """
 
     family: ClassVar[str] = "fused_linear"
@@ -353,11 +353,6 @@ class FusedLinear(Variant):
         _check("dtype", self.dtype, OPERAND_DTYPES)
         _check("out_dtype", self.out_dtype, FLOAT_DTYPES)
         _check("max_k", self.max_k, (4096, 8192))
-
-    @property
-    def max_m(self) -> int:
-        """The most tokens (csrc: kMaxRows)."""
-        return 16 * 1024 // self.max_k
 
     @property
     def name(self) -> str:

@@ -26,8 +26,8 @@ def dynamic_w8a8_linear(
 ) -> torch.Tensor:
     """Do `quantize_per_token`, then `w8a8_linear` with its results; the bits are the same.
 
-    On CUDA, for one or two tokens of 16 bits with up to 8192 features and a packed w, this is one
-    launch. w, w_scale and bias are then constants, as `w8a8_linear` has it.
+    On CUDA, for one token of 16 bits with up to 8192 features and a packed w, this is one launch;
+    w, w_scale and bias are constants, as `w8a8_linear` has it.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
@@ -105,9 +105,7 @@ def _dynamic_w8a8_linear(
     batch_invariant: bool,
     out: torch.Tensor,
 ) -> None:
-    if x.is_cuda and launch_fused(
-        x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None
-    ):
+    if x.is_cuda and launch_fused(x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None):
         return
     codes, scale = _codes_of(x, w)
     quantize_tokens(x, codes, scale)
@@ -131,9 +129,7 @@ def _rms_norm_w8a8_linear(
     ):
         return
     codes, scale = _codes_of(x, w)
-    normalize_and_quantize(
-        x, weight, eps, residual, None, None, False, codes, scale, residual_out
-    )
+    normalize_and_quantize(x, weight, eps, residual, None, None, False, codes, scale, residual_out)
     multiply(codes, w, scale, w_scale, bias, None, None, True, batch_invariant, False, out)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that quantise x themselves, on CUDA: from tensors to a launch of csrc/fused_linear."""
+"""Linear layers that quantise x themselves on CUDA: from tensors to one launch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from ostinato.kernels.variants import FusedLinear, GemmSmallM
 from ostinato.ops import gemm_tuning, pdl
 from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 
-# Up to so many tokens it is faster that every SM quantises them all than that one kernel more does.
-MAX_TOKENS = 2
 _MAX_K = (4096, 8192)
 _VECTOR = 16  # bytes
 
@@ -18,7 +16,7 @@ _VECTOR = 16  # bytes
 def fused_kernel(
     kind: str, in_dtype: torch.dtype, k: int, dtype: torch.dtype, out_dtype: torch.dtype
 ) -> FusedLinear | None:
-    """Return the kernel for rows of k elements of `in_dtype`; None if there is none.
+    """Return the kernel for one token of k elements of `in_dtype`; None if there is none.
 
     Args:
         kind: "per_token" or "rms_norm".
@@ -52,12 +50,13 @@ def launch_fused(
 ) -> bool:
     """Launch the layer on torch's current stream as one kernel, if there is one that serves it.
 
-    The arguments are those of the ops of `ostinato.ops.fused`, checked; w is [n, k] or the data of
-    a `PackedWeight`. Of these tensors the kernel reads x and `residual` only after those in front
-    of it on the stream have ended.
+    It is for one token: every SM quantises all of x, which for two takes as long as a kernel of
+    its own. The arguments are those of the ops of `ostinato.ops.fused`, checked; w is [n, k] or the
+    data of a `PackedWeight`. The kernel reads x and `residual` only after those in front of it on
+    the stream have ended, and all else before.
     """
     (m, n), k = out.shape, x.size(1)
-    if not 1 <= m <= MAX_TOKENS or n == 0 or w.dim() != 4:
+    if m != 1 or n == 0 or w.dim() != 4:
         return False
     kernel = fused_kernel(
         "per_token" if norm_weight is None else "rms_norm", x.dtype, k, w.dtype, out.dtype
@@ -65,7 +64,6 @@ def launch_fused(
     rows = (x, norm_weight, residual, residual_out)
     if (
         kernel is None
-        or m > kernel.max_m
         or any(row is not None and not _is_served(row, x.dtype) for row in rows)
         or (bias is not None and bias.dtype is not out.dtype)
     ):
@@ -81,11 +79,8 @@ def launch_fused(
         stream = current_stream(device)
         load(kernel, device=device, stream=stream).launch(
             x=x.data_ptr(),
-            x_stride=x.stride(0),
             residual=address_of(residual),
-            residual_stride=0 if residual is None else residual.stride(0),
             residual_out=address_of(residual_out),
-            residual_out_stride=0 if residual_out is None else residual_out.stride(0),
             norm_weight=address_of(norm_weight),
             eps=eps,
             w=w.data_ptr(),
@@ -93,8 +88,6 @@ def launch_fused(
             w_scale_stride=int(w_scale.numel() > 1),
             bias=address_of(bias),
             out=out.data_ptr(),
-            out_stride=out.stride(0),
-            m=m,
             n=n,
             k=k,
             pdl=pdl.enabled(),
@@ -104,6 +97,5 @@ def launch_fused(
 
 
 def _is_served(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether x [K] or [M, K] has a dtype, and rows of whole vectors that are aligned."""
-    rows = x.dim() == 1 or x.size(0) == 1 or x.stride(0) * x.itemsize % _VECTOR == 0
-    return x.dtype is dtype and rows and x.data_ptr() % _VECTOR == 0
+    """Return whether x [K] or [1, K] has a dtype and an aligned address."""
+    return x.dtype is dtype and x.data_ptr() % _VECTOR == 0

@@ -125,14 +125,10 @@ class SampleFields(ctypes.Structure):
 
 class FusedLinearFields(ctypes.Structure):
     _fields_ = [
-        *[("x", ctypes.c_void_p), ("x_stride", ctypes.c_int64)],
-        *[("residual", ctypes.c_void_p), ("residual_stride", ctypes.c_int64)],
-        *[("residual_out", ctypes.c_void_p), ("residual_out_stride", ctypes.c_int64)],
-        *[("norm_weight", ctypes.c_void_p), ("eps", ctypes.c_float)],
-        *[("w", ctypes.c_void_p), ("w_scale", ctypes.c_void_p)],
-        *[("w_scale_stride", ctypes.c_int32), ("bias", ctypes.c_void_p)],
-        *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
-        *[(name, ctypes.c_int32) for name in ("m", "n", "k", "pdl")],
+        *[(name, ctypes.c_void_p) for name in ("x", "residual", "residual_out", "norm_weight")],
+        *[("eps", ctypes.c_float), ("w", ctypes.c_void_p), ("w_scale", ctypes.c_void_p)],
+        *[("w_scale_stride", ctypes.c_int32), ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p)],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "pdl")],
     ]
 
 

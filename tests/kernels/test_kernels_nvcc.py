@@ -72,9 +72,7 @@ def test_kernels_are_within_their_budgets() -> None:
         AttentionPrefill(head_dim=256, dtype="bf16", keys="slots"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Sample(dtype="fp32"),
-        FusedLinear(
-            kind="rms_norm", in_dtype="bf16", dtype="e4m3", out_dtype="bf16", max_k=4096
-        ),
+        FusedLinear(kind="rms_norm", in_dtype="bf16", dtype="e4m3", out_dtype="bf16", max_k=4096),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256),

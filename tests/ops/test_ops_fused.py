@@ -73,12 +73,12 @@ def test_the_bits_are_those_of_the_ops_apart(
 
 
 def test_zeros_infinities_and_nan_as_the_ops_apart(device: torch.device) -> None:
-    layer = Layer(device, torch.int8, 70, 4096, 2, BF16)
-    layer.residual.zero_()
-    for value in (0.0, 1e-30, torch.inf, torch.nan):
-        layer.x[1, 5:] = 0.0
-        layer.x[1, 5] = value
-        check(layer)
+    for dtype in DTYPES:
+        layer = Layer(device, dtype, 70, 4096, 1, BF16)
+        layer.residual.zero_()
+        for value in (0.0, 1e-30, torch.inf, torch.nan):
+            layer.x.zero_()[0, 5] = value
+            check(layer)
 
 
 def test_results_go_where_they_are_wanted(device: torch.device) -> None:
@@ -126,13 +126,12 @@ def test_a_layer_is_compiled_with_the_kernels_that_it_may_launch() -> None:
 
     [norm] = fused("rms_norm", 4096, out_dtype=torch.float32)
     assert norm.name == "fused_linear-rms_norm-bf16-int8-fp32-k4096"
-    assert norm.max_m == 4
     assert [v.max_k for v in fused("per_token", 4112)] == [8192]
     assert not fused("rms_norm", 8200) + fused("rms_norm", 9000) + fused("silu_mul", 4096)
     assert not fused("rms_norm", 4096, torch.float32)
-    assert not precompile.layer_kernels(
-        "rms_norm", (4096, 4096), E4M3, BF16, batch_invariant=True
-    )[1].family.startswith("fused")
+    assert not precompile.layer_kernels("rms_norm", (4096, 4096), E4M3, BF16, batch_invariant=True)[
+        1
+    ].family.startswith("fused")
 
 
 @pytest.mark.gpu
@@ -140,13 +139,13 @@ def test_a_layer_is_compiled_with_the_kernels_that_it_may_launch() -> None:
     ("m", "dtype", "batch_invariant", "one"),
     [
         (1, torch.int8, True, True),
-        (2, torch.int8, False, True),
-        (3, torch.int8, False, False),
+        (1, torch.int8, False, True),
+        (2, torch.int8, False, False),
         (1, E4M3, False, True),
         (1, E4M3, True, False),
     ],
 )
-def test_few_tokens_take_one_launch(
+def test_one_token_takes_one_launch(
     monkeypatch: pytest.MonkeyPatch, m: int, dtype: torch.dtype, batch_invariant: bool, one: bool
 ) -> None:
     launched: list[Variant] = []
@@ -166,10 +165,9 @@ def test_few_tokens_take_one_launch(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("m", [1, 2])
-def test_rows_that_are_not_aligned_take_the_other_kernels(dtype: torch.dtype, m: int) -> None:
-    layer = Layer(torch.device("cuda"), dtype, 70, 2048, m, BF16)
-    storage = torch.randn(m, 2051, device="cuda").to(BF16)
+def test_tokens_that_are_not_aligned_take_the_other_kernels(dtype: torch.dtype) -> None:
+    layer = Layer(torch.device("cuda"), dtype, 70, 2048, 1, BF16)
+    storage = torch.randn(1, 2051, device="cuda").to(BF16)
     for first in (0, 1, 3):
         layer.x = storage[:, first : first + 2048]
         check(layer)
