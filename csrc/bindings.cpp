@@ -11,6 +11,7 @@
 #include "attention/params.h"
 #include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
+#include "merge/params.h"
 #include "sampling/params.h"
 
 namespace py = pybind11;
@@ -33,6 +34,8 @@ template <>
 constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
 template <>
 constexpr std::uint64_t kAbi<QuantizeParams> = OSTINATO_ABI_GEMM_W8A8;
+template <>
+constexpr std::uint64_t kAbi<MergeStatesParams> = OSTINATO_ABI_MERGE;
 template <>
 constexpr std::uint64_t kAbi<SampleParams> = OSTINATO_ABI_SAMPLING;
 
@@ -325,6 +328,33 @@ void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgumen
   library.launch(params, stream);
 }
 
+MergeOutputs merge_outputs(const HeadsArgument& x) {
+  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
+}
+
+MergeLse merge_lse(const HeadsArgument& x) {
+  return {pointer<float>(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
+}
+
+void launch_merge_states(const Library<MergeStatesParams>& library, const HeadsArgument& o_a,
+                         const HeadsArgument& lse_a, const HeadsArgument& o_b,
+                         const HeadsArgument& lse_b, const HeadsArgument& out,
+                         const HeadsArgument& out_lse, std::int32_t tokens, std::int32_t heads,
+                         std::int32_t dim, std::uintptr_t stream, bool pdl) {
+  MergeStatesParams params = {};
+  params.o_a = merge_outputs(o_a);
+  params.o_b = merge_outputs(o_b);
+  params.out = merge_outputs(out);
+  params.lse_a = merge_lse(lse_a);
+  params.lse_b = merge_lse(lse_b);
+  params.out_lse = merge_lse(out_lse);
+  params.tokens = tokens;
+  params.heads = heads;
+  params.dim = dim;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
                    std::int64_t logits_stride, std::uintptr_t temperature, std::uintptr_t top_k,
                    bool top_k_is_int64, std::uintptr_t top_p, std::uintptr_t min_p,
@@ -401,6 +431,7 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::FusedLinearParams;
   using ostinato::HeadsArgument;
   using ostinato::Library;
+  using ostinato::MergeStatesParams;
   using ostinato::PagedDecodeLibrary;
   using ostinato::PrefillParams;
   using ostinato::QuantizeParams;
@@ -412,7 +443,8 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
   module.attr("ABI") = py::dict(
       arg("attention") = OSTINATO_ABI_ATTENTION, arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR,
-      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("sampling") = OSTINATO_ABI_SAMPLING);
+      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("merge") = OSTINATO_ABI_MERGE,
+      arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
@@ -480,6 +512,13 @@ PYBIND11_MODULE(_C, module) {
            arg("cos_sin_stride") = 0, arg("rotary_dim") = 0, arg("interleaved") = false,
            arg("q_norm_weight") = 0, arg("q_norm_is_fp32") = false, arg("k_norm_weight") = 0,
            arg("k_norm_is_fp32") = false, arg("norm_eps") = 0.0F, arg("pdl") = false);
+
+  py::class_<Library<MergeStatesParams>>(module, "MergeStates")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<MergeStatesParams>::prepare)
+      .def("launch", &ostinato::launch_merge_states, py::kw_only(), arg("o_a"), arg("lse_a"),
+           arg("o_b"), arg("lse_b"), arg("out"), arg("out_lse"), arg("tokens"), arg("heads"),
+           arg("dim"), arg("stream"), arg("pdl") = false);
 
   py::class_<Library<SampleParams>>(module, "Sample")
       .def(py::init<const std::string&>(), arg("path"))

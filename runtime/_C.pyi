@@ -210,6 +210,27 @@ class AppendKV:
         pdl: bool = False,
     ) -> None: ...
 
+class MergeStates:
+    """A loaded library whose launch takes `MergeStatesParams` (csrc/merge/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        o_a: _Heads,
+        lse_a: _Heads,
+        o_b: _Heads,
+        lse_b: _Heads,
+        out: _Heads,
+        out_lse: _Heads,
+        tokens: int,
+        heads: int,
+        dim: int,
+        stream: int,
+        pdl: bool = False,
+    ) -> None: ...
+
 class Sample:
     """A loaded library whose launch takes `SampleParams` (csrc/sampling/params.h)."""
 

@@ -17,7 +17,7 @@ from ostinato.bench.timing import MIN_REPEATS, time_calls
 from ostinato.bench.weights import dtype_name, precision
 from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.model import Llama, ModelConfig, PagedKVCache
+from ostinato.model import Llama, ModelConfig, PagedKVCache, compile_kernels
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,14 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
         name: of the model, as the rows shall call it.
         plan: what to measure.
 
+    Kernels that are not compiled yet are compiled at the call.
+
     Raises:
         ValueError: at the call, for what `StepPlan.check` refuses.
         MemoryError: when there is no room for the sequences of a context.
     """
     plan.check(model.config)
+    compile_kernels(model)
     contexts = sorted(set(plan.contexts))
     # One generator per context, so that its cache is freed before the next one's is made.
     return chain.from_iterable(_time_context(model, name, plan, context) for context in contexts)

@@ -12,7 +12,6 @@ from ostinato.model import (
     Llama,
     ModelConfig,
     W8A8Linear,
-    compile_kernels,
 )
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
@@ -40,7 +39,7 @@ def random_llama(
 ) -> Llama:
     """Return a decoder with random weights that keep activations of order one.
 
-    On CUDA its kernels are compiled if they are not yet.
+    Its kernels are not compiled: `compile_kernels` does that.
 
     Args:
         config: shape of the model; only bf16 models are made, without biases.
@@ -100,7 +99,7 @@ def random_llama(
         head: AnyLinear = Linear(embedding)
     else:
         head = linear(config.vocab_size, hidden, lm_head, torch.float32)
-    model = Llama(
+    return Llama(
         config,
         embedding,
         layers,
@@ -109,5 +108,3 @@ def random_llama(
         max_context=max_context,
         batch_invariant=batch_invariant,
     )
-    compile_kernels(model)
-    return model

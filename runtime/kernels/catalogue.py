@@ -16,6 +16,7 @@ from ostinato.kernels.variants import (
     FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -105,6 +106,7 @@ ATTENTION_PREFILL = tuple(
         ("packed", "pages", "slots"),
     )
 )
+MERGE_STATES = tuple(MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES)
 SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)
 CATALOGUE: tuple[Variant, ...] = (
     *QUANTIZE,
@@ -114,6 +116,7 @@ CATALOGUE: tuple[Variant, ...] = (
     *APPEND_KV,
     *ATTENTION_DECODE,
     *ATTENTION_PREFILL,
+    *MERGE_STATES,
     *SAMPLE,
 )
 

@@ -20,6 +20,7 @@ from ostinato.kernels.variants import (
     FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -28,6 +29,7 @@ from ostinato.kernels.variants import (
 Library = (
     _C.AppendKV
     | _C.FusedLinear
+    | _C.MergeStates
     | _C.PagedDecode
     | _C.Prefill
     | _C.Quantize
@@ -47,6 +49,8 @@ def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
 @overload
 def load(variant: FusedLinear, *, device: int, stream: int) -> _C.FusedLinear: ...
+@overload
+def load(variant: MergeStates, *, device: int, stream: int) -> _C.MergeStates: ...
 @overload
 def load(variant: Sample, *, device: int, stream: int) -> _C.Sample: ...
 @overload
@@ -128,6 +132,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.AppendKV(path)
     if isinstance(variant, FusedLinear):
         return _C.FusedLinear(path)
+    if isinstance(variant, MergeStates):
+        return _C.MergeStates(path)
     if isinstance(variant, Sample):
         return _C.Sample(path)
     if isinstance(variant, AttentionPrefill):

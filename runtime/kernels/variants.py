@@ -214,7 +214,7 @@ class AttentionPrefill(Variant):
         """
         dims = (self.head_dim, self.value_dim)
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
-            return 112, 3
+            return 96, 3
         if max(dims) <= 128:
             return 128, 2
         if self.head_dim <= 192 and self.value_dim <= 128:
@@ -392,6 +392,30 @@ class AppendKV(Variant):
 
     def defines(self) -> dict[str, str]:
         return {"OSTINATO_DTYPE": self.dtype, "OSTINATO_CACHE_DTYPE": self.cache_dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStates(Variant):
+    """Attention to some keys and attention to others, merged.
+
+    Args:
+        dtype: of the outputs.
+    """
+
+    family: ClassVar[str] = "merge_states"
+    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, FLOAT_DTYPES)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype}
 
 
 @dataclass(frozen=True, kw_only=True)

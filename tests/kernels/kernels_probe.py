@@ -115,6 +115,7 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 _FOLDERS = {
     "AppendKVParams": "attention",
     "FusedLinearParams": "fused_linear",
+    "MergeStatesParams": "merge",
     "PagedDecodeParams": "attention",
     "PrefillParams": "attention",
     "QuantizeParams": "gemm_w8a8",

@@ -22,6 +22,7 @@ from ostinato.kernels.variants import (
     FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
 )
@@ -151,6 +152,13 @@ class PrefillFields(ctypes.Structure):
     ]
 
 
+class MergeStatesFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, HeadsFields) for name in ("o_a", "o_b", "out", "lse_a", "lse_b", "out_lse")],
+        *[(name, ctypes.c_int32) for name in ("tokens", "heads", "dim", "pdl")],
+    ]
+
+
 _EXTRA = {
     "PagedDecodeParams": """\
 EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens, int64_t* bytes) {
@@ -195,6 +203,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("FusedLinearParams", FusedLinearFields, _C.FusedLinear),
         ("SampleParams", SampleFields, _C.Sample),
         ("PrefillParams", PrefillFields, _C.Prefill),
+        ("MergeStatesParams", MergeStatesFields, _C.MergeStates),
     ],
 )
 def test_every_argument_reaches_its_field(
@@ -347,14 +356,24 @@ _FUSED = {
         (FusedLinear(**_FUSED), "FusedLinearParams", _C.FusedLinear),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
         (AttentionPrefill(dtype="bf16", head_dim=128), "PrefillParams", _C.Prefill),
+        (MergeStates(dtype="fp16"), "MergeStatesParams", _C.MergeStates),
     ],
-    ids=["gemm", "append_kv", "attention_decode", "fused_linear", "sample", "attention_prefill"],
+    ids=[
+        *("gemm", "append_kv", "attention_decode", "fused_linear", "sample", "attention_prefill"),
+        "merge_states",
+    ],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV | AttentionDecode | AttentionPrefill | FusedLinear | Sample,
+    variant: GemmSmallM
+    | AppendKV
+    | AttentionDecode
+    | AttentionPrefill
+    | FusedLinear
+    | MergeStates
+    | Sample,
     params: str,
     kind: type,
 ) -> None:

@@ -14,6 +14,7 @@ from ostinato.kernels.variants import (
     FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -54,6 +55,7 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
     [
         *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
         FusedLinear(**_FUSED),
+        MergeStates(dtype="bf16"),
         Sample(dtype="bf16"),
         AttentionPrefill(**_PREFILL),
     ],
@@ -130,6 +132,7 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (FusedLinear, _FUSED, {"dtype": "bf16"}, "dtype: got 'bf16', expected 'int8' or"),
         (FusedLinear, _FUSED, {"out_dtype": "int8"}, "out_dtype: got 'int8', expected 'bf16' or"),
         (FusedLinear, _FUSED, {"max_k": 2048}, "max_k: got 2048, expected 4096 or 8192"),
+        (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),

@@ -103,6 +103,10 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "append_kv": lambda: append_arguments(device, draw),
         "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, False, empty(3, 8)],
         "linear": lambda: [x, randn(5, 16), randn(5), empty(3, 5)],
+        "merge_states": lambda: [
+            *(randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)),
+            *(empty(3, 2, 16), empty(3, 2)),
+        ],
         "paged_attention": lambda: attention_arguments(device, draw),
         "quantize_per_tensor": lambda: [x, scale, zero, False, empty(3, 16, dtype=int8)],
         "quantize_per_token": lambda: [x, empty(3, 16, dtype=int8), empty(3)],
