@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention/params.h"
+#include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
 #include "merge/params.h"
 #include "sampling/params.h"
@@ -27,6 +28,8 @@ T* pointer(std::uintptr_t address) {
 // the wrong places.
 template <typename Params>
 constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
+template <>
+constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
 template <>
 constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
 template <>
@@ -380,6 +383,28 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
   library.launch(params, stream);
 }
 
+void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr_t x,
+                         std::uintptr_t w, std::uintptr_t w_scale, std::int32_t w_scale_stride,
+                         std::uintptr_t out, std::int32_t n, std::int32_t k, std::uintptr_t stream,
+                         std::uintptr_t residual, std::uintptr_t residual_out,
+                         std::uintptr_t norm_weight, float eps, std::uintptr_t bias, bool pdl) {
+  FusedLinearParams params = {};
+  params.x = pointer(x);
+  params.residual = pointer(residual);
+  params.residual_out = pointer(residual_out);
+  params.norm_weight = pointer(norm_weight);
+  params.eps = eps;
+  params.w = pointer(w);
+  params.w_scale = pointer<float>(w_scale);
+  params.w_scale_stride = w_scale_stride;
+  params.bias = pointer(bias);
+  params.out = pointer(out);
+  params.n = n;
+  params.k = k;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 // Whether launches on the stream are being captured. The driver is asked only where the process
 // has loaded it already: without it nothing can be capturing.
 bool is_capturing(std::uintptr_t stream) {
@@ -403,6 +428,7 @@ bool is_capturing(std::uintptr_t stream) {
 
 PYBIND11_MODULE(_C, module) {
   using ostinato::AppendKVParams;
+  using ostinato::FusedLinearParams;
   using ostinato::HeadsArgument;
   using ostinato::Library;
   using ostinato::MergeStatesParams;
@@ -415,9 +441,10 @@ PYBIND11_MODULE(_C, module) {
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
-  module.attr("ABI") =
-      py::dict(arg("attention") = OSTINATO_ABI_ATTENTION, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
-               arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
+  module.attr("ABI") = py::dict(
+      arg("attention") = OSTINATO_ABI_ATTENTION, arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR,
+      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("merge") = OSTINATO_ABI_MERGE,
+      arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
@@ -464,6 +491,14 @@ PYBIND11_MODULE(_C, module) {
            arg("static_scale") = 0, arg("zero_point") = 0, arg("residual") = 0,
            arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
            arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false);
+
+  py::class_<Library<FusedLinearParams>>(module, "FusedLinear")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<FusedLinearParams>::prepare)
+      .def("launch", &ostinato::launch_fused_linear, py::kw_only(), arg("x"), arg("w"),
+           arg("w_scale"), arg("w_scale_stride"), arg("out"), arg("n"), arg("k"), arg("stream"),
+           arg("residual") = 0, arg("residual_out") = 0, arg("norm_weight") = 0, arg("eps") = 0.0F,
+           arg("bias") = 0, arg("pdl") = false);
 
   py::class_<Library<AppendKVParams>>(module, "AppendKV")
       .def(py::init<const std::string&>(), arg("path"))

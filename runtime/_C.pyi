@@ -44,6 +44,30 @@ class W8A8Gemm:
         pdl: bool = False,
     ) -> None: ...
 
+class FusedLinear:
+    """A loaded library whose launch takes `FusedLinearParams` (csrc/fused_linear/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        x: int,
+        w: int,
+        w_scale: int,
+        w_scale_stride: int,
+        out: int,
+        n: int,
+        k: int,
+        stream: int,
+        residual: int = 0,
+        residual_out: int = 0,
+        norm_weight: int = 0,
+        eps: float = 0.0,
+        bias: int = 0,
+        pdl: bool = False,
+    ) -> None: ...
+
 class PagedDecode:
     """A loaded library whose launch takes `PagedDecodeParams` (csrc/attention/params.h)."""
 

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from ostinato.bench.report import Row
-from ostinato.bench.step import kv_bytes, step_flops, weight_bytes
-from ostinato.bench.weights import precision
+from ostinato.bench.step import implementation, kv_bytes, step_flops, weight_bytes
 from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs import CaptureReport
 from ostinato.model import Llama, ModelConfig
@@ -182,7 +181,7 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
         yield Row.of(
             "engine",
             f"{name} b{batch} prompt{plan.prompt}",
-            f"ostinato_{precision(model)}",
+            implementation(model),
             seconds=max(medians[1] - medians[0], 1e-9) / (long - short),
             num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
             flops=step_flops(model, batch, context),

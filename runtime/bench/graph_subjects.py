@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ostinato.bench.shapes import SHAPES
-from ostinato.bench.step import step_inputs
+from ostinato.bench.step import StepPlan, step_inputs
 from ostinato.bench.weights import random_llama
 from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import BatchView, BufferSpec, StaticBuffers
 from ostinato.graphs.memory import DeclaredMemory
 from ostinato.graphs.outputs import Step
-from ostinato.model import ModelConfig, PagedKVCache
+from ostinato.model import ModelConfig, PagedKVCache, compile_kernels
 
 _PAGE_SIZE = 16
 
@@ -56,6 +56,7 @@ def our_step(
         ValueError: for another shape or precision, or a context that the model does not have.
     """
     model = random_llama(ModelConfig.from_hf(SHAPES[shape]), precision, device, max_context=context)
+    compile_kernels(model)
     pages_each = -(-context // _PAGE_SIZE)
     cache = PagedKVCache.for_model(
         model.config,
@@ -70,7 +71,8 @@ def our_step(
     specs = step.buffer_specs()
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
-        made = step_inputs(model, batch, context, _PAGE_SIZE)
+        plan = StepPlan([batch], [context], _PAGE_SIZE)
+        made = step_inputs(model, batch, context, plan)
         return {name: tensor.to(specs[name].dtype) for name, tensor in made.items()}
 
     return Subject(

@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.burst import BurstPlan, time_bursts
     from ostinato.bench.report import Report
     from ostinato.bench.weights import random_llama
-    from ostinato.model import ModelConfig
+    from ostinato.model import ModelConfig, compile_kernels
 
     plan = BurstPlan(args.batch, args.context, args.steps, args.repeats)
     config = ModelConfig.from_hf(SHAPES[args.shape])
@@ -70,6 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     differ = False
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         model = random_llama(config, args.dtype, device, max_context=plan.context + plan.steps)
+        compile_kernels(model)
         for row in time_bursts(model, f"{args.shape} {args.dtype}", plan):
             print(_line(row), flush=True)
             report.rows.append(row)

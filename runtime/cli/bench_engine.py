@@ -45,6 +45,18 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="of the linear layers' weights (default int8)",
     )
     engine.add_argument(
+        "--lm-head",
+        choices=PRECISIONS,
+        default="bf16",
+        help="precision of the output projection (default bf16)",
+    )
+    engine.add_argument(
+        "--no-batch-invariant",
+        dest="batch_invariant",
+        action="store_false",
+        help="let the bits of a sequence depend on what is served beside it, for faster kernels",
+    )
+    engine.add_argument(
         "--prompt", type=int, default=128, metavar="N", help="tokens per prompt (default 128)"
     )
     engine.add_argument(
@@ -99,12 +111,20 @@ def _measure(
     targets: dict[tuple[str, str], float],
 ) -> None:
     from ostinato.bench.engine import StartUp, engine_for, time_engine
+    from ostinato.bench.step import implementation
     from ostinato.bench.weights import random_llama
     from ostinato.model import ModelConfig, compile_kernels
 
     began = time.perf_counter()
     config = ModelConfig.from_hf(SHAPES[args.shape])
-    model = random_llama(config, dtype, device, max_context=plan.context)
+    model = random_llama(
+        config,
+        dtype,
+        device,
+        max_context=plan.context,
+        lm_head=args.lm_head,
+        batch_invariant=args.batch_invariant,
+    )
     loaded = time.perf_counter()
     compile_kernels(model)
     compiled = time.perf_counter()
@@ -113,7 +133,7 @@ def _measure(
         captured = engine.capture(sorted(set(plan.batches)))
         start_up = StartUp.of(
             args.shape,
-            f"ostinato_{dtype}",
+            implementation(model),
             load_s=loaded - began,
             compile_s=compiled - loaded,
             report=captured,
@@ -147,5 +167,5 @@ def _line(row: Row, targets: dict[tuple[str, str], float]) -> str:
     batch = int(row.case.split()[1][1:])
     line = f"{row.case:<32}{row.impl:<16}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
     line += f"{row.tb_s:>10.3g}"
-    theirs = targets.get((row.case, row.impl.rpartition("_")[2]))
+    theirs = targets.get((row.case, row.impl.split("_")[1]))  # ostinato_int8_...
     return line if theirs is None else f"{line}   ×{row.us / theirs:.3f} of {theirs:.0f}"

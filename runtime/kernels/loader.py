@@ -17,6 +17,7 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    FusedLinear,
     GemmSmallM,
     GemmTiled,
     MergeStates,
@@ -27,6 +28,7 @@ from ostinato.kernels.variants import (
 
 Library = (
     _C.AppendKV
+    | _C.FusedLinear
     | _C.MergeStates
     | _C.PagedDecode
     | _C.Prefill
@@ -45,6 +47,8 @@ def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
 def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
+@overload
+def load(variant: FusedLinear, *, device: int, stream: int) -> _C.FusedLinear: ...
 @overload
 def load(variant: MergeStates, *, device: int, stream: int) -> _C.MergeStates: ...
 @overload
@@ -126,6 +130,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.Quantize(path)
     if isinstance(variant, AppendKV):
         return _C.AppendKV(path)
+    if isinstance(variant, FusedLinear):
+        return _C.FusedLinear(path)
     if isinstance(variant, MergeStates):
         return _C.MergeStates(path)
     if isinstance(variant, Sample):

@@ -48,20 +48,21 @@ def kernels_of(model: Llama) -> list[Variant]:
             kind,
             (linear.weight.shape[0], linear.weight.shape[1]),
             linear.weight.dtype,
-            linear.out_dtype,
+            model.config.dtype,
+            out_dtype=linear.out_dtype,
             batch_invariant=linear.batch_invariant,
             device=device,
         )
     ]
-    return [*unquantized_kernels(model.config), *w8a8]
+    return [*unquantized_kernels(model.config, batch_invariant=model.batch_invariant), *w8a8]
 
 
-def unquantized_kernels(config: ModelConfig) -> list[Variant]:
+def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
     """Return the kernels of a model that do not depend on how its weights are quantised."""
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
     return [
         append_kernel(dtype, dtype),
-        *decode_kernels(dtype, config.head_dim, group),
+        *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
         *prefill_kernels(dtype, config.head_dim),
         sample_kernel(torch.float32),  # what `Llama` returns
     ]

@@ -25,6 +25,7 @@ Common to all of them:
 """
 
 from ostinato.ops.append import append_kv
+from ostinato.ops.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from ostinato.ops.linear import linear, w8a8_linear
 from ostinato.ops.merge import merge_states
 from ostinato.ops.norm import rms_norm, rms_norm_quantize
@@ -38,6 +39,7 @@ from ostinato.ops.varlen import varlen_attention
 __all__ = [
     "PackedWeight",
     "append_kv",
+    "dynamic_w8a8_linear",
     "linear",
     "merge_states",
     "pack_weight",
@@ -46,6 +48,7 @@ __all__ = [
     "quantize_per_token",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_w8a8_linear",
     "sample",
     "silu_mul",
     "silu_mul_quantize",

@@ -133,6 +133,7 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 # Where the structs of parameters are.
 _FOLDERS = {
     "AppendKVParams": "attention",
+    "FusedLinearParams": "fused_linear",
     "MergeStatesParams": "merge",
     "PagedDecodeParams": "attention",
     "PrefillParams": "attention",

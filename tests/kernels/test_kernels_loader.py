@@ -19,6 +19,7 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    FusedLinear,
     GemmSmallM,
     GemmTiled,
     MergeStates,
@@ -123,6 +124,15 @@ class SampleFields(ctypes.Structure):
     ]
 
 
+class FusedLinearFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("x", "residual", "residual_out", "norm_weight")],
+        *[("eps", ctypes.c_float), ("w", ctypes.c_void_p), ("w_scale", ctypes.c_void_p)],
+        *[("w_scale_stride", ctypes.c_int32), ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p)],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "pdl")],
+    ]
+
+
 _PREFILL_COUNTS = (
     *("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "pages", "page_size", "max_pages"),
     *("max_seqlen_q", "max_seqlen_k", "left", "right"),
@@ -190,6 +200,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
         ("QuantizeParams", QuantizeFields, _C.Quantize),
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
+        ("FusedLinearParams", FusedLinearFields, _C.FusedLinear),
         ("SampleParams", SampleFields, _C.Sample),
         ("PrefillParams", PrefillFields, _C.Prefill),
         ("MergeStatesParams", MergeStatesFields, _C.MergeStates),
@@ -327,23 +338,42 @@ def test_the_library_is_prepared_for_each_device_once(
     assert ctypes.CDLL(str(path)).times_prepared() == 2
 
 
+_FUSED = {
+    "kind": "per_token",
+    "in_dtype": "bf16",
+    "dtype": "int8",
+    "out_dtype": "bf16",
+    "max_k": 4096,
+}
+
+
 @pytest.mark.parametrize(
     ("variant", "params", "kind"),
     [
         (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
+        (FusedLinear(**_FUSED), "FusedLinearParams", _C.FusedLinear),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
         (AttentionPrefill(dtype="bf16", head_dim=128), "PrefillParams", _C.Prefill),
         (MergeStates(dtype="fp16"), "MergeStatesParams", _C.MergeStates),
     ],
-    ids=["gemm", "append_kv", "attention_decode", "sample", "attention_prefill", "merge_states"],
+    ids=[
+        *("gemm", "append_kv", "attention_decode", "fused_linear", "sample", "attention_prefill"),
+        "merge_states",
+    ],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV | AttentionDecode | AttentionPrefill | MergeStates | Sample,
+    variant: GemmSmallM
+    | AppendKV
+    | AttentionDecode
+    | AttentionPrefill
+    | FusedLinear
+    | MergeStates
+    | Sample,
     params: str,
     kind: type,
 ) -> None:
