@@ -9,10 +9,13 @@ step itself. This package knows nothing of models: only torch is needed. See `do
 from ostinato.graphs.audit import Finding
 from ostinato.graphs.buckets import default_batch_sizes
 from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.burst import Burst
+from ostinato.graphs.burst_rules import Add, BurstRules, Feed, Slot
 from ostinato.graphs.diagnosis import Diagnosis
 from ostinato.graphs.errors import (
     AsleepError,
     AuditError,
+    BurstError,
     BusyError,
     CaptureError,
     ClosedError,
@@ -32,16 +35,21 @@ from ostinato.graphs.spec import BufferSpec
 from ostinato.graphs.stats import BucketStats, RunnerStats
 
 __all__ = [
+    "Add",
     "AsleepError",
     "AuditError",
     "BatchView",
     "BucketStats",
     "BufferSpec",
+    "Burst",
+    "BurstError",
+    "BurstRules",
     "BusyError",
     "CaptureError",
     "CaptureReport",
     "ClosedError",
     "Diagnosis",
+    "Feed",
     "Finding",
     "ForkedError",
     "GraphError",
@@ -53,6 +61,7 @@ __all__ = [
     "Misses",
     "NotCapturedError",
     "RunnerStats",
+    "Slot",
     "StaticBuffers",
     "Step",
     "StepOutput",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,11 +12,15 @@ import torch
 
 from ostinato.graphs.allocations import Allocation
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.burst_cpu import CpuLoop
+from ostinato.graphs.burst_memory import BurstMemory
+from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.guards import Turn
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
+from ostinato.graphs.spec import BufferSpec
 
 
 class ReplayTimer(Protocol):
@@ -37,8 +41,31 @@ class MemoryUse:
     free_bytes: int
 
 
+class BurstLoop(Protocol):
+    """Repeats one captured step, each time on what the last one left in its buffers."""
+
+    def launch(self) -> None:
+        """Begin on the caller's stream, where `BurstMemory.start` has been called."""
+
+    def wait(self, step: int) -> None:
+        """Return when the tokens of `step` are in the memory, or the burst has ended.
+
+        Raises:
+            BurstError: when the device failed before that.
+        """
+
+    def release(self) -> None:
+        """Give back what the driver holds for the loop. No burst may be running."""
+
+
 class Graph(Protocol):
-    """A step captured for one batch size."""
+    """A step captured for one batch size.
+
+    Attributes:
+        loop: what repeats it, once that was made; released with the graph.
+    """
+
+    loop: BurstLoop | None
 
     @property
     def outputs(self) -> Outputs:
@@ -131,6 +158,20 @@ class Backend(Protocol):
 
     def replay_timer(self) -> ReplayTimer:
         """Return what times replays in the midst of serving."""
+
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return what repeats a graph that was captured for `batch`; outside of `scope`, too.
+
+        Raises:
+            BurstError: when it cannot be repeated on the device.
+        """
 
     def release(self, graphs: list[Graph]) -> None:
         """Give back the graphs, emptying the list, and their memory.
@@ -226,6 +267,17 @@ class CpuBackend:
         """Return a clock on the wall."""
         return _CallTimer()
 
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return what takes the steps one by one, as their tokens are asked for."""
+        return CpuLoop(graph, batch, specs, rules, memory)
+
     def release(self, graphs: list[Graph]) -> None:
         """Forget the graphs."""
         while graphs:
@@ -252,6 +304,7 @@ class _CpuGraph:
 
     def __init__(self, step: Step, batch: BatchView, outputs: Outputs) -> None:
         self.outputs = outputs
+        self.loop: BurstLoop | None = None
         self._layout = outputs.layout()
         self._step = step
         self._batch = batch

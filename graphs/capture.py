@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ostinato.graphs.audit import Audit, Auditor, Finding, summarize
 from ostinato.graphs.backend import Backend, Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.burst import Bursts
 from ostinato.graphs.diagnosis import Failure, diagnose
 from ostinato.graphs.errors import AuditError, CaptureError, GraphError, VerificationError
 from ostinato.graphs.guards import MemoryWatch, only_capture
@@ -56,6 +57,7 @@ def capture_graphs(
     auditor: Auditor,
     watch: MemoryWatch,
     options: CaptureOptions,
+    bursts: Bursts | None = None,
 ) -> tuple[dict[Key, Graph], CaptureReport]:
     """Capture `step` for each of the `keys`; all of them, or none.
 
@@ -68,6 +70,7 @@ def capture_graphs(
         auditor: of this runner's graphs.
         watch: of the declared memory, whose places are noted when the captures begin.
         options: how.
+        bursts: makes each graph ready to be repeated on the device.
 
     Raises:
         CaptureError: when the step fails; from its own exception.
@@ -75,6 +78,7 @@ def capture_graphs(
         AuditError: when a strict audit refuses a graph.
         VerificationError: when a replay differs from the step.
         GraphError: when a strict audit cannot read graphs.
+        ValueError, BurstError: when the step cannot be repeated on the device.
     """
     started = time.perf_counter()
     graphs: dict[Key, Graph] = {}
@@ -124,6 +128,9 @@ def capture_graphs(
                         costs.replayed(key, backend.replay_us(graphs[key]))
             if (moved := watch.moved()) is not None:
                 raise CaptureError(f"{moved} has moved since the captures began: graphs have it")
+            if bursts is not None:
+                for key in bar(largest_first, "Preparing bursts"):
+                    bursts.prepare(graphs[key], key)
             buffers.stage_padding(buffers.max_batch)
     except BaseException:
         captured = list(graphs.values())

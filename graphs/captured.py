@@ -8,11 +8,12 @@ from typing import Generic, TypeVar
 import torch
 
 from ostinato.graphs.audit import Audit, Auditor
-from ostinato.graphs.backend import Backend
+from ostinato.graphs.backend import Backend, Graph
 from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.burst import Bursts
 from ostinato.graphs.capture import CaptureOptions, capture_graphs
 from ostinato.graphs.dot import to_dot
-from ostinato.graphs.errors import GraphError
+from ostinato.graphs.errors import BurstError, GraphError
 from ostinato.graphs.guards import MemoryWatch
 from ostinato.graphs.keys import Key, Variant
 from ostinato.graphs.memory import DeclaredMemory
@@ -34,6 +35,7 @@ class CapturedStep(Generic[OutputT]):
     Args:
         step, buffers, memory, group: as `GraphRunner` says.
         backend: where the graphs are.
+        bursts: of the graphs; None where the step does not feed itself.
 
     Attributes:
         table: the graphs there are.
@@ -49,12 +51,14 @@ class CapturedStep(Generic[OutputT]):
         *,
         memory: DeclaredMemory | None,
         group: torch.distributed.ProcessGroup | None,
+        bursts: Bursts | None,
     ) -> None:
         self._step = step
         self._buffers = buffers
         self._backend = backend
         self._memory = memory
         self._group = group
+        self._bursts = bursts
         self._auditor = Auditor(backend, buffers, memory)
         self._late_options = CaptureOptions(progress=False, verify=False, audit="off")
         self.table = GraphTable(_NOTHING)
@@ -84,6 +88,7 @@ class CapturedStep(Generic[OutputT]):
                 auditor=self._auditor,
                 watch=watch,
                 options=CaptureOptions(progress, verify, audit),
+                bursts=self._bursts,
             )
         except BaseException:
             self._backend.leave_pool()
@@ -120,6 +125,22 @@ class CapturedStep(Generic[OutputT]):
         bucket.count(n)
         outputs: OutputT = graph.outputs.rows(n)
         return outputs
+
+    def graph_for(self, n: int, variant: Variant) -> tuple[Key, Graph]:
+        """Return the graph that a burst of `n` rows repeats, captured now if misses allow it.
+
+        Raises:
+            ValueError: for a bad `n` or variant.
+            GraphError: when there is none.
+        """
+        bucket = self.table.find(n, variant)
+        misses = self.table.plan.misses
+        if bucket.graph is None and misses is not None and misses.action == "capture":
+            self._capture_missed(bucket)
+        if bucket.graph is None:
+            raise BurstError(f"there is no graph of {bucket.key}, and a burst repeats one")
+        self.table.use(bucket.key)
+        return bucket.key, bucket.graph
 
     def drawing(self, key: Key) -> str:
         """Return a graph as Graphviz's `dot` reads it.
@@ -192,6 +213,7 @@ class CapturedStep(Generic[OutputT]):
             auditor=self._auditor,
             watch=MemoryWatch(self._memory),
             options=self._late_options,
+            bursts=self._bursts,
         )
         self.table.put(bucket.key, graphs.pop(bucket.key))
         bucket.captures += 1

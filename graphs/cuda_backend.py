@@ -7,16 +7,20 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import cast
 
 import torch
 
 from ostinato.graphs.allocations import Allocation, State
-from ostinato.graphs.backend import Graph, MemoryUse, ReplayTimer
+from ostinato.graphs.backend import BurstLoop, Graph, MemoryUse, ReplayTimer
 from ostinato.graphs.borrowed import borrow
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.burst_cuda import WhileLoop, check_body
+from ostinato.graphs.burst_memory import BurstMemory
+from ostinato.graphs.burst_plan import encode
+from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import GraphDriver
 from ostinato.graphs.driver_log import DriverLog
@@ -24,6 +28,7 @@ from ostinato.graphs.errors import BusyError, GraphError
 from ostinato.graphs.guards import only_capture, turn_of
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
+from ostinato.graphs.spec import BufferSpec
 from ostinato.graphs.streams import CallerOrder, EventTimer, StreamScope
 from ostinato.graphs.tracing import OperatorWatch
 
@@ -231,6 +236,21 @@ class CudaBackend:
         """Return pairs of events."""
         return EventTimer(self._device)
 
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return a graph of a WHILE node around a copy of the captured one."""
+        self.check_readable()
+        driver, handle = cast("GraphDriver", self._driver), cast("_CudaGraph", graph).handle
+        check_body(driver.read(handle), lambda address: driver.location_of(address) is None)
+        plan = encode(rules, specs, batch, graph.outputs, memory)
+        return WhileLoop(handle, plan, memory, self._device)
+
     def leave_pool(self) -> None:
         """Give back a pool of the runner's own."""
         if self._given_pool is None:
@@ -305,6 +325,7 @@ class _CudaGraph:
     ) -> None:
         self.outputs = outputs
         self.instantiate_ms = instantiate_ms
+        self.loop: BurstLoop | None = None
         self._graph = graph
         self.replay = graph.replay  # a call less in a run
 
@@ -313,6 +334,9 @@ class _CudaGraph:
         return self._graph.raw_cuda_graph()
 
     def release(self) -> None:
+        if self.loop is not None:
+            self.loop.release()
+            self.loop = None
         self._graph.reset()
 
 

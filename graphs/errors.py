@@ -38,6 +38,10 @@ class BusyError(GraphError):
         self.busy = busy
 
 
+class BurstError(GraphError):
+    """A step cannot be repeated on the device, or failed there."""
+
+
 class ForkedError(GraphError):
     """A runner was used in a fork of the process that it was made in."""
 

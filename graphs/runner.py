@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +12,13 @@ import torch
 
 from ostinato.graphs.audit import AUDITS, Audit
 from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.burst import Burst, Bursts, Stops
+from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.captured import CapturedStep, OutputT
 from ostinato.graphs.cuda_backend import PoolHandle
 from ostinato.graphs.devices import backend_for
 from ostinato.graphs.errors import (
+    BurstError,
     BusyError,
     CaptureError,
     GraphError,
@@ -59,6 +62,7 @@ class GraphRunner(Generic[OutputT]):
             a given pool again, drop the outputs of earlier runs first. CUDA only.
         stream: where graphs are captured and verified; by default one of its own. CUDA only.
         group: processes that begin a capture together, after a barrier.
+        burst: how the step feeds itself, for `burst`.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind, or for another device.
@@ -73,6 +77,7 @@ class GraphRunner(Generic[OutputT]):
         pool: PoolHandle | None = None,
         stream: torch.cuda.Stream | None = None,
         group: torch.distributed.ProcessGroup | None = None,
+        burst: BurstRules | None = None,
     ) -> None:
         if not callable(step):
             raise TypeError(f"step: got {type(step).__name__}, expected a callable")
@@ -82,12 +87,14 @@ class GraphRunner(Generic[OutputT]):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup")
         self._buffers = buffers
         self._backend = backend_for(buffers.device, pool, stream)
+        self._bursts = None if burst is None else Bursts(burst, buffers, self._backend)
         self._captured: CapturedStep[OutputT] = CapturedStep(
             step,
             buffers,
             self._backend,
             memory=None if memory is None else kept_alive(memory),
             group=group,
+            bursts=self._bursts,
         )
         self._gate = Gate(self, self._backend)
 
@@ -243,6 +250,53 @@ class GraphRunner(Generic[OutputT]):
         finally:
             gate.leave()
 
+    def burst(
+        self,
+        n: int,
+        inputs: Mapping[str, object],
+        steps: int,
+        *,
+        limits: Sequence[int] | None = None,
+        stops: Stops = (),
+        variant: Variant = DEFAULT,
+    ) -> Burst:
+        """Take many steps in one launch, each on what the last one left; see `BurstRules`.
+
+        A row ends with one of its stop tokens or at its limit, and is padding from then on; the
+        burst ends with its last row. Tokens are those that as many calls of `run` would give.
+        Until the burst has ended and was read, every other call but `close`, which cancels it, is
+        refused.
+
+        Args:
+            n: rows, from 1 to `max_batch_size`.
+            inputs: of the first step, as for `run`.
+            steps: the most that are taken, at most the rules' `max_steps`.
+            limits: the most tokens of each row; `steps` by default.
+            stops: tokens that end a row: the same for all, or a list for each.
+            variant: one of those captured.
+
+        Raises:
+            TypeError, ValueError: for a bad argument, or a row whose page table is too short for
+                its limit; nothing is changed then.
+            BurstError: without `burst` rules or a graph, or when no loop can hold the step.
+            GraphError: as `run`.
+        """
+        self._gate.enter("burst")
+        try:
+            self._gate.require_ready()
+            if self._bursts is None:
+                raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
+            moved = self._captured.watch.moved(_WATCHED_PER_RUN)
+            if moved is not None:
+                raise self._moved(moved)
+            n = as_integer("n", n)
+            asked = self._bursts.check(n, steps, limits, stops)
+            key, graph = self._captured.graph_for(n, variant)
+            return self._bursts.start(graph, key, inputs, asked, self._gate.leave)
+        except BaseException:
+            self._gate.leave()
+            raise
+
     def bucket_for(self, n: int, variant: Variant = DEFAULT) -> int:
         """Return the batch size that a run of `n` rows would have.
 
@@ -334,8 +388,8 @@ class GraphRunner(Generic[OutputT]):
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
 
         From here on other calls are refused. One that is under way in another thread, also of
-        another runner of the same pool, is waited for. In a fork of the process nothing is
-        released: the graphs are the parent's.
+        another runner of the same pool, is waited for; a burst is cancelled. In a fork of the
+        process nothing is released: the graphs are the parent's.
 
         Args:
             timeout_s: wait so long at most.
@@ -348,6 +402,8 @@ class GraphRunner(Generic[OutputT]):
         if self._gate.is_fork:
             self._gate.close()
             return
+        if self._bursts is not None:
+            self._bursts.end_current()
         with self._gate.closing(timeout_s):
             if not self._gate.is_closed:
                 self._captured.release()

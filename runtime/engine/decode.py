@@ -10,7 +10,7 @@ import torch
 
 from ostinato import ops
 from ostinato.engine.request import Request
-from ostinato.graphs import BatchView, BufferSpec
+from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
 from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache
 
@@ -106,6 +106,19 @@ class DecodeStep:
             "seeds": BufferSpec((), torch.int64, 0, _integers(0, 2**62)),
             "counters": BufferSpec((), torch.int64, 0, _integers(0, max_length)),
         }
+
+    def burst_rules(self, max_steps: int) -> BurstRules:
+        """Return how the step feeds itself: the sampled token is the next input, one place on."""
+        return BurstRules(
+            {
+                "tokens": Feed("tokens"),
+                "positions": Add(),
+                "seq_lens": Add(),
+                "slot_mapping": Slot("page_table", "positions", self._cache.page_size),
+                "counters": Add(),
+            },
+            max_steps=max_steps,
+        )
 
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
         """Run the step over a batch of the buffers above."""
