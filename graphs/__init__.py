@@ -23,6 +23,7 @@ from ostinato.graphs.errors import (
     GraphError,
     InvalidatedError,
     NotCapturedError,
+    RankError,
     VerificationError,
 )
 from ostinato.graphs.histogram import Histogram
@@ -60,6 +61,7 @@ __all__ = [
     "Key",
     "Misses",
     "NotCapturedError",
+    "RankError",
     "RunnerStats",
     "Slot",
     "StaticBuffers",

@@ -116,6 +116,9 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """Wait for what has been run in `scope`."""
 
+    def is_idle(self) -> bool:
+        """Return whether all that was run in `scope` has ended, without waiting; also by errors."""
+
     def prepare_capture(self) -> None:
         """Make ready for a series of captures, after their warm-up."""
 
@@ -215,6 +218,10 @@ class CpuBackend:
 
     def synchronize(self) -> None:
         """Wait for nothing: every call has finished when it returns."""
+
+    def is_idle(self) -> bool:
+        """Return True: every call has finished when it returns."""
+        return True
 
     def prepare_capture(self) -> None:
         """Forget the outputs of earlier captures."""

@@ -20,16 +20,25 @@ from ostinato.graphs.backend import Backend, Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView, StaticBuffers
 from ostinato.graphs.burst import Bursts
 from ostinato.graphs.diagnosis import Failure, diagnose
-from ostinato.graphs.errors import AuditError, CaptureError, GraphError, VerificationError
+from ostinato.graphs.errors import (
+    AuditError,
+    CaptureError,
+    GraphError,
+    RankError,
+    VerificationError,
+)
 from ostinato.graphs.guards import MemoryWatch, only_capture
 from ostinato.graphs.keys import DEFAULT, Key
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.ranks import Ranks
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.report import CaptureReport, GraphReport
 from ostinato.graphs.verify import find_difference
 
 # The first call may compile, autotune or allocate; the second shows that it has settled.
 _WARMUP_CALLS = 2
+# Graphs that cannot be given back: the device waits for another process, for good.
+_stuck: list[Graph] = []
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ def capture_graphs(
     watch: MemoryWatch,
     options: CaptureOptions,
     bursts: Bursts | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[dict[Key, Graph], CaptureReport]:
     """Capture `step` for each of the `keys`; all of them, or none.
 
@@ -71,6 +81,7 @@ def capture_graphs(
         watch: of the declared memory, whose places are noted when the captures begin.
         options: how.
         bursts: makes each graph ready to be repeated on the device.
+        ranks: the processes that do the same together; when one fails, all do.
 
     Raises:
         CaptureError: when the step fails; from its own exception.
@@ -79,14 +90,18 @@ def capture_graphs(
         VerificationError: when a replay differs from the step.
         GraphError: when a strict audit cannot read graphs.
         ValueError, BurstError: when the step cannot be repeated on the device.
+        RankError: when it fails in another process.
     """
     started = time.perf_counter()
     graphs: dict[Key, Graph] = {}
-    costs = _Costs(backend)
+    ranks = ranks or Ranks(None)
+    costs = _Costs(backend, ranks)
     bar = partial(_bar, backend=backend, progress=options.progress)
     largest_first = _largest_first(keys)
-    not_inspected = _why_not_inspected(backend, options.audit)
     try:
+        sizes = ", ".join(map(str, keys))
+        ranks.agree(f"the capture of {sizes}, verify={options.verify}, audit={options.audit!r}")
+        not_inspected = _why_not_inspected(backend, options.audit)
         # What the step makes here may outlive the caller's inference mode.
         with backend.scope(), torch.inference_mode(False), torch.no_grad():
             if not_inspected is None:
@@ -118,7 +133,9 @@ def capture_graphs(
             if options.verify:
                 for key in bar(largest_first, "Verifying graphs"):
                     with costs.measured("verify", key):
-                        difference = find_difference(step, buffers, backend, graphs[key], key)
+                        difference = find_difference(
+                            step, buffers, backend, graphs[key], key, ranks
+                        )
                     if difference is not None:
                         with suppress(Exception):  # which must not hide the difference
                             if outside := _work_outside(step, buffers.view(*key), backend):
@@ -132,10 +149,17 @@ def capture_graphs(
                 for key in bar(largest_first, "Preparing bursts"):
                     bursts.prepare(graphs[key], key)
             buffers.stage_padding(buffers.max_batch)
-    except BaseException:
+        ranks.agree("the end of the capture")
+    except BaseException as error:
         captured = list(graphs.values())
         graphs.clear()
-        backend.release(captured)
+        first, is_idle = ranks.failed(error, backend.is_idle)
+        if is_idle:
+            backend.release(captured)
+        else:
+            _stuck.extend(captured)
+        if first is not None:
+            raise first from error
         raise
     verdict = _verdict(buffers) if options.verify else "not verified"
     reports = tuple(costs.report(key, graphs[key], verdict) for key in keys)
@@ -235,8 +259,9 @@ def _verdict(buffers: StaticBuffers) -> str:
 class _Costs:
     """Measures what each graph costs in each phase, and names the phase that failed."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, ranks: Ranks) -> None:
         self._backend = backend
+        self._ranks = ranks
         self._ms: dict[tuple[str, Key], float] = {}
         self._memory: dict[Key, tuple[MemoryUse, MemoryUse]] = {}
         self._recorded: dict[Key, tuple[Recording, Sequence[Finding]]] = {}
@@ -252,7 +277,11 @@ class _Costs:
         started = time.perf_counter()
         try:
             yield
+            # A step whose collectives wait for a rank that has failed never ends on the device.
+            self._ranks.agree(f"{phase} {key}")
             self._backend.synchronize()
+        except RankError:
+            raise
         except Exception as error:
             diagnosis = diagnose(error, None if failure is None else _ask(failure))
             what = f"could not {phase} {key}: {type(error).__name__}: {error}"

@@ -20,6 +20,7 @@ from ostinato.graphs.memory import DeclaredMemory
 from ostinato.graphs.observer import Observer
 from ostinato.graphs.outputs import Outputs, StepOutput
 from ostinato.graphs.plan import Plan
+from ostinato.graphs.ranks import Ranks
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
 from ostinato.graphs.table import Bucket, GraphTable
@@ -33,8 +34,9 @@ class CapturedStep(Generic[OutputT]):
     """What a `GraphRunner` has behind its gate: one call at a time.
 
     Args:
-        step, buffers, memory, group: as `GraphRunner` says.
+        step, buffers, memory: as `GraphRunner` says.
         backend: where the graphs are.
+        ranks: the processes that capture together.
         bursts: of the graphs; None where the step does not feed itself.
 
     Attributes:
@@ -50,14 +52,14 @@ class CapturedStep(Generic[OutputT]):
         backend: Backend,
         *,
         memory: DeclaredMemory | None,
-        group: torch.distributed.ProcessGroup | None,
+        ranks: Ranks,
         bursts: Bursts | None,
     ) -> None:
         self._step = step
         self._buffers = buffers
         self._backend = backend
         self._memory = memory
-        self._group = group
+        self._ranks = ranks
         self._bursts = bursts
         self._auditor = Auditor(backend, buffers, memory)
         self._late_options = CaptureOptions(progress=False, verify=False, audit="off")
@@ -73,9 +75,6 @@ class CapturedStep(Generic[OutputT]):
             GraphError: as `capture_graphs`; there are no graphs then.
         """
         self.release()
-        if self._group is not None:
-            # Ranks whose step communicates must warm up and capture in step with each other.
-            torch.distributed.barrier(group=self._group)
         misses = plan.misses
         watch = MemoryWatch(self._memory)
         try:
@@ -89,6 +88,7 @@ class CapturedStep(Generic[OutputT]):
                 watch=watch,
                 options=CaptureOptions(progress, verify, audit),
                 bursts=self._bursts,
+                ranks=self._ranks,
             )
         except BaseException:
             self._backend.leave_pool()
@@ -214,6 +214,7 @@ class CapturedStep(Generic[OutputT]):
             watch=MemoryWatch(self._memory),
             options=self._late_options,
             bursts=self._bursts,
+            ranks=self._ranks,
         )
         self.table.put(bucket.key, graphs.pop(bucket.key))
         bucket.captures += 1

@@ -100,6 +100,13 @@ class CudaBackend:
         """Wait for the backend's stream."""
         self._stream.synchronize()
 
+    def is_idle(self) -> bool:
+        """Ask the backend's stream; one that has failed does nothing more."""
+        try:
+            return bool(self._stream.query())
+        except RuntimeError:
+            return True
+
     def prepare_capture(self) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
         self.leave_pool()

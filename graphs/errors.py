@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ostinato.graphs.diagnosis import Diagnosis
 
 
@@ -57,6 +59,20 @@ class CaptureError(GraphError):
         """Take the message, and the diagnosis that it ends with."""
         super().__init__(message)
         self.diagnosis = diagnosis
+
+
+class RankError(GraphError):
+    """A capture failed here because it failed in another process of the group.
+
+    Attributes:
+        failures: what each rank that failed has said, by its number; empty where it is not theirs,
+            as with a store that is gone.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:
+        """Take the message, and what it was made of."""
+        super().__init__(message)
+        self.failures = dict(failures or {})
 
 
 class AuditError(GraphError):

@@ -72,6 +72,10 @@ class Gate:
         """Give the turn back."""
         self._backend.turn.end()
 
+    def detach(self) -> None:
+        """Keep the turn after the call; `leave` may follow in any thread."""
+        self._backend.turn.detach()
+
     @contextmanager
     def exclusively(self, what: str) -> Iterator[None]:
         """Take the turn for the call `what`.

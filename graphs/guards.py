@@ -160,6 +160,10 @@ class Turn:
             )
         self._owner, self._what, self._thread = owner, what, threading.get_ident()
 
+    def detach(self) -> None:
+        """Let the turn outlast the call that took it: any thread may end it, or wait for that."""
+        self._thread = 0
+
     def end(self) -> None:
         """Give the turn back."""
         self._owner, self._thread = None, 0

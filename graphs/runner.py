@@ -30,6 +30,7 @@ from ostinato.graphs.integers import as_integer
 from ostinato.graphs.keys import DEFAULT, Key, Variant
 from ostinato.graphs.memory import DeclaredMemory, kept_alive
 from ostinato.graphs.plan import BatchSizes, Misses, Plan
+from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
 
@@ -61,7 +62,9 @@ class GraphRunner(Generic[OutputT]):
             one for each capture. Runners that share a pool must share `stream` too. To capture into
             a given pool again, drop the outputs of earlier runs first. CUDA only.
         stream: where graphs are captured and verified; by default one of its own. CUDA only.
-        group: processes that begin a capture together, after a barrier.
+        group: processes whose steps communicate. They must make their runners in the same order,
+            and capture the same batch sizes together; when one fails, all do.
+        group_timeout_s: how long a capture waits for another process of the group.
         burst: how the step feeds itself, for `burst`.
 
     Raises:
@@ -77,6 +80,7 @@ class GraphRunner(Generic[OutputT]):
         pool: PoolHandle | None = None,
         stream: torch.cuda.Stream | None = None,
         group: torch.distributed.ProcessGroup | None = None,
+        group_timeout_s: float = DEFAULT_TIMEOUT_S,
         burst: BurstRules | None = None,
     ) -> None:
         if not callable(step):
@@ -93,7 +97,7 @@ class GraphRunner(Generic[OutputT]):
             buffers,
             self._backend,
             memory=None if memory is None else kept_alive(memory),
-            group=group,
+            ranks=Ranks(group, group_timeout_s),
             bursts=self._bursts,
         )
         self._gate = Gate(self, self._backend)
@@ -292,10 +296,12 @@ class GraphRunner(Generic[OutputT]):
             n = as_integer("n", n)
             asked = self._bursts.check(n, steps, limits, stops)
             key, graph = self._captured.graph_for(n, variant)
-            return self._bursts.start(graph, key, inputs, asked, self._gate.leave)
+            burst = self._bursts.start(graph, key, inputs, asked, self._gate.leave)
         except BaseException:
             self._gate.leave()
             raise
+        self._gate.detach()
+        return burst
 
     def bucket_for(self, n: int, variant: Variant = DEFAULT) -> int:
         """Return the batch size that a run of `n` rows would have.

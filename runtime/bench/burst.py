@@ -18,7 +18,7 @@ import torch
 
 from ostinato.bench.timing import MIN_REPEATS, percentile, time_calls
 from ostinato.engine.decode import DecodeStep, SeenTokens
-from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers
 from ostinato.model import Llama, ModelConfig, PagedKVCache
 
 _SPIN_THREADS = 2  # of this process, beside a process per core
@@ -70,9 +70,11 @@ class BurstRow:
         section: "burst".
         case: model, batch and context.
         impl: "replays" (back to back, nobody reads), "stepping" (each token is read and put into
-            the next step's inputs) or "burst".
+            the next step's inputs), "burst", or "loop" (a burst whose step is a single addition:
+            what a burst costs beside its steps, and a small kernel).
         host: "idle" or "loaded".
-        us_mean: microseconds per step over whole bursts, by the host's clock, reading included.
+        us_mean: microseconds per step; of stepping and bursts over all steps by the host's clock,
+            the start and the reading included.
         us_p50, us_p99: from the end of a step to the end of the next, by the device's clock.
         identical: whether the tokens were those of stepping.
     """
@@ -124,9 +126,7 @@ def time_bursts(model: Llama, name: str, plan: BurstPlan) -> Iterator[BurstRow]:
             row = partial(BurstRow, "burst", case)
             inputs = _first_inputs(model, buffers, batch, pages_each, plan)
             measured = _Measured(runner, model.device, inputs, plan)
-            times = sorted(1e6 * t for t in measured.replays())
-            p50, p99 = (percentile(times, p) for p in (50, 99))
-            yield row("replays", "idle", round(statistics.fmean(times), 2), p50, p99)
+            yield row("replays", "idle", *_summary(measured.replays()))
             expected = measured.stepping()[2]  # not timed: the clocks settle
             for host, load, repeats in (
                 ("idle", nullcontext(), plan.repeats),
@@ -137,9 +137,10 @@ def time_bursts(model: Llama, name: str, plan: BurstPlan) -> Iterator[BurstRow]:
                         runs = [run() for _ in range(repeats)]
                         mean = statistics.fmean(seconds for seconds, _, _ in runs) / plan.steps
                         gaps = [gap for _, gaps, _ in runs for gap in gaps]
-                        p50, p99 = (round(percentile(gaps, p), 2) for p in (50, 99))
+                        _, p50, p99 = _summary(gaps)
                         identical = all(tokens == expected for _, _, tokens in runs)
                         yield row(impl, host, round(1e6 * mean, 2), p50, p99, identical)
+            yield row("loop", "idle", *_summary(_bare_loop(batch, plan.steps, model.device)))
 
 
 # Seconds in all, microseconds between the ends of steps, tokens of each sequence.
@@ -163,10 +164,11 @@ class _Measured:
         self._batch = len(inputs["tokens"])
 
     def replays(self) -> list[float]:
-        """Return the seconds of runs back to back, whose inputs are on the device."""
+        """Return the microseconds of runs back to back, whose inputs are on the device."""
         placed = {name: tensor.to(self._device) for name, tensor in self._inputs.items()}
         run = partial(self._runner.run, self._batch, placed)
-        return time_calls(run, self._device, repeats=max(MIN_REPEATS, self._plan.steps))
+        repeats = max(MIN_REPEATS, self._plan.steps)
+        return [1e6 * taken for taken in time_calls(run, self._device, repeats=repeats)]
 
     def stepping(self) -> _Run:
         """Run step by step, as an engine that reads each token and makes the next inputs of it."""
@@ -214,6 +216,25 @@ class _Ends:
     def gaps_us(self) -> list[float]:
         events = [1e3 * before.elapsed_time(after) for before, after in pairwise(self._events)]
         return events or [1e6 * (after - before) for before, after in pairwise(self._times)]
+
+
+def _bare_loop(batch: int, steps: int, device: torch.device) -> list[float]:
+    """Return the microseconds between the steps of a burst that hardly computes."""
+    specs = {"x": BufferSpec((), torch.int64, 0), "position": BufferSpec((), torch.int32, 0)}
+    rules = BurstRules({"x": Feed(None), "position": Add()}, None, max_steps=steps)
+    buffers = StaticBuffers(specs, batch, device)
+    with GraphRunner(lambda step: step.x + step.position, buffers, burst=rules) as runner:
+        runner.capture([batch], verify=False)
+        burst = runner.burst(batch, {"x": [0] * batch, "position": [0] * batch}, steps)
+        for _ in burst:
+            pass
+    return [(after - before) / 1e3 for before, after in pairwise(burst.times_ns)]
+
+
+def _summary(times_us: Sequence[float]) -> tuple[float, float, float]:
+    """Return mean, p50 and p99."""
+    p50, p99 = (percentile(times_us, p) for p in (50, 99))
+    return round(statistics.fmean(times_us), 2), round(p50, 2), round(p99, 2)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Bursts: the tokens of stepping, rows that end, and what is refused; on a GPU in one launch."""
 
+import ctypes
 import threading
 
 import pytest
@@ -25,8 +26,10 @@ from ostinato.graphs import (
     BurstError,
     BurstRules,
     BusyError,
+    ClosedError,
     Feed,
     GraphRunner,
+    Misses,
     NotCapturedError,
     Slot,
     StaticBuffers,
@@ -147,6 +150,84 @@ def test_an_abandoned_burst_frees_the_runner(how, runner):
             pass
     del burst
     runner.run(2, first_inputs(2))
+
+
+def test_closing_the_runner_ends_its_burst(counting, device):
+    runner = GraphRunner(counting, StaticBuffers(SPECS, 2, device), burst=RULES)
+    runner.capture([2])
+    burst = runner.burst(2, first_inputs(2), 20)
+    first = next(burst)
+    runner.close()
+    assert [row[0] for row in burst.tokens] == first
+    assert list(burst) == []
+    with pytest.raises(ClosedError):
+        runner.burst(2, first_inputs(2), 20)
+
+
+def test_closing_the_runner_waits_for_who_reads_the_burst(counting, device):
+    runner = GraphRunner(counting, StaticBuffers(SPECS, 2, device), burst=RULES)
+    runner.capture([2])
+    burst = runner.burst(2, first_inputs(2), 20)
+    reads, may_go_on = threading.Event(), threading.Event()
+
+    def read():
+        next(burst)
+        reads.set()
+        may_go_on.wait(30)
+        list(burst)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    reads.wait(30)
+    threading.Timer(0.2, may_go_on.set).start()
+    runner.close(timeout_s=30)
+    thread.join()
+    assert 1 <= burst.steps <= 20
+
+
+def test_a_burst_takes_the_smallest_graph_and_captures_what_is_missing(counting, device):
+    with GraphRunner(counting, StaticBuffers(SPECS, 4, device), burst=RULES) as runner:
+        runner.capture([1], misses=Misses("capture", [1, 2, 4]), verify=False)
+        inputs = first_inputs(2)
+        burst = runner.burst(2, inputs, 6)
+        list(burst)
+        assert runner.batch_sizes == (1, 2)
+        assert burst.tokens == stepped(runner, inputs, [6] * 2, [[]] * 2)
+        runner.capture([1], misses=Misses("eager"), verify=False)
+        with pytest.raises(BurstError, match="no graph of batch size 4"):
+            runner.burst(3, first_inputs(3), 6)
+        assert len(list(runner.burst(1, first_inputs(1), 6))) == 6
+
+
+def test_a_burst_in_the_callers_stream_follows_its_work(runner, device):
+    if device.type == "cuda":
+        stream = torch.cuda.Stream()
+        inputs = first_inputs(2)
+        placed = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)
+            for name, value in inputs.items():
+                placed[name].copy_(value.pin_memory(), non_blocking=True)
+            late = runner.burst(2, placed, 6)
+            list(late)
+        assert late.tokens == stepped(runner, inputs, [6] * 2, [[]] * 2)
+
+
+def test_a_step_that_calls_the_host_is_refused_for_bursts(counting, device):
+    if device.type == "cuda":
+        libcuda = ctypes.CDLL("libcuda.so.1")
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: None)
+
+        def step(batch):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            assert libcuda.cuLaunchHostFunc(stream, callback, None) == 0
+            return counting(batch)
+
+        with GraphRunner(step, StaticBuffers(SPECS, 2, device), burst=RULES) as runner:
+            with pytest.raises(BurstError, match=r"node \d+, host"):
+                runner.capture([2], verify=False)
+            assert runner.batch_sizes == ()
 
 
 def test_a_burst_may_be_read_in_another_thread(runner):
@@ -282,7 +363,9 @@ def test_a_step_of_one_tensor_or_a_tuple_feeds_itself(device):
             assert [token for [token] in burst] == [6, 12, 24, 48, 96]
 
 
-def test_what_the_step_raises_ends_the_burst(counting):
+def test_what_the_step_raises_ends_the_burst():
+    counting = CountingStep("cpu")
+
     def step(batch):
         if counting.calls >= 8:
             raise OverflowError("too much")
@@ -317,14 +400,13 @@ def test_a_step_that_no_loop_can_hold_is_refused_by_name(node, message):
     check_body(Recording([KERNEL, PAGEABLE], []), lambda address: False)
 
 
-def test_what_the_backend_refuses_ends_the_capture(counting):
+def test_what_the_backend_refuses_ends_the_capture():
     class Refusing(RecordingBackend):
         def loop(self, *arguments):
             raise BurstError("node 3, host")
 
-    runner = GraphRunner(counting, StaticBuffers(SPECS, 2, "cpu"), burst=RULES)
-    runner._backend = Refusing(Recording([], []))
-    runner._bursts._backend = runner._backend
+    runner = GraphRunner(CountingStep("cpu"), StaticBuffers(SPECS, 2, "cpu"), burst=RULES)
+    runner._bursts._backend = Refusing(Recording([], []))
     with pytest.raises(BurstError, match="node 3"):
         runner.capture([1, 2], verify=False, audit="off")
     assert runner.batch_sizes == ()
