@@ -27,10 +27,11 @@ def test_the_all_reduce_is_in_the_graph(told):
         assert result["totals"] == [103, 120]
 
 
-def test_a_burst_communicates_in_every_step(told):
-    # x -> x0 + x1 + 100 of the ranks, which then have the same: each step doubles and adds 100.
+def test_a_burst_of_collectives_is_refused_by_name(told):
+    # NCCL (2.28) captures events of its own, which no loop on the device can hold.
     for result in told["burst"].values():
-        assert result["tokens"] == [[103, 306, 712, 1524], [120, 340, 780, 1660]], result
+        assert result["first"]["kind"] in ("BurstError", "RankError"), result
+        assert ", event " in result["first"]["message"]
 
 
 def test_a_failure_in_the_capture_is_told_by_both_and_can_be_repeated(told):
