@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,6 +119,7 @@ class Burst:
             self._end()
             raise
         if memory.published <= step:
+            self._reasons = memory.reasons(self._n)
             self._end()
             raise StopIteration
         row: list[int | None] = []
@@ -274,6 +276,9 @@ class Bursts:
             raise ValueError(f"stops: got {len(stops)} entries, expected tokens, or {n} lists")
         else:
             rows = [[as_integer("stops", token) for token in tokens] for tokens in nested]
+        for token in itertools.chain.from_iterable(rows):
+            if not -(1 << 63) <= token < 1 << 63:
+                raise ValueError(f"stops: got {token}, expected a number of 64 bits")
         longest = max(map(len, rows))
         if longest > self._rules.max_stops:
             raise ValueError(

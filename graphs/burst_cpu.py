@@ -53,11 +53,22 @@ class CpuLoop:
         """Take steps until the tokens of `step` are there, or the burst has ended."""
         with torch.inference_mode(False), torch.no_grad():
             while self._memory.published <= step and not self._memory.done:
+                if self._memory.cancelled:
+                    self._cancel()
+                    return
                 self._graph.replay()
                 self._advance()
 
     def release(self) -> None:
         """Give nothing back."""
+
+    def _cancel(self) -> None:
+        """End all rows where they are: no step is under way."""
+        memory = self._memory
+        for row in range(int(memory.control[ROWS])):
+            if memory.control[CONTROL_HEAD + row * memory.row_words] != 0:
+                memory.end_row(row, memory.published, CANCELLED)
+        memory.end()
 
     def _advance(self) -> None:
         memory = self._memory
@@ -75,8 +86,6 @@ class CpuLoop:
                 reason = STOP
             elif step + 1 >= limit:
                 reason = LIMIT
-            elif memory.cancelled:
-                reason = CANCELLED
             elif not self._move_on(row):
                 reason = FULL
             if reason:

@@ -58,7 +58,8 @@ class WhileLoop:
     def launch(self) -> None:
         """Begin a burst on the current stream, where `BurstMemory.start` has been called."""
         stream = torch.cuda.current_stream(self._device)
-        self._call("cuGraphLaunch", self._executable, stream.cuda_stream)
+        with torch.cuda.device(self._device):
+            self._call("cuGraphLaunch", self._executable, stream.cuda_stream)
         self._ended.record(stream)
 
     def wait(self, step: int) -> None:

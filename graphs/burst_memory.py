@@ -104,6 +104,10 @@ class BurstMemory:
         self._words[RING_HEAD + row] = length
         self._words[RING_HEAD + self.max_batch + row] = reason
 
+    def end(self) -> None:
+        """Write that the burst has ended, as the kernel does."""
+        self._words[DONE] = 1
+
     def publish(self, step: int, tokens: Sequence[int], *, done: bool) -> None:
         """Write the tokens of a step, as the kernel does."""
         start = self._line(step)

@@ -122,6 +122,18 @@ def test_a_row_whose_pages_the_host_cannot_see_ends_where_they_do(runner, device
         assert list(map(len, burst.tokens)) == [PAGE_SIZE] * 2
 
 
+def test_a_cancelled_burst_without_a_gpu_takes_no_further_step():
+    counting = CountingStep("cpu")
+    with GraphRunner(counting, StaticBuffers(SPECS, 2, "cpu"), burst=RULES) as runner:
+        runner.capture([2], verify=False)
+        burst = runner.burst(2, first_inputs(2), 20, limits=[1, 20])
+        next(burst)
+        calls = counting.calls
+        burst.close()
+        assert counting.calls == calls
+        assert (burst.steps, burst.reasons) == (1, ["limit", "cancelled"])
+
+
 def test_cancelling_keeps_what_was_taken(runner):
     burst = runner.burst(2, first_inputs(2), 20)
     first = next(burst)
@@ -220,8 +232,9 @@ def test_a_step_that_calls_the_host_is_refused_for_bursts(counting, device):
         callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: None)
 
         def step(batch):
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            assert libcuda.cuLaunchHostFunc(stream, callback, None) == 0
+            if torch.cuda.is_current_stream_capturing():  # the function is never called
+                stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+                assert libcuda.cuLaunchHostFunc(stream, callback, None) == 0
             return counting(batch)
 
         with GraphRunner(step, StaticBuffers(SPECS, 2, device), burst=RULES) as runner:
@@ -251,6 +264,7 @@ def test_a_burst_may_be_read_in_another_thread(runner):
         ({"stops": [1, 2, 3, 4]}, "max_stops=3"),
         ({"stops": [[1], [2], [3]]}, "stops: got 3 entries"),
         ({"stops": [[1], 2]}, "stops: got 2 entries"),
+        ({"stops": [1 << 63]}, "expected a number of 64 bits"),
         ({"n": 5}, "n: got 5"),
         ({"n": 0}, "n: got 0"),
     ],
