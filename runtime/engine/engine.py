@@ -323,21 +323,22 @@ class Engine:
         started = time.perf_counter()
         finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
         logits = self._prefill(chunks)
+        if finished:
+            slots = torch.tensor([request.slot for request in finished], device=logits.device)
+            tokens = ops.sample(
+                logits,
+                seen=self._seen.mask,
+                seen_rows=slots,
+                counters=sampling_counters(finished, logits.device),
+                **sampling_inputs(finished, logits.device),
+            )
+            self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
+        # Only now: after an error the prompt is computed again, first token and all.
         for chunk in chunks:
             self._scheduler.computed(chunk)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         if not finished:
             self.stats.prefill_seconds.append(time.perf_counter() - started)
-            return
-        slots = torch.tensor([request.slot for request in finished], device=logits.device)
-        tokens = ops.sample(
-            logits,
-            seen=self._seen.mask,
-            seen_rows=slots,
-            counters=sampling_counters(finished, logits.device),
-            **sampling_inputs(finished, logits.device),
-        )
-        self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
 
     def _decode_step(self, batch: Sequence[Request]) -> None:
         if not batch:
@@ -356,11 +357,13 @@ class Engine:
 
     def _read_tokens(self, count: int | None = None) -> None:
         """Read the tokens of the oldest `count` launches, by default of all."""
-        for request, token in self._in_flight.read(count):
-            event = request.accept(token)
-            self._queues.get(request.id, self._events).append(event)
-            if request.finish_reason is not None:
-                self._scheduler.finish(request)
+        self._in_flight.read(self._accept, count)
+
+    def _accept(self, request: Request, token: int) -> None:
+        event = request.accept(token)
+        self._queues.get(request.id, self._events).append(event)
+        if request.finish_reason is not None:
+            self._scheduler.finish(request)
 
 
 def _default_pages(model: Llama, wanted: int, page_size: int) -> int:

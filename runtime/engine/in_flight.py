@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from ostinato.engine.request import Request
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Launch:
     """Work that samples one token for each of some requests."""
 
@@ -22,6 +22,7 @@ class _Launch:
     copied: torch.cuda.Event | None
     seconds: MutableSequence[float]
     started: float
+    taken: int = 0  # tokens that the host has read
 
 
 class TokensInFlight:
@@ -101,25 +102,29 @@ class TokensInFlight:
         launched = [launch.tokens for launch in self._launches]
         return torch.cat([*launched, uploaded[0]])[uploaded[1]]
 
-    def read(self, count: int | None = None) -> Iterator[tuple[Request, int]]:
-        """Wait for the oldest `count` launches (all by default); yield live requests and tokens.
+    def read(self, accept: Callable[[Request, int], None], count: int | None = None) -> None:
+        """Wait for the oldest `count` launches (all by default) and hand out their tokens.
 
-        A request that was cancelled or has ended since the launch is passed over.
+        A request that was cancelled or has ended since the launch is passed over. If `accept`
+        raises, its token and all after it are handed out by the next call.
         """
         for _ in range(len(self) if count is None else count):
             launch = self._launches[0]
             if launch.copied is not None:
                 launch.copied.synchronize()
-            now = time.perf_counter()
-            # Launches overlap: each is charged from where the one before it was read.
-            launch.seconds.append(now - max(launch.started, self._read))
-            self._read = now
-            self._launches.popleft()
-            for request in launch.requests:
-                request.in_flight -= 1
-            for request, token in zip(launch.requests, launch.host.tolist(), strict=True):
+            if launch.taken == 0:
+                now = time.perf_counter()
+                # Launches overlap: each is charged from where the one before it was read.
+                launch.seconds.append(now - max(launch.started, self._read))
+                self._read = now
+            tokens = launch.host.tolist()
+            while launch.taken < len(tokens):
+                request = launch.requests[launch.taken]
                 if request.finish_reason is None:
-                    yield request, token
+                    accept(request, tokens[launch.taken])
+                launch.taken += 1
+                request.in_flight -= 1
+            self._launches.popleft()
 
     def clear(self) -> None:
         """Forget all launches; their requests must not go on."""

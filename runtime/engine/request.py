@@ -54,8 +54,8 @@ class Request:
 
     def accept(self, token: int) -> TokenEvent:
         """Add a sampled token, decide whether it is the last, and return its event."""
-        self.generated.append(token)
         text = self.stream.push(token)
+        self.generated.append(token)
         if token in self.stop_ids or self.stream.stopped:
             self.finish_reason = FinishReason.STOP
         elif len(self.generated) == self.max_new_tokens:

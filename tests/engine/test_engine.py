@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
+from ostinato.engine import engine as engine_module
+from ostinato.engine.text import TextStream
 from ostinato.graphs import NotCapturedError
 from ostinato.model import Llama, sequence_logits
 from ostinato.ops import prefill_launch
@@ -389,6 +391,49 @@ def test_tokens_made_before_an_error_in_the_same_step_are_not_lost(
         tokens = tuple(e.token_id for e in events if e.request_id == request)
         assert tokens == engine.result(request).token_ids
         assert len(tokens) == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_while_tokens_are_read_loses_none_of_the_others(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = [greedy(engine, prompt, 6) for prompt in ("first", "second")]
+    ids = [engine.submit(prompt, params) for prompt in ("first", "second")]
+    events = [event for _ in range(3) for event in engine.step()]
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "push", fail)
+        with pytest.raises(error):
+            engine.step()
+    while not engine.idle:
+        events += engine.step()
+    assert [engine.result(i).token_ids for i in ids] == expected
+    for request, tokens in zip(ids, expected, strict=True):
+        assert tuple(e.token_id for e in events if e.request_id == request) == tokens
+
+
+def test_an_error_while_the_first_token_is_sampled_leaves_the_prompt_to_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    expected = greedy(engine, "abc", 4)
+    request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module.ops, "sample", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    while not engine.idle:
+        engine.step()
+    assert engine.result(request).token_ids == expected
 
 
 def test_streams_submitted_requests_and_generate_share_an_engine() -> None:
