@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ostinato.cli.command import Command, Parser, UserError, user_errors
 from ostinato.kernels.cache import Entry, cache_folder
-from ostinato.kernels.catalogue import families, select
+from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.compiler import Plan, build, find, plan
 from ostinato.kernels.errors import KernelError
 from ostinato.kernels.mode import BuildMode
@@ -71,9 +71,13 @@ def _main(argv: Sequence[str]) -> int:
     mode = BuildMode(args.debug_print, args.inject_delay)
     with user_errors():
         mode.check("--inject-delay")
-        chosen = select(only=args.only, dtypes=args.dtypes)
+        needed: set[Variant] = set()
         if args.for_model:
             needed = _model_kernels(Path(args.for_model))
+        # A model may need what is otherwise compiled when it is first used.
+        unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
+        chosen = select(only=args.only, dtypes=args.dtypes, among=(*CATALOGUE, *unlisted))
+        if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [plan(variant, mode) for variant in chosen]
     try:
