@@ -223,14 +223,16 @@ class Bursts:
         device = self._buffers.device
         if isinstance(inputs, Mapping):  # other things are refused when they are staged
             self._rules.check_pages(self._buffers.specs, inputs, ends.limits, device)
-        self._buffers.check(inputs, n)
+        self._buffers.rows(inputs, n)  # or refused
         loop = self.prepare(graph, key)
         self._backend.follow()
-        with torch.inference_mode(False), torch.no_grad():
-            self._buffers.stage(inputs, n, key.batch_size)
-            self._memory.start(ends.limits, ends.stops)
-            loop.launch()
-        self._backend.passed()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._buffers.stage(inputs, n, key.batch_size)
+                self._memory.start(ends.limits, ends.stops)
+                loop.launch()
+        finally:
+            self._backend.passed()
         burst = Burst(loop, self._memory, n, finish)
         self._current = weakref.ref(burst)
         return burst

@@ -295,7 +295,7 @@ class GraphRunner(Generic[OutputT]):
                 raise self._moved(moved)
             n = as_integer("n", n)
             asked = self._bursts.check(n, steps, limits, stops)
-            key, graph = self._captured.graph_for(n, variant)
+            key, graph, inputs = self._captured.graph_for(n, inputs, variant)
             burst = self._bursts.start(graph, key, inputs, asked, self._gate.leave)
         except BaseException:
             self._gate.leave()
