@@ -68,6 +68,7 @@ class CapturedStep(Generic[OutputT]):
         self.plan: Plan | None = None
         self.watch = MemoryWatch(None)
         self._observer: Observer | None = None
+        self._observed = {"replay_times": False, "nvtx": False}
 
     def capture(self, plan: Plan, *, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
         """Release what there is, and capture what is planned.
@@ -102,6 +103,7 @@ class CapturedStep(Generic[OutputT]):
         late = misses is not None and misses.verify
         self._late_options = CaptureOptions(False, late, audit, into_pool=True)
         self.watch, self.table, self.plan = watch, table, plan
+        self.observe(**self._observed)  # all counts begin anew
         return report
 
     def run(self, n: int, inputs: Mapping[str, object], variant: Variant) -> OutputT:
@@ -177,6 +179,7 @@ class CapturedStep(Generic[OutputT]):
         """
         timer = self._backend.replay_timer() if replay_times else None
         self._observer = Observer(timer, nvtx=nvtx) if replay_times or nvtx else None
+        self._observed = {"replay_times": replay_times, "nvtx": nvtx}
 
     def stats(self) -> RunnerStats:
         """Return how the graphs were used since the last capture, from any thread."""
