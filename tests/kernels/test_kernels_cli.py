@@ -124,6 +124,31 @@ def test_build_for_a_model_takes_what_it_may_launch(
     assert capsys.readouterr().out.startswith(f"{count} kernels, {count} of them compiled already")
 
 
+def test_build_for_a_model_takes_what_its_options_launch(
+    tmp_path: Path,
+    nvcc_calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compiler, "require_cutlass", lambda: Cutlass(tmp_path, "0"))
+    monkeypatch.setattr(compiler, "find_cutlass", lambda: Cutlass(tmp_path, "0"))
+    folder = str(_checkpoint(tmp_path, {"quant_method": "fp8", "activation_scheme": "dynamic"}))
+
+    def built(*options: str) -> set[str]:
+        assert main(["build", "--for-model", folder, *options]) == 0
+        lines = capsys.readouterr().out.splitlines()[1:]
+        return {line.split("] ")[1].split()[0] for line in lines}
+
+    assert not any("-fp32" in name for name in built() - {"sample-fp32"})
+    head = built("--lm-head", "int8")
+    assert head
+    assert all("int8-fp32" in name or name == "quantize-rms_norm-fp16-int8" for name in head)
+    variant = built("--no-batch-invariant")
+    assert {name[: name.index("-")] for name in variant} >= {"gemm_small_m", "attention_decode"}
+    assert main(["build", "--all", "--lm-head", "int8"]) == 2
+    assert "go with --for-model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
