@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
 from ostinato.bench.step import implementation, kv_bytes, step_flops, weight_bytes
 from ostinato.engine import Engine, SamplingParams
@@ -50,9 +51,7 @@ class EnginePlan:
         least = [("batch", batch, 1) for batch in self.batches]
         least += [("prompt", self.prompt, 1), ("output", self.outputs[0], 1)]
         least += [("page_size", self.page_size, 1), ("repeats", self.repeats, 1)]
-        for name, value, minimum in least:
-            if value < minimum:
-                raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        check_least(least)
         if self.outputs[1] <= self.outputs[0]:
             raise ValueError(
                 f"output: got {self.outputs[0]} and {self.outputs[1]}, expected a longer second"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ostinato.bench.engine import EnginePlan
     from ostinato.bench.report import Report, Row
+    from ostinato.model import ModelConfig
 
 _HEADER = f"{'case':<32}{'impl':<16}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
 
@@ -98,13 +99,14 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for dtype in args.dtype:
-            _measure(args, plan, dtype, device, report, targets)
+            _measure(args, plan, config, dtype, device, report, targets)
     return 0
 
 
 def _measure(
     args: argparse.Namespace,
     plan: EnginePlan,
+    config: ModelConfig,
     dtype: str,
     device: torch.device,
     report: Report,
@@ -113,10 +115,9 @@ def _measure(
     from ostinato.bench.engine import StartUp, engine_for, time_engine
     from ostinato.bench.step import implementation
     from ostinato.bench.weights import random_llama
-    from ostinato.model import ModelConfig, compile_kernels
+    from ostinato.model import compile_kernels
 
     began = time.perf_counter()
-    config = ModelConfig.from_hf(SHAPES[args.shape])
     model = random_llama(
         config,
         dtype,
