@@ -12,6 +12,7 @@ from ostinato.bench.shapes import PRECISIONS, SHAPES
 from ostinato.cli.bench_output import add_targets_flag
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
+from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +52,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         default="bf16",
         help="precision of the output projection (default bf16)",
     )
-    engine.add_argument(
-        "--no-batch-invariant",
-        dest="batch_invariant",
-        action="store_false",
-        help="let the bits of a sequence depend on what is served beside it, for faster kernels",
-    )
+    add_batch_invariant_flag(engine)
     engine.add_argument(
         "--prompt", type=int, default=128, metavar="N", help="tokens per prompt (default 128)"
     )
@@ -68,9 +64,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         metavar=("SHORT", "LONG"),
         help="tokens of the two texts (default 32 288)",
     )
-    engine.add_argument(
-        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
-    )
+    add_page_size_flag(engine)
     engine.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="runs of each length (default 3)"
     )

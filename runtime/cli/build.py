@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ostinato.cli.command import Command, Parser, UserError, user_errors
+from ostinato.cli.model_flags import add_batch_invariant_flag
 from ostinato.kernels.cache import Entry, cache_folder
 from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.compiler import Plan, build, find, plan
@@ -44,12 +45,7 @@ def _parser() -> Parser:
         choices=("int8", "fp8"),
         help="with --for-model: as load_model(lm_head_dtype=...), a quantised output projection",
     )
-    chosen.add_argument(
-        "--no-batch-invariant",
-        dest="batch_invariant",
-        action="store_false",
-        help="with --for-model: as load_model(batch_invariant=False)",
-    )
+    add_batch_invariant_flag(chosen, help="with --for-model: as load_model(batch_invariant=False)")
     chosen.add_argument(
         "--dtypes",
         nargs="+",
