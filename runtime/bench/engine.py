@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from time import perf_counter
 
 import torch
 from tokenizers import Tokenizer
@@ -124,6 +124,10 @@ class StartUp:
         )
 
 
+class TooShortError(Exception):
+    """Texts whose difference in length does not show in their times."""
+
+
 def engine_for(model: Llama, plan: EnginePlan) -> Engine:
     """Return an engine with room for the largest batch, nothing captured yet.
 
@@ -155,6 +159,9 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
         engine: from `engine_for`, captured; the model's context must hold the plan's.
         name: of the model, as the rows shall call it.
         plan: what to measure.
+
+    Raises:
+        TooShortError: if the long texts took no longer than the short ones.
     """
     model = engine.model
     generator = torch.Generator().manual_seed(0)
@@ -168,20 +175,27 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
             shape = (batch, plan.prompt)
             prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-            started = time.perf_counter()
+            started = perf_counter()
             completions = engine.generate(prompts, params)
-            elapsed = time.perf_counter() - started
+            elapsed = perf_counter() - started
             assert all(len(completion.token_ids) == tokens for completion in completions)
             return elapsed
 
         seconds(short)
         runs = [[seconds(tokens) for tokens in plan.outputs] for _ in range(plan.repeats)]
+        case = f"{name} b{batch} prompt{plan.prompt}"
         medians = [statistics.median(column) for column in zip(*runs, strict=True)]
+        if medians[1] <= medians[0]:
+            took = " and ".join(f"{median * 1e3:.3f} ms" for median in medians)
+            raise TooShortError(
+                f"{case}: texts of {short} and {long} tokens took {took}, expected the longer to "
+                "take longer: measure with longer ones, or more repeats"
+            )
         yield Row.of(
             "engine",
-            f"{name} b{batch} prompt{plan.prompt}",
+            case,
             implementation(model),
-            seconds=max(medians[1] - medians[0], 1e-9) / (long - short),
+            seconds=(medians[1] - medians[0]) / (long - short),
             num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
             flops=step_flops(model, batch, context),
         )

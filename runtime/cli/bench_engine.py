@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.engine import EnginePlan
+    from ostinato.bench.engine import EnginePlan, TooShortError
     from ostinato.bench.report import Report
     from ostinato.model import ModelConfig
 
@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     targets = {} if args.targets is None else _targets(args.targets)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
-    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
+    with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
         for dtype in args.dtype:
             _measure(args, plan, config, dtype, device, report, targets)
     return 0
