@@ -126,7 +126,9 @@ class DecodeStep:
         attention = AttentionInputs(
             slot_mapping=batch.slot_mapping, page_table=batch.page_table, seq_lens=batch.seq_lens
         )
-        logits = self._model(batch.tokens, batch.positions, attention, self._cache)
+        logits = self._model(
+            batch.tokens, batch.positions, attention, self._cache, n_active=batch.n_active
+        )
         # The input tokens, not the sampled ones: marking them twice changes nothing, so a
         # replay can be repeated and verified.
         self._seen.mark(batch.slots, batch.tokens)

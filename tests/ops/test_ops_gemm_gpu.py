@@ -198,6 +198,29 @@ def test_strides(m: int, dtype: torch.dtype) -> None:
         assert_same_bits(y, ops.w8a8_linear(dense_x, dense_w, one, one, batch_invariant=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", FEW_TOKENS)
+def test_padding_changes_no_real_row(m: int, dtype: torch.dtype) -> None:
+    n, k = 1003, 1008
+    x, w, x_scale, w_scale = operands(m, n, k, dtype)
+    packed = ops.pack_weight(w)
+    expected = ops.w8a8_linear(x, packed, x_scale, w_scale)
+    real_x, real_scale = x.clone(), x_scale.clone()
+    n_active = torch.full((1,), m, dtype=torch.int32, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.w8a8_linear(x, packed, x_scale, w_scale, n_active=n_active)
+    for real in sorted({0, 1, m // 2, m - 1, m}):
+        x.copy_(real_x)
+        x_scale.copy_(real_scale)
+        x[real:].view(torch.int8).fill_(127)  # NaN as e4m3
+        x_scale[real:].fill_(torch.nan)
+        n_active.fill_(real)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(y[:real], expected[:real])
+
+
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_fp8_rows_have_the_same_bits_in_every_call(fast_accum: bool) -> None:
     for n, k in ((1003, 1000), (4096, 4096)):
