@@ -258,13 +258,13 @@ def test_mixed_devices() -> None:
 class Chain:
     """Layers one after another, each quantising what the one before it put out."""
 
-    def __init__(self, m: int, dtype: torch.dtype, length: int = 100) -> None:
-        self.x = torch.randn(m, 256, device=CUDA).bfloat16()
+    def __init__(self, m: int, dtype: torch.dtype, length: int = 100, size: int = 256) -> None:
+        self.x = torch.randn(m, size, device=CUDA).bfloat16()
         self._weights = [
-            ops.pack_weight(quantized_randn((256, 256), dtype).to(CUDA)) for _ in range(4)
+            ops.pack_weight(quantized_randn((size, size), dtype).to(CUDA)) for _ in range(4)
         ]
         spread = 73.0 if dtype is torch.int8 else 1.0
-        self._scale = torch.full((256,), 1 / (16 * spread), device=CUDA)
+        self._scale = torch.full((size,), 1 / (size**0.5 * spread), device=CUDA)
         self._dtype, self._length = dtype, length
 
     def __call__(self) -> torch.Tensor:
@@ -307,6 +307,15 @@ class Chain:
 @pytest.mark.parametrize("m", [1, 9, 33])
 def test_200_chained_calls_replay_with_changed_inputs(m: int, dtype: torch.dtype) -> None:
     chain = Chain(m, dtype)
+    assert_same_bits(chain(), chain.one_by_one())
+    chain.check_replays(*chain.captured())
+
+
+# Weights of more than a ring are asked for, at the pace at which they land, while x is awaited.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [20, 33, 64, 130])
+def test_chained_calls_whose_weights_wait_for_x(m: int, dtype: torch.dtype) -> None:
+    chain = Chain(m, dtype, length=40, size=4096)
     assert_same_bits(chain(), chain.one_by_one())
     chain.check_replays(*chain.captured())
 
