@@ -245,7 +245,9 @@ void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& 
                     std::int64_t page_table_stride, std::int32_t pages, std::int32_t page_size,
                     std::int32_t max_pages, std::uintptr_t sinks, const HeadsArgument& lse,
                     std::int32_t left, std::int32_t right, float softcap, std::int32_t least_rows,
-                    std::int32_t pack, bool pdl) {
+                    std::int32_t pack, bool pdl, std::uintptr_t q_scale, std::uintptr_t k_scale,
+                    std::uintptr_t v_scale, std::int32_t q_scale_stride,
+                    std::int32_t k_scale_stride, std::int32_t v_scale_stride) {
   PrefillParams params = {};
   params.q = heads(q);
   params.k = slots(k);
@@ -276,6 +278,12 @@ void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& 
   params.least_rows = least_rows;
   params.pack = pack;
   params.pdl = pdl ? 1 : 0;
+  params.q_scale = pointer<float>(q_scale);
+  params.k_scale = pointer<float>(k_scale);
+  params.v_scale = pointer<float>(v_scale);
+  params.q_scale_stride = q_scale_stride;
+  params.k_scale_stride = k_scale_stride;
+  params.v_scale_stride = v_scale_stride;
   library.launch(params, stream);
 }
 
@@ -423,7 +431,8 @@ PYBIND11_MODULE(_C, module) {
            arg("page_table_stride") = 0, arg("pages") = 0, arg("page_size") = 0,
            arg("max_pages") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(), arg("left") = -1,
            arg("right") = 0, arg("softcap") = 0.0F, arg("least_rows") = 0, arg("pack") = 0,
-           arg("pdl") = false);
+           arg("pdl") = false, arg("q_scale") = 0, arg("k_scale") = 0, arg("v_scale") = 0,
+           arg("q_scale_stride") = 0, arg("k_scale_stride") = 0, arg("v_scale_stride") = 0);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))

@@ -119,6 +119,12 @@ class Prefill:
         least_rows: int = 0,
         pack: int = 0,
         pdl: bool = False,
+        q_scale: int = 0,
+        k_scale: int = 0,
+        v_scale: int = 0,
+        q_scale_stride: int = 0,
+        k_scale_stride: int = 0,
+        v_scale_stride: int = 0,
     ) -> None: ...
 
 class Quantize:

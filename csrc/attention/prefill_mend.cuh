@@ -7,7 +7,8 @@
 // if the query does see a NaN it is NaN. This is slow, and never happens to numbers.
 #pragma once
 
-#include "prefill_rescore.cuh"
+#include "prefill_place.cuh"
+#include "prefill_rows.cuh"
 
 namespace ostinato::prefill {
 
@@ -34,7 +35,7 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
 
 // Sums a row anew, over the keys of hiding tiles. By a warp: for those lanes of it whose row is
 // `broken`, the others go along.
-template <int kHalf>
+template <int kHalf, class Softmax>
 __device__ __forceinline__ void sum_again(const PrefillParams& p, const Item& item,
                                           const Softmax& softmax, const Seen& seen, const Type* q,
                                           bool broken, float (&outputs)[kOutputs]) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) 
 }
 
 // By a warp. `rows` are the items' rows of the thread, if they are queries: q of each, else null.
-template <int kHalf>
+template <int kHalf, class Softmax>
 __device__ __forceinline__ void mend_row(const PrefillParams& p, const Item& item,
                                          const Softmax& softmax, const Seen& seen, const Type* q,
                                          float (&outputs)[kOutputs]) {

@@ -138,6 +138,8 @@ class PrefillFields(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in _PREFILL_COUNTS],
         *[("scale", ctypes.c_float), ("softcap", ctypes.c_float)],
         *[(name, ctypes.c_int32) for name in ("least_rows", "pack", "pdl")],
+        *[(f"{name}_scale", ctypes.c_void_p) for name in "qkv"],
+        *[(f"{name}_scale_stride", ctypes.c_int32) for name in "qkv"],
     ]
 
 

@@ -1,0 +1,163 @@
+"""FP8 prefill attention by our kernel: accuracy, NaN, repeats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ops_cases import assert_same_bits, int32
+
+from ostinato.ops import prefill_launch, reference
+from ostinato.ops.attend import LogitRule
+from ostinato.ops.prefill_launch import Fp8Scales
+
+pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
+
+CUDA = torch.device("cuda")
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+# Around the tiles of queries and keys.
+Q_LENS = (0, 1, 5, 63, 64, 65, 95, 96, 97, 127, 128, 129, 0, 200)
+K_LENS = (7, 0, 300, 64, 65, 64, 96, 97, 300, 128, 127, 500, 9, 201)
+RULES: list[dict[str, Any]] = [
+    *({"scale": 0.3}, {"scale": -0.1}, {"softcap": 5.0}, {"sinks": True}, {"causal": False}),
+    *({"window": window} for window in [(0, 0), (30, -1), (130, -1), (5000, -1), (-1, 2)]),
+    {"window": (50, 40), "causal": False, "softcap": 15.0, "sinks": True},
+]
+
+
+class Case:
+    """Packed FP8 tensors, followed by rows of NaN that no sequence owns, and a launch of them."""
+
+    def __init__(
+        self,
+        q_lens: tuple[int, ...] = Q_LENS,
+        k_lens: tuple[int, ...] | None = None,
+        *,
+        heads: tuple[int, int] = (4, 2),
+        dim: int = 128,
+        out_dtype: torch.dtype = BF16,
+        **rule: Any,
+    ) -> None:
+        k_lens = q_lens if k_lens is None else k_lens
+        self.lens = (q_lens, k_lens)
+        self.tensors = []
+        for lens, count in ((q_lens, heads[0]), (k_lens, heads[1]), (k_lens, heads[1])):
+            rows = torch.full((sum(lens) + 3, 2 * count, dim), math.nan, device=CUDA)
+            rows[: sum(lens), :count] = 24 * torch.randn(sum(lens), count, dim, device=CUDA)
+            self.tensors.append(rows.to(E4M3)[:, :count])
+        self.tensors[0] = self.tensors[0][: sum(q_lens)]
+        self.offsets = [
+            int32([sum(lens[:b]) for b in range(len(lens) + 1)], CUDA) for lens in self.lens
+        ]
+        each = 1 + 0.1 * torch.arange(heads[1], device=CUDA)
+        self.scales = Fp8Scales(torch.full((), 1 / 24, device=CUDA), each / 24, each.flip(0) / 24)
+        if rule.pop("sinks", False):
+            rule["sinks"] = torch.randn(heads[0], device=CUDA)
+        self.rule = rule
+        self.out_dtype = out_dtype
+
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.tensors
+        out = torch.full(q.shape, math.nan, dtype=self.out_dtype, device=CUDA)
+        lse = torch.full(q.shape[:2], math.nan, device=CUDA)
+        kernel = prefill_launch.fp8_variant(q, k, v, out, self.scales)
+        assert kernel is not None
+        rule = {"causal": True, "softcap": 0.0, "scale": q.size(2) ** -0.5, **self.rule}
+        left, right = rule.get("window", (-1, -1))
+        prefill_launch.attend_packed(
+            kernel,
+            *(q, k, v, *self.offsets),
+            *(max(1, *lens) for lens in self.lens),
+            LogitRule(rule["scale"], rule["causal"], left, right, rule["softcap"]),
+            rule.get("sinks"),
+            out,
+            lse,
+            self.scales,
+        )
+        return out, lse
+
+    def twin(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = {f"{name}_scale": scale for name, scale in self.scales._asdict().items()}
+        return reference.varlen_attention(
+            *self.tensors, *self.offsets, **scales, **self.rule, dtype=dtype
+        )
+
+    def check(self) -> None:
+        """Demand the accuracy of weights of 4 bits, which errors of 2^-4 at most have."""
+        out, lse = self.attend()
+        exact, exact_lse = self.twin(torch.float64)
+        error = (out.double() - exact).abs()
+        # Rounding of each weight is off by up to 1/16 of it, by 1/28 in quadratic mean.
+        magnitude = self._mean_magnitude(exact)
+        assert error.square().mean().sqrt() <= magnitude / 28
+        assert error.amax() <= magnitude
+        torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=2e-3)
+
+    def _mean_magnitude(self, exact: torch.Tensor) -> float:
+        return float(exact.square().mean().sqrt()) + 1e-3
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("k_lens", [None, K_LENS], ids=["all", "chunks"])
+def test_dims_and_dtypes(k_lens: tuple[int, ...] | None, dim: int, out_dtype: torch.dtype) -> None:
+    Case(k_lens=k_lens, dim=dim, out_dtype=out_dtype).check()
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (32, 8), (8, 8), (12, 1)], ids=str)
+@pytest.mark.parametrize("q_lens", [(300, 20, 1), (40, 9)], ids=str)
+def test_groups(q_lens: tuple[int, ...], heads: tuple[int, int]) -> None:
+    Case(q_lens, heads=heads).check()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rules(dim: int, rule: dict[str, Any]) -> None:
+    Case((300, 129, 64), (310, 500, 64), dim=dim, **rule).check()
+
+
+@pytest.mark.parametrize("scale", [0.8, 3.0, -5.0])
+def test_scores_far_above_all_before(scale: float) -> None:
+    Case((300, 70), (900, 400), scale=scale).check()
+
+
+def test_long_sequences_beside_short_ones() -> None:
+    Case((1500, 1, 777, 0, 64), heads=(8, 2)).check()
+
+
+def test_sums_of_many_keys_do_not_drift() -> None:
+    """Equal weights of equal values: the tensor cores alone would lose what is small."""
+    case = Case((130,), (20000,), heads=(2, 1), causal=False)
+    q, k, v = case.tensors
+    q.zero_()
+    k[:20000].zero_()
+    v[:20000] = torch.full_like(v[:20000], 1.0)
+    case.scales = Fp8Scales(*(torch.ones((), device=CUDA) for _ in "qkv"))
+    out, lse = case.attend()
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=0)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(20000)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("where", [1, 2], ids=["k", "v"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_nan_reaches_only_those_that_see_it(dim: int, where: int) -> None:
+    case = Case((200, 100), (330, 100), heads=(2, 1), dim=dim)
+    expected, _ = case.attend()
+    key, first = 270, 270 - (330 - 200)  # of the first sequence; the query that stands there
+    case.tensors[where][key] = torch.full_like(case.tensors[where][key], math.nan)
+    out, _ = case.attend()
+    assert not out[first:200].isfinite().any()
+    torch.testing.assert_close(out[:first], expected[:first], rtol=0.1, atol=0.1)
+    assert_same_bits(out[200:], expected[200:])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hundreds_of_repeats_give_the_same_bits(dim: int) -> None:
+    case = Case((2048, 30, 700, 1300), heads=(16, 4), dim=dim)
+    expected, expected_lse = case.attend()
+    for _ in range(300):
+        out, lse = case.attend()
+        assert_same_bits(out, expected)
+        assert_same_bits(lse, expected_lse)
