@@ -7,7 +7,8 @@
 // computes it, or on other sequences. The pieces: prefill_config.cuh (macros, shared memory),
 // prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_mma.cuh,
 // prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh, prefill_output.cuh,
-// prefill_mend.cuh.
+// prefill_mend.cuh; with 8 bits prefill_transpose.cuh, prefill_softmax_fp8.cuh and
+// prefill_consumer_fp8.cuh.
 //
 // With params.pdl the predecessor may write any of the inputs. The workspace must be zero before
 // its first launch and after one that was aborted; it serves one stream at a time.
