@@ -45,6 +45,12 @@ class Arena:
         self._batches: dict[int, dict[str, torch.Tensor]] = {}
         self._heads: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._packed: dict[int, torch.Tensor] = {}
+        self._start = self._bytes.data_ptr()
+        self._stop = self._start + size
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a view of the block."""
+        return self._start <= tensor.data_ptr() < self._stop
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
         """Return the rows of each buffer in a batch of `size`; the same tensors every time."""

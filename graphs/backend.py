@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +31,10 @@ class ReplayTimer(Protocol):
         """Replay; return whether the replay is timed."""
 
     def finished(self) -> list[float]:
-        """Return the microseconds of timed replays that have ended since the last call."""
+        """Return the microseconds of timed replays that have ended since the last call.
+
+        Another thread may be in `replay`, but not in here.
+        """
 
 
 @dataclass(frozen=True)
@@ -224,8 +228,7 @@ class CpuBackend:
         return True
 
     def prepare_capture(self) -> None:
-        """Forget the outputs of earlier captures."""
-        self._shared = {}
+        """Make nothing ready."""
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Call the step once and keep memory for its outputs."""
@@ -336,7 +339,7 @@ class _CpuGraph:
 
 class _CallTimer:
     def __init__(self) -> None:
-        self._finished: list[float] = []
+        self._finished: deque[float] = deque()  # which two threads may change at once
 
     def replay(self, graph: Graph) -> bool:
         started = time.perf_counter()
@@ -345,5 +348,4 @@ class _CallTimer:
         return True
 
     def finished(self) -> list[float]:
-        taken, self._finished = self._finished, []
-        return taken
+        return [self._finished.popleft() for _ in range(len(self._finished))]

@@ -138,7 +138,7 @@ class StaticBuffers:
         n = as_integer("n", n)
         if not 1 <= n <= bucket:
             raise ValueError(f"n: got {n}, expected 1 to the bucket's {bucket}")
-        checked = self._check_inputs(inputs, n)
+        checked = self.rows(inputs, n)
         if not self._pinned:
             self._write(self._static, checked, n, bucket)
             return
@@ -151,13 +151,28 @@ class StaticBuffers:
         if on_device:
             _copy_all(self._static.head(bucket, n), on_device)
 
-    def check(self, inputs: Mapping[str, object], n: int) -> None:
-        """Raise what `stage` would raise for these inputs; no buffer is changed.
+    def rows(self, inputs: Mapping[str, object], n: int) -> dict[str, torch.Tensor]:
+        """Return each input as `n` rows, which may be the caller's tensor; no buffer is changed.
+
+        What is a view of the buffers is copied: staging would write over it before it is read.
 
         Raises:
             TypeError, ValueError: see `stage`.
         """
-        self._check_inputs(inputs, n)
+        if not isinstance(inputs, Mapping):
+            raise TypeError(f"inputs: got {type(inputs).__name__}, expected a mapping")
+        if inputs.keys() != self.specs.keys():
+            missing = sorted(self.specs.keys() - inputs.keys())
+            extra = sorted(map(str, inputs.keys() - self.specs.keys()))
+            raise ValueError(
+                f"inputs: missing {missing}, unknown {extra}; expected {sorted(self.specs)}"
+            )
+        rows = {
+            name: as_rows(name, inputs[name], spec, n, self.device)
+            for name, spec in self.specs.items()
+        }
+        holds = self._static.holds
+        return {name: row.clone() if holds(row) else row for name, row in rows.items()}
 
     def stage_padding(self, bucket: int) -> None:
         """Write padding into the first `bucket` rows, none of them real.
@@ -194,20 +209,6 @@ class StaticBuffers:
                 arena.pad(bucket)
             padding = self._padding[bucket] = arena.packed(bucket)
         return padding
-
-    def _check_inputs(self, inputs: Mapping[str, object], n: int) -> dict[str, torch.Tensor]:
-        if not isinstance(inputs, Mapping):
-            raise TypeError(f"inputs: got {type(inputs).__name__}, expected a mapping")
-        if inputs.keys() != self.specs.keys():
-            missing = sorted(self.specs.keys() - inputs.keys())
-            extra = sorted(map(str, inputs.keys() - self.specs.keys()))
-            raise ValueError(
-                f"inputs: missing {missing}, unknown {extra}; expected {sorted(self.specs)}"
-            )
-        return {
-            name: as_rows(name, inputs[name], spec, n, self.device)
-            for name, spec in self.specs.items()
-        }
 
     def _as_size(self, argument: str, value: object) -> int:
         size = as_integer(argument, value)

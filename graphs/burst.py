@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from ostinato.graphs.backend import Backend, BurstLoop, Graph
 from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.burst_memory import BurstMemory
 from ostinato.graphs.burst_rules import BurstRules
+from ostinato.graphs.errors import BusyError
+from ostinato.graphs.guards import ProcessGuard
 from ostinato.graphs.integers import as_integer
 from ostinato.graphs.keys import Key
 
@@ -31,7 +34,8 @@ class Burst:
     Each item is a step: one token per row, None for a row that had ended before. Leaving the
     `with` block, `close`, and dropping the object end a burst that is still running: no step
     begins after the one under way. The runner refuses every other call until the burst has ended
-    and its last step was read, or `close` was called. One thread at a time reads a burst.
+    and its last step was read, or `close` was called. Threads that read a burst take turns. To a
+    fork of the process it does not belong: nothing of it is read or ended there.
 
     Args:
         loop: takes the steps.
@@ -50,7 +54,9 @@ class Burst:
         self._tokens: list[list[int]] = [[] for _ in range(n)]
         self._times: list[int] = []
         self._reasons: list[str | None] = [None] * n
-        self._reader = threading.get_ident()
+        self._process = ProcessGuard()
+        self._lock = threading.Lock()  # held by the thread that reads
+        self._reader = 0  # that thread, which on a CPU takes the step meanwhile
 
     @property
     def steps(self) -> int:
@@ -80,24 +86,49 @@ class Burst:
         return list(self._reasons)
 
     def cancel(self) -> None:
-        """Let no step begin after the one under way; what there is can still be read."""
+        """Let no step begin after the one under way; what there is can still be read.
+
+        Raises:
+            ForkedError: in a fork of the process that the burst was begun in.
+        """
+        self._process.check()
         if self._finish is not None:
             self._memory.cancel()
 
     def close(self) -> None:
-        """End the burst and read it to its end; again does nothing.
+        """End the burst and read it to its end; again, or in a fork of the process, does nothing.
 
         Raises:
             BurstError: when the device failed.
+            BusyError: from inside the step; nothing is changed then.
         """
+        if self._process.is_fork():
+            return
+        self.check_outside()
         self.cancel()
         for _ in self:
             pass
 
-    @property
-    def is_read_here(self) -> bool:
-        """Whether this thread is the one that read the burst last, or has begun it."""
-        return self._reader == threading.get_ident()
+    def check_outside(self) -> None:
+        """Raise BusyError inside the step, which is called by the thread that reads."""
+        if self._reader == threading.get_ident():
+            raise BusyError("the step is one of a burst: it can neither read nor end it")
+
+    def end(self, timeout_s: float) -> None:
+        """Cancel the burst and read it to its end, unless another thread reads it for too long.
+
+        Raises:
+            BurstError, BusyError: as `close`.
+        """
+        self.check_outside()
+        self.cancel()
+        if self._lock.acquire(timeout=max(0.0, timeout_s)):
+            try:
+                with suppress(StopIteration):
+                    while True:
+                        self._read()
+            finally:
+                self._lock.release()
 
     def __iter__(self) -> Iterator[list[int | None]]:
         """Return the burst: what was read once is not yielded again."""
@@ -108,16 +139,26 @@ class Burst:
 
         Raises:
             BurstError: when the device failed. On a CPU also what the step raises.
+            BusyError: from inside the step.
+            ForkedError: in a fork of the process that the burst was begun in.
         """
-        self._reader = threading.get_ident()
+        self._process.check()
+        self.check_outside()
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> list[int | None]:
         if self._finish is None:
             raise StopIteration
         memory, step = self._memory, len(self._times)
+        self._reader = threading.get_ident()
         try:
             self._loop.wait(step)
         except Exception:
             self._end()
             raise
+        finally:
+            self._reader = 0
         if memory.published <= step:
             self._reasons = memory.reasons(self._n)
             self._end()
@@ -223,25 +264,35 @@ class Bursts:
         device = self._buffers.device
         if isinstance(inputs, Mapping):  # other things are refused when they are staged
             self._rules.check_pages(self._buffers.specs, inputs, ends.limits, device)
-        self._buffers.check(inputs, n)
+        self._buffers.rows(inputs, n)  # or refused
         loop = self.prepare(graph, key)
         self._backend.follow()
-        with torch.inference_mode(False), torch.no_grad():
-            self._buffers.stage(inputs, n, key.batch_size)
-            self._memory.start(ends.limits, ends.stops)
-            loop.launch()
-        self._backend.passed()
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._buffers.stage(inputs, n, key.batch_size)
+                self._memory.start(ends.limits, ends.stops)
+                loop.launch()
+        finally:
+            self._backend.passed()
         burst = Burst(loop, self._memory, n, finish)
         self._current = weakref.ref(burst)
         return burst
 
-    def end_current(self) -> None:
-        """Cancel the burst that is running, if one is, and read it unless another thread does."""
+    def end_current(self, timeout_s: float) -> float:
+        """Cancel the burst that is running, if one is, and read it to its end.
+
+        Returns:
+            What is left of the seconds to wait for another thread that reads it.
+
+        Raises:
+            BusyError: from inside its step; nothing is changed then.
+        """
         burst = None if self._current is None else self._current()
-        if burst is not None:
-            burst.cancel()
-            if burst.is_read_here:
-                burst.close()
+        if burst is None:
+            return timeout_s
+        started = time.monotonic()
+        burst.end(timeout_s)
+        return timeout_s - (time.monotonic() - started)
 
     def check(self, n: int, steps: int, limits: Sequence[int] | None, stops: Stops) -> Ends:
         """Return when the rows end.

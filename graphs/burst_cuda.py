@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import time
+import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from ostinato.graphs.burst_memory import BurstMemory
 from ostinato.graphs.driver import NOT_INSTALLED
 from ostinato.graphs.errors import BurstError
+from ostinato.graphs.guards import ProcessGuard
 from ostinato.graphs.recording import Recording
 
 _SOURCE = Path(__file__).parent.parent / "csrc" / "graphs" / "advance.cu"
@@ -54,6 +57,11 @@ class WhileLoop:
             except BaseException:
                 self._cu.cuGraphDestroy(self._graph)
                 raise
+        # Also of a runner that is dropped without `close`.
+        self._destroy = weakref.finalize(
+            self, _destroy, self._cu, self._executable, self._graph, self._ended, ProcessGuard()
+        )
+        self._destroy.atexit = False  # the driver may have gone by then
 
     def launch(self) -> None:
         """Begin a burst on the current stream, where `BurstMemory.start` has been called."""
@@ -78,8 +86,7 @@ class WhileLoop:
 
     def release(self) -> None:
         """Give the graph back to the driver. No burst may be running."""
-        self._cu.cuGraphExecDestroy(self._executable)
-        self._cu.cuGraphDestroy(self._graph)
+        self._destroy()
 
     def _has_ended(self) -> bool:
         try:
@@ -119,6 +126,18 @@ class WhileLoop:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return _call(self._cu, name, *arguments)
+
+
+def _destroy(
+    cu: Any, executable: Any, graph: Any, ended: torch.cuda.Event, process: ProcessGuard
+) -> None:
+    """Give both back to the driver after the last burst; in a fork they are the parent's."""
+    if process.is_fork():
+        return
+    with suppress(RuntimeError):  # of a device that has failed
+        ended.synchronize()
+    cu.cuGraphExecDestroy(executable)
+    cu.cuGraphDestroy(graph)
 
 
 def check_body(recording: Recording, is_pageable: Any) -> None:

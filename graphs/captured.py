@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -67,6 +68,7 @@ class CapturedStep(Generic[OutputT]):
         self.plan: Plan | None = None
         self.watch = MemoryWatch(None)
         self._observer: Observer | None = None
+        self._observed = {"replay_times": False, "nvtx": False}
 
     def capture(self, plan: Plan, *, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
         """Release what there is, and capture what is planned.
@@ -91,7 +93,9 @@ class CapturedStep(Generic[OutputT]):
                 ranks=self._ranks,
             )
         except BaseException:
-            self._backend.leave_pool()
+            # Else something hangs on the device, and giving memory back would wait for it.
+            if self._backend.is_idle():
+                self._backend.leave_pool()
             raise
         table = GraphTable(plan)
         for key in plan.keys:
@@ -99,6 +103,7 @@ class CapturedStep(Generic[OutputT]):
         late = misses is not None and misses.verify
         self._late_options = CaptureOptions(False, late, audit, into_pool=True)
         self.watch, self.table, self.plan = watch, table, plan
+        self.observe(**self._observed)  # all counts begin anew
         return report
 
     def run(self, n: int, inputs: Mapping[str, object], variant: Variant) -> OutputT:
@@ -113,34 +118,42 @@ class CapturedStep(Generic[OutputT]):
         if graph is None:
             return self._run_missed(bucket, n, inputs)
         foreign = self._backend.follow()
-        self._buffers.stage(inputs, n, bucket.key.batch_size)
-        if self.table.limit is not None:
-            self.table.use(bucket.key)
-        if self._observer is None:
-            graph.replay()
-        else:
-            self._observer.replay(bucket.key, graph)
-        if foreign:
-            self._backend.passed()
+        try:
+            self._buffers.stage(inputs, n, bucket.key.batch_size)
+            if self.table.limit is not None:
+                self.table.use(bucket.key)
+            if self._observer is None:
+                graph.replay()
+            else:
+                self._observer.replay(bucket.key, graph)
+        finally:
+            if foreign:
+                self._backend.passed()
         bucket.count(n)
         outputs: OutputT = graph.outputs.rows(n)
         return outputs
 
-    def graph_for(self, n: int, variant: Variant) -> tuple[Key, Graph]:
+    def graph_for(
+        self, n: int, inputs: Mapping[str, object], variant: Variant
+    ) -> tuple[Key, Graph, Mapping[str, object]]:
         """Return the graph that a burst of `n` rows repeats, captured now if misses allow it.
 
+        Returns:
+            Its key, the graph, and the inputs, copied where the capture might have changed them.
+
         Raises:
-            ValueError: for a bad `n` or variant.
+            TypeError, ValueError: for a bad `n`, variant or input.
             GraphError: when there is none.
         """
         bucket = self.table.find(n, variant)
         misses = self.table.plan.misses
         if bucket.graph is None and misses is not None and misses.action == "capture":
+            inputs = self._copied(inputs, n)
             self._capture_missed(bucket)
         if bucket.graph is None:
             raise BurstError(f"there is no graph of {bucket.key}, and a burst repeats one")
         self.table.use(bucket.key)
-        return bucket.key, bucket.graph
+        return bucket.key, bucket.graph, inputs
 
     def drawing(self, key: Key) -> str:
         """Return a graph as Graphviz's `dot` reads it.
@@ -166,6 +179,7 @@ class CapturedStep(Generic[OutputT]):
         """
         timer = self._backend.replay_timer() if replay_times else None
         self._observer = Observer(timer, nvtx=nvtx) if replay_times or nvtx else None
+        self._observed = {"replay_times": replay_times, "nvtx": nvtx}
 
     def stats(self) -> RunnerStats:
         """Return how the graphs were used since the last capture, from any thread."""
@@ -186,22 +200,35 @@ class CapturedStep(Generic[OutputT]):
 
     def _run_missed(self, bucket: Bucket, n: int, inputs: Mapping[str, object]) -> OutputT:
         """Run what there is no graph of, as the plan's `Misses` say."""
-        self._buffers.check(inputs, n)
         misses = self.table.plan.misses
         if misses is not None and misses.action == "capture":
+            inputs = self._copied(inputs, n)
             self._capture_missed(bucket)
             return self.run(n, inputs, bucket.key.variant)
         batch = self._buffers.view(*bucket.key)
-        foreign = self._backend.follow()
-        self._buffers.stage(inputs, n, batch.size)
-        # What the step makes here may outlive the caller's inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            outputs = Outputs.of(self._step(batch), batch)
-        if foreign:
-            self._backend.passed()
+        with self._given():
+            self._buffers.stage(inputs, n, batch.size)
+            # What the step makes here may outlive the caller's inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                outputs = Outputs.of(self._step(batch), batch)
         bucket.count(n, replayed=False)
         rows: OutputT = outputs.rows(n)
         return rows
+
+    def _copied(self, inputs: Mapping[str, object], n: int) -> dict[str, torch.Tensor]:
+        """Copy inputs that a capture may write over: they may be views of the last outputs."""
+        with self._given():
+            return {name: rows.clone() for name, rows in self._buffers.rows(inputs, n).items()}
+
+    @contextmanager
+    def _given(self) -> Iterator[None]:
+        """Order what the caller's stream is given here, also when it fails."""
+        foreign = self._backend.follow()
+        try:
+            yield
+        finally:
+            if foreign:
+                self._backend.passed()
 
     def _capture_missed(self, bucket: Bucket) -> None:
         graphs, _ = capture_graphs(

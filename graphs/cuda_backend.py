@@ -109,7 +109,6 @@ class CudaBackend:
 
     def prepare_capture(self) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
-        self.leave_pool()
         self._pool = self._given_pool or torch.cuda.graph_pool_handle()
         if self._anchor is None:
             self._anchor = self._empty_graph()

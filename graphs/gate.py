@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ostinato.graphs.backend import Backend
 from ostinato.graphs.errors import (
     AsleepError,
+    BusyError,
+    CaptureError,
     ClosedError,
     GraphError,
     InvalidatedError,
@@ -37,7 +40,8 @@ class Gate:
         self._backend = backend
         self._process = ProcessGuard()
         self._refusal: _Refusal | None = _NOT_CAPTURED
-        self._closing = False
+        self._closing = 0  # calls of `close` under way, in as many threads
+        self._counting = threading.Lock()
 
     @property
     def is_fork(self) -> bool:
@@ -90,22 +94,34 @@ class Gate:
             self.leave()
 
     @contextmanager
-    def closing(self, timeout_s: float) -> Iterator[None]:
+    def closing(
+        self, timeout_s: float, end: Callable[[float], float] | None = None
+    ) -> Iterator[None]:
         """Refuse further calls, wait for the one under way, and take the turn.
+
+        Args:
+            timeout_s: wait so long at most.
+            end: ends what may be under way by itself, given `timeout_s`; returns what is left.
 
         Raises:
             BusyError: when it takes longer than `timeout_s`, is one of this thread, or the
                 caller's stream is being captured; calls are admitted as before then.
         """
-        self._closing = True
+        self._count(1)
         try:
+            if end is not None:
+                timeout_s = end(timeout_s)
             self.enter("close", timeout_s)
             try:
                 yield
             finally:
                 self.leave()
         finally:
-            self._closing = False
+            self._count(-1)
+
+    def _count(self, closing: int) -> None:
+        with self._counting:
+            self._closing += closing
 
     def require_ready(self) -> None:
         """Raise the reason, with the remedy, for which nothing can be run now."""
@@ -119,6 +135,14 @@ class Gate:
         """Raise ClosedError after `close`."""
         if self._closing or self.is_closed:
             raise ClosedError(_CLOSED[1])
+
+    def raise_own(self, error: BaseException) -> None:
+        """Raise what this runner refused to the step, where that is why a capture has failed."""
+        cause = error.__cause__
+        if not isinstance(error, CaptureError) or not isinstance(cause, BusyError):
+            return
+        if cause.busy is self._owner:
+            raise cause from None
 
     def open(self) -> None:
         """Admit runs: there are graphs."""

@@ -78,10 +78,6 @@ class MemoryWatch:
         self._places = [] if self._memory is None else list(_places(self._memory))
         self._next = 0
 
-    def __len__(self) -> int:
-        """Return the number of tensors."""
-        return len(self._places)
-
     def moved(self, count: int | None = None) -> str | None:
         """Return the name of a tensor that has moved; None if none has.
 

@@ -29,7 +29,8 @@ class Observer:
         self._timer = timer
         self._nvtx = nvtx
         self._times = HistogramBuilder()
-        self._lock = threading.Lock()  # statistics may be asked for by any thread
+        # Statistics may be asked for by any thread, also by the step. It is never held in a replay.
+        self._lock = threading.Lock()
 
     def replay(self, key: Key, graph: Graph) -> None:
         """Replay a graph."""
@@ -39,9 +40,15 @@ class Observer:
             if self._timer is None:
                 graph.replay()
                 return
-            with self._lock:
-                self._collect(self._timer)
-                self._times.missed += not self._timer.replay(graph)
+            # Where another thread collects the times now, this one need not wait for it.
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._collect(self._timer)
+                finally:
+                    self._lock.release()
+            if not self._timer.replay(graph):
+                with self._lock:
+                    self._times.missed += 1
         finally:
             if self._nvtx:
                 torch.cuda.nvtx.range_pop()

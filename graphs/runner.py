@@ -19,10 +19,8 @@ from ostinato.graphs.cuda_backend import PoolHandle
 from ostinato.graphs.devices import backend_for
 from ostinato.graphs.errors import (
     BurstError,
-    BusyError,
     CaptureError,
     GraphError,
-    InvalidatedError,
     NotCapturedError,
 )
 from ostinato.graphs.gate import Gate
@@ -193,8 +191,8 @@ class GraphRunner(Generic[OutputT]):
         with self._gate.exclusively("sleep"):
             if not self._gate.is_asleep:
                 self._gate.require_ready()
+                self._gate.sleep()  # also when the release fails
                 self._captured.release()
-                self._gate.sleep()
 
     def wake(
         self, *, progress: bool = True, verify: bool = True, audit: Audit = "report"
@@ -247,10 +245,11 @@ class GraphRunner(Generic[OutputT]):
         gate.enter("run")
         try:
             gate.require_ready()
-            moved = captured.watch.moved(_WATCHED_PER_RUN)
-            if moved is not None:
-                raise self._moved(moved)
+            self._require_unmoved(_WATCHED_PER_RUN)
             return captured.run(as_integer("n", n), inputs, variant)
+        except CaptureError as error:
+            gate.raise_own(error)
+            raise
         finally:
             gate.leave()
 
@@ -290,15 +289,14 @@ class GraphRunner(Generic[OutputT]):
             self._gate.require_ready()
             if self._bursts is None:
                 raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
-            moved = self._captured.watch.moved(_WATCHED_PER_RUN)
-            if moved is not None:
-                raise self._moved(moved)
+            self._require_unmoved(_WATCHED_PER_RUN)
             n = as_integer("n", n)
             asked = self._bursts.check(n, steps, limits, stops)
-            key, graph = self._captured.graph_for(n, variant)
+            key, graph, inputs = self._captured.graph_for(n, inputs, variant)
             burst = self._bursts.start(graph, key, inputs, asked, self._gate.leave)
-        except BaseException:
+        except BaseException as error:
             self._gate.leave()
+            self._gate.raise_own(error)
             raise
         self._gate.detach()
         return burst
@@ -348,9 +346,7 @@ class GraphRunner(Generic[OutputT]):
         """
         with self._gate.exclusively("check_memory"):
             self._gate.require_ready()
-            moved = self._captured.watch.moved()
-            if moved is not None:
-                raise self._moved(moved)
+            self._require_unmoved()
 
     def observe(self, *, replay_times: bool = False, nvtx: bool = False) -> None:
         """Choose what is measured of runs from now on; by default nothing, at no cost.
@@ -394,24 +390,24 @@ class GraphRunner(Generic[OutputT]):
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
 
         From here on other calls are refused. One that is under way in another thread, also of
-        another runner of the same pool, is waited for; a burst is cancelled. In a fork of the
-        process nothing is released: the graphs are the parent's.
+        another runner of the same pool, is waited for; a burst is cancelled and read to its end.
+        In a fork of the process nothing is released: the graphs are the parent's.
 
         Args:
             timeout_s: wait so long at most.
 
         Raises:
             BusyError: when the wait was too long, the call is one from inside the step, or the
-                caller's current stream is being captured. The runner is as before then: close it
-                again.
+                caller's current stream is being captured. But for the burst the runner is as
+                before then: close it again.
         """
         if self._gate.is_fork:
             self._gate.close()
             return
-        if self._bursts is not None:
-            self._bursts.end_current()
-        with self._gate.closing(timeout_s):
+        end = None if self._bursts is None else self._bursts.end_current
+        with self._gate.closing(timeout_s, end):
             if not self._gate.is_closed:
+                self._gate.empty()  # also when the release fails
                 self._captured.release()
                 self._backend.close()
                 self._gate.close()
@@ -434,15 +430,16 @@ class GraphRunner(Generic[OutputT]):
         try:
             report = self._captured.capture(plan, progress=progress, verify=verify, audit=audit)
         except CaptureError as error:
-            cause = error.__cause__
-            if isinstance(cause, BusyError) and cause.busy is self:
-                raise cause from None
+            self._gate.raise_own(error)
             raise
         self._gate.open()
         return report
 
-    def _moved(self, name: str) -> InvalidatedError:
-        return self._gate.invalidate(f"{name} has moved since the capture, which has its address")
+    def _require_unmoved(self, count: int | None = None) -> None:
+        moved = self._captured.watch.moved(count)
+        if moved is not None:
+            why = f"{moved} has moved since the capture, which has its address"
+            raise self._gate.invalidate(why)
 
 
 def _check_audit(audit: object) -> None:

@@ -38,7 +38,8 @@ class CallerOrder:
             Whether `passed` has something to do: the stream is foreign.
         """
         handle = torch._C._cuda_getCurrentRawStream(self._index)
-        if handle != self._turn.last_handle:
+        # The handle of a foreign stream that is gone may be that of a new one.
+        if handle != self._turn.last_handle or self._turn.last_event is not None:
             stream = torch.cuda.current_stream(self._device)
             self.wait_for_last(stream)
             self._turn.last, self._turn.last_handle = stream, handle

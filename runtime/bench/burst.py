@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 
+from ostinato.bench.plans import check_least
 from ostinato.bench.timing import MIN_REPEATS, percentile, time_calls
 from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers
@@ -52,9 +53,7 @@ class BurstPlan:
         least = [("batch", batch, 1) for batch in self.batches]
         least += [("context", self.context, 1), ("steps", self.steps, 2)]
         least += [("repeats", self.repeats, 2), ("page_size", self.page_size, 1)]
-        for name, value, minimum in least:
-            if value < minimum:
-                raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        check_least(least)
         if self.context + self.steps > config.max_position_embeddings:
             raise ValueError(
                 f"context: got {self.context} and {self.steps} steps, expected at most the model's "

@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ostinato.bench.attention_check import Call, checked_calls, sequence_difference
 from ostinato.bench.decode_cases import Case
-from ostinato.bench.decode_impls import Call, Implementation
+from ostinato.bench.decode_impls import Implementation
 from ostinato.bench.decode_inputs import DTYPE, KV_DTYPES, Inputs, expected, random_inputs
 from ostinato.bench.graph_timing import Rotation, interleave, rotate
 from ostinato.bench.report import Row
 from ostinato.bench.results import CaseResult
-
-# Of a sequence's results, the norm of their error relative to their own. Rounding weights and
-# results to bf16 makes some 0.003 of it.
-MOST_ERROR = 0.01
 
 
 def time_cases(
@@ -69,19 +66,14 @@ def _time_case(
 def _checked(
     impl: Implementation, case: Case, sets: Sequence[Inputs], result: CaseResult[Case]
 ) -> list[Call]:
-    # What is not written must not pass for a result of the implementation before.
-    sets[0].out.fill_(torch.nan)
-    try:
-        calls = impl.bind(case, sets)
-        got = calls[0]()
-    except (RuntimeError, ValueError) as error:
-        result.refuse(impl.name, error, is_ours=impl.is_ours)
-        return []
-    wrong = difference(got, sets[0], case)
-    if wrong is not None:
-        result.failures[impl.name] = f"wrong result: {wrong}"
-        return []
-    return calls
+    return checked_calls(
+        impl.name,
+        lambda: impl.bind(case, sets),
+        sets[0].out,
+        lambda got: difference(got, sets[0], case),
+        result,
+        is_ours=impl.is_ours,
+    )
 
 
 def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
@@ -97,10 +89,10 @@ def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
     rows = got.reshape(inputs.q.shape)
     for sequence in dict.fromkeys((0, case.batch - 1)):
         right = expected(inputs, sequence, case.q_len)
-        error = rows[sequence * case.q_len : (sequence + 1) * case.q_len].float() - right
-        relative = (error.norm() / right.norm()).item()
-        if not relative <= MOST_ERROR:  # True for NaN
-            return f"sequence {sequence} is off by {relative:.2g}, expected {MOST_ERROR:g} at most"
+        of_it = rows[sequence * case.q_len : (sequence + 1) * case.q_len]
+        wrong = sequence_difference(sequence, of_it, right)
+        if wrong is not None:
+            return wrong
     return None
 
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from ostinato import ops
+from ostinato.bench.attention_check import Call
 from ostinato.bench.attention_libraries import fa3, flashinfer
 from ostinato.bench.comparison import OURS
 from ostinato.bench.decode_cases import KV_SUFFIXES, Case
 from ostinato.bench.decode_inputs import Inputs
 
-Call = Callable[[], torch.Tensor]
 _WORKSPACE_BYTES = 256 << 20
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from time import perf_counter
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
 from ostinato.bench.step import implementation, kv_bytes, step_flops, weight_bytes
 from ostinato.engine import Engine, SamplingParams
@@ -50,9 +51,7 @@ class EnginePlan:
         least = [("batch", batch, 1) for batch in self.batches]
         least += [("prompt", self.prompt, 1), ("output", self.outputs[0], 1)]
         least += [("page_size", self.page_size, 1), ("repeats", self.repeats, 1)]
-        for name, value, minimum in least:
-            if value < minimum:
-                raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        check_least(least)
         if self.outputs[1] <= self.outputs[0]:
             raise ValueError(
                 f"output: got {self.outputs[0]} and {self.outputs[1]}, expected a longer second"
@@ -125,6 +124,10 @@ class StartUp:
         )
 
 
+class TooShortError(Exception):
+    """Texts whose difference in length does not show in their times."""
+
+
 def engine_for(model: Llama, plan: EnginePlan) -> Engine:
     """Return an engine with room for the largest batch, nothing captured yet.
 
@@ -156,6 +159,9 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
         engine: from `engine_for`, captured; the model's context must hold the plan's.
         name: of the model, as the rows shall call it.
         plan: what to measure.
+
+    Raises:
+        TooShortError: if the long texts took no longer than the short ones.
     """
     model = engine.model
     generator = torch.Generator().manual_seed(0)
@@ -169,20 +175,27 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
             shape = (batch, plan.prompt)
             prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-            started = time.perf_counter()
+            started = perf_counter()
             completions = engine.generate(prompts, params)
-            elapsed = time.perf_counter() - started
+            elapsed = perf_counter() - started
             assert all(len(completion.token_ids) == tokens for completion in completions)
             return elapsed
 
         seconds(short)
         runs = [[seconds(tokens) for tokens in plan.outputs] for _ in range(plan.repeats)]
+        case = f"{name} b{batch} prompt{plan.prompt}"
         medians = [statistics.median(column) for column in zip(*runs, strict=True)]
+        if medians[1] <= medians[0]:
+            took = " and ".join(f"{median * 1e3:.3f} ms" for median in medians)
+            raise TooShortError(
+                f"{case}: texts of {short} and {long} tokens took {took}, expected the longer to "
+                "take longer: measure with longer ones, or more repeats"
+            )
         yield Row.of(
             "engine",
-            f"{name} b{batch} prompt{plan.prompt}",
+            case,
             implementation(model),
-            seconds=max(medians[1] - medians[0], 1e-9) / (long - short),
+            seconds=(medians[1] - medians[0]) / (long - short),
             num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
             flops=step_flops(model, batch, context),
         )

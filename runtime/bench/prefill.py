@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ostinato.bench.attention_check import Call, checked_calls, sequence_difference
 from ostinato.bench.graph_timing import Rotation, interleave, rotate
 from ostinato.bench.prefill_cases import Case
-from ostinato.bench.prefill_impls import Call, Implementation
+from ostinato.bench.prefill_impls import Implementation
 from ostinato.bench.prefill_inputs import DTYPE, Inputs, checked_rows, expected, random_inputs
 from ostinato.bench.report import Row
 from ostinato.bench.results import CaseResult
-
-# Of the checked queries of a sequence, the norm of their error relative to their results' own.
-# Rounding weights and results to bf16 makes some 0.003 of it.
-MOST_ERROR = 0.01
 
 
 def time_cases(
@@ -63,20 +60,16 @@ def _time_case(
 def _checked(
     impl: Implementation, case: Case, sets: Sequence[Inputs], result: CaseResult[Case]
 ) -> list[Call]:
-    # What is not written must not pass for a result of the implementation before.
-    sets[0].out.fill_(torch.nan)
-    try:
-        calls = impl.bind(case, sets)
-        got = calls[0]()
-    # A module that FlashInfer may not compile now is a FileNotFoundError in some of its versions.
-    except (RuntimeError, ValueError, OSError) as error:
-        result.refuse(impl.name, error, is_ours=impl.is_ours)
-        return []
-    wrong = difference(got, sets[0], case)
-    if wrong is not None:
-        result.failures[impl.name] = f"wrong result: {wrong}"
-        return []
-    return calls
+    return checked_calls(
+        impl.name,
+        lambda: impl.bind(case, sets),
+        sets[0].out,
+        lambda got: difference(got, sets[0], case),
+        result,
+        is_ours=impl.is_ours,
+        # A module that FlashInfer may not compile now is a FileNotFoundError in some versions.
+        refusals=(RuntimeError, ValueError, OSError),
+    )
 
 
 def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
@@ -94,8 +87,7 @@ def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
         rows = checked_rows(case.q_lens[sequence], inputs.q.device)
         right = expected(inputs, case, sequence, rows)
         begin = int(inputs.cu_seqlens_q[sequence])
-        error = outputs[begin + rows].float() - right
-        relative = (error.norm() / right.norm()).item()
-        if not relative <= MOST_ERROR:  # True for NaN
-            return f"sequence {sequence} is off by {relative:.2g}, expected {MOST_ERROR:g} at most"
+        wrong = sequence_difference(sequence, outputs[begin + rows], right)
+        if wrong is not None:
+            return wrong
     return None

@@ -12,12 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ostinato import ops
+from ostinato.bench.attention_check import Call
 from ostinato.bench.attention_libraries import fa3, flashinfer
 from ostinato.bench.comparison import OURS
 from ostinato.bench.prefill_cases import Case
 from ostinato.bench.prefill_inputs import Inputs
 
-Call = Callable[[], torch.Tensor]
 Bind = Callable[[Case, Sequence[Inputs]], list[Call]]
 _WORKSPACE_BYTES = 256 << 20
 # Of FlashAttention-3 in sglang-kernel. Others do not raise: they end the process.

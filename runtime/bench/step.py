@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 
 from ostinato.bench.breakdown import KernelShare, kernel_shares
+from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
 from ostinato.bench.timing import MIN_REPEATS, time_calls
 from ostinato.bench.weights import dtype_name, precision
@@ -49,9 +50,7 @@ class StepPlan:
         least = [("batch", batch, 1) for batch in self.batches]
         least += [("context", context, 1) for context in self.contexts]
         least += [("page_size", self.page_size, 1), ("repeats", self.repeats, MIN_REPEATS)]
-        for name, value, minimum in least:
-            if value < minimum:
-                raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        check_least(least)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature: got {self.temperature}, expected at least 0")
         if max(self.contexts) > config.max_position_embeddings:

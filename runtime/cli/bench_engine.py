@@ -12,12 +12,14 @@ from ostinato.bench.shapes import PRECISIONS, SHAPES
 from ostinato.cli.bench_output import add_targets_flag
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
+from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
 
 if TYPE_CHECKING:
     import torch
 
     from ostinato.bench.engine import EnginePlan
     from ostinato.bench.report import Report, Row
+    from ostinato.model import ModelConfig
 
 _HEADER = f"{'case':<32}{'impl':<16}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
 
@@ -50,12 +52,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         default="bf16",
         help="precision of the output projection (default bf16)",
     )
-    engine.add_argument(
-        "--no-batch-invariant",
-        dest="batch_invariant",
-        action="store_false",
-        help="let the bits of a sequence depend on what is served beside it, for faster kernels",
-    )
+    add_batch_invariant_flag(engine)
     engine.add_argument(
         "--prompt", type=int, default=128, metavar="N", help="tokens per prompt (default 128)"
     )
@@ -67,9 +64,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         metavar=("SHORT", "LONG"),
         help="tokens of the two texts (default 32 288)",
     )
-    engine.add_argument(
-        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
-    )
+    add_page_size_flag(engine)
     engine.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="runs of each length (default 3)"
     )
@@ -84,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.engine import EnginePlan
+    from ostinato.bench.engine import EnginePlan, TooShortError
     from ostinato.bench.report import Report
     from ostinato.model import ModelConfig
 
@@ -96,15 +91,16 @@ def _run(args: argparse.Namespace) -> int:
     targets = {} if args.targets is None else _targets(args.targets)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
-    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
+    with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
         for dtype in args.dtype:
-            _measure(args, plan, dtype, device, report, targets)
+            _measure(args, plan, config, dtype, device, report, targets)
     return 0
 
 
 def _measure(
     args: argparse.Namespace,
     plan: EnginePlan,
+    config: ModelConfig,
     dtype: str,
     device: torch.device,
     report: Report,
@@ -113,10 +109,9 @@ def _measure(
     from ostinato.bench.engine import StartUp, engine_for, time_engine
     from ostinato.bench.step import implementation
     from ostinato.bench.weights import random_llama
-    from ostinato.model import ModelConfig, compile_kernels
+    from ostinato.model import compile_kernels
 
     began = time.perf_counter()
-    config = ModelConfig.from_hf(SHAPES[args.shape])
     model = random_llama(
         config,
         dtype,

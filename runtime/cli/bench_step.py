@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ostinato.bench.shapes import PRECISIONS, SHAPES
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
+from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +62,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="precision of the output projection (default: bf16, or the checkpoint's own)",
     )
-    parser.add_argument(
-        "--no-batch-invariant",
-        dest="batch_invariant",
-        action="store_false",
-        help="let the bits of a sequence depend on what is served beside it, for faster kernels",
-    )
+    add_batch_invariant_flag(parser)
     parser.add_argument(
         "--temperature",
         type=float,
@@ -74,9 +70,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="of sampling (default 0: greedy)",
     )
-    parser.add_argument(
-        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
-    )
+    add_page_size_flag(parser)
     parser.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="replays per median (default 30)"
     )

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ostinato.cli.command import Command, Parser, UserError, user_errors
+from ostinato.cli.model_flags import add_batch_invariant_flag
 from ostinato.kernels.cache import Entry, cache_folder
-from ostinato.kernels.catalogue import families, select
+from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.compiler import Plan, build, find, plan
 from ostinato.kernels.errors import KernelError
 from ostinato.kernels.mode import BuildMode
@@ -40,6 +41,12 @@ def _parser() -> Parser:
         "--for-model", metavar="DIR", help="what the model of this checkpoint may launch"
     )
     chosen.add_argument(
+        "--lm-head",
+        choices=("int8", "fp8"),
+        help="with --for-model: as load_model(lm_head_dtype=...), a quantised output projection",
+    )
+    add_batch_invariant_flag(chosen, help="with --for-model: as load_model(batch_invariant=False)")
+    chosen.add_argument(
         "--dtypes",
         nargs="+",
         default=[],
@@ -68,12 +75,20 @@ def _main(argv: Sequence[str]) -> int:
         raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
     if not (args.all or args.only or args.for_model or args.dtypes):
         raise UserError("got no selection, expected --all, --only, --for-model or --dtypes")
+    if args.for_model is None and (args.lm_head or not args.batch_invariant):
+        raise UserError("--lm-head and --no-batch-invariant go with --for-model")
     mode = BuildMode(args.debug_print, args.inject_delay)
     with user_errors():
         mode.check("--inject-delay")
-        chosen = select(only=args.only, dtypes=args.dtypes)
+        needed: set[Variant] = set()
         if args.for_model:
-            needed = _model_kernels(Path(args.for_model))
+            needed = _model_kernels(
+                Path(args.for_model), lm_head=args.lm_head, batch_invariant=args.batch_invariant
+            )
+        # A model may need what is otherwise compiled when it is first used.
+        unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
+        chosen = select(only=args.only, dtypes=args.dtypes, among=(*CATALOGUE, *unlisted))
+        if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [plan(variant, mode) for variant in chosen]
     try:
@@ -109,8 +124,14 @@ def _build(plans: Sequence[Plan], jobs: int | None) -> None:
     build(plans, jobs=jobs, report=report)
 
 
-def _model_kernels(folder: Path) -> set[Variant]:
-    """Return what the model of a checkpoint may launch, for any number of tokens."""
+def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) -> set[Variant]:
+    """Return what the model of a checkpoint may launch, for any number of tokens.
+
+    Args:
+        folder: of the checkpoint.
+        lm_head: "int8" or "fp8" for an output projection that is quantised when it is loaded.
+        batch_invariant: as of `load_model`.
+    """
     import torch
 
     from ostinato.checkpoint import load_config
@@ -129,21 +150,30 @@ def _model_kernels(folder: Path) -> set[Variant]:
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
     device = torch.device("cuda") if here else None
-    uses: list[tuple[str, Fused]] = []
-    if layout.lm_head:
-        uses.append((LM_HEAD_QUANTIZATION, (layout.lm_head,)))
-    for layer in layout.layers:
-        uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
-    needed: set[Variant] = set(unquantized_kernels(config))
-    for kind, parts in uses:
-        if (scheme := parts[0].scheme) is not None:
-            shape = (sum(part.rows for part in parts), parts[0].columns)
-            # As W8A8Linear is by default.
-            needed.update(
-                layer_kernels(
-                    kind, shape, scheme.dtype, config.dtype, batch_invariant=True, device=device
-                )
+    needed: set[Variant] = set(unquantized_kernels(config, batch_invariant=batch_invariant))
+
+    def add(kind: str, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype) -> None:
+        needed.update(
+            layer_kernels(
+                *(kind, shape, dtype, config.dtype),
+                out_dtype=out,
+                batch_invariant=batch_invariant,
+                device=device,
             )
+        )
+
+    for layer in layout.layers:
+        for name, kind in QUANTIZATION_OF.items():
+            parts: Fused = getattr(layer, name)
+            if (scheme := parts[0].scheme) is not None:
+                shape = (sum(part.rows for part in parts), parts[0].columns)
+                add(kind, shape, scheme.dtype, config.dtype)
+    head, vocabulary = layout.lm_head, (config.vocab_size, config.hidden_size)
+    if head and head.scheme is not None:
+        add(LM_HEAD_QUANTIZATION, (head.rows, head.columns), head.scheme.dtype, config.dtype)
+    elif lm_head is not None:
+        dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[lm_head]
+        add(LM_HEAD_QUANTIZATION, vocabulary, dtype, torch.float32)
     return needed
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.cli.command import UserError, comma_separated, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
+from ostinato.cli.model_flags import add_page_size_flag
 
 if TYPE_CHECKING:
     from ostinato.engine import Engine
@@ -38,9 +39,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a prompt and its text (default: what the prompts need)",
     )
-    group.add_argument(
-        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
-    )
+    add_page_size_flag(group)
     group.add_argument(
         "--num-pages",
         type=int,

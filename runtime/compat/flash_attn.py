@@ -24,7 +24,7 @@ import torch
 
 from ostinato import ops
 from ostinato.compat.flash_attn_cache import Cache
-from ostinato.ops import checks
+from ostinato.ops import attention_checks, checks
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -231,9 +231,9 @@ def flash_attn_with_kvcache(
       block_size, heads_kv, dim] of any size; written if there are k and v.
     - k, v: [batch, seqlen_new, heads_kv, dim], written after the `cache_seqlens` tokens of each
       sequence; of tokens for which a cache has no room nothing is written.
-    - rotary_cos, rotary_sin: [positions, rotary_dim / 2]; rotate k and q, with k and v only. A
-      query's position is that of the new token beside it if `causal` or with a window, otherwise
-      that of the first new one.
+    - rotary_cos, rotary_sin: [positions, rotary_dim / 2], at least as many positions as a sequence
+      has room for; rotate k and q, with k and v only. A query's position is that of the new token
+      beside it if `causal` or with a window, otherwise that of the first new one.
     - cache_seqlens: how many tokens each sequence has before k and v are written, an int or
       [batch] int32; None, without k, for as many as there is room for.
     - cache_batch_idx: [batch] int32, the row of the cache of each sequence; not with `block_table`.
@@ -275,6 +275,15 @@ def flash_attn_with_kvcache(
         if cache_seqlens is None:
             raise ValueError("cache_seqlens: got None with k, expected where k is to be written")
         _check_batched("k", k, batch)
+        _check_batched("v", v, batch)
+        if rotary_cos is not None and rotary_sin is not None:
+            cache.check_angles(rotary_cos, rotary_sin)
+        # All of it before the cache is written.
+        if seqlen_q > 0:
+            attention_checks.paged(
+                rows, k_cache, v_cache, cache.table, lengths, cu_seqlens_q, seqlen_q
+            )
+        attention_checks.options(rows, scale, causal, window, softcap, None, None, None)
         local = causal or window is not None
         rows = cache.append(
             rows, _dense(k), _dense(v), rotary_cos, rotary_sin, rotary_interleaved, local

@@ -84,7 +84,7 @@ class Cache:
             q: [batch * seqlen_q, heads_q, dim].
             k: [batch, seqlen_new, heads_kv, dim].
             v: like k.
-            cos: [positions, rotary_dim / 2], or None.
+            cos: [positions, rotary_dim / 2] for as many positions as the cache holds, or None.
             sin: like cos.
             interleaved: which elements are pairs.
             local: whether queries stand where new tokens do, not all where the first one does.
@@ -96,16 +96,14 @@ class Cache:
         if cos is None or sin is None:
             ops.append_kv(keys, values, self.k, self.v, slots)
             return q
-        if cos.shape != sin.shape:
-            raise ValueError(
-                f"rotary_sin: got shape {list(sin.shape)}, expected {list(cos.shape)} as rotary_cos"
-            )
         angles = torch.cat([cos, sin], dim=1).float()
+        # What has no room is not written, but its angles are read.
+        last = cos.size(0) - 1
         seqlen_q = q.size(0) // max(batch, 1)
         at_new_tokens = seqlen_q == seqlen_new and (local or seqlen_new == 1)
         rotated = ops.append_kv(
             *(keys, values, self.k, self.v, slots),
-            positions=positions.flatten(),
+            positions=positions.clamp_max(last).flatten(),
             cos_sin=angles,
             q=q if at_new_tokens else None,
             interleaved=interleaved,
@@ -118,11 +116,23 @@ class Cache:
         return ops.append_kv(
             *(unwritten, unwritten, self.k, self.v),
             torch.full((q.size(0),), -1, dtype=torch.int64, device=q.device),
-            positions=positions.expand(batch, seqlen_q).flatten(),
+            positions=positions.expand(batch, seqlen_q).clamp_max(last).flatten(),
             cos_sin=angles,
             q=q,
             interleaved=interleaved,
         )
+
+    def check_angles(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Check rotary tables: alike, and for every position that the cache has room for."""
+        device = self.k.device
+        shape = ("positions", "rotary_dim / 2")
+        checks.tensor("rotary_cos", cos, checks.FLOAT_DTYPES, shape, device, any_strides=True)
+        checks.tensor("rotary_sin", sin, (cos.dtype,), cos.shape, device, any_strides=True)
+        room = self.table.size(1) * self.k.size(1)
+        if cos.size(0) < room:
+            raise ValueError(
+                f"rotary_cos: got {cos.size(0)} positions, expected at least the cache's {room}"
+            )
 
     def _positions(self, count: int) -> torch.Tensor:
         """Return [batch, count] int32, the positions of so many tokens after those there."""

@@ -61,6 +61,7 @@ class DecodeStep:
         self._pages = _PageRows(cache, seen.padding_slot, max_pages)
         self._constants_of: list[tuple[int, int]] = []
         self._constants: dict[str, object] = {}
+        self._slots = torch.empty(0, dtype=torch.int64)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -168,7 +169,8 @@ class DecodeStep:
             last_tokens: the token that each sampled last, [B] int64.
         """
         lengths = torch.tensor([request.length for request in requests])
-        table = self._pages.rows(requests)
+        constants = self._constant_inputs(requests)
+        table = self._pages.rows(requests, self._slots)
         page, offset = lengths // self._cache.page_size, lengths % self._cache.page_size
         # The page that holds the new token's slot.
         written = table.gather(1, page[:, None])[:, 0].long()
@@ -179,15 +181,15 @@ class DecodeStep:
             "slot_mapping": written * self._cache.page_size + offset,
             "page_table": table,
             "counters": sampling_counters(requests),
-            **self._constant_inputs(requests),
+            **constants,
         }
 
     def _constant_inputs(self, requests: Sequence[Request]) -> dict[str, object]:
         """Return what does not change from step to step; made anew when the requests change."""
         key = [(request.id, request.slot) for request in requests]
         if key != self._constants_of:
-            slots = torch.tensor([request.slot for request in requests])
-            self._constants = {"slots": slots, **sampling_inputs(requests)}
+            self._slots = torch.tensor([request.slot for request in requests])
+            self._constants = {"slots": self._slots, **sampling_inputs(requests)}
             self._constants_of = key
         return self._constants
 
@@ -202,8 +204,8 @@ class _PageRows:
             self._table = torch.full((num_slots, max_pages), DUMMY_PAGE, dtype=torch.int32)
         self._written = [0] * num_slots  # versions of pages; the cache counts from 1
 
-    def rows(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Return the page table [len(requests), max_pages] of running requests."""
+    def rows(self, requests: Sequence[Request], slots: torch.Tensor) -> torch.Tensor:
+        """Return the page table [len(requests), max_pages] of running requests in these slots."""
         for request in requests:
             version = self._cache.version(request.id)
             if self._written[request.slot] != version:
@@ -212,7 +214,7 @@ class _PageRows:
                 row[: len(pages)] = pages
                 row[len(pages) :] = DUMMY_PAGE
                 self._written[request.slot] = version
-        return self._table[torch.tensor([request.slot for request in requests])]
+        return self._table[slots]
 
 
 class SamplingInputs(TypedDict):

@@ -41,10 +41,11 @@ GEMM_SMALL_M = tuple(
     for max_m, token_warps, row_tiles, x_slots in _SMALL_M
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES)
 )
-# Longer rows, fp16 and 16-bit output of the other dtype are compiled when they are first used.
+# For one token of a 16-bit model, whose output projection may have fp32 results.
 FUSED_LINEAR = tuple(
-    FusedLinear(kind=kind, in_dtype="bf16", dtype=dtype, out_dtype=out_dtype, max_k=4096)
-    for kind, out_dtype in (("rms_norm", "bf16"), ("rms_norm", "fp32"), ("per_token", "bf16"))
+    FusedLinear(kind=kind, in_dtype=in_dtype, dtype=dtype, out_dtype=out_dtype, max_k=max_k)
+    for max_k, in_dtype in product((4096, 8192), ("bf16", "fp16"))
+    for kind, out_dtype in (("rms_norm", in_dtype), ("rms_norm", "fp32"), ("per_token", in_dtype))
     for dtype in OPERAND_DTYPES
 )
 # (channels, tokens, pingpong): those of docs/gemm_tiled.md.

@@ -66,6 +66,7 @@ def launch_fused(
         kernel is None
         or any(row is not None and not _is_served(row, x.dtype) for row in rows)
         or (bias is not None and bias.dtype is not out.dtype)
+        or _overlap(x, out)  # a CTA would store into what another one has yet to read
     ):
         return False
     device = x.get_device()
@@ -74,8 +75,8 @@ def launch_fused(
         choice = gemm_tuning.choose(
             name, sms, m, n, k, kernel.dtype, kernel.out_dtype, True, True, batch_invariant
         )
-        if not isinstance(choice.variant, GemmSmallM):  # FP8 in another order of sums
-            return False
+        if choice.variant != GemmSmallM(dtype=kernel.dtype, out_dtype=kernel.out_dtype, max_m=8):
+            return False  # which sums in another order
         stream = current_stream(device)
         load(kernel, device=device, stream=stream).launch(
             x=x.data_ptr(),
@@ -99,3 +100,8 @@ def launch_fused(
 def _is_served(x: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether x [K] or [1, K] has a dtype and an aligned address."""
     return x.dtype is dtype and x.data_ptr() % _VECTOR == 0
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two dense tensors share memory."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

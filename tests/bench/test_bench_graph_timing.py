@@ -95,5 +95,11 @@ def test_a_replay_launches_every_set_equally_often_and_long_enough() -> None:
     counts.zero_()
     rotation.replay()
     assert counts.tolist() == [rotation.launches / 3] * 3
-    [times] = interleave([rotation], cuda)
-    assert 0.8 * MIN_REPLAY_S < min(times) * rotation.launches < 5 * MIN_REPLAY_S
+
+    def replay_s() -> float:
+        rotation = rotate([lambda c=counts[i]: c.add_(1) for i in range(3)], cuda)
+        [times] = interleave([rotation], cuda)
+        return min(times) * rotation.launches
+
+    # Where the GPU is shared, launches may be counted while it is slower than when they are timed.
+    assert any(0.8 * MIN_REPLAY_S < replay_s() < 5 * MIN_REPLAY_S for _ in range(5))

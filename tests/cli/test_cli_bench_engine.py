@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ostinato.cli.main import main
+from ostinato.engine import Engine, SamplingParams
+
+
+def let_texts_take(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+    """Let the bench's clock stand still but for the texts, which take `seconds` by their length."""
+    now = 0.0
+    generate = Engine.generate
+
+    def timed(self: Engine, prompts: Any, params: SamplingParams) -> Any:
+        nonlocal now
+        completions = generate(self, prompts, params)
+        now += seconds(params.max_tokens)
+        return completions
+
+    monkeypatch.setattr(Engine, "generate", timed)
+    monkeypatch.setattr("ostinato.bench.engine.perf_counter", lambda: now)
 
 
 def test_every_batch_and_the_start_up_are_measured(
-    tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    device: torch.device,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    let_texts_take(monkeypatch, lambda tokens: 0.25 + 1e-3 * tokens)
     file, targets = tmp_path / "engine.json", tmp_path / "targets.json"
     theirs = {"section": "engine", "case": "tiny b2 prompt8", "impl": "other_int8", "us": 0.5}
     targets.write_text(json.dumps({"rows": [theirs]}))
@@ -34,7 +56,7 @@ def test_every_batch_and_the_start_up_are_measured(
     assert start_up["graphs"] == 2
     assert start_up["load_s"] > 0
     assert start_up["capture_s"] >= start_up["warmup_s"] + start_up["verify_s"]
-    assert all(row["us"] > 0 for row in rows)
+    assert [row["us"] for row in rows] == [pytest.approx(1000)] * 2
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.partition("   ×")[2].split(" of ")[1:] for line in lines if "b2 prompt8" in line
@@ -42,6 +64,18 @@ def test_every_batch_and_the_start_up_are_measured(
         ["0"],
         [],
     ]
+
+
+def test_texts_whose_length_does_not_show_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    let_texts_take(monkeypatch, lambda tokens: 0.25 - 1e-3 * tokens)
+    flags = ["--batch", "1", "--prompt", "8", "--output", "2", "6", "--page-size", "4"]
+    file = tmp_path / "engine.json"
+    flags += ["--device", "cpu", "--json", str(file)]
+    assert main(["bench", "engine", "--shape", "tiny", *flags]) == 2
+    assert "texts of 2 and 6 tokens took 248.000 ms and 244.000 ms" in capsys.readouterr().err
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,54 @@ def test_new_keys_and_values_are_appended(
         assert (cache != old).flatten(2).any(-1).sum() <= 3 * new
 
 
+def test_rotated_tokens_without_room_are_not_written(device: torch.device) -> None:
+    q, k, v = (randn(device, 1, 4, 2, 64) for _ in "qkv")
+    caches = [randn(device, 1, 8, 2, 64) for _ in "kv"]
+    angles = torch.rand(8, 32, device=device)
+    options: dict[str, Any] = {
+        "rotary_cos": angles.cos().to(q.dtype),
+        "rotary_sin": angles.sin().to(q.dtype),
+        "causal": True,
+    }
+    before = [cache.clone() for cache in caches]
+    lengths = int32([6], device)
+    flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **options)
+    for cache, old in zip(caches, before, strict=True):
+        assert (cache != old).flatten(2).any(-1).tolist() == [[False] * 6 + [True] * 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"softcap": -1.0},
+        {"causal": 1},
+        {"window_size": (1.5, 2)},
+        {"q": torch.zeros(2, 1, 5, 8)},
+        {"q": torch.zeros(2, 1, 4, 8).double()},
+        {"v": torch.zeros(1, 2, 2, 8)},
+        {"rotary_cos": torch.zeros(4), "rotary_sin": torch.zeros(4)},
+        {"rotary_cos": torch.zeros(4, 2), "rotary_sin": torch.zeros(4, 2)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_a_refused_call_has_written_nothing(change: Arguments) -> None:
+    caches = [torch.zeros(2, 5, 2, 8) for _ in "kv"]
+    new = {name: torch.ones(2, 1, 2, 8) for name in "kv"}
+    arguments: Arguments = {
+        **of_kvcache(),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "cache_seqlens": 2,
+        **new,
+    }
+    flash_attn_with_kvcache(**arguments)
+    for cache in caches:
+        cache.zero_()
+    with pytest.raises((TypeError, ValueError)):
+        flash_attn_with_kvcache(**{**arguments, **change})
+    assert not any(cache.any() for cache in caches)
+
+
 def test_tokens_without_room_are_not_written(device: torch.device) -> None:
     q, k, v = (randn(device, 1, 4, 2, 64) for _ in "qkv")
     caches = [randn(device, 3, 8, 2, 64) for _ in "kv"]

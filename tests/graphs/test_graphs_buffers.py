@@ -280,3 +280,16 @@ def test_buffers_made_in_inference_mode_are_written_outside_it(device):
     inputs = toy_inputs(3)
     buffers.stage(inputs, 3, 4)
     assert torch.equal(buffers.view(3).tokens.cpu(), inputs["tokens"])
+
+
+def test_inputs_that_are_views_of_the_buffers_are_read_before_they_are_written(device):
+    spec = BufferSpec((), torch.int64, -1)
+    buffers = StaticBuffers({"x": spec, "y": spec}, 4, device)
+    buffers.stage({"x": [1, 2, 3], "y": [4, 5, 6]}, 3, 4)
+    view = buffers.view(4)
+    buffers.stage({"x": view.x[:3], "y": [7, 8, 9]}, 3, 4)
+    assert view.x.tolist() == [1, 2, 3, -1]
+    buffers.stage({"x": view.y[:3], "y": view.x[:3]}, 3, 4)
+    assert (view.x.tolist(), view.y.tolist()) == ([7, 8, 9, -1], [1, 2, 3, -1])
+    buffers.stage({"x": view.y, "y": view.x}, 4, 4)
+    assert (view.x.tolist(), view.y.tolist()) == ([1, 2, 3, -1], [7, 8, 9, -1])

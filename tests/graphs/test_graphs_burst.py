@@ -211,6 +211,17 @@ def test_a_burst_takes_the_smallest_graph_and_captures_what_is_missing(counting,
         assert len(list(runner.burst(1, first_inputs(1), 6))) == 6
 
 
+def test_a_burst_whose_graph_is_captured_late_reads_views_of_the_last_outputs(device):
+    specs = {"x": BufferSpec((), torch.int64, 0)}
+    rules = BurstRules({"x": Feed(None)}, None)
+    buffers = StaticBuffers(specs, 4, device)
+    with GraphRunner(lambda batch: 2 * batch.x + 1, buffers, burst=rules) as runner:
+        runner.capture([4], misses=Misses("capture", [1, 2, 4]), verify=False)
+        outputs = runner.run(3, {"x": [1, 2, 3]})
+        assert list(runner.burst(2, {"x": outputs[:2]}, 2)) == [[7, 11], [15, 23]]
+        assert runner.stats().lazy_captures == 1
+
+
 def test_a_burst_in_the_callers_stream_follows_its_work(runner, device):
     if device.type == "cuda":
         stream = torch.cuda.Stream()

@@ -90,7 +90,9 @@ def driver(monkeypatch):
     monkeypatch.setattr(module, "_advance_kernel", lambda device: "kernel")
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    event = SimpleNamespace(
+        record=lambda stream: None, query=lambda: True, synchronize=lambda: None
+    )
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     driver.event = event
     return driver
@@ -112,6 +114,22 @@ def test_a_while_node_holds_the_step_and_then_the_kernel(driver):
     assert driver.calls[-1] == ("cuGraphLaunch", ("cuGraphInstantiate", 5))
     loop.release()
     assert [name for name, _ in driver.calls[-2:]] == ["cuGraphExecDestroy", "cuGraphDestroy"]
+
+
+def test_a_loop_that_is_dropped_gives_its_graphs_back_once(driver, monkeypatch):
+    destroyed = ["cuGraphExecDestroy", "cuGraphDestroy"]
+    loop = loop_of(BurstMemory(RULES, 2, CPU))
+    del loop
+    assert [name for name, _ in driver.calls[-2:]] == destroyed
+    loop = loop_of(BurstMemory(RULES, 2, CPU))
+    loop.release()
+    loop.release()
+    del loop
+    assert [name for name, _ in driver.calls if "Destroy" in name] == 2 * destroyed
+    loop = loop_of(BurstMemory(RULES, 2, CPU))
+    monkeypatch.setattr("os.getpid", lambda: -1)  # as in a fork
+    del loop
+    assert [name for name, _ in driver.calls if "Destroy" in name] == 2 * destroyed
 
 
 @pytest.mark.parametrize("refused", ["cuGraphAddNode", "cuGraphInstantiate", "cuGraphCreate"])

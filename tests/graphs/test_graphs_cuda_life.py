@@ -79,6 +79,20 @@ def test_streams_of_another_library_may_be_gone_at_the_next_run(step, make_runne
     assert run_with(runner, 9)["tokens"].tolist() == [19] * 4
 
 
+def test_a_refused_run_on_a_stream_that_is_then_gone(step, make_runner):
+    cuda = ctypes.CDLL("libcuda.so.1")
+    runner = make_runner(step)
+    runner.capture([4])
+    handle = ctypes.c_void_p()
+    assert cuda.cuStreamCreate(ctypes.byref(handle), 1) == 0
+    foreign = torch.cuda.ExternalStream(handle.value)
+    with torch.cuda.stream(foreign), pytest.raises(TypeError, match="tokens"):
+        runner.run(4, toy_inputs(4) | {"tokens": torch.zeros(4)})
+    del foreign
+    assert cuda.cuStreamDestroy_v2(handle) == 0
+    assert run_with(runner, 9)["tokens"].tolist() == [19] * 4
+
+
 def test_two_runners_of_one_pool_on_two_streams(step):
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     runners = [

@@ -321,3 +321,20 @@ def test_a_second_thread_is_refused_not_queued(step, make_runner):
         leave.set()
         thread.join(timeout=60)
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_while_something_hangs_on_the_device_its_pool_is_kept(monkeypatch):
+    """Giving memory back to the driver would wait for what hangs."""
+
+    def fail(batch):
+        raise ValueError("no luck")
+
+    runner = GraphRunner(fail, StaticBuffers(SPECS, 8, "cpu"))
+    left, idle = [], False
+    monkeypatch.setattr(runner._backend, "is_idle", lambda: idle)
+    monkeypatch.setattr(runner._backend, "leave_pool", lambda: left.append(1))
+    for expected in (1, 3):  # one of each is the release before the capture
+        with pytest.raises(CaptureError):
+            runner.capture([2])
+        assert len(left) == expected
+        idle = True

@@ -240,3 +240,60 @@ def test_close_from_inside_the_step_is_refused_at_once(step):
     with pytest.raises(BusyError, match="close: the runner is in the middle of capture"):
         runner.capture([1])
     assert time.perf_counter() - started < 10  # and does not wait for itself
+
+
+def test_two_closes_wait_and_the_one_that_gives_up_admits_no_calls(slow_run):
+    runner, step, thread, _ = slow_run
+    patient = threading.Thread(target=runner.close)
+    patient.start()
+    while not runner._gate._closing:
+        time.sleep(0.001)
+    with pytest.raises(BusyError):
+        runner.close(timeout_s=0.01)
+    with pytest.raises(ClosedError):
+        runner.require_captured()
+    step.leave.set()
+    thread.join(timeout=60)
+    patient.join(timeout=60)
+    with pytest.raises(ClosedError):
+        runner.run(1, ONE_ROW)
+
+
+@pytest.mark.parametrize("call", ["sleep", "close"])
+def test_a_release_that_fails_leaves_a_runner_that_knows_it_has_no_graphs(call, step, monkeypatch):
+    def fail(graphs):
+        raise RuntimeError("CUDA error")
+
+    runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
+    runner.capture([2])
+    expected = AsleepError if call == "sleep" else NotCapturedError
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._backend, "release", fail)
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            getattr(runner, call)()
+    for refused in (lambda: runner.run(1, ONE_ROW), lambda: runner.max_batch_size):
+        with pytest.raises(expected):
+            refused()
+    if call == "sleep":
+        runner.wake()
+    else:
+        runner.recapture()
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+    runner.close()
+
+
+@pytest.mark.parametrize("call", ["run", "close"])
+def test_calls_from_inside_the_step_of_a_late_capture_are_refused_as_busy(call, step):
+    def calling_step(batch):
+        if armed:
+            runner.run(1, ONE_ROW) if call == "run" else runner.close()
+        return step(batch)
+
+    armed = False
+    runner = GraphRunner(calling_step, StaticBuffers(SPECS, 8, "cpu"))
+    runner.capture([4], misses=Misses("capture", [1, 4]))
+    armed = True
+    with pytest.raises(BusyError, match="the runner is in the middle of run"):
+        runner.run(1, ONE_ROW)
+    armed = False
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]

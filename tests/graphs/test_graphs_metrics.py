@@ -1,15 +1,17 @@
 """What is counted and timed, and how Prometheus reads it."""
 
+import faulthandler
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from graphs_toys import toy_inputs
+from graphs_toys import SPECS, toy_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.graphs import GraphError, Key, Misses, Variant
+from ostinato.graphs import GraphError, GraphRunner, Key, Misses, StaticBuffers, Variant
 from ostinato.graphs.histogram import BOUNDS_US, Histogram, HistogramBuilder
 from ostinato.graphs.observer import Observer
 from ostinato.graphs.prometheus import Metric, to_text
@@ -61,6 +63,67 @@ def test_replays_that_cannot_be_timed_are_counted_as_missed():
     observer.replay(Key(1), graph)
     assert replayed == [1]
     assert observer.replay_us() == Histogram(missed=1)
+
+
+def test_stats_do_not_wait_for_a_replay_not_even_from_inside_the_step():
+    def step(batch):
+        if observed:
+            seen.append(runner.stats().replay_us.count)
+            thread = threading.Thread(target=lambda: seen.append(runner.stats().replay_us.count))
+            thread.start()
+            thread.join(timeout=30)
+        return batch.tokens + 0
+
+    observed, seen = False, []
+    runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
+    runner.capture([2])
+    runner.observe(replay_times=True)
+    observed = True
+    for _ in range(2):
+        faulthandler.dump_traceback_later(60, exit=True)  # rather than hang
+        runner.run(1, toy_inputs(1))
+        faulthandler.cancel_dump_traceback_later()
+    assert seen == [0, 0, 1, 1]
+    assert runner.stats().replay_us.count == 2
+
+
+def test_a_replay_does_not_wait_for_who_asks_for_statistics():
+    asked, answer = threading.Event(), threading.Event()
+
+    def finished():
+        asked.set()
+        answer.wait(30)
+        return []
+
+    timer = SimpleNamespace(replay=lambda graph: True, finished=finished)
+    observer = Observer(timer, nvtx=False)
+    thread = threading.Thread(target=observer.replay_us)
+    thread.start()
+    assert asked.wait(30)
+    replays = threading.Thread(target=observer.replay, args=(Key(1), None))
+    replays.start()
+    replays.join(timeout=5)
+    waited = replays.is_alive()
+    answer.set()
+    thread.join()
+    replays.join()
+    assert not waited
+
+
+def test_a_capture_begins_all_counts_anew(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([2])
+    runner.observe(replay_times=True)
+    runner.run(1, toy_inputs(1))
+    runner.recapture()
+    stats = runner.stats()
+    assert (stats.hits, stats.replay_us.count) == (0, 0)
+    runner.sleep()
+    assert runner.stats().buckets == ()
+    runner.wake()
+    runner.run(1, toy_inputs(1))
+    assert runner.stats().hits == 1
+    assert runner.stats().replay_us is not None
 
 
 def test_nvtx_ranges_are_named_after_the_key(step, make_runner, monkeypatch):

@@ -125,8 +125,17 @@ def test_wrong_budget_files(tmp_path: Path, document: str, match: str) -> None:
         read_budgets(file)
 
 
+# Since decode v11 they spill three registers (docs/decode.md, "Missed"); no other kernel may.
+_ALLOWED_SPILLS = {
+    "attention_decode-bf16-e4m3_kv-d128-c32": 12,
+    "attention_decode-bf16-e4m3_kv-d128-c32-any_page": 12,
+}
+
+
 def test_the_committed_budgets_are_of_kernels_that_exist_and_allow_no_local_memory() -> None:
     budgets = read_budgets(BUDGETS)
     assert set(budgets) <= {variant.name for variant in CATALOGUE}
-    assert all(budget["stack"] == budget["spills"] == 0 for budget in budgets.values())
+    spills = {name: budget["spills"] for name, budget in budgets.items() if budget["spills"]}
+    assert spills == _ALLOWED_SPILLS
+    assert {name for name, budget in budgets.items() if budget["stack"]} == set(_ALLOWED_SPILLS)
     assert all(set(budget) == set(LIMITS) for budget in budgets.values())

@@ -72,6 +72,20 @@ def test_the_bits_are_those_of_the_ops_apart(
     check(layer, batch_invariant=True)
 
 
+@pytest.mark.parametrize(
+    ("dense", "k"), [(BF16, 8192), (torch.float16, 4096), (torch.float16, 4112)]
+)
+def test_long_rows_and_fp16(device: torch.device, dense: torch.dtype, k: int) -> None:
+    layer = Layer(device, torch.int8, 70, k, 1, dense)
+    check(layer, bias=layer.bias, out_dtype=dense)
+
+
+def test_the_output_may_take_the_place_of_x(device: torch.device) -> None:
+    layer = Layer(device, torch.int8, 2048, 2048, 1, BF16)
+    want = ops.dynamic_w8a8_linear(layer.x, layer.w, layer.w_scale)
+    assert_same_bits(ops.dynamic_w8a8_linear(layer.x, layer.w, layer.w_scale, out=layer.x), want)
+
+
 def test_zeros_infinities_and_nan_as_the_ops_apart(device: torch.device) -> None:
     for dtype in DTYPES:
         layer = Layer(device, dtype, 70, 4096, 1, BF16)

@@ -1,0 +1,136 @@
+"""Who may read and end a burst: the step, other threads, forks, and the runner that is closed."""
+
+import threading
+import time
+
+import pytest
+import torch
+from test_graphs_guards import in_a_fork
+
+from ostinato.graphs import (
+    BufferSpec,
+    BurstRules,
+    BusyError,
+    ClosedError,
+    Feed,
+    GraphRunner,
+    Misses,
+    StaticBuffers,
+)
+
+
+class Step:
+    """Adds 1; calls what it is armed with, once."""
+
+    def __init__(self) -> None:
+        self.armed = None
+        self.calls = 0
+        self.raised: list[Exception] = []
+
+    def __call__(self, batch):
+        self.calls += 1
+        armed, self.armed = self.armed, None
+        if armed is not None:
+            try:
+                armed()
+            except BusyError as error:
+                self.raised.append(error)
+        return batch.x + 1
+
+
+@pytest.fixture
+def step():
+    return Step()
+
+
+@pytest.fixture
+def runner(step):
+    buffers = StaticBuffers({"x": BufferSpec((), torch.int64, 0)}, 2, "cpu")
+    with GraphRunner(step, buffers, burst=BurstRules({"x": Feed(None)}, None)) as runner:
+        runner.capture([2], verify=False)
+        yield runner
+
+
+@pytest.mark.parametrize("call", ["runner.close", "burst.close", "next"])
+def test_the_step_of_a_burst_can_neither_read_nor_end_it(call, runner, step):
+    burst = runner.burst(2, {"x": [1, 2]}, 4)
+    calls = {"runner.close": runner.close, "burst.close": burst.close, "next": lambda: next(burst)}
+    assert next(burst) == [2, 3]
+    step.armed = calls[call]
+    assert list(burst) == [[3, 4], [4, 5], [5, 6]]
+    assert burst.reasons == ["limit"] * 2
+    assert len(step.raised) == 1
+    assert runner.run(1, {"x": [1]}).tolist() == [2]
+
+
+def test_a_burst_that_was_begun_in_a_thread_that_has_ended_is_closed(runner):
+    bursts = []
+    thread = threading.Thread(target=lambda: bursts.append(runner.burst(1, {"x": [1]}, 3)))
+    thread.start()
+    thread.join()
+    runner.close(timeout_s=0)
+    assert bursts[0].reasons == ["cancelled"]
+    assert list(bursts[0]) == []
+
+
+def test_close_reads_what_another_thread_has_left(runner, step):
+    burst = runner.burst(1, {"x": [1]}, 20)
+    entered, leave = threading.Event(), threading.Event()
+    step.armed = lambda: (entered.set(), leave.wait(60))
+    reader = threading.Thread(target=lambda: next(burst))  # and then no more
+    reader.start()
+    assert entered.wait(60)
+    with pytest.raises(BusyError, match="close: the runner is in the middle of burst"):
+        runner.close(timeout_s=0.01)
+    closing = threading.Thread(target=runner.close)
+    closing.start()
+    time.sleep(0.02)
+    leave.set()
+    closing.join(timeout=30)
+    assert not closing.is_alive()
+    reader.join()
+    assert (burst.tokens, burst.reasons) == ([[2]], ["cancelled"])
+    with pytest.raises(ClosedError):
+        runner.run(1, {"x": [1]})
+
+
+def test_a_burst_is_cancelled_when_no_other_can_begin(runner, monkeypatch):
+    seen = []
+    end = runner._bursts.end_current
+
+    def end_current(*arguments):
+        with pytest.raises(ClosedError):
+            runner.burst(1, {"x": [1]}, 3)
+        seen.append(1)
+        return end(*arguments)
+
+    monkeypatch.setattr(runner._bursts, "end_current", end_current)
+    runner.close()
+    assert seen == [1]
+
+
+def test_a_burst_inside_the_step_of_a_late_capture_is_refused_as_busy(runner, step):
+    def calling(batch):
+        runner.burst(1, {"x": [1]}, 2)
+        return batch.x + 1
+
+    runner.capture([2], misses=Misses("capture", [1, 2]), verify=False)
+    runner._captured._step = calling
+    with pytest.raises(BusyError, match="burst: the runner is in the middle of burst"):
+        runner.burst(1, {"x": [1]}, 2)
+    assert runner.run(2, {"x": [1, 2]}).tolist() == [2, 3]
+
+
+def test_a_burst_does_not_belong_to_a_fork(runner):
+    burst = runner.burst(1, {"x": [1]}, 3)
+    assert next(burst) == [2]
+
+    def leaves_it_alone():
+        burst.close()
+        burst.__del__()
+        assert (burst.steps, burst._memory.cancelled) == (1, False)
+
+    assert in_a_fork(leaves_it_alone) == "nothing"
+    assert in_a_fork(burst.cancel) == "ForkedError"
+    assert in_a_fork(lambda: next(burst)) == "ForkedError"
+    assert list(burst) == [[3], [4]]

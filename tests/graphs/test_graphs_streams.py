@@ -1,0 +1,77 @@
+"""The order of runs among streams, as far as it shows without a GPU."""
+
+import pytest
+import torch
+from graphs_toys import SPECS, toy_inputs
+
+from ostinato.graphs import BufferSpec, BurstRules, Feed, GraphRunner, Misses, StaticBuffers
+from ostinato.graphs.guards import Turn
+from ostinato.graphs.streams import CallerOrder
+
+
+class FakeStream:
+    """A stream of another library, which waits for events of its kind."""
+
+    stream_id = 4096  # an address
+
+    def __init__(self, handle: int = 1) -> None:
+        self.handle = handle
+        self.waited: list[object] = []
+
+    def record_event(self) -> object:
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+    def wait_stream(self, stream: object) -> None:
+        self.waited.append(stream)
+
+
+def test_a_new_stream_with_the_handle_of_one_that_is_gone_waits(monkeypatch):
+    turn = Turn()
+    order = CallerOrder(torch.device("cuda", 0), turn)
+    current = FakeStream()
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: current.handle, raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    assert order.follow()
+    order.passed()
+    event = turn.last_event
+    current = FakeStream()
+    assert order.follow()
+    assert current.waited == [event]
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """Count how often a foreign stream's call has passed, of runners made on the CPU."""
+    calls = []
+    monkeypatch.setattr("ostinato.graphs.backend.CpuBackend.follow", lambda self: True)
+    monkeypatch.setattr("ostinato.graphs.backend.CpuBackend.passed", lambda self: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("misses", [None, Misses("eager"), Misses("capture")])
+def test_a_run_whose_inputs_are_refused_is_marked_on_a_foreign_stream(misses, step, passed):
+    runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
+    runner.capture([4] if misses is None else [1], misses=misses)
+    with pytest.raises(TypeError, match="tokens"):
+        runner.run(3, toy_inputs(3) | {"tokens": torch.zeros(3)})
+    assert passed == [1]
+
+
+def test_a_burst_that_cannot_be_launched_is_marked_on_a_foreign_stream(passed, monkeypatch):
+    def fail(self):
+        raise RuntimeError("out of resources")
+
+    specs, rules = {"x": BufferSpec((), torch.int64, 0)}, BurstRules({"x": Feed(None)}, None)
+    buffers = StaticBuffers(specs, 2, "cpu")
+    runner = GraphRunner(lambda batch: batch.x + 1, buffers, burst=rules)
+    runner.capture([2])
+    monkeypatch.setattr("ostinato.graphs.burst_cpu.CpuLoop.launch", fail)
+    with pytest.raises(RuntimeError, match="out of resources"):
+        runner.burst(2, {"x": [1, 2]}, 2)
+    assert passed == [1]
+    runner.run(2, {"x": [1, 2]})
