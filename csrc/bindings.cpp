@@ -9,7 +9,9 @@
 #include <tuple>
 
 #include "attention/params.h"
+#include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
+#include "merge/params.h"
 #include "sampling/params.h"
 
 namespace py = pybind11;
@@ -27,9 +29,13 @@ T* pointer(std::uintptr_t address) {
 template <typename Params>
 constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
 template <>
+constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
+template <>
 constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
 template <>
 constexpr std::uint64_t kAbi<QuantizeParams> = OSTINATO_ABI_GEMM_W8A8;
+template <>
+constexpr std::uint64_t kAbi<MergeStatesParams> = OSTINATO_ABI_MERGE;
 template <>
 constexpr std::uint64_t kAbi<SampleParams> = OSTINATO_ABI_SAMPLING;
 
@@ -330,6 +336,33 @@ void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgumen
   library.launch(params, stream);
 }
 
+MergeOutputs merge_outputs(const HeadsArgument& x) {
+  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
+}
+
+MergeLse merge_lse(const HeadsArgument& x) {
+  return {pointer<float>(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
+}
+
+void launch_merge_states(const Library<MergeStatesParams>& library, const HeadsArgument& o_a,
+                         const HeadsArgument& lse_a, const HeadsArgument& o_b,
+                         const HeadsArgument& lse_b, const HeadsArgument& out,
+                         const HeadsArgument& out_lse, std::int32_t tokens, std::int32_t heads,
+                         std::int32_t dim, std::uintptr_t stream, bool pdl) {
+  MergeStatesParams params = {};
+  params.o_a = merge_outputs(o_a);
+  params.o_b = merge_outputs(o_b);
+  params.out = merge_outputs(out);
+  params.lse_a = merge_lse(lse_a);
+  params.lse_b = merge_lse(lse_b);
+  params.out_lse = merge_lse(out_lse);
+  params.tokens = tokens;
+  params.heads = heads;
+  params.dim = dim;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
                    std::int64_t logits_stride, std::uintptr_t temperature, std::uintptr_t top_k,
                    bool top_k_is_int64, std::uintptr_t top_p, std::uintptr_t min_p,
@@ -358,6 +391,28 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
   library.launch(params, stream);
 }
 
+void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr_t x,
+                         std::uintptr_t w, std::uintptr_t w_scale, std::int32_t w_scale_stride,
+                         std::uintptr_t out, std::int32_t n, std::int32_t k, std::uintptr_t stream,
+                         std::uintptr_t residual, std::uintptr_t residual_out,
+                         std::uintptr_t norm_weight, float eps, std::uintptr_t bias, bool pdl) {
+  FusedLinearParams params = {};
+  params.x = pointer(x);
+  params.residual = pointer(residual);
+  params.residual_out = pointer(residual_out);
+  params.norm_weight = pointer(norm_weight);
+  params.eps = eps;
+  params.w = pointer(w);
+  params.w_scale = pointer<float>(w_scale);
+  params.w_scale_stride = w_scale_stride;
+  params.bias = pointer(bias);
+  params.out = pointer(out);
+  params.n = n;
+  params.k = k;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 // Whether launches on the stream are being captured. The driver is asked only where the process
 // has loaded it already: without it nothing can be capturing.
 bool is_capturing(std::uintptr_t stream) {
@@ -381,8 +436,10 @@ bool is_capturing(std::uintptr_t stream) {
 
 PYBIND11_MODULE(_C, module) {
   using ostinato::AppendKVParams;
+  using ostinato::FusedLinearParams;
   using ostinato::HeadsArgument;
   using ostinato::Library;
+  using ostinato::MergeStatesParams;
   using ostinato::PagedDecodeLibrary;
   using ostinato::PrefillParams;
   using ostinato::QuantizeParams;
@@ -392,9 +449,10 @@ PYBIND11_MODULE(_C, module) {
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
-  module.attr("ABI") =
-      py::dict(arg("attention") = OSTINATO_ABI_ATTENTION, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
-               arg("sampling") = OSTINATO_ABI_SAMPLING);
+  module.attr("ABI") = py::dict(
+      arg("attention") = OSTINATO_ABI_ATTENTION, arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR,
+      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("merge") = OSTINATO_ABI_MERGE,
+      arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
@@ -443,6 +501,14 @@ PYBIND11_MODULE(_C, module) {
            arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
            arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false);
 
+  py::class_<Library<FusedLinearParams>>(module, "FusedLinear")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<FusedLinearParams>::prepare)
+      .def("launch", &ostinato::launch_fused_linear, py::kw_only(), arg("x"), arg("w"),
+           arg("w_scale"), arg("w_scale_stride"), arg("out"), arg("n"), arg("k"), arg("stream"),
+           arg("residual") = 0, arg("residual_out") = 0, arg("norm_weight") = 0, arg("eps") = 0.0F,
+           arg("bias") = 0, arg("pdl") = false);
+
   py::class_<Library<AppendKVParams>>(module, "AppendKV")
       .def(py::init<const std::string&>(), arg("path"))
       .def("prepare", &Library<AppendKVParams>::prepare)
@@ -455,6 +521,13 @@ PYBIND11_MODULE(_C, module) {
            arg("cos_sin_stride") = 0, arg("rotary_dim") = 0, arg("interleaved") = false,
            arg("q_norm_weight") = 0, arg("q_norm_is_fp32") = false, arg("k_norm_weight") = 0,
            arg("k_norm_is_fp32") = false, arg("norm_eps") = 0.0F, arg("pdl") = false);
+
+  py::class_<Library<MergeStatesParams>>(module, "MergeStates")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<MergeStatesParams>::prepare)
+      .def("launch", &ostinato::launch_merge_states, py::kw_only(), arg("o_a"), arg("lse_a"),
+           arg("o_b"), arg("lse_b"), arg("out"), arg("out_lse"), arg("tokens"), arg("heads"),
+           arg("dim"), arg("stream"), arg("pdl") = false);
 
   py::class_<Library<SampleParams>>(module, "Sample")
       .def(py::init<const std::string&>(), arg("path"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from ostinato.graphs import BatchView, BufferSpec, GraphRunner, StaticBuffers
+from ostinato import graphs
 
 VOCAB, HIDDEN, MAX_LENGTH, SLOTS = 64, 128, 32, 6
 PROMPTS = [[5, 17, 3], [42], [9, 9, 8, 7], [30, 2], [1, 2, 3, 4, 5], [60]]
@@ -26,7 +26,7 @@ class RecurrentStep:
         # changed what it reads could not be called twice, so not be verified. Slot 0 is padding's.
         self.states = torch.zeros(SLOTS + 1, MAX_LENGTH + 1, HIDDEN, device=device)
 
-    def buffer_specs(self) -> dict[str, BufferSpec]:
+    def buffer_specs(self) -> dict[str, graphs.BufferSpec]:
         """Return the inputs, with examples to verify; a padding row reads and writes slot 0."""
 
         def below(limit: int) -> Callable[..., torch.Tensor]:
@@ -36,12 +36,12 @@ class RecurrentStep:
             return 1 + torch.randperm(SLOTS, generator=rng)[: shape[0]]
 
         return {
-            "tokens": BufferSpec((), torch.int64, 0, below(VOCAB)),
-            "positions": BufferSpec((), torch.int64, 0, below(MAX_LENGTH)),
-            "slots": BufferSpec((), torch.int64, 0, distinct),
+            "tokens": graphs.BufferSpec((), torch.int64, 0, below(VOCAB)),
+            "positions": graphs.BufferSpec((), torch.int64, 0, below(MAX_LENGTH)),
+            "slots": graphs.BufferSpec((), torch.int64, 0, distinct),
         }
 
-    def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: graphs.BatchView) -> dict[str, torch.Tensor]:
         """Advance every row of the batch by one token."""
         state = self.states[batch.slots, batch.positions]
         state = torch.tanh(state @ self.recurrent + self.embedding[batch.tokens])
@@ -51,29 +51,29 @@ class RecurrentStep:
 
 
 def main() -> None:
-    """Decode all prompts together; sequences of different lengths leave the batch as they end."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    step = RecurrentStep(device)
-    buffers = StaticBuffers(step.buffer_specs(), max_batch=SLOTS, device=device)
-    sequences = [list(prompt) for prompt in PROMPTS]
-    lengths = [len(prompt) + 4 * (i + 1) for i, prompt in enumerate(PROMPTS)]
-    with GraphRunner(step, buffers) as runner:
+    """Decode all prompts together: step by step as long as there are prompts, then in a burst."""
+    step = RecurrentStep(device := torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    buffers = graphs.StaticBuffers(step.buffer_specs(), max_batch=SLOTS, device=device)
+    rules = graphs.BurstRules({"tokens": graphs.Feed("tokens"), "positions": graphs.Add()})
+    sequences, longest = [list(prompt) for prompt in PROMPTS], max(map(len, PROMPTS))
+
+    def inputs(position: int) -> dict[str, list[int]]:
+        tokens = [sequence[position] for sequence in sequences]
+        return {"tokens": tokens, "positions": [position] * SLOTS, "slots": [*range(1, SLOTS + 1)]}
+
+    with graphs.GraphRunner(step, buffers, burst=rules) as runner:
         print(runner.capture())
-        for position in range(max(lengths) - 1):
-            rows = [i for i, sequence in enumerate(sequences) if position < lengths[i] - 1]
-            inputs = {
-                "tokens": [sequences[i][position] for i in rows],
-                "positions": [position] * len(rows),
-                "slots": [i + 1 for i in rows],
-            }
-            outputs = runner.run(len(rows), inputs)
-            for i, token in zip(rows, outputs["tokens"].tolist(), strict=True):
-                if position + 1 == len(sequences[i]):  # past the prompt
-                    sequences[i].append(token)
-        for prompt, sequence in zip(PROMPTS, sequences, strict=True):
-            print(prompt, "->", sequence[len(prompt) :])
-        stats = runner.stats()
-        print(f"{stats.hits} steps, {stats.padding_waste:.0%} of rows were padding")
+        for position in range(longest - 1):
+            tokens = runner.run(SLOTS, inputs(position))["tokens"]
+            for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+                if position + 1 == len(sequence):  # past the prompt
+                    sequence.append(token)
+        limits = [len(prompt) + 4 * (i + 1) - longest for i, prompt in enumerate(PROMPTS)]
+        burst = runner.burst(SLOTS, inputs(longest - 1), max(limits), limits=limits)
+        for tokens in burst:  # as they come: one per row, None where the row has ended
+            print(*tokens)
+        for prompt, sequence, tokens in zip(PROMPTS, sequences, burst.tokens, strict=True):
+            print(prompt, "->", sequence[len(prompt) :] + tokens)
 
 
 if __name__ == "__main__":

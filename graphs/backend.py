@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,11 +12,25 @@ import torch
 
 from ostinato.graphs.allocations import Allocation
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.burst_cpu import CpuLoop
+from ostinato.graphs.burst_memory import BurstMemory
+from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.guards import Turn
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
+from ostinato.graphs.spec import BufferSpec
+
+
+class ReplayTimer(Protocol):
+    """Times replays without waiting for them."""
+
+    def replay(self, graph: Graph) -> bool:
+        """Replay; return whether the replay is timed."""
+
+    def finished(self) -> list[float]:
+        """Return the microseconds of timed replays that have ended since the last call."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +41,35 @@ class MemoryUse:
     free_bytes: int
 
 
+class BurstLoop(Protocol):
+    """Repeats one captured step, each time on what the last one left in its buffers."""
+
+    def launch(self) -> None:
+        """Begin on the caller's stream, where `BurstMemory.start` has been called."""
+
+    def wait(self, step: int) -> None:
+        """Return when the tokens of `step` are in the memory, or the burst has ended.
+
+        Raises:
+            BurstError: when the device failed before that.
+        """
+
+    def release(self) -> None:
+        """Give back what the driver holds for the loop. No burst may be running."""
+
+
 class Graph(Protocol):
-    """A step captured for one batch size."""
+    """A step captured for one batch size.
+
+    Attributes:
+        loop: what repeats it, once that was made; released with the graph.
+    """
+
+    loop: BurstLoop | None
 
     @property
     def outputs(self) -> Outputs:
-        """Where every replay writes."""
+        """Where every replay writes; on CUDA without a hold on the pool's memory."""
 
     @property
     def instantiate_ms(self) -> float | None:
@@ -47,8 +85,8 @@ class Graph(Protocol):
 class Backend(Protocol):
     """How steps are run, captured and replayed on one device.
 
-    Methods are called inside `scope`, and so is `Graph.replay`; but `check_idle`, `release` and
-    `close` outside of it.
+    Methods are called inside `scope`; but `check_idle`, `follow`, `replay_timer`, `release`,
+    `leave_pool` and `close` outside of it. `Graph.replay` is called inside it, or after `follow`.
     """
 
     @property
@@ -65,8 +103,21 @@ class Backend(Protocol):
     def scope(self) -> AbstractContextManager[None]:
         """Enter the place where everything runs, ordered after and before the caller's work."""
 
+    def follow(self) -> bool:
+        """Order what the caller's stream gets next after the last run, on whichever stream.
+
+        Returns:
+            Whether `passed` has something to do when the stream has been given the run.
+        """
+
+    def passed(self) -> None:
+        """Note that the caller's stream, which may soon be gone, has been given the run."""
+
     def synchronize(self) -> None:
-        """Wait for what has been run."""
+        """Wait for what has been run in `scope`."""
+
+    def is_idle(self) -> bool:
+        """Return whether all that was run in `scope` has ended, without waiting; also by errors."""
 
     def prepare_capture(self) -> None:
         """Make ready for a series of captures, after their warm-up."""
@@ -108,11 +159,31 @@ class Backend(Protocol):
     def replay_us(self, graph: Graph) -> float | None:
         """Replay a few times and return the median in µs; None where nothing is recorded."""
 
+    def replay_timer(self) -> ReplayTimer:
+        """Return what times replays in the midst of serving."""
+
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return what repeats a graph that was captured for `batch`; outside of `scope`, too.
+
+        Raises:
+            BurstError: when it cannot be repeated on the device.
+        """
+
     def release(self, graphs: list[Graph]) -> None:
         """Give back the graphs, emptying the list, and their memory.
 
         First wait for replays, and for what the caller's stream does with their outputs.
         """
+
+    def leave_pool(self) -> None:
+        """Give back the pool after its last graph, unless it is the caller's."""
 
     def close(self) -> None:
         """Let go of what is held between captures."""
@@ -138,8 +209,19 @@ class CpuBackend:
         """Enter nothing: a CPU runs in program order."""
         return nullcontext()
 
+    def follow(self) -> bool:
+        """Order nothing: a CPU runs in program order."""
+        return False
+
+    def passed(self) -> None:
+        """Note nothing: a run has ended."""
+
     def synchronize(self) -> None:
         """Wait for nothing: every call has finished when it returns."""
+
+    def is_idle(self) -> bool:
+        """Return True: every call has finished when it returns."""
+        return True
 
     def prepare_capture(self) -> None:
         """Forget the outputs of earlier captures."""
@@ -188,10 +270,28 @@ class CpuBackend:
         """Return None: a replay is a call of the step."""
         return None
 
+    def replay_timer(self) -> ReplayTimer:
+        """Return a clock on the wall."""
+        return _CallTimer()
+
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return what takes the steps one by one, as their tokens are asked for."""
+        return CpuLoop(graph, batch, specs, rules, memory)
+
     def release(self, graphs: list[Graph]) -> None:
-        """Forget the graphs and the memory of their outputs."""
+        """Forget the graphs."""
         while graphs:
             graphs.pop().release()
+
+    def leave_pool(self) -> None:
+        """Forget the memory of outputs."""
         self._shared = {}
 
     def close(self) -> None:
@@ -211,6 +311,7 @@ class _CpuGraph:
 
     def __init__(self, step: Step, batch: BatchView, outputs: Outputs) -> None:
         self.outputs = outputs
+        self.loop: BurstLoop | None = None
         self._layout = outputs.layout()
         self._step = step
         self._batch = batch
@@ -231,3 +332,18 @@ class _CpuGraph:
 
     def release(self) -> None:
         """Give nothing back: no driver holds anything."""
+
+
+class _CallTimer:
+    def __init__(self) -> None:
+        self._finished: list[float] = []
+
+    def replay(self, graph: Graph) -> bool:
+        started = time.perf_counter()
+        graph.replay()
+        self._finished.append(1e6 * (time.perf_counter() - started))
+        return True
+
+    def finished(self) -> list[float]:
+        taken, self._finished = self._finished, []
+        return taken

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ostinato.graphs.arena import Arena
 from ostinato.graphs.integers import as_integer
+from ostinato.graphs.keys import DEFAULT, Key, Variant
 from ostinato.graphs.spec import BufferSpec, as_rows
+
+_IN_FLIGHT = 2  # batches on their way from pinned memory
 
 
 class BatchView:
-    """The first `size` rows of every buffer: what a step is called with.
+    """`size` rows of every buffer: what a step is called with.
 
     Each buffer is an attribute and an item of its name. The views are of static memory: the same
-    addresses at every call, so that a captured graph finds its inputs.
+    addresses for every batch of this size, so that a captured graph finds its inputs.
 
     Attributes:
         size: rows, padding included.
         n_active: int32 [1] on the buffers' device: how many of them are real.
+        variant: what else the step's launches may depend on.
     """
 
-    def __init__(self, rows: Mapping[str, torch.Tensor], size: int, n_active: torch.Tensor) -> None:
+    def __init__(
+        self,
+        rows: Mapping[str, torch.Tensor],
+        size: int,
+        n_active: torch.Tensor,
+        variant: Variant = DEFAULT,
+    ) -> None:
         self._rows = rows
         self.size = size
         self.n_active = n_active
+        self.variant = variant
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return the rows of the buffer `name`."""
@@ -44,56 +57,13 @@ class BatchView:
         return rows[name]
 
 
-class _Rows:
-    """One tensor `(max_batch, *shape)` per buffer, all in one kind of memory, full of padding."""
-
-    def __init__(
-        self,
-        specs: Mapping[str, BufferSpec],
-        max_batch: int,
-        device: torch.device,
-        pin_memory: bool = False,
-    ) -> None:
-        self._specs = specs
-        self._all = {
-            name: torch.empty(
-                (max_batch, *spec.shape), dtype=spec.dtype, device=device, pin_memory=pin_memory
-            )
-            for name, spec in specs.items()
-        }
-        # Slicing costs as much as copying a few rows, so every slice is made once.
-        self._slices: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-        self.pad(0, max_batch)
-
-    def head(self, n: int) -> dict[str, torch.Tensor]:
-        return self._slice(0, n)
-
-    def pad(self, start: int, stop: int) -> None:
-        for name, rows in self._slice(start, stop).items():
-            rows.fill_(self._specs[name].pad)
-
-    def write(self, inputs: Mapping[str, torch.Tensor], n: int, bucket: int) -> None:
-        real = self.head(n)
-        for name, value in inputs.items():
-            real[name].copy_(value)
-        if n < bucket:
-            padding = self._slice(n, bucket)
-            for name in inputs:
-                padding[name].fill_(self._specs[name].pad)
-
-    def _slice(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        slices = self._slices.get((start, stop))
-        if slices is None:
-            slices = {name: rows[start:stop] for name, rows in self._all.items()}
-            self._slices[start, stop] = slices
-        return slices
-
-
 class StaticBuffers:
     """Input buffers of a step, allocated once and never moved.
 
-    Inputs from the host go through pinned memory, which is written again only after the copy from
-    it has finished. Copies run on torch's current stream.
+    Inputs from the host go through pinned memory, all of them in one copy. The pinned memory is
+    written again only after the copy from it has finished; there are two blocks of it, so that a
+    batch can be staged while the one before is waiting for the device. Copies run on torch's
+    current stream.
 
     Args:
         specs: name and form of each input; names are identifiers.
@@ -116,30 +86,38 @@ class StaticBuffers:
         self.specs: Mapping[str, BufferSpec] = MappingProxyType(dict(specs))
         # Made in inference mode they could not be written outside it.
         with torch.inference_mode(False):
-            self._n_active = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self._static = _Rows(self.specs, max_batch, self.device)
-            self._pinned: _Rows | None = None
+            self._static = Arena(self.specs, max_batch, self.device)
+            self._static.pad(max_batch)
+            self._pinned: deque[_Pinned] = deque()
             if self.device.type == "cuda":
-                self._pinned = _Rows(self.specs, max_batch, torch.device("cpu"), pin_memory=True)
-                self._copied = torch.cuda.Event()
-        self._views: dict[int, BatchView] = {}
+                self._pinned.extend(_Pinned(self.specs, max_batch) for _ in range(_IN_FLIGHT))
+                # The driver loads a kernel at its first launch, and then waits for the device.
+                rows = self._static.batch(max_batch)
+                _copy_all(rows, {name: row.clone() for name, row in rows.items()})
+        self._padding: dict[int, torch.Tensor] = {}
+        self._views: dict[Key, BatchView] = {}
 
     @property
     def n_active(self) -> torch.Tensor:
         """How many rows of the last staged batch are real: int32 [1] on the device."""
-        return self._n_active
+        return self._static.n_active
 
-    def view(self, n: int) -> BatchView:
-        """Return the first `n` rows of every buffer; the same object for the same `n`.
+    def view(self, n: int, variant: Variant = DEFAULT) -> BatchView:
+        """Return the buffers of a batch of `n` rows; the same object for the same arguments.
+
+        What they hold is defined from `stage` or `stage_padding` of this size on, until that of
+        another.
 
         Raises:
             TypeError: when `n` is not an integer.
             ValueError: unless 1 <= n <= max_batch.
         """
         n = self._as_size("n", n)
-        view = self._views.get(n)
+        key = Key(n, variant)
+        view = self._views.get(key)
         if view is None:
-            view = self._views[n] = BatchView(self._static.head(n), n, self._n_active)
+            view = BatchView(self._static.batch(n), n, self.n_active, variant)
+            self._views[key] = view
         return view
 
     def stage(self, inputs: Mapping[str, object], n: int, bucket: int) -> None:
@@ -161,13 +139,25 @@ class StaticBuffers:
         if not 1 <= n <= bucket:
             raise ValueError(f"n: got {n}, expected 1 to the bucket's {bucket}")
         checked = self._check_inputs(inputs, n)
-        if self._pinned is not None:
-            host = {name: value for name, value in checked.items() if value.is_cpu}
-            checked = {name: value for name, value in checked.items() if name not in host}
-            if host:
-                self._copy_through(self._pinned, host, n, bucket)
-        self._static.write(checked, n, bucket)
-        self._n_active.fill_(n)
+        if not self._pinned:
+            self._write(self._static, checked, n, bucket)
+            return
+        on_device = {name: value for name, value in checked.items() if not value.is_cpu}
+        if n < bucket or len(on_device) < len(checked):
+            from_host = {name: value for name, value in checked.items() if value.is_cpu}
+            self._copy_through_pinned(from_host, n, bucket)
+        else:
+            self.n_active.fill_(n)
+        if on_device:
+            _copy_all(self._static.head(bucket, n), on_device)
+
+    def check(self, inputs: Mapping[str, object], n: int) -> None:
+        """Raise what `stage` would raise for these inputs; no buffer is changed.
+
+        Raises:
+            TypeError, ValueError: see `stage`.
+        """
+        self._check_inputs(inputs, n)
 
     def stage_padding(self, bucket: int) -> None:
         """Write padding into the first `bucket` rows, none of them real.
@@ -177,19 +167,33 @@ class StaticBuffers:
             ValueError: unless 1 <= bucket <= max_batch.
         """
         bucket = self._as_size("bucket", bucket)
-        self._static.pad(0, bucket)
-        self._n_active.fill_(0)
+        self._static.pad(bucket)
 
-    def _copy_through(
-        self, pinned: _Rows, inputs: Mapping[str, torch.Tensor], n: int, bucket: int
-    ) -> None:
-        # The device may still be reading the previous batch from the pinned memory.
-        self._copied.synchronize()
-        pinned.write(inputs, n, bucket)
-        source, target = pinned.head(bucket), self._static.head(bucket)
-        for name in inputs:
-            target[name].copy_(source[name], non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(self.device))
+    def _copy_through_pinned(self, inputs: Mapping[str, torch.Tensor], n: int, bucket: int) -> None:
+        pinned = self._pinned[0]
+        self._pinned.rotate()
+        # The device may still be reading an earlier batch from it.
+        pinned.copied.synchronize()
+        self._write(pinned, inputs, n, bucket)
+        self._static.packed(bucket).copy_(pinned.packed(bucket), non_blocking=True)
+        pinned.copied.record(torch.cuda.current_stream(self.device))
+
+    def _write(self, arena: Arena, inputs: Mapping[str, torch.Tensor], n: int, bucket: int) -> None:
+        if n < bucket:
+            arena.packed(bucket).copy_(self._padding_of(bucket))
+        rows = arena.head(bucket, n)
+        for name, value in inputs.items():
+            rows[name].copy_(value)
+        arena.n_active.fill_(n)
+
+    def _padding_of(self, bucket: int) -> torch.Tensor:
+        padding = self._padding.get(bucket)
+        if padding is None:
+            with torch.inference_mode(False):
+                arena = Arena(self.specs, bucket, torch.device("cpu"))
+                arena.pad(bucket)
+            padding = self._padding[bucket] = arena.packed(bucket)
+        return padding
 
     def _check_inputs(self, inputs: Mapping[str, object], n: int) -> dict[str, torch.Tensor]:
         if not isinstance(inputs, Mapping):
@@ -214,6 +218,25 @@ class StaticBuffers:
         return size
 
 
+class _Pinned(Arena):
+    """Pinned memory of the host, and when it was last copied from."""
+
+    def __init__(self, specs: Mapping[str, BufferSpec], max_batch: int) -> None:
+        super().__init__(specs, max_batch, torch.device("cpu"), pin_memory=True)
+        self.copied = torch.cuda.Event()
+
+
+def _copy_all(rows: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Copy device inputs into their rows, those of one dtype in one launch."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for name, value in inputs.items():
+        targets, sources = by_dtype.setdefault(value.dtype, ([], []))
+        targets.append(rows[name])
+        sources.append(value)
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
+
+
 def _check_specs(specs: Mapping[Any, Any]) -> None:
     if not isinstance(specs, Mapping):
         raise TypeError(f"specs: got {type(specs).__name__}, expected a mapping")
@@ -222,7 +245,7 @@ def _check_specs(specs: Mapping[Any, Any]) -> None:
     for name, spec in specs.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"specs: got the name {name!r}, expected an identifier")
-        if name in ("size", "n_active") or name.startswith("_"):
+        if name in ("size", "n_active", "variant") or name.startswith("_"):
             raise ValueError(f"specs: got the name {name!r}, which every BatchView reserves")
         if not isinstance(spec, BufferSpec):
             raise TypeError(f"specs[{name!r}]: got {type(spec).__name__}, expected a BufferSpec")

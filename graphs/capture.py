@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,30 +18,70 @@ from tqdm import tqdm
 from ostinato.graphs.audit import Audit, Auditor, Finding, summarize
 from ostinato.graphs.backend import Backend, Graph, MemoryUse
 from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.burst import Bursts
 from ostinato.graphs.diagnosis import Failure, diagnose
-from ostinato.graphs.errors import AuditError, CaptureError, GraphError, VerificationError
-from ostinato.graphs.guards import only_capture
+from ostinato.graphs.errors import (
+    AuditError,
+    CaptureError,
+    GraphError,
+    RankError,
+    VerificationError,
+)
+from ostinato.graphs.guards import MemoryWatch, only_capture
+from ostinato.graphs.keys import DEFAULT, Key
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.ranks import Ranks
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.report import CaptureReport, GraphReport
 from ostinato.graphs.verify import find_difference
 
 # The first call may compile, autotune or allocate; the second shows that it has settled.
 _WARMUP_CALLS = 2
+# Graphs that cannot be given back: the device waits for another process, for good.
+_stuck: list[Graph] = []
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """How graphs are captured.
+
+    Attributes:
+        progress, verify, audit: as `GraphRunner.capture` says.
+        into_pool: the graphs come into the pool of the last capture, beside those in it.
+    """
+
+    progress: bool
+    verify: bool
+    audit: Audit
+    into_pool: bool = False
 
 
 def capture_graphs(
     step: Step,
     buffers: StaticBuffers,
     backend: Backend,
-    batch_sizes: Sequence[int],
+    keys: Sequence[Key],
     *,
+    warmed: Sequence[Key],
     auditor: Auditor,
-    progress: bool,
-    verify: bool,
-    audit: Audit,
-) -> tuple[dict[int, Graph], CaptureReport]:
-    """Capture `step` for each of the increasing `batch_sizes`; all of them, or none.
+    watch: MemoryWatch,
+    options: CaptureOptions,
+    bursts: Bursts | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[dict[Key, Graph], CaptureReport]:
+    """Capture `step` for each of the `keys`; all of them, or none.
+
+    Args:
+        step: what to capture.
+        buffers: its inputs.
+        backend: where to capture it.
+        keys: what to capture.
+        warmed: what to warm up before that, `keys` among it.
+        auditor: of this runner's graphs.
+        watch: of the declared memory, whose places are noted when the captures begin.
+        options: how.
+        bursts: makes each graph ready to be repeated on the device.
+        ranks: the processes that do the same together; when one fails, all do.
 
     Raises:
         CaptureError: when the step fails; from its own exception.
@@ -48,57 +89,80 @@ def capture_graphs(
         AuditError: when a strict audit refuses a graph.
         VerificationError: when a replay differs from the step.
         GraphError: when a strict audit cannot read graphs.
+        ValueError, BurstError: when the step cannot be repeated on the device.
+        RankError: when it fails in another process.
     """
     started = time.perf_counter()
-    graphs: dict[int, Graph] = {}
-    costs = _Costs(backend)
-    largest_first = sorted(batch_sizes, reverse=True)
-    not_inspected = _why_not_inspected(backend, audit)
+    graphs: dict[Key, Graph] = {}
+    ranks = ranks or Ranks(None)
+    costs = _Costs(backend, ranks)
+    bar = partial(_bar, backend=backend, progress=options.progress)
+    largest_first = _largest_first(keys)
     try:
+        sizes = ", ".join(map(str, keys))
+        ranks.agree(f"the capture of {sizes}, verify={options.verify}, audit={options.audit!r}")
+        not_inspected = _why_not_inspected(backend, options.audit)
         # What the step makes here may outlive the caller's inference mode.
         with backend.scope(), torch.inference_mode(False), torch.no_grad():
             if not_inspected is None:
                 auditor.begin()
-            for size in _bar(largest_first, "Warming up", backend, progress):
-                with costs.measured("warm up", size):
-                    _warm_up(step, buffers, size)
+            for key in bar(_largest_first(warmed), "Warming up"):
+                with costs.measured("warm up", key):
+                    _warm_up(step, buffers, key)
+            # A step may place its memory in the warm-up; from here on graphs have the addresses.
+            watch.note()
             with only_capture():
-                backend.prepare_capture()
+                if not options.into_pool:
+                    backend.prepare_capture()
                 with _garbage_collection_paused():
-                    for size in _bar(largest_first, "Capturing graphs", backend, progress):
-                        batch = buffers.view(size)
+                    for key in bar(largest_first, "Capturing graphs"):
+                        batch = buffers.view(*key)
                         failure = partial(backend.failure, step, batch)
-                        with costs.measured("capture", size, failure):
-                            buffers.stage_padding(size)
-                            graphs[size] = backend.capture(step, batch)
-            if not_inspected is None:
-                bar = _bar(largest_first, "Auditing graphs", backend, progress)
-                strict = audit == "strict"
+                        with costs.measured("capture", key, failure):
+                            buffers.stage_padding(key.batch_size)
+                            graphs[key] = backend.capture(step, batch)
+            if not_inspected is None and keys:
+                strict = options.audit == "strict"
                 if strict:
-                    smallest = buffers.view(batch_sizes[0])
+                    smallest = buffers.view(*largest_first[-1])
                     outside = _work_outside(step, smallest, backend, required=True)
                     if outside is not None:
                         raise AuditError(f"the graphs are refused: {outside}")
-                not_inspected = _audit(bar, graphs, backend, auditor, costs, strict=strict)
-            if verify:
-                for size in _bar(largest_first, "Verifying graphs", backend, progress):
-                    with costs.measured("verify", size):
-                        difference = find_difference(step, buffers, backend, graphs[size], size)
+                audited = bar(largest_first, "Auditing graphs")
+                not_inspected = _audit(audited, graphs, backend, auditor, costs, strict=strict)
+            if options.verify:
+                for key in bar(largest_first, "Verifying graphs"):
+                    with costs.measured("verify", key):
+                        difference = find_difference(
+                            step, buffers, backend, graphs[key], key, ranks
+                        )
                     if difference is not None:
                         with suppress(Exception):  # which must not hide the difference
-                            if outside := _work_outside(step, buffers.view(size), backend):
+                            if outside := _work_outside(step, buffers.view(*key), backend):
                                 difference += f"; {outside}"
                         raise VerificationError(difference)
-                    with costs.measured("time", size):
-                        costs.replayed(size, backend.replay_us(graphs[size]))
-            buffers.stage_padding(largest_first[0])
-    except BaseException:
+                    with costs.measured("time", key):
+                        costs.replayed(key, backend.replay_us(graphs[key]))
+            if (moved := watch.moved()) is not None:
+                raise CaptureError(f"{moved} has moved since the captures began: graphs have it")
+            if bursts is not None:
+                for key in bar(largest_first, "Preparing bursts"):
+                    bursts.prepare(graphs[key], key)
+            buffers.stage_padding(buffers.max_batch)
+        ranks.agree("the end of the capture")
+    except BaseException as error:
         captured = list(graphs.values())
         graphs.clear()
-        backend.release(captured)
+        first, is_idle = ranks.failed(error, backend.is_idle)
+        if is_idle:
+            backend.release(captured)
+        else:
+            _stuck.extend(captured)
+        if first is not None:
+            raise first from error
         raise
-    verdict = _verdict(buffers) if verify else "not verified"
-    reports = tuple(costs.report(size, graphs[size], verdict) for size in batch_sizes)
+    verdict = _verdict(buffers) if options.verify else "not verified"
+    reports = tuple(costs.report(key, graphs[key], verdict) for key in keys)
     total_ms = 1e3 * (time.perf_counter() - started)
     return graphs, CaptureReport(backend.name, total_ms, reports, not_inspected)
 
@@ -121,8 +185,8 @@ def _why_not_inspected(backend: Backend, audit: Audit) -> str | None:
 
 
 def _audit(
-    sizes: Iterable[int],
-    graphs: Mapping[int, Graph],
+    keys: Iterable[Key],
+    graphs: Mapping[Key, Graph],
     backend: Backend,
     auditor: Auditor,
     costs: _Costs,
@@ -135,18 +199,18 @@ def _audit(
         AuditError: when strict and something is found.
         CaptureError: when strict and a graph cannot be read.
     """
-    for size in sizes:
-        with costs.measured("audit", size):
+    for key in keys:
+        with costs.measured("audit", key):
             try:
-                recording = backend.recording(graphs[size])
+                recording = backend.recording(graphs[key])
             except GraphError as error:
                 if strict:
                     raise
                 return str(error)
             findings = () if recording is None else auditor.find(recording)
         if strict:
-            _refuse(size, findings)
-        costs.recorded(size, recording, findings)
+            _refuse(key, findings)
+        costs.recorded(key, recording, findings)
     return None
 
 
@@ -169,17 +233,21 @@ def _work_outside(
     return "on a stream that is not captured ran " + ", ".join(map(str, trace.outside[:3]))
 
 
-def _refuse(size: int, findings: Sequence[Finding]) -> None:
+def _refuse(key: Key, findings: Sequence[Finding]) -> None:
     refused = [finding for finding in findings if finding.refused]
     if refused:
-        raise AuditError(f"the graph of batch size {size} is refused:\n{summarize(refused)}")
+        raise AuditError(f"the graph of {key} is refused:\n{summarize(refused)}")
 
 
-def _warm_up(step: Step, buffers: StaticBuffers, size: int) -> None:
-    batch = buffers.view(size)
+def _largest_first(keys: Iterable[Key]) -> list[Key]:
+    return sorted(keys, key=lambda key: (key.tokens, key.batch_size, key.variant), reverse=True)
+
+
+def _warm_up(step: Step, buffers: StaticBuffers, key: Key) -> None:
+    batch = buffers.view(*key)
     for _ in range(_WARMUP_CALLS):
         # Padding is harmless by definition: a warm-up must not write into anybody's state.
-        buffers.stage_padding(size)
+        buffers.stage_padding(key.batch_size)
         Outputs.of(step(batch), batch)
 
 
@@ -189,18 +257,19 @@ def _verdict(buffers: StaticBuffers) -> str:
 
 
 class _Costs:
-    """Measures what each batch size costs in each phase, and names the phase that failed."""
+    """Measures what each graph costs in each phase, and names the phase that failed."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, ranks: Ranks) -> None:
         self._backend = backend
-        self._ms: dict[tuple[str, int], float] = {}
-        self._memory: dict[int, tuple[MemoryUse, MemoryUse]] = {}
-        self._recorded: dict[int, tuple[Recording, Sequence[Finding]]] = {}
-        self._replay_us: dict[int, float | None] = {}
+        self._ranks = ranks
+        self._ms: dict[tuple[str, Key], float] = {}
+        self._memory: dict[Key, tuple[MemoryUse, MemoryUse]] = {}
+        self._recorded: dict[Key, tuple[Recording, Sequence[Finding]]] = {}
+        self._replay_us: dict[Key, float | None] = {}
 
     @contextmanager
     def measured(
-        self, phase: str, size: int, failure: Callable[[], Failure] | None = None
+        self, phase: str, key: Key, failure: Callable[[], Failure] | None = None
     ) -> Iterator[None]:
         """Measure the block; `failure` tells more of an exception raised in a capture."""
         # Only graphs stay; what the other phases allocate is given back.
@@ -208,45 +277,51 @@ class _Costs:
         started = time.perf_counter()
         try:
             yield
+            # A step whose collectives wait for a rank that has failed never ends on the device.
+            self._ranks.agree(f"{phase} {key}")
             self._backend.synchronize()
+        except RankError:
+            raise
         except Exception as error:
             diagnosis = diagnose(error, None if failure is None else _ask(failure))
-            what = f"could not {phase} batch size {size}: {type(error).__name__}: {error}"
+            what = f"could not {phase} {key}: {type(error).__name__}: {error}"
             raise CaptureError(f"{what}\n{diagnosis}".rstrip(), diagnosis) from error
-        self._ms[phase, size] = 1e3 * (time.perf_counter() - started)
+        self._ms[phase, key] = 1e3 * (time.perf_counter() - started)
         if before is not None and (after := self._backend.memory()) is not None:
-            self._memory[size] = (before, after)
+            self._memory[key] = (before, after)
 
-    def recorded(self, size: int, recording: Recording | None, findings: Sequence[Finding]) -> None:
+    def recorded(self, key: Key, recording: Recording | None, findings: Sequence[Finding]) -> None:
         if recording is not None:
-            self._recorded[size] = recording, findings
+            self._recorded[key] = recording, findings
 
-    def replayed(self, size: int, microseconds: float | None) -> None:
-        self._replay_us[size] = microseconds
+    def replayed(self, key: Key, microseconds: float | None) -> None:
+        self._replay_us[key] = microseconds
 
-    def report(self, size: int, graph: Graph, verdict: str) -> GraphReport:
+    def report(self, key: Key, graph: Graph, verdict: str) -> GraphReport:
         pool_mib = device_mib = None
-        if size in self._memory:
-            before, after = self._memory[size]
+        if key in self._memory:
+            before, after = self._memory[key]
             pool_mib = (after.pool_bytes - before.pool_bytes) / 2**20
             device_mib = (before.free_bytes - after.free_bytes) / 2**20
-        recording, findings = self._recorded.get(size, (None, None))
+        recording, findings = self._recorded.get(key, (None, None))
         return GraphReport(
-            batch_size=size,
-            warmup_ms=self._ms["warm up", size],
-            capture_ms=self._ms["capture", size] - (graph.instantiate_ms or 0.0),
-            verify_ms=self._ms.get(("verify", size)),
+            batch_size=key.batch_size,
+            warmup_ms=self._ms["warm up", key],
+            capture_ms=self._ms["capture", key] - (graph.instantiate_ms or 0.0),
+            verify_ms=self._ms.get(("verify", key)),
             pool_mib=pool_mib,
             device_mib=device_mib,
             verdict=verdict,
             instantiate_ms=graph.instantiate_ms,
-            audit_ms=None if recording is None else self._ms["audit", size],
-            replay_us=self._replay_us.get(size),
+            audit_ms=None if recording is None else self._ms["audit", key],
+            replay_us=self._replay_us.get(key),
             nodes=None if recording is None else recording.kinds(),
             kernels=None if recording is None else recording.kernels(),
             edges=None if recording is None else len(recording.edges),
             pdl_edges=None if recording is None else recording.programmatic_edges(),
             findings=None if findings is None else tuple(findings),
+            q_len=key.variant.q_len,
+            variant=key.variant.name,
         )
 
 
@@ -269,11 +344,12 @@ def _garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _bar(sizes: Iterable[int], label: str, backend: Backend, progress: bool) -> Iterator[int]:
+def _bar(keys: Iterable[Key], label: str, *, backend: Backend, progress: bool) -> Iterator[Key]:
     # None shows the bar on a terminal only.
-    with tqdm(sizes, disable=None if progress else True, leave=False) as bar:
-        for size in bar:
+    with tqdm(keys, disable=None if progress else True, leave=False) as bar:
+        for key in bar:
             memory = None if bar.disable else backend.memory()
             free = "" if memory is None else f" | avail_mem = {memory.free_bytes / 2**30:.2f} GiB"
-            bar.set_description(f"{label}: bs = {size}{free}")
-            yield size
+            variant = "" if key.variant == DEFAULT else f", {key.variant}"
+            bar.set_description(f"{label}: bs = {key.batch_size}{variant}{free}")
+            yield key

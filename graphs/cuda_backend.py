@@ -7,16 +7,20 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import TracebackType
 from typing import cast
 
 import torch
 
 from ostinato.graphs.allocations import Allocation, State
-from ostinato.graphs.backend import Graph, MemoryUse
+from ostinato.graphs.backend import BurstLoop, Graph, MemoryUse, ReplayTimer
+from ostinato.graphs.borrowed import borrow
 from ostinato.graphs.buffers import BatchView
+from ostinato.graphs.burst_cuda import WhileLoop, check_body
+from ostinato.graphs.burst_memory import BurstMemory
+from ostinato.graphs.burst_plan import encode
+from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.driver import GraphDriver
 from ostinato.graphs.driver_log import DriverLog
@@ -24,6 +28,8 @@ from ostinato.graphs.errors import BusyError, GraphError
 from ostinato.graphs.guards import only_capture, turn_of
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
+from ostinato.graphs.spec import BufferSpec
+from ostinato.graphs.streams import CallerOrder, EventTimer, StreamScope
 from ostinato.graphs.tracing import OperatorWatch
 
 PoolHandle = tuple[int, int]
@@ -36,12 +42,12 @@ _STATES = {"active_allocated": State.LIVE}
 
 
 class CudaBackend:
-    """Runs, captures and replays on a stream of its own.
+    """Captures on a stream of its own, and replays on the caller's.
 
     Args:
         device: a CUDA device with its index.
         pool: memory pool of all graphs, from `torch.cuda.graph_pool_handle()`. Runners that share
-            one must share the stream, since a replay overwrites the others' intermediate values.
+            one must share the stream, for which a pool keeps its memory.
             To capture into it again, drop the outputs of earlier runs first. By default each series
             of captures gets a new pool.
         stream: a stream of the device, not its default stream. By default a new one.
@@ -63,8 +69,10 @@ class CudaBackend:
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
         self.turn = turn_of(pool, self._stream.cuda_stream)
-        self._device_scope = torch.cuda.device(device)  # entered for every run, so made once
-        self._scope = _StreamScope(self._stream)
+        self._device_scope = torch.cuda.device(device)
+        self._order = CallerOrder(device, self.turn)
+        self._scope = StreamScope(self._stream, self._order)
+        self.follow, self.passed = self._order.follow, self._order.passed  # a call less in a run
         self._driver: GraphDriver | None = None
         self._library = ctypes.CDLL("libcuda.so.1")
         self._log = DriverLog(self._library)
@@ -73,8 +81,12 @@ class CudaBackend:
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        with self._device_scope:
-            capturing = torch.cuda.is_current_stream_capturing()
+        if torch._C._cuda_getDevice() == self._device.index:
+            # As torch.cuda.is_current_stream_capturing, without what every run need not ask.
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
+        else:
+            with self._device_scope:
+                capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
             raise BusyError(
                 "the current stream is being captured: call the runner outside of that capture"
@@ -88,10 +100,18 @@ class CudaBackend:
         """Wait for the backend's stream."""
         self._stream.synchronize()
 
+    def is_idle(self) -> bool:
+        """Ask the backend's stream; one that has failed does nothing more."""
+        try:
+            return bool(self._stream.query())
+        except RuntimeError:
+            return True
+
     def prepare_capture(self) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
+        self.leave_pool()
         self._pool = self._given_pool or torch.cuda.graph_pool_handle()
-        if self._given_pool is not None and self._anchor is None:
+        if self._anchor is None:
             self._anchor = self._empty_graph()
         gc.collect()  # dead reference cycles may hold device memory
         torch.cuda.empty_cache()
@@ -117,7 +137,8 @@ class CudaBackend:
             raise
         started = time.perf_counter()
         graph.instantiate()
-        return _CudaGraph(graph, outputs, 1e3 * (time.perf_counter() - started))
+        instantiate_ms = 1e3 * (time.perf_counter() - started)
+        return _CudaGraph(graph, self._borrowed(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:
         """Return the driver's log of the failed capture, and watch the step unless Python failed.
@@ -207,21 +228,49 @@ class CudaBackend:
         return statistics.median(times)
 
     def release(self, graphs: list[Graph]) -> None:
-        """Wait for both streams, destroy the graphs and their outputs, then free the pool."""
+        """Wait for all streams, destroy the graphs and their outputs, then free the pool."""
         # The caller's stream may still be reading outputs which the caller has dropped.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._order.wait_for_last(self._stream)
         self._stream.synchronize()
+        self._order.forget()
         while graphs:
             graphs.pop().release()
         # A pool without graphs stays reserved until the allocator's cache is emptied.
         _empty_cache()
 
+    def replay_timer(self) -> ReplayTimer:
+        """Return pairs of events."""
+        return EventTimer(self._device)
+
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return a graph of a WHILE node around a copy of the captured one."""
+        self.check_readable()
+        driver, handle = cast("GraphDriver", self._driver), cast("_CudaGraph", graph).handle
+        check_body(driver.read(handle), lambda address: driver.location_of(address) is None)
+        plan = encode(rules, specs, batch, graph.outputs, memory)
+        return WhileLoop(handle, plan, memory, self._device)
+
+    def leave_pool(self) -> None:
+        """Give back a pool of the runner's own."""
+        if self._given_pool is None:
+            self.close()
+
     def close(self) -> None:
-        """Let go of a pool of the caller's."""
+        """Let go of the pool, a caller's too, which goes when no output of it is held."""
         if self._anchor is not None:
-            self._anchor.reset()
             self._anchor = None
             _empty_cache()
+
+    def _borrowed(self, outputs: Outputs) -> Outputs:
+        return borrow(outputs, self.owned(outputs), self._anchor)
 
     def _begin(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None) -> None:
         handle = cast("torch.cuda._POOL_HANDLE", pool)
@@ -237,8 +286,8 @@ class CudaBackend:
         """Return a graph of nothing in the pool.
 
         A pool whose last graph is destroyed is refused by torch from then on (seen in 2.11: an
-        assertion in its host allocator). This one keeps a pool of the caller's usable while graphs
-        in it come and go.
+        assertion in its host allocator). This one keeps a pool usable while graphs in it come and
+        go, and mapped while somebody holds outputs in it.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _no_warning_of_empty_graphs():
@@ -271,7 +320,7 @@ class CudaBackend:
     def _pool_segments(self) -> list[tuple[int, int]]:
         return [
             (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot()
+            for segment in torch.cuda.memory_snapshot(self._pool)
             if tuple(segment["segment_pool_id"]) == self._pool
             and segment["device"] == self._device.index
         ]
@@ -283,47 +332,19 @@ class _CudaGraph:
     ) -> None:
         self.outputs = outputs
         self.instantiate_ms = instantiate_ms
+        self.loop: BurstLoop | None = None
         self._graph = graph
+        self.replay = graph.replay  # a call less in a run
 
     @property
     def handle(self) -> int:
         return self._graph.raw_cuda_graph()
 
-    def replay(self) -> None:
-        self._graph.replay()
-
     def release(self) -> None:
+        if self.loop is not None:
+            self.loop.release()
+            self.loop = None
         self._graph.reset()
-
-
-class _StreamScope(AbstractContextManager[None]):
-    """Makes a stream current between two events that order it with the caller's stream.
-
-    Entered for every run, so that it and its events are made once.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._current = torch.cuda.stream(stream)
-        self._ready = torch.cuda.Event()
-        self._done = torch.cuda.Event()
-        self._caller = stream
-
-    def __enter__(self) -> None:
-        self._caller = torch.cuda.current_stream(self._stream.device)
-        self._ready.record(self._caller)
-        self._stream.wait_event(self._ready)
-        self._current.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._current.__exit__(kind, error, traceback)
-        self._done.record(self._stream)
-        self._caller.wait_event(self._done)
 
 
 def _empty_cache() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ostinato.graphs.diagnosis import Diagnosis
 
 
@@ -21,6 +23,10 @@ class ClosedError(GraphError):
     """The runner has been closed."""
 
 
+class AsleepError(GraphError):
+    """A run was asked for while the runner's graphs are released; see `GraphRunner.sleep`."""
+
+
 class BusyError(GraphError):
     """A runner or a stream was asked for one thing while it was in the middle of another.
 
@@ -32,6 +38,10 @@ class BusyError(GraphError):
         """Take the message, and who is busy."""
         super().__init__(message)
         self.busy = busy
+
+
+class BurstError(GraphError):
+    """A step cannot be repeated on the device, or failed there."""
 
 
 class ForkedError(GraphError):
@@ -49,6 +59,20 @@ class CaptureError(GraphError):
         """Take the message, and the diagnosis that it ends with."""
         super().__init__(message)
         self.diagnosis = diagnosis
+
+
+class RankError(GraphError):
+    """A capture failed here because it failed in another process of the group.
+
+    Attributes:
+        failures: what each rank that failed has said, by its number; empty where it is not theirs,
+            as with a store that is gone.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:
+        """Take the message, and what it was made of."""
+        super().__init__(message)
+        self.failures = dict(failures or {})
 
 
 class AuditError(GraphError):

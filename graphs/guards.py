@@ -54,7 +54,7 @@ class ProcessGuard:
 
     def check(self) -> None:
         """Raise ForkedError in a child."""
-        if self.is_fork():
+        if os.getpid() != self._process:
             raise ForkedError(
                 f"the runner was made in process {self._process}, and this is a fork of it: the "
                 "device cannot be used across a fork; make the runner in this process, or start "
@@ -63,14 +63,19 @@ class ProcessGuard:
 
 
 class MemoryWatch:
-    """Notices when declared memory is not where it was when the watch was made.
+    """Notices when declared memory is not where it was when the watch was made, or told to `note`.
 
     Values may change in place. Each parameter and buffer is looked up by its name in the module
     that had it, so that one which was replaced is noticed; a module that was replaced is not.
     """
 
     def __init__(self, memory: DeclaredMemory | None) -> None:
-        self._places = [] if memory is None else list(_places(memory))
+        self._memory = memory
+        self.note()
+
+    def note(self) -> None:
+        """Take the places where everything is now for the right ones."""
+        self._places = [] if self._memory is None else list(_places(self._memory))
         self._next = 0
 
     def __len__(self) -> int:
@@ -117,34 +122,58 @@ class Turn:
     """Whose turn it is to work in one memory pool: a replay overwrites what others have in it.
 
     Args:
-        stream: on which all of them work, so that replays follow one another.
+        stream: on which all of them capture, so that they share the pool's memory.
+
+    Attributes:
+        last: the stream of the last call, None before the first; `last_handle` is the driver's.
+        last_event: its end, where the stream is foreign and may be gone at the next call.
     """
 
     def __init__(self, stream: int = 0) -> None:
         self.stream = stream
+        self.last: torch.cuda.Stream | None = None
+        self.last_handle = -1
+        self.last_event: torch.cuda.Event | None = None
+        self.last_is_foreign = False
         self._lock = threading.Lock()
         self._owner: object = None
         self._what = ""
+        self._thread = 0
 
-    def begin(self, owner: object, what: str) -> None:
+    def begin(self, owner: object, what: str, timeout_s: float = 0.0) -> None:
         """Take the turn for the call `what` of `owner`.
+
+        Args:
+            owner: a runner.
+            what: its call, for messages.
+            timeout_s: wait so long for other threads.
 
         Raises:
             BusyError: when it is taken, also by this thread.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False) and not self._wait(timeout_s):
             who = "the runner" if self._owner is owner else "another runner of the same pool"
             raise BusyError(
                 f"{what}: {who} is in the middle of {self._what}; "
                 "one call at a time, and none from inside the step",
                 busy=self._owner,
             )
-        self._owner, self._what = owner, what
+        self._owner, self._what, self._thread = owner, what, threading.get_ident()
+
+    def detach(self) -> None:
+        """Let the turn outlast the call that took it: any thread may end it, or wait for that."""
+        self._thread = 0
 
     def end(self) -> None:
         """Give the turn back."""
-        self._owner = None
+        self._owner, self._thread = None, 0
         self._lock.release()
+
+    def _wait(self, timeout_s: float) -> bool:
+        # What this thread is in the middle of does not end while it waits here.
+        if timeout_s <= 0 or self._thread == threading.get_ident():
+            return False
+        return self._lock.acquire(timeout=timeout_s)
 
 
 _turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()
@@ -155,7 +184,7 @@ def turn_of(pool: tuple[int, int] | None, stream: int) -> Turn:
     """Return what all living runners of `pool` share; a new one for None.
 
     Raises:
-        ValueError: when they work on another stream, so that replays could run at the same time.
+        ValueError: when they capture on another stream, for which a pool keeps memory of its own.
     """
     if pool is None:
         return Turn(stream)

@@ -13,6 +13,7 @@ from ostinato.graphs.buffers import BatchView
 StepOutput = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Step = Callable[[BatchView], StepOutput]
 _Pack = Callable[[list[torch.Tensor]], Any]
+_PackedRows = tuple[Any, list[tuple[torch.Tensor, torch.Size]]]  # and the shape of each
 
 
 class Outputs:
@@ -27,6 +28,7 @@ class Outputs:
         self.names = tuple(names)
         self.tensors = tuple(tensors)
         self._pack = pack
+        self._rows: dict[int, _PackedRows] = {}
 
     @classmethod
     def of(cls, value: object, batch: BatchView) -> Outputs:
@@ -63,8 +65,23 @@ class Outputs:
         return Outputs(self.names, tensors, self._pack)
 
     def rows(self, n: int) -> Any:
-        """Return the first `n` rows of each tensor, packed as the step packed them."""
-        return self._pack([tensor[:n] for tensor in self.tensors])
+        """Return the first `n` rows of each tensor, packed as the step packed them.
+
+        The tensors are the same for the same `n`, since making them would take as long as all else
+        that a run does on the host; one that a caller has reshaped in place is made anew.
+        """
+        packed, shapes = self._rows.get(n) or self._make_rows(n)
+        for row, shape in shapes:
+            if row.shape != shape:
+                packed, _ = self._make_rows(n)
+                break
+        return packed.copy() if isinstance(packed, dict) else packed
+
+    def _make_rows(self, n: int) -> _PackedRows:
+        with torch.inference_mode(False):
+            rows = [tensor.narrow(0, 0, n) for tensor in self.tensors]
+        made = self._rows[n] = self._pack(rows), [(row, row.shape) for row in rows]
+        return made
 
     def layout(self) -> list[tuple[str, torch.Size, torch.dtype]]:
         """Return the name, shape and dtype of each tensor."""

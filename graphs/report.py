@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ostinato.graphs.audit import Finding, summarize
 from ostinato.graphs.dot import short_name
+from ostinato.graphs.keys import Key, Variant
 
 _KERNELS_SHOWN = 12
 
@@ -36,6 +37,7 @@ class GraphReport:
         edges: dependencies between nodes.
         pdl_edges: those across which launches overlap (programmatic dependent launch).
         findings: what the audit found; see `CaptureReport.not_inspected` where it is None.
+        q_len, variant: of the variant that was captured.
     """
 
     batch_size: int
@@ -53,6 +55,13 @@ class GraphReport:
     edges: int | None = None
     pdl_edges: int | None = None
     findings: tuple[Finding, ...] | None = None
+    q_len: int = 1
+    variant: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What the graph was captured for."""
+        return Key(self.batch_size, Variant(self.q_len, self.variant))
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class CaptureReport:
     Attributes:
         device: its name.
         total_ms: wall-clock time of the whole capture.
-        graphs: one per batch size, increasing.
+        graphs: one per variant and batch size, increasing.
         not_inspected: why nodes were not read and nothing was audited; None where they were, and
             on a CPU, which records none.
     """
@@ -76,6 +85,8 @@ class CaptureReport:
         """Return a table, the kernels of the largest batch size, and what the audit found."""
         count = len(self.graphs)
         sizes = "1 batch size" if count == 1 else f"{count} batch sizes"
+        if len({graph.batch_size for graph in self.graphs}) < count:
+            sizes = f"{count} graphs"
         title = f"{sizes} captured on {self.device} in {self.total_ms:.1f} ms"
         if self.device == "cpu":
             title += " (without CUDA a replay calls the step)"
@@ -86,7 +97,7 @@ class CaptureReport:
             lines += _kernel_lines(self.graphs[-1])
         for graph in self.graphs:
             if graph.findings:
-                lines.append(f"audit of batch size {graph.batch_size}:")
+                lines.append(f"audit of {graph.key}:")
                 lines += [f"  {line}" for line in summarize(graph.findings).splitlines()]
         return "\n".join(lines)
 
@@ -98,6 +109,8 @@ class CaptureReport:
 def _table(graphs: tuple[GraphReport, ...]) -> list[str]:
     columns = {
         "batch": [str(graph.batch_size) for graph in graphs],
+        "q_len": ["-" if graph.q_len == 1 else str(graph.q_len) for graph in graphs],
+        "variant": [graph.variant or "-" for graph in graphs],
         "warm-up ms": [_number(graph.warmup_ms) for graph in graphs],
         "capture ms": [_number(graph.capture_ms) for graph in graphs],
         "instantiate ms": [_number(graph.instantiate_ms) for graph in graphs],
@@ -121,7 +134,7 @@ def _table(graphs: tuple[GraphReport, ...]) -> list[str]:
 
 def _kernel_lines(graph: GraphReport) -> list[str]:
     kernels = graph.kernels or {}
-    lines = [f"kernels of batch size {graph.batch_size}:"]
+    lines = [f"kernels of {graph.key}:"]
     for name, launches in list(kernels.items())[:_KERNELS_SHOWN]:
         lines.append(f"  {launches:>5} × {short_name(name, 90)}")
     if len(kernels) > _KERNELS_SHOWN:

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 
-from ostinato.graphs.audit import AUDITS, Audit, Auditor
-from ostinato.graphs.backend import Backend, CpuBackend, Graph
-from ostinato.graphs.buckets import check_batch_sizes, default_batch_sizes, smallest_bucket
+from ostinato.graphs.audit import AUDITS, Audit
 from ostinato.graphs.buffers import BatchView, StaticBuffers
-from ostinato.graphs.capture import capture_graphs
-from ostinato.graphs.cuda_backend import CudaBackend, PoolHandle
-from ostinato.graphs.dot import to_dot
+from ostinato.graphs.burst import Burst, Bursts, Stops
+from ostinato.graphs.burst_rules import BurstRules
+from ostinato.graphs.captured import CapturedStep, OutputT
+from ostinato.graphs.cuda_backend import PoolHandle
+from ostinato.graphs.devices import backend_for
 from ostinato.graphs.errors import (
+    BurstError,
     BusyError,
     CaptureError,
-    ClosedError,
     GraphError,
     InvalidatedError,
     NotCapturedError,
 )
-from ostinato.graphs.guards import MemoryWatch, ProcessGuard
+from ostinato.graphs.gate import Gate
 from ostinato.graphs.integers import as_integer
+from ostinato.graphs.keys import DEFAULT, Key, Variant
 from ostinato.graphs.memory import DeclaredMemory, kept_alive
-from ostinato.graphs.outputs import StepOutput
+from ostinato.graphs.plan import BatchSizes, Misses, Plan
+from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
 from ostinato.graphs.report import CaptureReport
-from ostinato.graphs.stats import BucketStats, RunnerStats
+from ostinato.graphs.stats import RunnerStats
 
-OutputT = TypeVar("OutputT", bound=StepOutput)
-
-_NOT_CAPTURED = (NotCapturedError, "nothing has been captured: call capture() first")
-_WATCHED_PER_RUN = 4  # of the declared tensors, a microsecond or two
-_CLOSED = (ClosedError, "the runner is closed: make a new GraphRunner")
+_WATCHED_PER_RUN = 2  # of the declared tensors, half a microsecond
 
 
 class GraphRunner(Generic[OutputT]):
@@ -64,8 +61,11 @@ class GraphRunner(Generic[OutputT]):
         pool: memory pool of the graphs, from `torch.cuda.graph_pool_handle()`; by default a new
             one for each capture. Runners that share a pool must share `stream` too. To capture into
             a given pool again, drop the outputs of earlier runs first. CUDA only.
-        stream: where everything runs; by default one of its own. CUDA only.
-        group: processes that begin a capture together, after a barrier.
+        stream: where graphs are captured and verified; by default one of its own. CUDA only.
+        group: processes whose steps communicate. They must make their runners in the same order,
+            and capture the same batch sizes together; when one fails, all do.
+        group_timeout_s: how long a capture waits for another process of the group.
+        burst: how the step feeds itself, for `burst`.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind, or for another device.
@@ -80,6 +80,8 @@ class GraphRunner(Generic[OutputT]):
         pool: PoolHandle | None = None,
         stream: torch.cuda.Stream | None = None,
         group: torch.distributed.ProcessGroup | None = None,
+        group_timeout_s: float = DEFAULT_TIMEOUT_S,
+        burst: BurstRules | None = None,
     ) -> None:
         if not callable(step):
             raise TypeError(f"step: got {type(step).__name__}, expected a callable")
@@ -87,39 +89,44 @@ class GraphRunner(Generic[OutputT]):
             raise TypeError(f"buffers: got {type(buffers).__name__}, expected StaticBuffers")
         if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
             raise TypeError(f"group: got {type(group).__name__}, expected a ProcessGroup")
-        self._step = step
         self._buffers = buffers
-        self._group = group
-        self._backend = _make_backend(buffers.device, pool, stream)
-        self._memory = None if memory is None else kept_alive(memory)
-        self._auditor = Auditor(self._backend, buffers, self._memory)
-        self._watch = MemoryWatch(None)
-        self._process = ProcessGuard()
-        self._graphs: dict[int, Graph] = {}
-        self._batch_sizes: tuple[int, ...] = ()
-        self._last_batch_sizes: tuple[int, ...] = ()
-        self._counts: dict[int, tuple[int, int]] = {}  # runs and real rows
-        self._refusal: tuple[type[GraphError], str] | None = _NOT_CAPTURED
+        self._backend = backend_for(buffers.device, pool, stream)
+        self._bursts = None if burst is None else Bursts(burst, buffers, self._backend)
+        self._captured: CapturedStep[OutputT] = CapturedStep(
+            step,
+            buffers,
+            self._backend,
+            memory=None if memory is None else kept_alive(memory),
+            ranks=Ranks(group, group_timeout_s),
+            bursts=self._bursts,
+        )
+        self._gate = Gate(self, self._backend)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """The captured batch sizes, increasing; empty before a capture."""
-        return self._batch_sizes
+        """The captured batch sizes of the default variant, increasing; empty before a capture."""
+        return self._captured.table.captured(DEFAULT)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """What there are graphs of now, by variant and increasing batch size."""
+        return self._captured.table.keys()
 
     @property
     def max_batch_size(self) -> int:
-        """The largest captured batch size.
+        """The largest batch that can be run, of the default variant or else the first.
 
         Raises:
             GraphError: when nothing can be run; see `require_captured`.
         """
-        self.require_captured()
-        return self._batch_sizes[-1]
+        self._gate.require_ready()
+        return self._captured.table.max_batch_size
 
     def capture(
         self,
-        batch_sizes: Iterable[int] | None = None,
+        batch_sizes: BatchSizes = None,
         *,
+        misses: Misses | None = None,
         progress: bool = True,
         verify: bool = True,
         audit: Audit = "report",
@@ -132,7 +139,9 @@ class GraphRunner(Generic[OutputT]):
 
         Args:
             batch_sizes: strictly increasing, at most the buffers' `max_batch`. By default 1, 2, 4,
-                8, 16, 32, 64, the multiples of 128, and `max_batch`.
+                8, 16, 32, 64, the multiples of 128, and `max_batch`. Where the step has variants, a
+                mapping of each `Variant` to its batch sizes.
+            misses: what a run does for which no graph is captured; by default it is refused.
             progress: show a bar, where standard error is a terminal.
             verify: compare replays with the step, bit for bit.
             audit: "report" reads the graphs and reports their nodes and what may go wrong with
@@ -140,8 +149,8 @@ class GraphRunner(Generic[OutputT]):
                 "off" reads nothing.
 
         Raises:
-            ValueError: for bad batch sizes, with the corrected list, or another `audit`; nothing is
-                changed then.
+            TypeError, ValueError: for bad batch sizes, with the corrected list, or another `audit`;
+                nothing is changed then.
             CaptureError: when the step fails.
             AuditError: when a strict audit refuses a graph.
             GraphError: when a strict audit is impossible, for want of cuda-python.
@@ -149,18 +158,15 @@ class GraphRunner(Generic[OutputT]):
             ClosedError, BusyError: see `run`.
         """
         _check_audit(audit)
-        with self._exclusively("capture"):
-            self._require_open()
-            if batch_sizes is None:
-                sizes = default_batch_sizes(self._buffers.max_batch)
-            else:
-                sizes = check_batch_sizes(batch_sizes, self._buffers.max_batch)
-            return self._capture(sizes, progress, verify, audit)
+        with self._gate.exclusively("capture"):
+            self._gate.require_open()
+            plan = Plan.of(batch_sizes, misses, self._buffers.max_batch)
+            return self._capture(plan, progress, verify, audit)
 
     def recapture(
         self, *, progress: bool = True, verify: bool = True, audit: Audit = "report"
     ) -> CaptureReport:
-        """Capture the batch sizes of the last successful capture again.
+        """Repeat the last successful capture, for instance after new weights were loaded.
 
         Raises:
             NotCapturedError: when there was none.
@@ -168,17 +174,55 @@ class GraphRunner(Generic[OutputT]):
                 BusyError: as `capture`.
         """
         _check_audit(audit)
-        with self._exclusively("recapture"):
-            self._require_open()
-            if not self._last_batch_sizes:
-                raise NotCapturedError(_NOT_CAPTURED[1])
-            return self._capture(self._last_batch_sizes, progress, verify, audit)
+        with self._gate.exclusively("recapture"):
+            self._gate.require_open()
+            if self._captured.plan is None:
+                raise NotCapturedError("nothing has been captured: call capture() first")
+            return self._capture(self._captured.plan, progress, verify, audit)
 
-    def run(self, n: int, inputs: Mapping[str, object]) -> OutputT:
+    def sleep(self) -> None:
+        """Release the graphs and their memory to the driver, until `wake`; again does nothing.
+
+        Waits for the last run. What a caller keeps of the outputs keeps its memory, and a `pool` of
+        the caller's keeps what it has reserved. Buffers, weights and caches stay.
+
+        Raises:
+            GraphError: when nothing can be run; see `require_captured`.
+            BusyError: when a capture or run is under way.
+        """
+        with self._gate.exclusively("sleep"):
+            if not self._gate.is_asleep:
+                self._gate.require_ready()
+                self._captured.release()
+                self._gate.sleep()
+
+    def wake(
+        self, *, progress: bool = True, verify: bool = True, audit: Audit = "report"
+    ) -> CaptureReport:
+        """Repeat the last capture after `sleep`. After a failure the runner is still asleep.
+
+        Raises:
+            GraphError: when the runner is not asleep.
+            ValueError, CaptureError, AuditError, VerificationError, ClosedError, BusyError: as
+                `capture`.
+        """
+        _check_audit(audit)
+        with self._gate.exclusively("wake"):
+            self._gate.require_open()
+            if not self._gate.is_asleep or self._captured.plan is None:
+                raise GraphError("wake: the runner is not asleep")
+            try:
+                return self._capture(self._captured.plan, progress, verify, audit)
+            except BaseException:
+                self._gate.sleep()
+                raise
+
+    def run(self, n: int, inputs: Mapping[str, object], *, variant: Variant = DEFAULT) -> OutputT:
         """Run the step on `n` rows and return the first `n` rows of its outputs.
 
-        Never captures. On CUDA the call does not wait for the device, and is ordered with the
-        caller's current stream as any operation on that stream would be.
+        Never captures, unless `capture` was given `Misses("capture")`. On CUDA the call does not
+        wait for the device, and everything is given to the caller's current stream; should the last
+        run have been on another, this one waits for what that stream has been given.
 
         The outputs are views of memory that the next run, of any batch size, overwrites: use or
         copy them before.
@@ -187,70 +231,112 @@ class GraphRunner(Generic[OutputT]):
             n: rows, from 1 to `max_batch_size`.
             inputs: for each buffer `n` rows: a tensor on the CPU or the runner's device, of the
                 buffer's dtype, or a sequence of numbers.
+            variant: one of those captured.
 
         Raises:
-            TypeError, ValueError: for a bad `n` or input; nothing is changed then.
-            NotCapturedError, InvalidatedError, ClosedError: when there is nothing to replay, or
-                declared memory was seen to have moved; see `check_memory`.
+            TypeError, ValueError: for a bad `n`, variant or input; nothing is changed then.
+            NotCapturedError, InvalidatedError, AsleepError, ClosedError: when there is nothing to
+                replay, or declared memory was seen to have moved; see `check_memory`.
             BusyError: when another capture or run of this runner is under way, or of one with the
                 same pool, or the caller's current stream is being captured.
             ForkedError: in a fork of the process that the runner was made in.
+            CaptureError, AuditError, VerificationError: when a graph that is missed cannot be
+                captured; what is captured can still be run.
         """
-        with self._exclusively("run"):
-            self.require_captured()
-            self._refuse_moved(self._watch.moved(_WATCHED_PER_RUN))
-            n = as_integer("n", n)
-            bucket = smallest_bucket(n, self._batch_sizes)
-            graph = self._graphs[bucket]
-            with self._backend.scope():
-                self._buffers.stage(inputs, n, bucket)
-                graph.replay()
-            hits, rows = self._counts[bucket]
-            self._counts[bucket] = (hits + 1, rows + n)
-            outputs: OutputT = graph.outputs.rows(n)
-            return outputs
+        gate, captured = self._gate, self._captured
+        gate.enter("run")
+        try:
+            gate.require_ready()
+            moved = captured.watch.moved(_WATCHED_PER_RUN)
+            if moved is not None:
+                raise self._moved(moved)
+            return captured.run(as_integer("n", n), inputs, variant)
+        finally:
+            gate.leave()
 
-    def bucket_for(self, n: int) -> int:
-        """Return the batch size that a run of `n` rows would replay.
+    def burst(
+        self,
+        n: int,
+        inputs: Mapping[str, object],
+        steps: int,
+        *,
+        limits: Sequence[int] | None = None,
+        stops: Stops = (),
+        variant: Variant = DEFAULT,
+    ) -> Burst:
+        """Take many steps in one launch, each on what the last one left; see `BurstRules`.
+
+        A row ends with one of its stop tokens or at its limit, and is padding from then on; the
+        burst ends with its last row. Tokens are those that as many calls of `run` would give.
+        Until the burst has ended and was read, every other call but `close`, which cancels it, is
+        refused.
+
+        Args:
+            n: rows, from 1 to `max_batch_size`.
+            inputs: of the first step, as for `run`.
+            steps: the most that are taken, at most the rules' `max_steps`.
+            limits: the most tokens of each row; `steps` by default.
+            stops: tokens that end a row: the same for all, or a list for each.
+            variant: one of those captured.
 
         Raises:
-            TypeError, ValueError: for a bad `n`.
+            TypeError, ValueError: for a bad argument, or a row whose page table is too short for
+                its limit; nothing is changed then.
+            BurstError: without `burst` rules or a graph, or when no loop can hold the step.
+            GraphError: as `run`.
+        """
+        self._gate.enter("burst")
+        try:
+            self._gate.require_ready()
+            if self._bursts is None:
+                raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
+            moved = self._captured.watch.moved(_WATCHED_PER_RUN)
+            if moved is not None:
+                raise self._moved(moved)
+            n = as_integer("n", n)
+            asked = self._bursts.check(n, steps, limits, stops)
+            key, graph = self._captured.graph_for(n, variant)
+            burst = self._bursts.start(graph, key, inputs, asked, self._gate.leave)
+        except BaseException:
+            self._gate.leave()
+            raise
+        self._gate.detach()
+        return burst
+
+    def bucket_for(self, n: int, variant: Variant = DEFAULT) -> int:
+        """Return the batch size that a run of `n` rows would have.
+
+        Raises:
+            TypeError, ValueError: for a bad `n` or variant.
             GraphError: when nothing can be run; see `require_captured`.
         """
-        self.require_captured()
-        return smallest_bucket(as_integer("n", n), self._batch_sizes)
+        self._gate.require_ready()
+        return self._captured.table.find(as_integer("n", n), variant).key.batch_size
 
     def require_captured(self) -> None:
         """Raise what `run` would raise now if there is nothing to replay.
 
         Raises:
-            NotCapturedError, InvalidatedError, ClosedError: with the remedy.
+            NotCapturedError, InvalidatedError, AsleepError, ClosedError: with the remedy.
         """
-        if self._refusal is not None:
-            kind, message = self._refusal
-            raise kind(message)
+        self._gate.require_ready()
 
-    def dump(self, batch_size: int, path: str | PathLike[str]) -> None:
-        """Write the graph of a captured batch size as a drawing that Graphviz's `dot` reads.
+    def dump(
+        self, batch_size: int, path: str | PathLike[str], *, variant: Variant = DEFAULT
+    ) -> None:
+        """Write a captured graph as a drawing that Graphviz's `dot` reads.
 
         Raises:
-            TypeError, ValueError: when the batch size is not one of `batch_sizes`.
+            TypeError, ValueError: when there is no graph of the batch size and variant.
             GraphError: when nothing can be run (see `require_captured`), cuda-python is missing, or
                 nothing was recorded, as on a CPU.
             BusyError: when a capture or run is under way.
         """
-        with self._exclusively("dump"):
-            self.require_captured()
-            size = as_integer("batch_size", batch_size)
-            if size not in self._graphs:
-                raise ValueError(
-                    f"batch_size: got {size}, expected one of {list(self._batch_sizes)}"
-                )
-            recording = self._backend.recording(self._graphs[size])
-            if recording is None:
-                raise GraphError(f"no graph is recorded on {self._backend.name}: nothing to dump")
-            title = f"batch size {size} on {self._backend.name}"
-            Path(path).write_text(to_dot(recording, title), encoding="utf-8")
+        with self._gate.exclusively("dump"):
+            self._gate.require_ready()
+            key = Key(as_integer("batch_size", batch_size), variant)
+            drawing = self._captured.drawing(key)
+            Path(path).write_text(drawing, encoding="utf-8")
 
     def check_memory(self) -> None:
         """Look at all declared memory; each run looks at a few tensors of it in turn.
@@ -260,19 +346,31 @@ class GraphRunner(Generic[OutputT]):
                 from then on.
             GraphError: when nothing can be run; see `require_captured`.
         """
-        with self._exclusively("check_memory"):
-            self.require_captured()
-            self._refuse_moved(self._watch.moved())
+        with self._gate.exclusively("check_memory"):
+            self._gate.require_ready()
+            moved = self._captured.watch.moved()
+            if moved is not None:
+                raise self._moved(moved)
+
+    def observe(self, *, replay_times: bool = False, nvtx: bool = False) -> None:
+        """Choose what is measured of runs from now on; by default nothing, at no cost.
+
+        Args:
+            replay_times: time replays on the device, for `stats().replay_us`. Two events more per
+                run; up to 64 replays are timed at once, others not.
+            nvtx: mark replays as ranges named after their batch size, for profilers.
+
+        Raises:
+            GraphError: when this torch has no NVTX.
+            BusyError: when a capture or run is under way.
+        """
+        with self._gate.exclusively("observe"):
+            self._gate.require_open()
+            self._captured.observe(replay_times=replay_times, nvtx=nvtx)
 
     def stats(self) -> RunnerStats:
         """Return how often each bucket was used since the last capture, from any thread."""
-        counts = self._counts  # once, since a capture in another thread replaces it
-        return RunnerStats(
-            tuple(
-                BucketStats(batch_size=size, hits=hits, rows=rows)
-                for size, (hits, rows) in counts.items()
-            )
-        )
+        return self._captured.stats()
 
     def invalidate(self, why: str) -> None:
         """Refuse runs until the next capture, for instance because weights have moved.
@@ -288,27 +386,35 @@ class GraphRunner(Generic[OutputT]):
         """
         if not why:
             raise ValueError("why: got an empty string, expected the reason")
-        with self._exclusively("invalidate"):
-            if self._graphs:
-                message = f"the captured graphs are out of date: {why}; call recapture()"
-                self._refusal = (InvalidatedError, message)
+        with self._gate.exclusively("invalidate"):
+            if self._captured.table.buckets:
+                self._gate.invalidate(f"the captured graphs are out of date: {why}")
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = 60.0) -> None:
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
 
-        In a fork of the process nothing is released: the graphs are the parent's.
+        From here on other calls are refused. One that is under way in another thread, also of
+        another runner of the same pool, is waited for; a burst is cancelled. In a fork of the
+        process nothing is released: the graphs are the parent's.
+
+        Args:
+            timeout_s: wait so long at most.
 
         Raises:
-            BusyError: when a capture or run is under way, also of another runner of the same pool.
+            BusyError: when the wait was too long, the call is one from inside the step, or the
+                caller's current stream is being captured. The runner is as before then: close it
+                again.
         """
-        if self._process.is_fork():
-            self._refusal = _CLOSED
+        if self._gate.is_fork:
+            self._gate.close()
             return
-        with self._exclusively("close"):
-            if self._refusal is not _CLOSED:
-                self._release()
+        if self._bursts is not None:
+            self._bursts.end_current()
+        with self._gate.closing(timeout_s):
+            if not self._gate.is_closed:
+                self._captured.release()
                 self._backend.close()
-                self._refusal = _CLOSED
+                self._gate.close()
 
     def __enter__(self) -> GraphRunner[OutputT]:
         """Return the runner, which is closed on exit."""
@@ -323,77 +429,22 @@ class GraphRunner(Generic[OutputT]):
         """Close the runner."""
         self.close()
 
-    def _capture(
-        self, sizes: tuple[int, ...], progress: bool, verify: bool, audit: Audit
-    ) -> CaptureReport:
-        self._release()
-        if self._group is not None:
-            # Ranks whose step communicates must warm up and capture in step with each other.
-            torch.distributed.barrier(group=self._group)
+    def _capture(self, plan: Plan, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
+        self._gate.empty()
         try:
-            graphs, report = capture_graphs(
-                self._step,
-                self._buffers,
-                self._backend,
-                sizes,
-                auditor=self._auditor,
-                progress=progress,
-                verify=verify,
-                audit=audit,
-            )
+            report = self._captured.capture(plan, progress=progress, verify=verify, audit=audit)
         except CaptureError as error:
             cause = error.__cause__
             if isinstance(cause, BusyError) and cause.busy is self:
                 raise cause from None
             raise
-        self._watch = MemoryWatch(self._memory)
-        self._graphs = graphs
-        self._batch_sizes = self._last_batch_sizes = sizes
-        self._counts = dict.fromkeys(sizes, (0, 0))
-        self._refusal = None
+        self._gate.open()
         return report
 
-    def _release(self) -> None:
-        graphs = list(self._graphs.values())
-        self._graphs.clear()
-        self._batch_sizes = ()
-        self._counts = {}
-        self._refusal = _NOT_CAPTURED
-        if graphs:
-            self._backend.release(graphs)
-
-    def _refuse_moved(self, name: str | None) -> None:
-        if name is not None:
-            message = f"{name} has moved since the capture, which has its address; call recapture()"
-            self._refusal = (InvalidatedError, message)
-            raise InvalidatedError(message)
-
-    def _require_open(self) -> None:
-        if self._refusal is _CLOSED:
-            raise ClosedError(_CLOSED[1])
-
-    @contextmanager
-    def _exclusively(self, what: str) -> Iterator[None]:
-        self._process.check()
-        self._backend.turn.begin(self, what)
-        try:
-            self._backend.check_idle()
-            yield
-        finally:
-            self._backend.turn.end()
+    def _moved(self, name: str) -> InvalidatedError:
+        return self._gate.invalidate(f"{name} has moved since the capture, which has its address")
 
 
 def _check_audit(audit: object) -> None:
     if audit not in AUDITS:
         raise ValueError(f"audit: got {audit!r}, expected one of {list(AUDITS)}")
-
-
-def _make_backend(
-    device: torch.device, pool: PoolHandle | None, stream: torch.cuda.Stream | None
-) -> Backend:
-    if device.type == "cuda":
-        return CudaBackend(device, pool, stream)
-    for name, value in (("pool", pool), ("stream", stream)):
-        if value is not None:
-            raise ValueError(f"{name}: got {value!r}, expected None for buffers on {device}")
-    return CpuBackend()

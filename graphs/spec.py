@@ -49,6 +49,11 @@ class BufferSpec:
             raise TypeError(f"example: got {self.example!r}, expected a callable or None")
         self._check_pad()
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def _check_pad(self) -> None:
         is_bool, floating = isinstance(self.pad, bool), self.dtype.is_floating_point
         is_number = isinstance(self.pad, (int, float) if floating else int) and not is_bool

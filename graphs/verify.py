@@ -7,15 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.graphs.backend import Backend, Graph
-from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.keys import Key
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.ranks import Ranks
 
 _SEED = 0x0571A70
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def find_difference(
-    step: Step, buffers: StaticBuffers, backend: Backend, graph: Graph, bucket: int
+    step: Step,
+    buffers: StaticBuffers,
+    backend: Backend,
+    graph: Graph,
+    key: Key,
+    ranks: Ranks | None = None,
 ) -> str | None:
     """Compare replays of `graph` with calls of the step, for several numbers of real rows.
 
@@ -28,32 +35,41 @@ def find_difference(
 
     Raises:
         ValueError: when an example does not return rows of its buffer.
+        RankError: when another rank has failed or found a difference.
     """
+    ranks = ranks or Ranks(None)
     generator = torch.Generator().manual_seed(_SEED)
+    bucket = key.batch_size
+    batch = buffers.view(bucket, key.variant)
     owned = backend.owned(graph.outputs)
     for n in sorted({1, (bucket + 1) // 2, max(bucket - 1, 1), bucket}):
         inputs = _example_inputs(buffers, generator, n)
-        expected = _call(step, buffers, inputs, n, bucket)
+        expected = _call(step, buffers, inputs, n, batch)
         _poison(graph.outputs, owned, expected)
         # The step's own memory still holds the expected results, for a replay that computes
         # nothing to pick up: a call on padding, harmless by definition, writes others there.
         buffers.stage_padding(bucket)
-        step(buffers.view(bucket))
+        step(batch)
         buffers.stage(inputs, n, bucket)
         graph.replay()
+        what = f"{key} with {n} real rows"
+        # Before this one waits for the device, which may wait for another rank.
+        ranks.agree(f"verify {what}")
         difference = _first_difference(expected, graph.outputs, n)
+        if difference is not None:
+            difference = f"{what}: the replay differs from the step: {difference}"
+        problem = None if difference is None else f"VerificationError: {difference}"
+        ranks.agree(f"compare {what}", problem)
         if difference is None:
             continue
-        again = _call(step, buffers, inputs, n, bucket)
-        if _first_difference(expected, again, n) is not None:
-            difference += (
-                "; the step itself gave two results for the same inputs: it draws random numbers, "
-                "or reads state that it also changes"
-            )
-        return (
-            f"batch size {bucket} with {n} real rows: the replay differs from the step: "
-            f"{difference}"
-        )
+        if ranks.size == 1:  # else the others would have to call it too
+            again = _call(step, buffers, inputs, n, batch)
+            if _first_difference(expected, again, n) is not None:
+                difference += (
+                    "; the step itself gave two results for the same inputs: it draws random "
+                    "numbers, or reads state that it also changes"
+                )
+        return difference
     return None
 
 
@@ -75,10 +91,9 @@ def _example_inputs(
 
 
 def _call(
-    step: Step, buffers: StaticBuffers, inputs: dict[str, torch.Tensor], n: int, bucket: int
+    step: Step, buffers: StaticBuffers, inputs: dict[str, torch.Tensor], n: int, batch: BatchView
 ) -> Outputs:
-    buffers.stage(inputs, n, bucket)
-    batch = buffers.view(bucket)
+    buffers.stage(inputs, n, batch.size)
     outputs = Outputs.of(step(batch), batch)
     return outputs.like([tensor.clone() for tensor in outputs.tensors])
 

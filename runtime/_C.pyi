@@ -44,6 +44,30 @@ class W8A8Gemm:
         pdl: bool = False,
     ) -> None: ...
 
+class FusedLinear:
+    """A loaded library whose launch takes `FusedLinearParams` (csrc/fused_linear/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        x: int,
+        w: int,
+        w_scale: int,
+        w_scale_stride: int,
+        out: int,
+        n: int,
+        k: int,
+        stream: int,
+        residual: int = 0,
+        residual_out: int = 0,
+        norm_weight: int = 0,
+        eps: float = 0.0,
+        bias: int = 0,
+        pdl: bool = False,
+    ) -> None: ...
+
 class PagedDecode:
     """A loaded library whose launch takes `PagedDecodeParams` (csrc/attention/params.h)."""
 
@@ -189,6 +213,27 @@ class AppendKV:
         k_norm_weight: int = 0,
         k_norm_is_fp32: bool = False,
         norm_eps: float = 0.0,
+        pdl: bool = False,
+    ) -> None: ...
+
+class MergeStates:
+    """A loaded library whose launch takes `MergeStatesParams` (csrc/merge/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        o_a: _Heads,
+        lse_a: _Heads,
+        o_b: _Heads,
+        lse_b: _Heads,
+        out: _Heads,
+        out_lse: _Heads,
+        tokens: int,
+        heads: int,
+        dim: int,
+        stream: int,
         pdl: bool = False,
     ) -> None: ...
 

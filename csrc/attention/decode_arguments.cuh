@@ -6,6 +6,15 @@
 
 namespace ostinato::decode {
 
+// Whether the kernel may follow numbers that are not final: only the copy engine survives any page
+// id, and warps of a team, which might read different ones, would wait for each other's copies.
+inline constexpr bool kMayGuess = kCopyPages && kTeamWarps == 1;
+
+// Whether each token has scales of its own.
+__host__ __device__ __forceinline__ bool has_token_scales(const Slots& keys, const Slots& values) {
+  return kQuantized && (keys.page_stride | keys.stride | values.page_stride | values.stride) != 0;
+}
+
 // The parameters in the order of their use: each cache line of them that is missing is felt.
 struct Arguments {
   explicit Arguments(const PagedDecodeParams& p, int grid)
@@ -21,6 +30,8 @@ struct Arguments {
         page_size(p.page_size),
         max_pages(p.max_pages),
         left(p.left),
+        guesses(kMayGuess && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
+                !has_token_scales(p.k_scale, p.v_scale)),
         by{Divisor(lines), Divisor(line_ctas), Divisor(line_heads),
            Divisor(group), Divisor(page_size), Divisor(batch)},
         page_table(p.page_table),
@@ -45,6 +56,7 @@ struct Arguments {
   int32_t lines, line_ctas, line_heads;  // decode_schedule.cuh
   int32_t group;                         // query heads of a KV head
   int32_t max_seqlen_q, page_size, max_pages, left;
+  int32_t guesses;  // 1: what the predecessor may write (decode_sm90.cu)
   Divisors by;
   const int32_t* page_table;
   int64_t page_table_stride;
@@ -62,5 +74,15 @@ struct Arguments {
   // Where threads copy.
   Slots k_cache, v_cache;
 };
+
+__device__ __forceinline__ bool has_token_scales(const Arguments& params) {
+  return has_token_scales(params.k_scale, params.v_scale);
+}
+
+// Reads what a predecessor may still be writing (`early`), or has written. Early, past the L1
+// cache, where it would still be when it is read again.
+__device__ __forceinline__ int read_table(const int32_t* at, bool early) {
+  return early ? __ldcg(at) : *at;
+}
 
 }  // namespace ostinato::decode

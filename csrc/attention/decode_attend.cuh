@@ -26,13 +26,11 @@ class Attention {
   // Whether the queries of a segment are fetched while those of the one before are in use.
   static constexpr bool kFetchesAhead = kColumnTiles == 1 && kDim <= 128;
 
-  // Begins to load the queries of a segment.
-  __device__ __forceinline__ void fetch(const Arguments& params, int first_row, int queries,
-                                        int head) {
+  // Finds the queries of a segment.
+  __device__ __forceinline__ void locate(const Arguments& params, int first_row, int queries,
+                                         int head) {
     const int lane = threadIdx.x % 32;
     const int group = params.group;
-    // Where a lane's two pairs of a step begin: see decode_widen.cuh.
-    constexpr int kPairStride = kQuantized ? 4 : 2, kNextPair = kQuantized ? 2 : 8;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       const int column = first_column() + t * 8 + lane / 4;
@@ -40,14 +38,22 @@ class Attention {
       const int query = params.by.group.divide(column);
       const int row = query < queries ? query : 0;
       const int of_group = query < queries ? column - query * group : 0;
-      const Type* const q = static_cast<const Type*>(params.q.data) + lane % 4 * kPairStride +
-                            (first_row + row) * params.q.stride +
-                            (head * group + of_group) * params.q.head_stride;
+      located_[t] = static_cast<const Type*>(params.q.data) + lane % 4 * kQueryPairStride +
+                    (first_row + row) * params.q.stride +
+                    (head * group + of_group) * params.q.head_stride;
+    }
+  }
+
+  // Begins to load them.
+  __device__ __forceinline__ void fetch() {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          fetched_[s][t][i] = *reinterpret_cast<const uint32_t*>(q + s * 16 + i * kNextPair);
+          fetched_[s][t][i] =
+              *reinterpret_cast<const uint32_t*>(located_[t] + s * 16 + i * kNextPair);
         }
       }
     }
@@ -211,6 +217,9 @@ class Attention {
   }
 
  private:
+  // Where a lane's two pairs of a step begin: see decode_widen.cuh.
+  static constexpr int kQueryPairStride = kQuantized ? 4 : 2, kNextPair = kQuantized ? 2 : 8;
+
   // Of the two vectors of a step; offset's swizzle is a xor, so is this one.
   static __device__ __forceinline__ uint32_t vector_address(uint32_t base, int step) {
     return (base ^ (step % 4 * 32)) + step / 4 * (kStripBytes * kBlockTokens);
@@ -366,6 +375,7 @@ class Attention {
   }
 
   const Arguments& params_;
+  const Type* located_[kColumnTiles];
   float factor_[kColumnTiles][2];  // of the scores
   uint32_t key_offset_, value_offset_;
   uint32_t q_[kSteps][kColumnTiles][2], fetched_[kSteps][kColumnTiles][2];

@@ -32,6 +32,11 @@ struct FreeCuts {
                                                   const Shares& shares, int cta) {
     return Places(all, shares, cta);
   }
+  // Whether more CTAs than there are SMs have some of `all` on the line.
+  static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
+                                                 const Shares& shares) {
+    return all > params.line_ctas / kCtasPerSm * shares.quota;
+  }
   static __device__ __forceinline__ Walk walk(const Arguments& params, const Lengths& lengths,
                                               const LineHeads& heads, const Shares& shares,
                                               const Places& places, int sequence) {
@@ -56,6 +61,10 @@ struct FixedCuts {
                                                   const Shares& shares, int cta) {
     return cta < params.line_ctas ? shares.places_of(cta) : Places(0, 0);
   }
+  static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
+                                                 const Shares& /*shares*/) {
+    return all > params.line_ctas / kCtasPerSm;
+  }
   static __device__ __forceinline__ Walk walk(const Arguments& /*params*/, const Lengths& lengths,
                                               const LineHeads& heads, const Shares& /*shares*/,
                                               const Places& places, int sequence) {
@@ -78,12 +87,12 @@ __device__ __forceinline__ typename SomeCuts::Walk walk_places(
 }
 
 // Each warp has tables of its own, so no barrier of the CTA is needed.
-__device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths,
-                                                         const Arguments& params) {
+__device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths, const Arguments& params,
+                                                         bool early) {
   const int lane = threadIdx.x % 32;
   int tiles = 0;
   if (lane < params.batch) {
-    lengths.length(lane) = lengths.read_length(params, lane);
+    lengths.length(lane) = lengths.read_length(params, lane, early);
     tiles = Cuts::count(lengths.tiles(lane));
   }
   const int sum = add_lower_lanes(tiles);
@@ -101,11 +110,11 @@ __device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths,
 
 // Any number of sequences, a run of them by each thread.
 __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared, Lengths& lengths,
-                                                          const Arguments& params) {
+                                                          const Arguments& params, bool early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int b = threadIdx.x; b < params.batch; b += kThreads) {
-    lengths.length(b) = lengths.read_length(params, b);
+    lengths.length(b) = lengths.read_length(params, b, early);
   }
   __syncthreads();
   const int run = ceil_div(params.batch, kThreads);
@@ -153,9 +162,9 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
 
 // Fills the tables and chooses the shares.
 __device__ __forceinline__ Cuts::Shares read_lengths(SharedStorage& shared, Lengths& lengths,
-                                                     const Arguments& params) {
-  return params.batch <= Lengths::kFew ? read_few_lengths(lengths, params)
-                                       : read_many_lengths(shared, lengths, params);
+                                                     const Arguments& params, bool early) {
+  return params.batch <= Lengths::kFew ? read_few_lengths(lengths, params, early)
+                                       : read_many_lengths(shared, lengths, params, early);
 }
 
 }  // namespace ostinato::decode

@@ -42,11 +42,28 @@ class Lengths {
     return Visible(length(b), left_ < 0 ? 1 : queries(b), left_);
   }
 
-  // As read from global memory; zero without queries.
-  __device__ __forceinline__ int read_length(const Arguments& params, int b) const {
+  // Of a number in global memory; zero without queries.
+  __device__ __forceinline__ int length_of(const Arguments& params, int b, int raw) const {
     const int capacity = params.max_pages * params.page_size;
-    const int length = min(max(params.seq_lens[b], 0), capacity);
-    return queries(b) > 0 ? length : 0;
+    return queries(b) > 0 ? min(max(raw, 0), capacity) : 0;
+  }
+  __device__ __forceinline__ int read_length(const Arguments& params, int b, bool early) const {
+    return length_of(params, b, read_table(params.seq_lens + b, early));
+  }
+
+  // Whether this thread finds another length than the one in the table: of the sequence of its
+  // lane, of which `raw` has been read, or of its share of many.
+  __device__ __forceinline__ bool differ(const Arguments& params, int raw) const {
+    if (params.batch <= kFew) {
+      const int lane = threadIdx.x % 32;
+      return lane < params.batch && length(lane) != length_of(params, lane, raw);
+    }
+    bool some = false;
+#pragma unroll 1
+    for (int b = threadIdx.x; b < params.batch; b += kThreads) {
+      some |= length(b) != read_length(params, b, false);
+    }
+    return some;
   }
 
  private:

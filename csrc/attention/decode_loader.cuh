@@ -5,7 +5,7 @@
 #pragma once
 
 #include "common/debug.cuh"
-#include "common/tma.cuh"
+#include "decode_copies.cuh"
 #include "decode_cuts.cuh"
 #include "warp_instructions.cuh"
 
@@ -45,12 +45,6 @@ __device__ __forceinline__ void prefetch_line(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
-// Whether each token has scales of its own.
-__device__ __forceinline__ bool has_token_scales(const Arguments& params) {
-  return kQuantized && (params.k_scale.page_stride | params.k_scale.stride |
-                        params.v_scale.page_stride | params.v_scale.stride) != 0;
-}
-
 // At a full barrier: one by each warp that names its bytes, or by each thread that copies.
 template <class What>
 __device__ __forceinline__ int count_arrivals(const Arguments& params) {
@@ -59,46 +53,122 @@ __device__ __forceinline__ int count_arrivals(const Arguments& params) {
   return kTeamWarps * ((kCopyPages ? 1 : 0) + threads);
 }
 
+// A team's barriers, by its first warp.
+__device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments& params) {
+  const int warp = warp_index();
+  if (warp % kTeamWarps == 0 && elect_lane()) {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(&shared.keys_arrived.full[stage][team_of(warp)], count_arrivals<Keys>(params));
+      init_barrier(&shared.values_arrived.full[stage][team_of(warp)],
+                   count_arrivals<Values>(params));
+    }
+    fence_barrier_init();
+  }
+  sync_team(warp);
+}
+
 class Loader {
  public:
   __device__ Loader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
-                    const Lengths& lengths, const Cuts::Walk& walk)
+                    const Lengths& lengths)
       : shared_(shared),
         params_(params),
         maps_(maps),
         lengths_(lengths),
-        walk_(walk),
         warp_(warp_index()),
         lane_(threadIdx.x % 32) {}
 
-  // Loads the first stage.
-  __device__ __forceinline__ void start() {
-    // The ids of the first blocks, and those after them.
+  // Reads the ids of the first pages of a walk, and of those after them.
+  __device__ __forceinline__ void begin(const Cuts::Walk& walk, bool early) {
+    walk_ = walk;
+    tile_ = end_ = 0;
+    next_ = Batch();
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      refill();
+      refill(early);
     }
+  }
+
+  // Has the first block brought into the L2 cache. (More of them cost more than they bring.)
+  __device__ __forceinline__ void prefetch() const {
+    if (kCopyPages && current_.left > 0) {
+      const int page = __shfl_sync(0xffffffff, current_.page, 0);
+      const int slot = __shfl_sync(0xffffffff, current_.slot, 0);
+      if (elect_lane()) {
+        prefetch_box(maps_.keys, page, slot);
+        prefetch_box(maps_.values, page, slot);
+      }
+    }
+  }
+
+  // The ids that begin() has read, and what is there now.
+  struct Ids {
+    int known[2], found[2];
+
+    __device__ __forceinline__ bool differ() const {
+      return known[0] != found[0] || known[1] != found[1];
+    }
+  };
+  __device__ __forceinline__ Ids read_again() const {
+    Ids ids = {};
+    if (current_.left > 0) {
+      ids.known[0] = current_.page;
+      ids.found[0] = *current_.entry;
+    }
+    if (next_.left > 0) {
+      ids.known[1] = next_.page;
+      ids.found[1] = *next_.entry;
+    }
+    return ids;
+  }
+
+  // Loads the first stage.
+  __device__ __forceinline__ void start() {
     if (current_.left > 0) {
       load_next(0);
+      loaded_ = 1;
     }
   }
 
   // Loads the other stages.
   __device__ __forceinline__ void fill() {
 #pragma unroll 1
-    for (int stage = 1; stage < kStages; ++stage) {
-      load(stage);
+    for (int stage = 1; stage < kStages && load(stage); ++stage) {
+      ++loaded_;
     }
   }
 
+  // Waits for what start() and fill() have loaded, and has the barriers as they were before.
+  __device__ __forceinline__ void drop() {
+    const int team = team_of(warp_);
+#pragma unroll 1
+    for (int stage = 0; stage < loaded_; ++stage) {
+      wait(&shared_.keys_arrived.full[stage][team], 0);
+      wait(&shared_.values_arrived.full[stage][team], 0);
+    }
+    sync_team(warp_);
+    if (warp_ % kTeamWarps == 0 && elect_lane()) {
+#pragma unroll
+      for (int stage = 0; stage < kStages; ++stage) {
+        retire_barrier(&shared_.keys_arrived.full[stage][team]);
+        retire_barrier(&shared_.values_arrived.full[stage][team]);
+      }
+    }
+    init_team(shared_, params_);
+    loaded_ = 0;
+  }
+
   // The next block's keys and values, if there is one, into a stage that the team has done with.
-  __device__ __forceinline__ void load(int stage) {
+  __device__ __forceinline__ bool load(int stage) {
     if (current_.left == 0 && next_.left > 0) {
-      refill();
+      refill(false);
     }
-    if (current_.left > 0) {
-      load_next(stage);
+    if (current_.left == 0) {
+      return false;
     }
+    load_next(stage);
+    return true;
   }
 
  private:
@@ -111,6 +181,7 @@ class Loader {
     int head;
     // Of this lane's block or token; the slot is negative if nobody sees it.
     int page, slot;
+    const int* entry;  // of the page table, where the page's id is
   };
 
   __device__ __forceinline__ void load_next(int stage) {
@@ -153,7 +224,7 @@ class Loader {
   }
 
   // Takes the next batch of page ids, and reads the one after it.
-  __device__ __forceinline__ void refill() {
+  __device__ __forceinline__ void refill(bool early) {
     current_ = next_;
     next_.left = 0;
     Cuts::Piece ahead{-1};
@@ -183,7 +254,8 @@ class Loader {
     const int known = seen ? token : end_token_ - 1;
     const int page = params_.by.page_size.divide(known);
     next_.slot = seen ? known - page * params_.page_size : -1;
-    next_.page = page_table_[page];
+    next_.entry = page_table_ + page;
+    next_.page = read_table(next_.entry, early);
     tile_ += next_.left;
     if (warp_ == 0 && ahead.sequence >= 0) {
       prefetch_queries(ahead);
@@ -202,6 +274,18 @@ class Loader {
     if (elect_lane()) {
       copy_box<Keys>(stage, maps_.keys, seen, page, slot);
       copy_box<Values>(stage, maps_.values, seen, page, slot);
+    }
+  }
+
+  // By one lane.
+  __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int page, int slot) const {
+    if constexpr (kWholeStrips) {
+      tma_prefetch(map, {0, slot, 0, current_.head, page});
+    } else {
+#pragma unroll
+      for (int strip = 0; strip < kStrips; ++strip) {
+        tma_prefetch(map, {strip * kStripBytes, slot, 0, current_.head, page});
+      }
     }
   }
 
@@ -284,6 +368,7 @@ class Loader {
   const int* page_table_ = nullptr;  // of the piece whose page ids are read
   int tile_ = 0, end_ = 0;
   int first_token_ = 0, end_token_ = 0;
+  int loaded_ = 0;  // stages, at first
 };
 
 }  // namespace ostinato::decode

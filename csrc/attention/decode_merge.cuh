@@ -252,10 +252,11 @@ class FixedParts {
 
 using Parts = std::conditional_t<kFixedCuts, FixedParts, FreeParts>;
 
-// The outputs of sequences without a token to see, by all CTAs.
+// The outputs of sequences without a token to see, by all CTAs, the last ones first: where few have
+// work, the last have none, and those that have need not write zeros after it.
 __device__ __forceinline__ void write_empty(const Arguments& params, const Lengths& lengths) {
   constexpr int kPairs = kDim / 2;
-  for (int b = blockIdx.x; b < params.batch; b += gridDim.x) {
+  for (int b = gridDim.x - 1 - blockIdx.x; b < params.batch; b += gridDim.x) {
     if (lengths.length(b) > 0) {
       continue;
     }

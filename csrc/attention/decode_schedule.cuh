@@ -87,14 +87,20 @@ struct Load {
   int longest;  // tiles of the longest sequence
 };
 
-// Costs, measured on an H200, in sixteenths of the time of a tile in a CTA that has its SM to
-// itself: what it takes to share a segment at all, and each part of it per row.
-inline constexpr int kSharingCost = 72, kRowCost = 1;
+// Costs, measured on an H200, of sharing a segment.
+struct Costs {
+  int sharing;  // at all: in sixteenths of the time of a tile in a CTA that has its SM to itself
+  int row;      // and each part of it per row: in 32nds
+};
+// With two CTAs on an SM, or with half of the SMs' places free: then CTAs disturb each other less,
+// and those of the next kernel are there, and have made their plans, before this one has ended.
+__host__ __device__ constexpr Costs crowded_costs() { return {88, 2}; }
+__host__ __device__ constexpr Costs quiet_costs() { return {56, 1}; }
 
 // The fewest tiles of a CTA that are worth a part: about where the sum of both, n tiles and
 // tiles / n parts, is least. A power of two divides more lengths that are alike.
-__host__ __device__ __forceinline__ int least_quota(int tiles, int rows) {
-  const float square = static_cast<float>(tiles) * static_cast<float>(rows * kRowCost) / 16;
+__host__ __device__ __forceinline__ int least_quota(int tiles, int rows, const Costs& costs) {
+  const float square = static_cast<float>(tiles) * static_cast<float>(rows * costs.row) / 32;
   int quota = 1;
   while (static_cast<float>(4 * quota * quota) <= square) {
     quota *= 2;
@@ -105,17 +111,25 @@ __host__ __device__ __forceinline__ int least_quota(int tiles, int rows) {
 __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Divisor& by_ctas) {
   const int total = load.tiles * load.heads;
   const int fair = by_ctas.divide(total + ctas - 1);
-  const int least = least_quota(load.longest, load.rows);
+  const int least = least_quota(load.longest, load.rows, crowded_costs());
   const int equal = fair > least ? fair : least;
   const int segments = load.live * load.heads;
   int aligned, room;
   if (segments <= ctas) {
     // As few as do it, each with as many tiles as the others.
-    const int most = divide(ctas, segments);
-    const int wanted = divide_up(load.longest, least);
+    int most = divide(ctas, segments);
+    int wanted = divide_up(load.longest, least);
+    Costs costs = crowded_costs();
+    const int most_quiet = divide(ctas / 2, segments);
+    if ((most < wanted ? most : wanted) <= most_quiet) {
+      costs = quiet_costs();
+      most = most_quiet;
+      wanted = divide_up(load.longest, least_quota(load.longest, load.rows, costs));
+    }
     const int parts = most < wanted ? most : wanted;
     aligned = divide_up(load.longest, parts);
-    if (parts > 1 && 16 * (load.longest - aligned) <= kSharingCost + parts * load.rows * kRowCost) {
+    if (parts > 1 &&
+        16 * (load.longest - aligned) <= costs.sharing + parts * load.rows * costs.row / 2) {
       return Shares{load.longest, load.longest};  // nobody shares anything
     }
     room = parts * aligned;
@@ -161,6 +175,7 @@ struct Piece {
 struct Places {
   int begin, end;
 
+  Places() = default;
   __host__ __device__ Places(int begin, int end) : begin(begin), end(end) {}
   // Of the places that there are for all.
   __host__ __device__ Places(int all, const Shares& shares, int cta) {
@@ -192,6 +207,7 @@ struct LineHeads {
 template <class Table>
 class Walk {
  public:
+  Walk() = default;
   // `sequence` is that of the first place.
   __host__ __device__ Walk(const Table& table, int batch, const LineHeads& heads,
                            const Shares& shares, const Places& places, int sequence)

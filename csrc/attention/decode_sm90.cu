@@ -55,10 +55,10 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
   }
 }
 
-__device__ __forceinline__ void fetch_queries(Attention& attention, const Arguments& params,
-                                              const Lengths& lengths, const Cuts::Piece& piece) {
-  attention.fetch(params, lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
-                  piece.head);
+__device__ __forceinline__ void locate_queries(Attention& attention, const Arguments& params,
+                                               const Lengths& lengths, const Cuts::Piece& piece) {
+  attention.locate(params, lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
+                   piece.head);
 }
 
 // Into the L2 cache, what every CTA reads first: the lengths, and page ids by the line. Before the
@@ -73,21 +73,6 @@ __device__ __forceinline__ void prefetch_tables(const Arguments& params) {
   if (blockIdx.x * kLineEntries < params.batch) {
     prefetch_line(params.seq_lens + blockIdx.x * kLineEntries);
   }
-}
-
-// A team's barriers, by its first warp.
-__device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments& params) {
-  const int warp = warp_index();
-  if (warp % kTeamWarps == 0 && elect_lane()) {
-#pragma unroll
-    for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&shared.keys_arrived.full[stage][team_of(warp)], count_arrivals<Keys>(params));
-      init_barrier(&shared.values_arrived.full[stage][team_of(warp)],
-                   count_arrivals<Values>(params));
-    }
-    fence_barrier_init();
-  }
-  sync_team(warp);
 }
 
 // kSeveral: sequences may have several queries. What only they need is felt by those of one, who
@@ -105,47 +90,92 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   }
   init_team(shared, params);
-  wait_for_predecessor();
 
+  // Lengths and page ids are guessed: read before the predecessor has ended, which may be writing
+  // them. Whatever they are is safe to follow, and after the predecessor's end they are read once
+  // more, beside the first blocks and queries. If a number has changed, all begins anew.
+  bool guesses = kMayGuess && params.guesses != 0;
+  if (!guesses) {
+    wait_for_predecessor();
+  }
   Lengths lengths(shared, params);
-  const Cuts::Shares shares = read_lengths(shared, lengths, params);
-  Cuts::Walk walk = walk_places<Cuts>(params, lengths, shares);
-  Loader loader(shared, params, maps, lengths, walk);
+  Loader loader(shared, params, maps, lengths);
+  Attention attention(params);
+  Cuts::Shares shares;
+  Cuts::Walk walk;
   Cuts::Piece piece;
-  if (!walk.next(lengths, &piece)) {
+  bool more;
+#pragma unroll 1
+  while (true) {
+    shares = read_lengths(shared, lengths, params, guesses);
+    walk = walk_places<Cuts>(params, lengths, shares);
+    loader.begin(walk, guesses);
+    more = walk.next(lengths, &piece);
+    if (more) {
+      locate_queries(attention, params, lengths, piece);
+    }
+    int raw_length = 0;
+    Loader::Ids ids = {};
+    if (guesses) {
+      // Where few CTAs work, it only disturbs the last ones of the predecessor.
+      if (Cuts::crowded(params, lengths.start(params.batch) * params.line_heads, shares)) {
+        loader.prefetch();
+      }
+      wait_for_predecessor();
+      if (threadIdx.x % 32 < params.batch) {
+        raw_length = read_table(params.seq_lens + threadIdx.x % 32, false);
+      }
+      ids = loader.read_again();
+    }
+    if (more) {
+      loader.start();
+      // The first block needs the queries, which would wait behind the blocks of all stages.
+      attention.fetch();
+      loader.fill();
+    }
+    let_successor_start();
+    if (!guesses || !__syncthreads_or(ids.differ() || lengths.differ(params, raw_length))) {
+      break;
+    }
+    loader.drop();
+    guesses = false;
+  }
+  if (!more) {
     write_empty(params, lengths);
     return;
   }
-  loader.start();
-  // The first block needs the queries, which would wait behind the blocks of all stages.
-  Attention attention(params);
-  fetch_queries(attention, params, lengths, piece);
-  loader.fill();
-  let_successor_start();
 
-  const auto fetch_next = [&] {
-    const bool some = walk.next(lengths, &piece);
-    if (some) {
-      fetch_queries(attention, params, lengths, piece);
-    }
-    return some;
-  };
   RingPosition position;
   Parts parts;
-  for (bool first = true, more = true; more; first = false) {
+  for (bool first = true; more; first = false) {
     const Sight sight(params, lengths, piece.sequence);
     const TileRange range(lengths.visible(piece.sequence), piece, team_of(warp_index()));
-    attention.begin(segment_scale(params, params.k_scale, piece.head));
+    const float key_scale = segment_scale(params, params.k_scale, piece.head);
     Rows rows;
     float4* part;
     const auto find_output = [&] {
       rows = Rows(params, lengths, piece.sequence, piece.head);
       part = parts.place(params, lengths, shares, piece);
     };
-    // What the end needs is found early if there are registers for it.
+    const auto find_next = [&] {
+      more = walk.next(lengths, &piece);
+      if (more) {
+        locate_queries(attention, params, lengths, piece);
+      }
+    };
+    const auto fetch_next = [&] {
+      if (more) {
+        attention.fetch();
+      }
+    };
+    // What the end and the next piece need is found early if there are registers for it.
     if constexpr (Attention::kFetchesAhead) {
       find_output();
-      more = fetch_next();
+      find_next();
+    }
+    attention.begin(key_scale);
+    if constexpr (Attention::kFetchesAhead) {
+      fetch_next();
     }
     attend<kSeveral>(shared, attention, loader, position, sight, range, has_token_scales(params));
     if constexpr (!Attention::kFetchesAhead) {
@@ -153,7 +183,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
     store_piece(shared, params, attention, rows, part, first);
     if constexpr (!Attention::kFetchesAhead) {
-      more = fetch_next();
+      find_next();
+      fetch_next();
     }
   }
   parts.merge(params, lengths);

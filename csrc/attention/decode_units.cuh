@@ -22,6 +22,7 @@ struct UnitShares {
   int least;  // units of a CTA
   int extra;  // the first CTAs, which have one more
 
+  UnitShares() = default;
   __host__ __device__ UnitShares(int units, int ctas, const Divisor& by_ctas)
       : least(by_ctas.divide(units)), extra(units - least * ctas) {}
 
@@ -64,6 +65,7 @@ struct UnitPeers {
 template <class Table>
 class UnitWalk {
  public:
+  UnitWalk() = default;
   // `sequence` is that of the first place.
   __host__ __device__ UnitWalk(const Table& table, const LineHeads& heads, const FixedSplit& split,
                                const Places& places, int sequence)

@@ -155,6 +155,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
   }
 
+  // Before the wait: a GEMM fills its ring with weights while this kernel waits and works.
+  let_successor_start();
   wait_for_predecessor();
   if (index >= p.m) {
     return;
@@ -169,9 +171,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll
     for (int v = 0; v < kLoadsInFlight; ++v) {
       load_pair<kAligned>(row, first_of(group + v), x[v], second[v]);
-    }
-    if (group + kLoadsInFlight == kVectors) {
-      let_successor_start();
     }
 #pragma unroll
     for (int v = 0; v < kLoadsInFlight; ++v) {
@@ -202,9 +201,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const uint32_t step = blockDim.x * kVectorSize;
   const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
 
+  let_successor_start();
   wait_for_predecessor();
   const Static fixed(p);
-  let_successor_start();
   Row row(p, blockIdx.x);
   float rms_value = 1.0f;
   if constexpr (kKind == Kind::rms_norm) {

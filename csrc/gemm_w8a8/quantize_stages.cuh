@@ -48,7 +48,9 @@ struct Row {
     } else if constexpr (kKind == Kind::rms_norm) {
       if (p.residual != nullptr) {
         second = static_cast<const In*>(p.residual) + row * p.residual_stride;
-        residual_out = static_cast<In*>(p.residual_out) + row * p.residual_out_stride;
+        residual_out = p.residual_out == nullptr
+                           ? nullptr
+                           : static_cast<In*>(p.residual_out) + row * p.residual_out_stride;
       }
     }
     // Otherwise the compiler adds the row's offset to that of each vector, in 64 bits.
@@ -92,7 +94,8 @@ __device__ __forceinline__ void gate(const Vector& x, const Values& ups, Values&
   }
 }
 
-// What is quantised or normalised, from what was loaded; with a residual the sum is also stored.
+// What is quantised or normalised, from what was loaded; the sum with a residual is also stored, if
+// there is a place for it.
 template <bool kAligned>
 __device__ __forceinline__ void combine(const Row& row, uint32_t first, const Vector& x,
                                         const Vector& second, Values& values) {
@@ -114,7 +117,9 @@ __device__ __forceinline__ void combine(const Row& row, uint32_t first, const Ve
       Vector sum;
       sum.pack(values);
       sum.unpack(values);
-      store<kAligned, In, kVectorSize>(row.residual_out, first, row.k, sum.words);
+      if (row.residual_out != nullptr) {
+        store<kAligned, In, kVectorSize>(row.residual_out, first, row.k, sum.words);
+      }
     }
   }
 }

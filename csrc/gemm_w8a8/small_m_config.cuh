@@ -69,8 +69,9 @@ inline constexpr int kSmemLimit = 227 * 1024;
 inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;  // scales, zero points; rest
 // What shared memory takes is not there for L1, where all loads of x need a line at once.
 inline constexpr int kRingLimit = 144 * 1024;
-// In flight when x is asked for; x, when it is much, is served after it.
-inline constexpr int kPrefillBytes = (kTokens <= 8 ? 64 : 32) * 1024;
+// In flight until x is asked for: little more than it takes to keep memory busy, since x, and what
+// the kernels that make x read, are served after it.
+inline constexpr int kPrefillBytes = 32 * 1024;
 inline constexpr int kSmemForRing = kSmemLimit - kFixedBytes;
 inline constexpr int kStages =
     (kSmemForRing < kRingLimit ? kSmemForRing : kRingLimit) / kStageBytes;

@@ -7,51 +7,10 @@
 #include "common/ring.cuh"
 #include "gemm_w8a8/params.h"
 #include "small_m_config.cuh"
+#include "small_m_operands.cuh"
 #include "small_m_producer.cuh"
 
 namespace ostinato::small_m {
-
-// 16 bytes of a row of x from `offset`; zero from `limit` on.
-template <bool kVectorLoads>
-__device__ __forceinline__ uint4 load_x(const uint8_t* row, int offset, int limit) {
-  uint4 x = make_uint4(0, 0, 0, 0);
-  if constexpr (kVectorLoads) {  // then 16 divides `limit`
-    if (offset < limit) {
-      x = *reinterpret_cast<const uint4*>(row + offset);
-    }
-  } else {
-    uint32_t words[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      if (offset + i < limit) {
-        words[i / 4] |= static_cast<uint32_t>(row[offset + i]) << (8 * (i % 4));
-      }
-    }
-    x = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  return x;
-}
-
-// What the epilogue needs of one weight row.
-struct Channel {
-  Channel() = default;
-
-  float scale;
-  Output bias;  // converted at its use: a conversion here would wait for the load
-  int32_t sum;
-
-  __device__ Channel(const W8A8GemmParams& params, int n) : scale(0), bias(0.0f), sum(0) {
-    if (n < params.n) {
-      scale = params.w_scale[static_cast<int64_t>(n) * params.w_scale_stride];
-      if (params.bias != nullptr) {
-        bias = static_cast<const Output*>(params.bias)[n];
-      }
-      if (params.x_zero_point != nullptr) {
-        sum = params.w_sum[n];
-      }
-    }
-  }
-};
 
 __device__ __forceinline__ void sync_mma_warps() { sync_named(kMmaDone, kMmaThreads); }
 
@@ -80,16 +39,30 @@ class Consumer {
 
   __device__ void run() {
     wait_for_predecessor();
+    fill_slots();
+    announce_x();
+    multiply();
+  }
+
+  // What the slots hold of x.
+  __device__ __forceinline__ void fill_slots() {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       load_slot(slots_[slot], slot);
     }
+  }
+
+  // Tells the copying thread that x has been asked for, and waits for its barriers.
+  __device__ __forceinline__ void announce_x() {
     sync_named(kInitialized, kThreads);
     OSTINATO_DELAY(small_m_x_requested, threadIdx.x / 32 == 4);
     __syncwarp();
     if (lane_ == 0) {
       arrive(&shared_.x_requested);
     }
+  }
+
+  __device__ __forceinline__ void multiply() {
     OSTINATO_DELAY(small_m_scale_store, threadIdx.x / 32 == 0);
     if (threadIdx.x < params_.m) {
       shared_.x_scale[threadIdx.x] =
@@ -200,8 +173,8 @@ class Consumer {
     return Input::prepare(WeightFragment{fragment[0], fragment[kPackedBlockBytes / 32]});
   }
 
-  __device__ __forceinline__ void multiply(int r, int b, int j, const Input::Weights& w,
-                                           const Input::Tokens& tokens) {
+  __device__ __forceinline__ void multiply_block(int r, int b, int j, const Input::Weights& w,
+                                                 const Input::Tokens& tokens) {
     const int chain = b * kStepChains % kChains;
     Input::multiply(sum_[chain][r][j], sum_[chain + kStepChains - 1][r][j], w, tokens);
   }
@@ -261,7 +234,7 @@ class Consumer {
         for (int b = 0; b < kWarpBlocks; ++b) {
 #pragma unroll
           for (int j = 0; j < kTokenTiles; ++j) {
-            multiply(r, b, j, w[b], tokens[b][j]);
+            multiply_block(r, b, j, w[b], tokens[b][j]);
           }
         }
       }
@@ -304,7 +277,7 @@ class Consumer {
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
-          multiply(r, b, j, w[b][r], Input::prepare(x[b][j]));
+          multiply_block(r, b, j, w[b][r], Input::prepare(x[b][j]));
         }
       }
     }

@@ -127,4 +127,25 @@ class Producer {
   int chunk_ = 0;
 };
 
+// The copying warp of a CTA.
+__device__ __forceinline__ void produce(SharedStorage& shared, const W8A8GemmParams& params,
+                                        const Work& work) {
+  // The first weights wait for the initialisation of their own barriers only, and nobody waits
+  // here for the others, who ask for x meanwhile.
+  Producer producer(shared, params, work);
+  if (threadIdx.x == kMmaThreads) {
+    producer.prefill();
+    for (uint64_t& empty : shared.empty) {
+      init_barrier(&empty, kMmaWarps);
+    }
+    init_barrier(&shared.x_requested, kMmaWarps);
+    fence_barrier_init();
+  }
+  __syncwarp();
+  arrive_named(kInitialized, kThreads);
+  if (threadIdx.x == kMmaThreads) {
+    producer.run();
+  }
+}
+
 }  // namespace ostinato::small_m

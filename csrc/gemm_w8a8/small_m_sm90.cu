@@ -27,22 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(storage);
   const Work work(params, shares);
   if (threadIdx.x >= kMmaThreads) {
-    // The first weights wait for the initialisation of their own barriers only, and nobody waits
-    // here for the others, who ask for x meanwhile.
-    Producer producer(shared, params, work);
-    if (threadIdx.x == kMmaThreads) {
-      producer.prefill();
-      for (uint64_t& empty : shared.empty) {
-        init_barrier(&empty, kMmaWarps);
-      }
-      init_barrier(&shared.x_requested, kMmaWarps);
-      fence_barrier_init();
-    }
-    __syncwarp();
-    arrive_named(kInitialized, kThreads);
-    if (threadIdx.x == kMmaThreads) {
-      producer.run();
-    }
+    produce(shared, params, work);
     return;
   }
   const bool vector_loads = (reinterpret_cast<uintptr_t>(params.x) % 16 == 0) &&

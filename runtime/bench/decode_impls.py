@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 
 from ostinato import ops
+from ostinato.bench.attention_libraries import fa3, flashinfer
 from ostinato.bench.comparison import OURS
 from ostinato.bench.decode_cases import KV_SUFFIXES, Case
 from ostinato.bench.decode_inputs import Inputs
 
 Call = Callable[[], torch.Tensor]
-SGL_FLASH_LIBRARY = "OSTINATO_SGL_FLASH_LIBRARY"
 _WORKSPACE_BYTES = 256 << 20
 
 
@@ -91,26 +88,15 @@ def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
     return [partial(call, s) for s in sets]
 
 
-@cache
-def _fa3() -> tuple[Any, tuple[None, ...]]:
-    """Return FlashAttention-3's ops, and what `fwd` takes after its own package's arguments."""
-    library = os.environ.get(SGL_FLASH_LIBRARY)
-    if library is None:
-        importlib.import_module("flash_attn_interface")
-        return torch.ops.flash_attn_3, ()
-    torch.ops.load_library(library)
-    return torch.ops.sgl_kernel, (None,)  # attention sinks
-
-
 def _bind_fa3(case: Case, sets: Sequence[Inputs], *, planned: bool) -> list[Call]:
     """Bind FlashAttention-3's op; `planned`: with its tile schedule made on the host before."""
-    fa3, more = _fa3()
+    flash, more = fa3()
     plan = None
     if planned:
         sizes = (case.batch, case.q_len, case.kv, case.heads_q, case.heads_kv, case.dim, case.dim)
         given = (sets[0].q.dtype, sets[0].seq_lens, *(None,) * 5, sets[0].page)
         rule = (0, True, -1, -1, 0, False, 0, None, 0)
-        plan = fa3.get_scheduler_metadata(*sizes, *given, *rule)
+        plan = flash.get_scheduler_metadata(*sizes, *given, *rule)
 
     def call(s: Inputs) -> torch.Tensor:
         by_sequence = (case.batch, case.q_len, case.heads_q, case.dim)
@@ -118,15 +104,10 @@ def _bind_fa3(case: Case, sets: Sequence[Inputs], *, planned: bool) -> list[Call
         lengths = (None, None, None, None, s.seq_lens, None, None, s.page_table)
         unused = (None,) * 8  # left padding, rotary, scales
         rule = (case.dim**-0.5, True, -1, -1, 0, 0.0, True, plan, 0, None, 0)
-        fa3.fwd(*given, s.out.view(by_sequence), *lengths, *unused, *rule, *more)
+        flash.fwd(*given, s.out.view(by_sequence), *lengths, *unused, *rule, *more)
         return s.out
 
     return [partial(call, s) for s in sets]
-
-
-@cache
-def _flashinfer() -> Any:
-    return importlib.import_module("flashinfer")
 
 
 def _one_query(case: Case) -> None:
@@ -143,7 +124,7 @@ def _bind_flashinfer(case: Case, sets: Sequence[Inputs]) -> list[Call]:
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     last = torch.tensor([(n - 1) % page + 1 for n in case.lengths], dtype=torch.int32)
     ids = torch.cat([one.page_table[row, :count] for row, count in enumerate(counts)])
-    wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(
+    wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
         "NHD",
         use_cuda_graph=True,
@@ -175,7 +156,7 @@ def _bind_xqa(case: Case, sets: Sequence[Inputs]) -> list[Call]:
         lengths = s.seq_lens.view(torch.uint32).unsqueeze(1)
         given = (s.q.view(by_sequence), s.k_cache, s.v_cache, s.page_table, lengths)
         scratch = (workspace, semaphores)
-        _flashinfer().xqa(*given, s.out.view(by_sequence), *scratch, case.heads_kv, s.page)
+        flashinfer().xqa(*given, s.out.view(by_sequence), *scratch, case.heads_kv, s.page)
         return s.out
 
     return [partial(call, s) for s in sets]
@@ -183,8 +164,8 @@ def _bind_xqa(case: Case, sets: Sequence[Inputs]) -> list[Call]:
 
 # By the names of the published times, to which the page is added: how they are bound and prepared.
 PEERS: dict[str, tuple[Callable[[Case, Sequence[Inputs]], list[Call]], Callable[[], object]]] = {
-    "fa3": (partial(_bind_fa3, planned=False), _fa3),
-    "fa3m": (partial(_bind_fa3, planned=True), _fa3),
-    "fi": (_bind_flashinfer, _flashinfer),
-    "xqa": (_bind_xqa, _flashinfer),
+    "fa3": (partial(_bind_fa3, planned=False), fa3),
+    "fa3m": (partial(_bind_fa3, planned=True), fa3),
+    "fi": (_bind_flashinfer, flashinfer),
+    "xqa": (_bind_xqa, flashinfer),
 }

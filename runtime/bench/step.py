@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from itertools import chain
 
 import torch
 
+from ostinato.bench.breakdown import KernelShare, kernel_shares
 from ostinato.bench.report import Row
 from ostinato.bench.timing import MIN_REPEATS, time_calls
-from ostinato.bench.weights import precision
+from ostinato.bench.weights import dtype_name, precision
 from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.model import Llama, ModelConfig, PagedKVCache
+from ostinato.model import Llama, ModelConfig, PagedKVCache, compile_kernels
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,16 @@ class StepPlan:
         contexts: tokens of each sequence in the KV cache, this step's included.
         page_size: tokens per KV page.
         repeats: replays, whose median is the result.
+        temperature: of sampling; 0 is greedy.
+        breakdown: say what each kernel adds to a step; on CUDA only.
     """
 
     batches: Sequence[int]
     contexts: Sequence[int]
     page_size: int = 16
     repeats: int = 30
+    temperature: float = 0.0
+    breakdown: bool = False
 
     def check(self, config: ModelConfig) -> None:
         """Refuse what cannot be measured on a model.
@@ -46,6 +52,8 @@ class StepPlan:
         for name, value, minimum in least:
             if value < minimum:
                 raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature: got {self.temperature}, expected at least 0")
         if max(self.contexts) > config.max_position_embeddings:
             raise ValueError(
                 f"context: got {max(self.contexts)}, expected at most the model's "
@@ -59,6 +67,7 @@ class StepResult:
 
     batch: int
     row: Row
+    shares: Sequence[KernelShare] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,20 +78,23 @@ class StepResult:
 def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
     """Time the decode step, yielding results as they are measured.
 
-    A step is what the engine's runner does for one token of every sequence: inputs (on the
-    device already) copied into the static buffers, then the replay, sampling included. The
-    sequences' pages are scattered over a cache of just the size needed.
+    A step is what the engine's runner does for one token of every sequence: inputs copied from the
+    host into the static buffers, then the replay, sampling included. The sequences' pages are
+    scattered over a cache of just the size needed.
 
     Args:
         model: the decoder.
         name: of the model, as the rows shall call it.
         plan: what to measure.
 
+    Kernels that are not compiled yet are compiled at the call.
+
     Raises:
         ValueError: at the call, for what `StepPlan.check` refuses.
         MemoryError: when there is no room for the sequences of a context.
     """
     plan.check(model.config)
+    compile_kernels(model)
     contexts = sorted(set(plan.contexts))
     # One generator per context, so that its cache is freed before the next one's is made.
     return chain.from_iterable(_time_context(model, name, plan, context) for context in contexts)
@@ -111,20 +123,28 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
         runner.capture(batches, progress=True, verify=False)
         for batch in batches:
             inputs = {
-                name: tensor.to(model.device, specs[name].dtype)
-                for name, tensor in _inputs(model, batch, context, plan.page_size).items()
+                name: tensor.to(specs[name].dtype)
+                for name, tensor in step_inputs(model, batch, context, plan).items()
             }
             replay = partial(runner.run, batch, inputs)
             times = time_calls(replay, model.device, repeats=plan.repeats)
             row = Row.of(
                 "step",
                 f"{name} b{batch} ctx{context}",
-                f"ostinato_{precision(model)}",
+                implementation(model),
                 seconds=statistics.median(times),
                 num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
                 flops=step_flops(model, batch, context),
             )
-            yield StepResult(batch, row)
+            yield StepResult(batch, row, kernel_shares(replay) if plan.breakdown else ())
+
+
+def implementation(model: Llama) -> str:
+    """Name what was timed: the layers' precision, then what is not as a checkpoint says it."""
+    name = f"ostinato_{precision(model)}"
+    if model.lm_head.weight.dtype.itemsize == 1:
+        name += f"_lm_head_{dtype_name(model.lm_head.weight.dtype)}"
+    return name if model.batch_invariant else f"{name}_batch_variant"
 
 
 def weight_bytes(model: Llama) -> int:
@@ -159,9 +179,10 @@ def _attended(config: ModelConfig, context: int) -> int:
     return sum(min(context, window or context) for window in config.sliding_windows)
 
 
-def _inputs(model: Llama, batch: int, context: int, page_size: int) -> dict[str, torch.Tensor]:
+def step_inputs(model: Llama, batch: int, context: int, plan: StepPlan) -> dict[str, torch.Tensor]:
     """Return the step's inputs: random tokens at the end of sequences in scattered pages."""
     generator = torch.Generator().manual_seed(0)
+    page_size = plan.page_size
     pages_each = -(-context // page_size)
     # Page 0 is the dummy page.
     pages = 1 + torch.randperm(batch * pages_each, generator=generator).view(batch, pages_each)
@@ -173,7 +194,7 @@ def _inputs(model: Llama, batch: int, context: int, page_size: int) -> dict[str,
         "slot_mapping": pages[:, -1] * page_size + last % page_size,
         "page_table": pages,
         "slots": torch.arange(batch),
-        "temperature": torch.ones(batch),
+        "temperature": torch.full((batch,), plan.temperature),
         "top_k": torch.zeros(batch),
         "top_p": torch.ones(batch),
         "min_p": torch.zeros(batch),

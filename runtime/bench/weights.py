@@ -12,7 +12,6 @@ from ostinato.model import (
     Llama,
     ModelConfig,
     W8A8Linear,
-    compile_kernels,
 )
 
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
@@ -21,38 +20,54 @@ _NAMES |= {torch.float16: "fp16", torch.float32: "fp32"}
 
 def precision(model: Llama) -> str:
     """Return how the linear layers compute: "int8", "fp8", "bf16", "fp16" or "fp32"."""
-    return _NAMES[model.layers[0].qkv.weight.dtype]
+    return dtype_name(model.layers[0].qkv.weight.dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "int8", "fp8", "bf16", "fp16" or "fp32"."""
+    return _NAMES[dtype]
 
 
 def random_llama(
-    config: ModelConfig, precision: str, device: torch.device, *, max_context: int
+    config: ModelConfig,
+    precision: str,
+    device: torch.device,
+    *,
+    max_context: int,
+    lm_head: str = "bf16",
+    batch_invariant: bool = True,
 ) -> Llama:
     """Return a decoder with random weights that keep activations of order one.
 
-    On CUDA its kernels are compiled if they are not yet.
+    Its kernels are not compiled: `compile_kernels` does that.
 
     Args:
         config: shape of the model; only bf16 models are made, without biases.
-        precision: of the linear layers but `lm_head`, which stays bf16: one of `PRECISIONS`.
+        precision: of the linear layers but the output projection: one of `PRECISIONS`.
         device: where the weights are made.
         max_context: longest sequence served.
+        lm_head: precision of the output projection.
+        batch_invariant: as of `load_model`.
 
     Raises:
         ValueError: for another precision, or a `max_context` that the model does not have.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: got {precision!r}, expected one of {', '.join(PRECISIONS)}")
+    for name, value in (("precision", precision), ("lm_head", lm_head)):
+        if value not in PRECISIONS:
+            raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(PRECISIONS)}")
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
         weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
         return weight.normal_(std=columns**-0.5, generator=generator)
 
-    def linear(rows: int, columns: int) -> AnyLinear:
-        if precision == "bf16":
+    def linear(
+        rows: int, columns: int, dtype: str = precision, out: torch.dtype = torch.bfloat16
+    ) -> AnyLinear:
+        if dtype == "bf16":
             return Linear(normal(rows, columns))
         shape = rows, columns
-        if precision == "int8":
+        if dtype == "int8":
             weight = torch.empty(shape, dtype=torch.int8, device=device)
             weight.random_(-127, 128, generator=generator)
             deviation = 127 / 3**0.5
@@ -60,7 +75,7 @@ def random_llama(
             weight = normal(rows, columns).mul_(columns**0.5).to(torch.float8_e4m3fn)
             deviation = 1.0
         scale = torch.full((rows,), columns**-0.5 / deviation, device=device)
-        return W8A8Linear(weight, scale, torch.bfloat16)
+        return W8A8Linear(weight, scale, out, batch_invariant=batch_invariant)
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16, device=device)
@@ -80,7 +95,16 @@ def random_llama(
         for _ in range(config.num_layers)
     ]
     embedding = normal(config.vocab_size, hidden)
-    head = embedding if config.tie_word_embeddings else normal(config.vocab_size, hidden)
-    model = Llama(config, embedding, layers, ones(hidden), Linear(head), max_context=max_context)
-    compile_kernels(model)
-    return model
+    if config.tie_word_embeddings and lm_head == "bf16":
+        head: AnyLinear = Linear(embedding)
+    else:
+        head = linear(config.vocab_size, hidden, lm_head, torch.float32)
+    return Llama(
+        config,
+        embedding,
+        layers,
+        ones(hidden),
+        head,
+        max_context=max_context,
+        batch_invariant=batch_invariant,
+    )

@@ -24,6 +24,7 @@ from ostinato.checkpoint.layout import (
 )
 from ostinato.checkpoint.reader import CheckpointReader, require_finite
 from ostinato.checkpoint.scales import merge_asymmetric, read_scale, read_zero_point, require_zero
+from ostinato.checkpoint.weights import QUANTIZED_DTYPES, quantize_weight
 from ostinato.model import (
     AnyLinear,
     DecoderLayer,
@@ -41,6 +42,8 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     max_context: int | None = None,
+    lm_head_dtype: torch.dtype | None = None,
+    batch_invariant: bool = True,
 ) -> Llama:
     """Load a Hugging Face checkpoint folder: Llama, Mistral, Qwen2 or Qwen3.
 
@@ -57,6 +60,10 @@ def load_model(
         device: where the tensors go.
         dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
         max_context: longest sequence to serve, at most (and by default) the model's own.
+        lm_head_dtype: int8 or float8_e4m3fn: quantise an output projection that the file has not
+            quantised, with a scale per row. By default it stays as it is.
+        batch_invariant: whether what is generated has the same bits whatever other sequences are
+            served beside it, at the price of the fastest kernels for up to 16 of them.
 
     Raises:
         CheckpointError: naming the file and the tensor, when something is missing, damaged,
@@ -64,7 +71,7 @@ def load_model(
         UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
         UnsupportedModelError: for a model that is not implemented.
         KernelBuildError: when compiling a kernel fails.
-        TypeError, ValueError: for `dtype` or `max_context`.
+        TypeError, ValueError: for `dtype`, `max_context` or `lm_head_dtype`.
     """
     folder = Path(path)
     config = load_config(folder)
@@ -73,32 +80,52 @@ def load_model(
             expected = ", ".join(str(item) for item in DENSE_DTYPES)
             raise TypeError(f"dtype: got {dtype}, expected one of {expected}")
         config = replace(config, dtype=dtype)
+    if lm_head_dtype is not None and lm_head_dtype not in QUANTIZED_DTYPES:
+        expected = " or ".join(map(str, QUANTIZED_DTYPES))
+        raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     max_context = config.context(max_context)
     layout = model_layout(config, load_quantization(folder))
     with CheckpointReader(folder) as reader:
         reader.check(layout.tensors())
-        builder = _Builder(reader, config.dtype, torch.device(device))
-        model = builder.model(config, layout, max_context)
+        builder = _Builder(reader, config.dtype, torch.device(device), batch_invariant)
+        model = builder.model(config, layout, max_context, lm_head_dtype)
     compile_kernels(model)
     return model
 
 
 class _Builder:
-    def __init__(self, reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool,
+    ) -> None:
         self._reader = reader
         self._dtype = dtype
         self._device = device
+        self._batch_invariant = batch_invariant
 
-    def model(self, config: ModelConfig, layout: ModelLayout, max_context: int) -> Llama:
+    def model(
+        self,
+        config: ModelConfig,
+        layout: ModelLayout,
+        max_context: int,
+        lm_head_dtype: torch.dtype | None,
+    ) -> Llama:
         embedding = self._stack([layout.embedding], self._dtype)
         check_tied(self._reader, layout)
+        lm_head = self._linear((layout.lm_head,)) if layout.lm_head else Linear(embedding)
+        if lm_head_dtype is not None and isinstance(lm_head, Linear):
+            lm_head = self._quantized(lm_head, lm_head_dtype)
         return Llama(
             config,
             embedding,
             [self._layer(layer) for layer in layout.layers],
             self._stack([layout.norm], self._dtype),
-            self._linear((layout.lm_head,)) if layout.lm_head else Linear(embedding),
+            lm_head,
             max_context=max_context,
+            batch_invariant=self._batch_invariant,
         )
 
     def _layer(self, layout: LayerLayout) -> DecoderLayer:
@@ -133,6 +160,19 @@ class _Builder:
             input_scale=input_scale,
             input_zero_point=zero_point,
             weight_sum=None if zero_point is None else weight.sum(1, dtype=torch.int32),
+            batch_invariant=self._batch_invariant,
+        )
+
+    def _quantized(self, linear: Linear, dtype: torch.dtype) -> W8A8Linear:
+        """Return a layer with 8-bit weights and fp32 output, as logits are wanted."""
+        weight, scale = quantize_weight(linear.weight, dtype, torch.float32)
+        bias = None if linear.bias is None else linear.bias.float()
+        return W8A8Linear(
+            weight=weight,
+            weight_scale=scale.squeeze(1),
+            out_dtype=torch.float32,
+            bias=bias,
+            batch_invariant=self._batch_invariant,
         )
 
     def _weight_scale(self, parts: Sequence[Projection]) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 _BLOCK_ELEMENTS = 1 << 22
 
 _GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+QUANTIZED_DTYPES = tuple(_GRID_MAX)
 
 
 def quantize_weight(
@@ -30,8 +31,8 @@ def quantize_weight(
     Raises:
         ValueError: when the weight holds NaN, an infinity, or numbers too large for a scale.
     """
-    values = torch.empty(weight.shape, dtype=dtype)
-    scale = torch.empty(weight.shape[0], 1, dtype=scale_dtype)
+    values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    scale = torch.empty(weight.shape[0], 1, dtype=scale_dtype, device=weight.device)
     rows = max(1, _BLOCK_ELEMENTS // max(1, weight.shape[1]))
     for source, value, row_scale in zip(
         weight.split(rows), values.split(rows), scale.split(rows), strict=True

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ostinato.cli import bench_decode, bench_gemm, bench_step
+from ostinato.cli import (
+    bench_burst,
+    bench_decode,
+    bench_engine,
+    bench_gemm,
+    bench_graphs,
+    bench_prefill,
+    bench_step,
+)
 from ostinato.cli.command import Command, Parser
 
 
@@ -21,8 +29,12 @@ def _parser() -> Parser:
         description="Measure latencies. `bench SECTION --help` describes a section.",
     )
     sections = parser.add_subparsers(title="sections", metavar="SECTION", required=True)
+    bench_burst.add_parser(sections)
     bench_decode.add_parser(sections)
+    bench_engine.add_parser(sections)
     bench_gemm.add_parser(sections)
+    bench_graphs.add_parser(sections)
+    bench_prefill.add_parser(sections)
     bench_step.add_parser(sections)
     return parser
 

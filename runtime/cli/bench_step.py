@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ostinato.bench.step import StepPlan, StepResult
     from ostinato.model import Llama
 
-_HEADER = f"{'case':<32}{'impl':<16}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}"
+_HEADER = f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}"
 
 
 def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
@@ -57,10 +57,33 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="of the linear layers' weights, with --shape (default int8)",
     )
     parser.add_argument(
+        "--lm-head",
+        choices=PRECISIONS,
+        help="precision of the output projection (default: bf16, or the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--no-batch-invariant",
+        dest="batch_invariant",
+        action="store_false",
+        help="let the bits of a sequence depend on what is served beside it, for faster kernels",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of sampling (default 0: greedy)",
+    )
+    parser.add_argument(
         "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
     )
     parser.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="replays per median (default 30)"
+    )
+    parser.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="print what each kernel adds to the step, too (CUDA only)",
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
     add_device_flag(parser)
@@ -69,6 +92,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.model is not None and args.dtype is not None:
         raise UserError("--dtype goes with --shape: a checkpoint has its own")
+    if args.model is not None and args.lm_head == "bf16":
+        raise UserError("--lm-head bf16 goes with --shape: a checkpoint has its own")
     check_folder("--json", args.json)
 
     import torch
@@ -76,16 +101,20 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.report import Report
     from ostinato.bench.step import StepPlan, time_steps
 
-    plan = StepPlan(args.batch, args.context, args.page_size, args.repeats)
+    plan = StepPlan(
+        args.batch, args.context, args.page_size, args.repeats, args.temperature, args.breakdown
+    )
     with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         device = resolve_device(args.device)
+        if args.breakdown and device.type != "cuda":
+            raise UserError(f"--breakdown: got device {device}, expected a CUDA device")
         models = _models(args, plan, device)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for name, make in models:
             for result in time_steps(make(), name, plan):
-                print(_line(result), flush=True)
+                print(_line(result), *_shares(result), sep="\n", flush=True)
                 report.rows.append(result.row)
                 # After every row: what was measured before a Ctrl-C is worth keeping.
                 if args.json is not None:
@@ -97,26 +126,48 @@ def _models(
     args: argparse.Namespace, plan: StepPlan, device: torch.device
 ) -> list[tuple[str, Callable[[], Llama]]]:
     """Return the models' names and how to make them: one at a time, as two might not fit."""
+    import torch
+
     from ostinato.bench.weights import random_llama
     from ostinato.checkpoint import load_config, load_model
     from ostinato.model import ModelConfig
 
+    heads = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, None: None}
     max_context = max(args.context)
     if args.model is not None:
         folder = Path(args.model)
         plan.check(load_config(folder))
-        model = load_model(folder, device=device, max_context=max_context)
+        model = load_model(
+            folder,
+            device=device,
+            max_context=max_context,
+            lm_head_dtype=heads[args.lm_head],
+            batch_invariant=args.batch_invariant,
+        )
         return [(folder.resolve().name, lambda: model)]
     config = ModelConfig.from_hf(SHAPES[args.shape])
     plan.check(config)
+    make = partial(
+        random_llama,
+        config,
+        device=device,
+        max_context=max_context,
+        lm_head=args.lm_head or "bf16",
+        batch_invariant=args.batch_invariant,
+    )
+    return [(args.shape, partial(make, dtype)) for dtype in args.dtype or ["int8"]]
+
+
+def _shares(result: StepResult) -> list[str]:
     return [
-        (args.shape, partial(random_llama, config, dtype, device, max_context=max_context))
-        for dtype in args.dtype or ["int8"]
+        f"  {share.added_us:9.1f} µs added by {share.launches:4.0f} x {share.name}, "
+        f"{share.running_us / share.launches:.2f} µs each"
+        for share in result.shares
     ]
 
 
 def _line(result: StepResult) -> str:
     row = result.row
     return (
-        f"{row.case:<32}{row.impl:<16}{row.us:>12.1f}{result.tokens_per_s:>12.4g}{row.tb_s:>10.3g}"
+        f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{result.tokens_per_s:>12.4g}{row.tb_s:>10.3g}"
     )

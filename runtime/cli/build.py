@@ -116,7 +116,11 @@ def _model_kernels(folder: Path) -> set[Variant]:
     from ostinato.checkpoint import load_config
     from ostinato.checkpoint.formats import load_quantization
     from ostinato.checkpoint.layout import Fused, model_layout
-    from ostinato.model.kernels import LM_HEAD_QUANTIZATION, QUANTIZATION_OF, step_kernels
+    from ostinato.model.kernels import (
+        LM_HEAD_QUANTIZATION,
+        QUANTIZATION_OF,
+        unquantized_kernels,
+    )
     from ostinato.ops.launch import CAPABILITY
     from ostinato.ops.precompile import layer_kernels
 
@@ -130,7 +134,7 @@ def _model_kernels(folder: Path) -> set[Variant]:
         uses.append((LM_HEAD_QUANTIZATION, (layout.lm_head,)))
     for layer in layout.layers:
         uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
-    needed: set[Variant] = set(step_kernels(config))
+    needed: set[Variant] = set(unquantized_kernels(config))
     for kind, parts in uses:
         if (scheme := parts[0].scheme) is not None:
             shape = (sum(part.rows for part in parts), parts[0].columns)

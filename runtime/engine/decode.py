@@ -10,7 +10,7 @@ import torch
 
 from ostinato import ops
 from ostinato.engine.request import Request
-from ostinato.graphs import BatchView, BufferSpec
+from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
 from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache
 
@@ -58,6 +58,9 @@ class DecodeStep:
         self._seen = seen
         self.max_pages = max_pages
         self._rehearsal_pages: list[int] = []
+        self._pages = _PageRows(cache, seen.padding_slot, max_pages)
+        self._constants_of: list[tuple[int, int]] = []
+        self._constants: dict[str, object] = {}
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -104,6 +107,19 @@ class DecodeStep:
             "counters": BufferSpec((), torch.int64, 0, _integers(0, max_length)),
         }
 
+    def burst_rules(self, max_steps: int) -> BurstRules:
+        """Return how the step feeds itself: the sampled token is the next input, one place on."""
+        return BurstRules(
+            {
+                "tokens": Feed("tokens"),
+                "positions": Add(),
+                "seq_lens": Add(),
+                "slot_mapping": Slot("page_table", "positions", self._cache.page_size),
+                "counters": Add(),
+            },
+            max_steps=max_steps,
+        )
+
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
         """Run the step over a batch of the buffers above."""
         attention = AttentionInputs(
@@ -144,27 +160,63 @@ class DecodeStep:
         rows[: len(chosen)] = chosen[: len(rows)]
         return rows
 
-    def inputs(self, requests: Sequence[Request]) -> dict[str, object]:
-        """Return the step's inputs for one more token of each request (its slot reserved)."""
-        lengths = [request.length for request in requests]
-        ids = [request.id for request in requests]
-        slots = [
-            self._cache.slots(request, at, at + 1)[0]
-            for request, at in zip(ids, lengths, strict=True)
-        ]
+    def inputs(self, requests: Sequence[Request], last_tokens: torch.Tensor) -> dict[str, object]:
+        """Return the step's inputs for one more token of each request (its slot reserved).
+
+        Args:
+            requests: [B] of them.
+            last_tokens: the token that each sampled last, [B] int64.
+        """
+        lengths = torch.tensor([request.length for request in requests])
+        table = self._pages.rows(requests)
+        page, offset = lengths // self._cache.page_size, lengths % self._cache.page_size
+        # The page that holds the new token's slot.
+        written = table.gather(1, page[:, None])[:, 0].long()
         return {
-            "tokens": torch.tensor([request.generated[-1] for request in requests]),
-            "positions": torch.tensor(lengths, dtype=torch.int32),
-            "seq_lens": torch.tensor([at + 1 for at in lengths], dtype=torch.int32),
-            "slot_mapping": torch.tensor(slots),
-            "page_table": self._cache.page_table(ids, self.max_pages),
-            "slots": torch.tensor([request.slot for request in requests]),
-            **sampling_inputs(requests),
+            "tokens": last_tokens,
+            "positions": lengths.int(),
+            "seq_lens": (lengths + 1).int(),
+            "slot_mapping": written * self._cache.page_size + offset,
+            "page_table": table,
+            "counters": sampling_counters(requests),
+            **self._constant_inputs(requests),
         }
+
+    def _constant_inputs(self, requests: Sequence[Request]) -> dict[str, object]:
+        """Return what does not change from step to step; made anew when the requests change."""
+        key = [(request.id, request.slot) for request in requests]
+        if key != self._constants_of:
+            slots = torch.tensor([request.slot for request in requests])
+            self._constants = {"slots": slots, **sampling_inputs(requests)}
+            self._constants_of = key
+        return self._constants
+
+
+class _PageRows:
+    """The page table on the host, a row per slot, of which only what changed is written."""
+
+    def __init__(self, cache: PagedKVCache, num_slots: int, max_pages: int) -> None:
+        self._cache = cache
+        # Made in inference mode it could not be written outside it.
+        with torch.inference_mode(False):
+            self._table = torch.full((num_slots, max_pages), DUMMY_PAGE, dtype=torch.int32)
+        self._written = [0] * num_slots  # versions of pages; the cache counts from 1
+
+    def rows(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Return the page table [len(requests), max_pages] of running requests."""
+        for request in requests:
+            version = self._cache.version(request.id)
+            if self._written[request.slot] != version:
+                pages = torch.tensor(self._cache.pages(request.id), dtype=torch.int32)
+                row = self._table[request.slot]
+                row[: len(pages)] = pages
+                row[len(pages) :] = DUMMY_PAGE
+                self._written[request.slot] = version
+        return self._table[torch.tensor([request.slot for request in requests])]
 
 
 class SamplingInputs(TypedDict):
-    """Per-row arguments of `ops.sample`, each [B]."""
+    """Per-row arguments of `ops.sample` that a request keeps, each [B]."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -172,7 +224,6 @@ class SamplingInputs(TypedDict):
     min_p: torch.Tensor
     repetition_penalty: torch.Tensor
     seeds: torch.Tensor
-    counters: torch.Tensor
 
 
 def sampling_inputs(
@@ -191,8 +242,14 @@ def sampling_inputs(
         "min_p": column([p.min_p for p in params], torch.float32),
         "repetition_penalty": column([p.repetition_penalty for p in params], torch.float32),
         "seeds": column([request.seed for request in requests], torch.int64),
-        "counters": column([len(request.generated) for request in requests], torch.int64),
     }
+
+
+def sampling_counters(
+    requests: Sequence[Request], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return the place of each request's next token in its text, [B] int64."""
+    return torch.tensor([request.sampled for request in requests], device=device)
 
 
 def _integers(low: int, high: int) -> Example:

@@ -12,7 +12,13 @@ import torch
 from tokenizers import Tokenizer
 
 from ostinato import ops
-from ostinato.engine.decode import DecodeStep, SeenTokens, sampling_inputs
+from ostinato.engine.decode import (
+    DecodeStep,
+    SeenTokens,
+    sampling_counters,
+    sampling_inputs,
+)
+from ostinato.engine.in_flight import TokensInFlight
 from ostinato.engine.params import Completion, SamplingParams, TokenEvent
 from ostinato.engine.prefill import Prefill
 from ostinato.engine.request import Request
@@ -104,6 +110,7 @@ class Engine:
         self.runner = GraphRunner(self._decode, buffers)
         self._scheduler = Scheduler(self.cache, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self._prefill = Prefill(model, self.cache, max_pages, prefill_chunk)
+        self._in_flight = TokensInFlight(model.device)
         self._requests: dict[int, Request] = {}
         # Events wait here for whoever asks next: requests of a stream have a queue of their own.
         self._events: deque[TokenEvent] = deque()
@@ -128,6 +135,7 @@ class Engine:
         """
         if self._scheduler.running:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
+        self._in_flight.clear()  # tokens of cancelled requests, in memory of the old graphs
         # Only verification draws examples; a rehearsal takes pages that were kept for prefixes.
         with self._decode.rehearsal() if verify else nullcontext():
             return self.runner.capture(batch_sizes, progress=progress, verify=verify)
@@ -145,8 +153,9 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Admit requests, decode one token each, compute prompt chunks; return the new tokens.
 
-        These are the tokens of submitted requests. Those of `stream` and `generate` go to them,
-        whoever makes the step.
+        The device works on this step while the host reads the tokens of the one before, so these
+        are the tokens of the step before. They are those of submitted requests: those of `stream`
+        and `generate` go to them, whoever makes the step.
 
         Raises:
             ostinato.graphs.GraphError: before `capture`; nothing is changed then.
@@ -221,6 +230,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
+        self._in_flight.clear()
         self.runner.close()
 
     def _requests_of(
@@ -250,8 +260,14 @@ class Engine:
         scheduler = self._scheduler
         for request in scheduler.admit():
             self._seen.reset(request.slot, [*request.prompt, *request.generated])
+        batch = scheduler.decode_batch(settle=self._read_tokens)
+        launched_before = len(self._in_flight)
         # Decode first, so that a prompt finished in this step waits for the next like any other.
-        self._decode_step(scheduler.decode_batch())
+        try:
+            self._decode_step(batch)
+        finally:
+            # Also after an error: the next run overwrites what these tokens were copied from.
+            self._read_tokens(launched_before)
         chunks = scheduler.prefill_chunks(self._max_prefill_tokens)
         if chunks:
             self._prefill_step(chunks)
@@ -307,39 +323,47 @@ class Engine:
         started = time.perf_counter()
         finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
         logits = self._prefill(chunks)
-        for chunk in chunks:
-            self._scheduler.computed(chunk)
-        tokens: list[int] = []
         if finished:
             slots = torch.tensor([request.slot for request in finished], device=logits.device)
-            sampled = ops.sample(
+            tokens = ops.sample(
                 logits,
                 seen=self._seen.mask,
                 seen_rows=slots,
+                counters=sampling_counters(finished, logits.device),
                 **sampling_inputs(finished, logits.device),
             )
-            tokens = sampled.tolist()
-        self.stats.prefill_seconds.append(time.perf_counter() - started)
+            self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
+        # Only now: after an error the prompt is computed again, first token and all.
+        for chunk in chunks:
+            self._scheduler.computed(chunk)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
-        self._accept(finished, tokens)
+        if not finished:
+            self.stats.prefill_seconds.append(time.perf_counter() - started)
 
     def _decode_step(self, batch: Sequence[Request]) -> None:
+        if not batch:
+            return
         largest = self.runner.max_batch_size
+        last_tokens = self._in_flight.last_tokens(batch)
         for at in range(0, len(batch), largest):
-            part = batch[at : at + largest]
             started = time.perf_counter()
-            outputs = self.runner.run(len(part), self._decode.inputs(part))
-            tokens = outputs["tokens"].tolist()
-            self.stats.decode_seconds.append(time.perf_counter() - started)
+            part = batch[at : at + largest]
+            inputs = self._decode.inputs(part, last_tokens[at : at + largest])
+            tokens = self.runner.run(len(part), inputs)["tokens"]
+            if len(batch) > largest:
+                tokens = tokens.clone()  # the next part's run overwrites them
+            self._in_flight.add(part, tokens, self.stats.decode_seconds, started)
             self.stats.decode_tokens += len(part)
-            self._accept(part, tokens)
 
-    def _accept(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
-        for request, token in zip(requests, tokens, strict=True):
-            event = request.accept(token)
-            self._queues.get(request.id, self._events).append(event)
-            if request.finish_reason is not None:
-                self._scheduler.finish(request)
+    def _read_tokens(self, count: int | None = None) -> None:
+        """Read the tokens of the oldest `count` launches, by default of all."""
+        self._in_flight.read(self._accept, count)
+
+    def _accept(self, request: Request, token: int) -> None:
+        event = request.accept(token)
+        self._queues.get(request.id, self._events).append(event)
+        if request.finish_reason is not None:
+            self._scheduler.finish(request)
 
 
 def _default_pages(model: Llama, wanted: int, page_size: int) -> int:

@@ -14,7 +14,8 @@ class Request:
     """A prompt on its way to a text.
 
     `computed` counts the prompt tokens whose keys and values are in the cache; `swapped` holds
-    the sequence while it has been preempted; `slot` is its row of per-request device state.
+    the sequence while it has been preempted; `slot` is its row of per-request device state;
+    `in_flight` counts tokens that are sampled on the device and not in `generated` yet.
     """
 
     id: int
@@ -25,6 +26,7 @@ class Request:
     stop_ids: frozenset[int]
     stream: TextStream
     generated: list[int] = field(default_factory=list)
+    in_flight: int = 0
     computed: int = 0
     slot: int = -1
     swapped: SwappedSequence | None = None
@@ -37,8 +39,13 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values a decode step needs: all but the last generated one."""
-        return len(self.prompt) + max(len(self.generated) - 1, 0)
+        """Tokens whose keys and values a decode step needs: all but the last sampled one."""
+        return len(self.prompt) + max(self.sampled - 1, 0)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that have been sampled, read by the host or not."""
+        return len(self.generated) + self.in_flight
 
     @property
     def final_length(self) -> int:
@@ -47,8 +54,8 @@ class Request:
 
     def accept(self, token: int) -> TokenEvent:
         """Add a sampled token, decide whether it is the last, and return its event."""
-        self.generated.append(token)
         text = self.stream.push(token)
+        self.generated.append(token)
         if token in self.stop_ids or self.stream.stopped:
             self.finish_reason = FinishReason.STOP
         elif len(self.generated) == self.max_new_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ostinato.engine.request import Request
@@ -89,16 +90,22 @@ class Scheduler:
         whole = chunk.stop - chunk.stop % self.prefill_chunk
         self.cache.publish(request.id, request.prompt[:whole])
 
-    def decode_batch(self) -> list[Request]:
+    def decode_batch(self, settle: Callable[[], None] = lambda: None) -> list[Request]:
         """Reserve a slot for one more token of every running request, and return them.
 
-        When pages run out, the newest request is preempted.
+        When pages run out, the newest request is preempted. Requests that have sampled all the
+        tokens they may are left out.
+
+        Args:
+            settle: called before a request is preempted: reads the tokens in flight, which a
+                preempted request must not have, and finishes whom they end.
         """
         batch = []
         for request in list(self.running):
-            if request.slot >= 0 and request.prefilled and self._grow(request):
+            if self._may_decode(request) and self._grow(request, settle):
                 batch.append(request)
-        return batch
+        # Those added before pages ran out may have ended since.
+        return [request for request in batch if request.slot >= 0]
 
     def finish(self, request: Request) -> None:
         """Forget a request and free what it holds, wherever it is."""
@@ -138,12 +145,22 @@ class Scheduler:
             raise
         return True
 
-    def _grow(self, request: Request) -> bool:
+    def _may_decode(self, request: Request) -> bool:
+        return request.slot >= 0 and request.prefilled and request.sampled < request.max_new_tokens
+
+    def _grow(self, request: Request, settle: Callable[[], None]) -> bool:
+        settled = False
         while True:
             try:
                 self.cache.reserve(request.id, request.length + 1)
                 return True
             except OutOfPagesError:
+                if not settled:
+                    settle()
+                    settled = True
+                    if not self._may_decode(request):
+                        return False
+                    continue
                 victim = self.running[-1]
                 self._preempt(victim)
                 if victim is request:

@@ -40,9 +40,16 @@ class TextStream:
         return self._decoded[: self._shown]
 
     def push(self, token: int) -> str:
-        """Add a token and return what can be shown now; sets `stopped` at a stop string."""
+        """Add a token and return what can be shown now; sets `stopped` at a stop string.
+
+        After an error of the tokenizer the token has not been added.
+        """
         self._window.append(token)
-        fresh = self._undecoded()
+        try:
+            fresh = self._undecoded()
+        except BaseException:
+            self._window.pop()
+            raise
         if fresh and not fresh.endswith(_INCOMPLETE):
             self._decoded += fresh
             self._window = self._window[self._window_shown :]

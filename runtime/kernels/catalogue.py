@@ -13,8 +13,10 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -38,6 +40,12 @@ GEMM_SMALL_M = tuple(
     )
     for max_m, token_warps, row_tiles, x_slots in _SMALL_M
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES)
+)
+# Longer rows, fp16 and 16-bit output of the other dtype are compiled when they are first used.
+FUSED_LINEAR = tuple(
+    FusedLinear(kind=kind, in_dtype="bf16", dtype=dtype, out_dtype=out_dtype, max_k=4096)
+    for kind, out_dtype in (("rms_norm", "bf16"), ("rms_norm", "fp32"), ("per_token", "bf16"))
+    for dtype in OPERAND_DTYPES
 )
 # (channels, tokens, pingpong): those of docs/gemm_tiled.md.
 _TILES = (
@@ -98,14 +106,17 @@ ATTENTION_PREFILL = tuple(
         ("packed", "pages", "slots"),
     )
 )
+MERGE_STATES = tuple(MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES)
 SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)
 CATALOGUE: tuple[Variant, ...] = (
     *QUANTIZE,
     *GEMM_SMALL_M,
     *GEMM_TILED,
+    *FUSED_LINEAR,
     *APPEND_KV,
     *ATTENTION_DECODE,
     *ATTENTION_PREFILL,
+    *MERGE_STATES,
     *SAMPLE,
 )
 

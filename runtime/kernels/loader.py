@@ -17,14 +17,25 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
 )
 
-Library = _C.AppendKV | _C.PagedDecode | _C.Prefill | _C.Quantize | _C.Sample | _C.W8A8Gemm
+Library = (
+    _C.AppendKV
+    | _C.FusedLinear
+    | _C.MergeStates
+    | _C.PagedDecode
+    | _C.Prefill
+    | _C.Quantize
+    | _C.Sample
+    | _C.W8A8Gemm
+)
 
 _loaded: dict[tuple[Variant, int], Library] = {}
 _compiling = threading.Lock()
@@ -36,6 +47,10 @@ def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
 def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
+@overload
+def load(variant: FusedLinear, *, device: int, stream: int) -> _C.FusedLinear: ...
+@overload
+def load(variant: MergeStates, *, device: int, stream: int) -> _C.MergeStates: ...
 @overload
 def load(variant: Sample, *, device: int, stream: int) -> _C.Sample: ...
 @overload
@@ -115,6 +130,10 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.Quantize(path)
     if isinstance(variant, AppendKV):
         return _C.AppendKV(path)
+    if isinstance(variant, FusedLinear):
+        return _C.FusedLinear(path)
+    if isinstance(variant, MergeStates):
+        return _C.MergeStates(path)
     if isinstance(variant, Sample):
         return _C.Sample(path)
     if isinstance(variant, AttentionPrefill):

@@ -231,7 +231,7 @@ class AttentionPrefill(Variant):
         if self.dtype == "e4m3":
             return {64: (96, 3), 128: (128, 2), 256: (64, 2)}[self.head_dim]
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
-            return 112, 3
+            return 96, 3
         if max(dims) <= 128:
             return 128, 2
         if self.head_dim <= 192 and self.value_dim <= 128:
@@ -344,6 +344,45 @@ class GemmTiled(Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedLinear(Variant):
+    """W8A8 linear layer for one token that quantises its activations itself.
+
+    Args:
+        kind: per_token (x as it is) or rms_norm (with a residual added before, if given).
+        in_dtype: of x, the residual and the norm's weight: bf16 or fp16.
+        dtype: of the weight and of x once quantised, int8 or e4m3.
+        out_dtype: of the output and the bias.
+        max_k: the most input features, 4096 or 8192.
+    """
+
+    family: ClassVar[str] = "fused_linear"
+    source: ClassVar[Path] = CSRC / "fused_linear" / "fused_linear_sm90.cu"
+
+    kind: str
+    in_dtype: str
+    dtype: str
+    out_dtype: str
+    max_k: int
+
+    def __post_init__(self) -> None:
+        _check("kind", self.kind, ("per_token", "rms_norm"))
+        _check("in_dtype", self.in_dtype, ("bf16", "fp16"))
+        _check("dtype", self.dtype, OPERAND_DTYPES)
+        _check("out_dtype", self.out_dtype, FLOAT_DTYPES)
+        _check("max_k", self.max_k, (4096, 8192))
+
+    @property
+    def name(self) -> str:
+        dtypes = f"{self.in_dtype}-{self.dtype}-{self.out_dtype}"
+        return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}"
+
+    def defines(self) -> dict[str, str]:
+        product = GemmSmallM(dtype=self.dtype, out_dtype=self.out_dtype, max_m=8)
+        rows = Quantize(kind=self.kind, in_dtype=self.in_dtype, out_dtype=self.dtype)
+        return {**product.defines(), **rows.defines(), "OSTINATO_MAX_K": str(self.max_k)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class AppendKV(Variant):
     """Norm and rotation of q and k, and their way and that of v into the paged cache.
 
@@ -370,6 +409,30 @@ class AppendKV(Variant):
 
     def defines(self) -> dict[str, str]:
         return {"OSTINATO_DTYPE": self.dtype, "OSTINATO_CACHE_DTYPE": self.cache_dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStates(Variant):
+    """Attention to some keys and attention to others, merged.
+
+    Args:
+        dtype: of the outputs.
+    """
+
+    family: ClassVar[str] = "merge_states"
+    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        _check("dtype", self.dtype, FLOAT_DTYPES)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -13,8 +14,9 @@ from ostinato.model.pages import DUMMY_PAGE, PagePool
 
 @dataclass
 class _SequencePages:
-    length: int = 0
-    pages: list[int] = field(default_factory=list)
+    length: int
+    pages: list[int]
+    version: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class PagedKVCache:
         self.page_size = page_size
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _SequencePages] = {}
+        self._versions = count(1)
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
@@ -118,7 +121,7 @@ class PagedKVCache:
         pages = self._match(prefix, multiple_of)
         self._pool.share(pages)
         length = len(pages) * self.page_size
-        self._sequences[sequence] = _SequencePages(length, pages)
+        self._sequences[sequence] = _SequencePages(length, pages, next(self._versions))
         return length
 
     def pages_to_add(self, prefix: Sequence[int], length: int, *, multiple_of: int = 1) -> int:
@@ -139,7 +142,7 @@ class PagedKVCache:
         self._check_new("child", child)
         held = self._held(parent)
         self._pool.share(held.pages)
-        self._sequences[child] = _SequencePages(held.length, list(held.pages))
+        self._sequences[child] = _SequencePages(held.length, list(held.pages), next(self._versions))
 
     def reserve(self, sequence: int, length: int) -> None:
         """Grow a sequence to `length` tokens, so that its new tokens have slots to write to.
@@ -156,6 +159,9 @@ class PagedKVCache:
         # New tokens go into the last page first, which must then belong to this sequence alone.
         copied = held.length % self.page_size and self._pool.references(held.pages[-1]) > 1
         missing = self.pages_for(length) - len(held.pages)
+        if not missing and not copied:
+            held.length = length
+            return
         taken = self._pool.take(missing + bool(copied))
         if copied:
             page = taken[-1]
@@ -168,6 +174,7 @@ class PagedKVCache:
             held.pages[-1] = taken.pop()
         held.pages.extend(taken)
         held.length = length
+        held.version = next(self._versions)
 
     def free(self, sequence: int) -> None:
         """Give a sequence's pages back.
@@ -196,6 +203,10 @@ class PagedKVCache:
     def pages(self, sequence: int) -> list[int]:
         """Return the ids of a sequence's pages: its row of the page table."""
         return list(self._held(sequence).pages)
+
+    def version(self, sequence: int) -> int:
+        """Return a number that names these pages of the sequence, of all that ever were."""
+        return self._held(sequence).version
 
     def slots(self, sequence: int, start: int, stop: int) -> list[int]:
         """Return the slots (page * page_size + offset) of positions `start` to `stop` - 1.
@@ -244,7 +255,7 @@ class PagedKVCache:
         except BaseException:
             self._pool.release(pages)
             raise
-        self._sequences[sequence] = _SequencePages(swapped.length, pages)
+        self._sequences[sequence] = _SequencePages(swapped.length, pages, next(self._versions))
 
     def page_table(self, sequences: Sequence[int], width: int) -> torch.Tensor:
         """Return the page table [len(sequences), width] int32 on the CPU, filled with the dummy.

@@ -10,6 +10,7 @@ from ostinato.model.llama import Llama
 from ostinato.ops.append_launch import append_kernel
 from ostinato.ops.decode_launch import decode_kernels
 from ostinato.ops.precompile import Variant, layer_kernels, precompile
+from ostinato.ops.prefill_launch import prefill_kernels
 from ostinato.ops.sample_launch import sample_kernel
 
 # How the input of each layer of a decoder layer is quantised: with what comes before it.
@@ -32,8 +33,8 @@ def compile_kernels(model: Llama) -> None:
 def kernels_of(model: Llama) -> list[Variant]:
     """Return the kernels of a model for any number of tokens, on its GPU or an H200.
 
-    They are those of its W8A8 layers, of `append_kv` and of attention in decode steps, with a cache
-    of the model's own dtype, and of sampling. Some are named more than once.
+    They are those of its W8A8 layers, of `append_kv` and of attention, with a cache of the model's
+    own dtype, and of sampling. Some are named more than once.
     """
     device = model.device if model.device.type == "cuda" else None
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
@@ -47,19 +48,21 @@ def kernels_of(model: Llama) -> list[Variant]:
             kind,
             (linear.weight.shape[0], linear.weight.shape[1]),
             linear.weight.dtype,
-            linear.out_dtype,
+            model.config.dtype,
+            out_dtype=linear.out_dtype,
             batch_invariant=linear.batch_invariant,
             device=device,
         )
     ]
-    return [*step_kernels(model.config), *w8a8]
+    return [*unquantized_kernels(model.config, batch_invariant=model.batch_invariant), *w8a8]
 
 
-def step_kernels(config: ModelConfig) -> list[Variant]:
-    """Return the kernels of a model's decode steps beside those of its layers' weights."""
+def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
+    """Return the kernels of a model that do not depend on how its weights are quantised."""
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
     return [
         append_kernel(dtype, dtype),
-        *decode_kernels(dtype, config.head_dim, group),
+        *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
+        *prefill_kernels(dtype, config.head_dim),
         sample_kernel(torch.float32),  # what `Llama` returns
     ]

@@ -70,7 +70,14 @@ class W8A8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [M, K] (16- or 32-bit) to [M, N] in `out_dtype`."""
         if self.input_scale is None:
-            return self._matmul(*ops.quantize_per_token(x, self.weight.dtype))
+            return ops.dynamic_w8a8_linear(
+                x,
+                self.weight,
+                self.weight_scale,
+                bias=self.bias,
+                out_dtype=self.out_dtype,
+                batch_invariant=self.batch_invariant,
+            )
         quantized = ops.quantize_per_tensor(
             x, self.input_scale, self.weight.dtype, zero_point=self.input_zero_point
         )
@@ -83,6 +90,19 @@ class W8A8Linear:
 
         Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
         """
+        if self.input_scale is None:
+            y, *total = ops.rms_norm_w8a8_linear(
+                x,
+                norm,
+                eps,
+                self.weight,
+                self.weight_scale,
+                residual=residual,
+                bias=self.bias,
+                out_dtype=self.out_dtype,
+                batch_invariant=self.batch_invariant,
+            )
+            return y, total[0] if total else x
         quantized, scale, *total = ops.rms_norm_quantize(
             x,
             norm,

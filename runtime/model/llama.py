@@ -54,6 +54,8 @@ class Llama:
         norm: weight of the final RMS norm, [hidden_size].
         lm_head: output projection; its weight is `embedding` itself when the two are tied.
         max_context: longest sequence served; sizes the RoPE table.
+        batch_invariant: whether attention gives a sequence the same bits whatever others are served
+            beside it, at the price of its fastest kernel for few sequences.
 
     Raises:
         ValueError: when `max_context` exceeds the model's trained positions.
@@ -68,12 +70,14 @@ class Llama:
         lm_head: AnyLinear,
         *,
         max_context: int | None = None,
+        batch_invariant: bool = True,
     ) -> None:
         self.config = config
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.lm_head = lm_head
+        self.batch_invariant = batch_invariant
         self.max_context = config.context(max_context)
         table = config.rope.cos_sin_table(config.head_dim, self.max_context)
         self.cos_sin = table.to(embedding.device)
@@ -168,7 +172,7 @@ class Llama:
             max_seqlen_q=attention.max_seqlen_q,
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
-            batch_invariant=True,  # what is generated does not depend on who else is served
+            batch_invariant=self.batch_invariant,
         )
         return out.flatten(1)
 

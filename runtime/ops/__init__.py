@@ -8,15 +8,16 @@ Common to all of them:
   op says so. The elements of every tensor's last dimension must be adjacent; other strides are
   free, but that no dimension of a tensor that is written may have been expanded.
 - Bad arguments raise TypeError or ValueError, naming the argument, before anything is written.
-- The result of a row, and of a sequence, does not depend on the others of the call, to the bit; of
-  an FP8 `w8a8_linear` on CUDA with `batch_invariant=True`.
+- The result of a row, and of a sequence, does not depend on the others of the call, to the bit. On
+  CUDA that holds for an FP8 `w8a8_linear` and `paged_attention` with `batch_invariant=True`, and
+  not for `varlen_attention`: how its work is cut follows from the average of the queries.
 - On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
-- W8A8 products, quantisation and `append_kv` on CUDA are kernels of ours, compiled on first use
-  (`python -m ostinato build` does it before) and launched so that they overlap the end of the
-  kernel before them; what this asks of packed weights and norm weights, those ops say. The other
-  ops, all on the CPU, and `append_kv` on GPUs other than Hopper's run on torch's operators.
+- On Hopper GPUs W8A8 products, quantisation, `append_kv`, attention, `merge_states` and `sample`
+  are kernels of ours, compiled on first use (`python -m ostinato build` does it before) and
+  launched so that they overlap the end of the kernel before them; what this asks of packed weights
+  and norm weights, those ops say. All else runs on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -24,7 +25,9 @@ Common to all of them:
 """
 
 from ostinato.ops.append import append_kv
+from ostinato.ops.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from ostinato.ops.linear import linear, w8a8_linear
+from ostinato.ops.merge import merge_states
 from ostinato.ops.norm import rms_norm, rms_norm_quantize
 from ostinato.ops.packing import PackedWeight, pack_weight
 from ostinato.ops.paged import paged_attention
@@ -36,13 +39,16 @@ from ostinato.ops.varlen import varlen_attention
 __all__ = [
     "PackedWeight",
     "append_kv",
+    "dynamic_w8a8_linear",
     "linear",
+    "merge_states",
     "pack_weight",
     "paged_attention",
     "quantize_per_tensor",
     "quantize_per_token",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_w8a8_linear",
     "sample",
     "silu_mul",
     "silu_mul_quantize",

@@ -96,16 +96,19 @@ def kernel_for(
     )
 
 
-def decode_kernels(dtype: torch.dtype, dim: int, group: int) -> list[AttentionDecode]:
+def decode_kernels(
+    dtype: torch.dtype, dim: int, group: int, *, batch_invariant: bool = True
+) -> list[AttentionDecode]:
     """Return what a model's steps of one query for each sequence take, whatever a page's size.
 
     Args:
         dtype: of the queries and the cache.
         dim: of a head.
         group: query heads of a KV head.
+        batch_invariant: as of `paged_attention`.
     """
     found = (
-        kernel_for(dtype, dtype, dim, group, copy_pages=copied, batch_invariant=True)
+        kernel_for(dtype, dtype, dim, group, copy_pages=copied, batch_invariant=batch_invariant)
         for copied in (True, False)
     )
     return [kernel for kernel in found if kernel is not None]

@@ -106,22 +106,10 @@ def w8a8_linear(
     """
     checks.tensor("x", x, checks.QUANTIZED_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
-    device = x.device
-    if isinstance(w, PackedWeight):
-        if w.k != x.size(1):
-            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {x.size(1)}]")
-        weight = w.data
-        checks.tensor("w", weight, (x.dtype,), weight.shape, device)
-    else:
-        weight = w
-        checks.tensor("w", weight, (x.dtype,), ("N", x.size(1)), device)
-    rows, columns = x.size(0), w.shape[0]
-    _check_tiles(x.shape, w.shape)
+    device, rows = x.device, x.size(0)
+    columns = check_weight(w, x.shape, w_scale, bias, out_dtype, device, dtypes=(x.dtype,))
+    weight = w.data if isinstance(w, PackedWeight) else w
     checks.scalar_or_vector("x_scale", x_scale, torch.float32, rows, device)
-    checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
-    checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
-    if bias is not None:
-        checks.tensor("bias", bias, (out_dtype, torch.float32), (columns,), device)
     if x_zero_point is not None:
         if x.dtype is not torch.int8:
             raise ValueError(f"x_zero_point: got a tensor, expected None for {x.dtype}")
@@ -141,6 +129,32 @@ def w8a8_linear(
         how = (fast_accum, batch_invariant, check_scales)
         _w8a8_linear_op(x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, *how, out)
     return out
+
+
+def check_weight(
+    w: torch.Tensor | PackedWeight,
+    x_shape: torch.Size,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = checks.QUANTIZED_DTYPES,
+) -> int:
+    """Check what belongs to the weight of a W8A8 layer for x [M, K], and return its N."""
+    k = x_shape[1]
+    if isinstance(w, PackedWeight):
+        if w.k != k:
+            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {k}]")
+        checks.tensor("w", w.data, dtypes, w.data.shape, device)
+    else:
+        checks.tensor("w", w, dtypes, ("N", k), device)
+    columns = w.shape[0]
+    _check_tiles(x_shape, w.shape)
+    checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
+    checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
+    if bias is not None:
+        checks.tensor("bias", bias, (out_dtype, torch.float32), (columns,), device)
+    return columns
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -194,7 +208,7 @@ def _check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
         )
 
 
-def _w8a8_linear(
+def multiply(
     x: torch.Tensor,
     w: torch.Tensor,
     x_scale: torch.Tensor,
@@ -207,6 +221,7 @@ def _w8a8_linear(
     check_scales: bool,
     out: torch.Tensor,
 ) -> None:
+    """Do `w8a8_linear` with checked arguments; w is [N, K] or the data of a `PackedWeight`."""
     if check_scales:
         checks.positive_scale("x_scale", x_scale, or_zero=True)
         checks.positive_scale("w_scale", w_scale, or_zero=True)
@@ -252,5 +267,5 @@ _w8a8_linear_op = register(
     "w8a8_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "
     "Tensor? x_zero_point, Tensor? w_sum, bool fast_accum, bool batch_invariant, "
     "bool check_scales, Tensor(a!) out) -> ()",
-    _w8a8_linear,
+    multiply,
 )

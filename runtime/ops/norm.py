@@ -61,7 +61,7 @@ def rms_norm(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
-    _check_norm(x, weight, eps, residual)
+    check_norm(x, weight, eps, residual)
     if out is not None:
         checks.output("out", out, (x.dtype,), x.shape, x.device)
     with checks.launch_stream(stream, x.device):
@@ -102,7 +102,7 @@ def rms_norm_quantize(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
-    _check_norm(x, weight, eps, residual)
+    check_norm(x, weight, eps, residual)
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
     with checks.launch_stream(stream, x.device):
@@ -119,9 +119,10 @@ def rms_norm_quantize(
     return tuple(result for result in results if result is not None)
 
 
-def _check_norm(
+def check_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
 ) -> None:
+    """Check the arguments of `rms_norm`."""
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
     checks.int32_sizes("x", x.shape, "M", "K")
@@ -155,7 +156,7 @@ def _rms_norm(
     out.copy_(_normalized(x, weight, eps, residual, residual_out))
 
 
-def _rms_norm_quantize(
+def normalize_and_quantize(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -167,6 +168,7 @@ def _rms_norm_quantize(
     scale_out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> None:
+    """Do `rms_norm_quantize` with checked arguments, into `out`, `scale_out`, `residual_out`."""
     if check_scales:
         checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
@@ -196,5 +198,5 @@ _rms_norm_quantize_op = register(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? scale, "
     "Tensor? zero_point, bool check_scales, Tensor(a!) out, Tensor(b!)? scale_out, "
     "Tensor(c!)? residual_out) -> ()",
-    _rms_norm_quantize,
+    normalize_and_quantize,
 )

@@ -129,9 +129,11 @@ def paged_attention(
             each 1024 of them and each KV head: about the bytes of the queries in fp32.
         batch_invariant: make the bits of a row on CUDA independent of the other sequences, at a
             price: decode steps split each sequence after every 1024 tokens that it sees, whatever
-            the load, so that a few sequences shorter than that keep few SMs busy; with
-            `cu_seqlens_q`, when also the way in which a sequence is cut into chunks must not
-            matter, torch's operators attend. On the CPU it is so in any case.
+            the load, so that a few sequences shorter than that keep few SMs busy; where there are
+            more queries, or `cu_seqlens_q`, the heads of a group do not share the rows of a tile,
+            which short sequences then leave empty. With `cu_seqlens_q` it does not matter either
+            how a sequence was cut into chunks, if every cut is at a multiple of 384 tokens (128
+            where the dim is above 64). On the CPU bits depend on none of this in any case.
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
@@ -219,18 +221,19 @@ def _paged_attention(
         k_lens = [min(max(length, 0), capacity) for length in seq_lens.tolist()]
         attend_live(q, bounds, k_lens, kv, rule, sinks, out, lse)
         return
+    given = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, rule, sinks)
+    # How the decode kernel splits a sequence depends on how many queries it has.
     if cu_seqlens_q is None or not batch_invariant:
-        given = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, rule, sinks)
         decode = decode_launch.variant(
             q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
         )
         if decode is not None:
             decode_launch.attend(decode, *given, k_scale, v_scale, out, lse, workspace)
             return
-        prefill = prefill_launch.paged_variant(q, k_cache, v_cache, page_table, out)
-        if prefill is not None:
-            prefill_launch.attend_paged(prefill, *given, out, lse)
-            return
+    prefill = prefill_launch.paged_variant(q, k_cache, v_cache, page_table, out)
+    if prefill is not None:
+        prefill_launch.attend_paged(prefill, *given, batch_invariant, out, lse)
+        return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q
     k_lens_device = seq_lens.clamp(0, capacity)

@@ -11,8 +11,9 @@ from ostinato.kernels import compiler
 from ostinato.kernels.cache import cache_folder
 from ostinato.kernels.mode import BuildMode
 from ostinato.kernels.toolchain import find_cutlass, find_nvcc
-from ostinato.kernels.variants import Quantize, Variant
+from ostinato.kernels.variants import GemmSmallM, Quantize, Variant
 from ostinato.ops import gemm_table, gemm_tuning
+from ostinato.ops.fused_launch import fused_kernel
 from ostinato.ops.launch import KERNEL_NAMES, device_index, gpu
 
 __all__ = ["Variant", "layer_kernels", "precompile"]
@@ -25,6 +26,7 @@ def layer_kernels(
     activations: torch.dtype,
     *,
     fast_accum: bool = True,
+    out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     device: torch.device | None = None,
 ) -> list[Variant]:
@@ -34,17 +36,24 @@ def layer_kernels(
         kind: of quantisation: per_token, rms_norm or silu_mul (see `Quantize`).
         shape: [N, K] of the weight.
         dtype: of the weight, int8 or float8_e4m3fn.
-        activations: dtype of the layer's input, its norm weight and its output.
+        activations: dtype of the layer's input and its norm weight.
         fast_accum: as of `w8a8_linear`.
+        out_dtype: of the layer's output; by default that of its input.
         batch_invariant: likewise.
         device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
     """
     name, sms = ("", gemm_table.H200_SMS) if device is None else gpu(device_index(device))
-    operand, output = KERNEL_NAMES[dtype], KERNEL_NAMES[activations]
+    operand, in_dtype = KERNEL_NAMES[dtype], KERNEL_NAMES[activations]
+    output = in_dtype if out_dtype is None else KERNEL_NAMES[out_dtype]
     gemms = gemm_tuning.variants(
         name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
     )
-    return [Quantize(kind=kind, in_dtype=output, out_dtype=operand), *gemms]
+    found: list[Variant] = [Quantize(kind=kind, in_dtype=in_dtype, out_dtype=operand), *gemms]
+    streams = any(isinstance(gemm, GemmSmallM) for gemm in gemms)
+    if streams and kind in ("per_token", "rms_norm"):
+        fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)
+        found += [] if fused is None else [fused]
+    return found
 
 
 def precompile(variants: Iterable[Variant]) -> None:

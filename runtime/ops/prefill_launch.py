@@ -27,6 +27,9 @@ _MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
 _FP8_DIMS = (64, 128, 256)
 _VECTOR_BYTES = 16
 _WORKSPACE_BYTES = 8
+# Heads of a group whose queries share tiles. The kernel chooses by the average of the queries, and
+# with it in which order a query's keys are added up.
+_KERNELS_CHOICE, _ONE_HEAD = 0, 1
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
@@ -97,6 +100,17 @@ def fp8_variant(
     return AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
 
 
+def prefill_kernels(dtype: torch.dtype, dim: int) -> list[AttentionPrefill]:
+    """Return what a model's prompts take, whatever a page's size.
+
+    Args:
+        dtype: of the queries and the cache.
+        dim: of a head.
+    """
+    found = (kernel_for(dtype, dim, keys) for keys in ("pages", "slots"))
+    return [kernel for kernel in found if kernel is not None]
+
+
 def attend_packed(
     kernel: AttentionPrefill,
     q: torch.Tensor,
@@ -152,6 +166,7 @@ def attend_paged(
     max_seqlen_q: int,
     rule: LogitRule,
     sinks: torch.Tensor | None,
+    batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -179,6 +194,7 @@ def attend_paged(
             pages=k_cache.size(0),
             page_size=k_cache.size(1),
             max_pages=page_table.size(1),
+            pack=_ONE_HEAD if batch_invariant else _KERNELS_CHOICE,
         )
 
 

@@ -167,7 +167,8 @@ def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
 
 
-def _quantize_per_token(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
+def quantize_tokens(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
+    """Do `quantize_per_token` with checked arguments, into `out` and `scale_out`."""
     if x.device.type == "cuda":
         quantize_rows("per_token", x, None, None, out, scale_out)
     else:
@@ -191,7 +192,7 @@ def _quantize_per_tensor(
 
 _quantize_per_token_op = register(
     "quantize_per_token(Tensor x, Tensor(a!) out, Tensor(b!) scale_out) -> ()",
-    _quantize_per_token,
+    quantize_tokens,
 )
 _quantize_per_tensor_op = register(
     "quantize_per_tensor(Tensor x, Tensor scale, Tensor? zero_point, bool check_scales, "

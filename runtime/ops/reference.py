@@ -8,6 +8,7 @@ in that precision, not yet rounded to the op's output dtype; both attention ops 
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 
@@ -144,6 +145,26 @@ def varlen_attention(
             sinks=sinks,
             dtype=dtype,
         )
+    return out, lse
+
+
+def merge_states(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weigh two outputs of each head by their softmax denominators; returns (out, lse)."""
+    out = torch.zeros(o_a.shape, dtype=dtype, device=o_a.device)
+    lse = torch.full(o_a.shape[:2], -math.inf, dtype=dtype, device=o_a.device)
+    for at in product(*map(range, o_a.shape[:2])):
+        states = [(o[at].to(dtype), of[at].to(dtype)) for o, of in ((o_a, lse_a), (o_b, lse_b))]
+        states = [(o, of) for o, of in states if of > -math.inf]
+        if states:
+            lse[at] = torch.stack([of for _, of in states]).logsumexp(dim=0)
+            out[at] = sum(o * torch.exp(of - lse[at]) for o, of in states)
     return out, lse
 
 

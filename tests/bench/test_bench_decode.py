@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.bench import decode_impls
+from ostinato.bench import attention_libraries
 from ostinato.bench.comparison import Cell, compare
 from ostinato.bench.decode import difference, num_bytes, time_cases
 from ostinato.bench.decode_cases import Case
@@ -109,9 +109,9 @@ def test_names_of_peers_and_pages() -> None:
 
 @pytest.fixture
 def fresh_fa3() -> Iterator[None]:
-    decode_impls._fa3.cache_clear()
+    attention_libraries.fa3.cache_clear()
     yield
-    decode_impls._fa3.cache_clear()
+    attention_libraries.fa3.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_fa3")

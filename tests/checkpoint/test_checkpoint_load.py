@@ -106,6 +106,31 @@ def test_a_quantized_output_projection_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(head.weight, file.modules["lm_head"].weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_the_output_projection_is_quantised_when_asked(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_plain(tmp_path, random_model(MODELS["llama-biases"]))
+    plain, model = load_model(folder), load_model(folder, lm_head_dtype=dtype)
+    assert isinstance(model.lm_head, W8A8Linear)
+    assert (model.lm_head.weight.dtype, model.lm_head.out_dtype) == (dtype, torch.float32)
+    assert isinstance(model.layers[0].qkv, Linear)
+    want = sequence_logits(plain, TOKENS)
+    got = sequence_logits(model, TOKENS)
+    torch.testing.assert_close(got, want, rtol=0.0, atol=0.06 * float(want.abs().max()))
+    with pytest.raises(
+        TypeError, match=r"lm_head_dtype: got torch\.bfloat16, expected torch\.int8"
+    ):
+        load_model(folder, lm_head_dtype=torch.bfloat16)
+
+
+def test_batch_invariance_reaches_attention_and_every_layer(tmp_path: Path) -> None:
+    write_quantized(tmp_path, random_model(MODELS["llama-biases"]), next(iter(FORMATS.values())))
+    for wanted in (True, False):
+        model = load_model(tmp_path, batch_invariant=wanted)
+        linears = [part for layer in model.layers for part in (layer.qkv, layer.o, layer.down)]
+        assert model.batch_invariant is wanted
+        assert all(part.batch_invariant is wanted for part in linears)
+
+
 def test_a_dtype_can_be_chosen(tmp_path: Path) -> None:
     file = write_quantized(
         tmp_path, random_model(MODELS["llama-biases"]), FORMATS["ct-int8-dynamic"]

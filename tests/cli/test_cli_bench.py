@@ -46,6 +46,15 @@ def test_shapes_are_measured_in_every_precision(
     assert all(row["case"] in printed for row in document["rows"])
 
 
+def test_what_is_not_as_a_checkpoint_says_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    flags = "--lm-head fp8 --no-batch-invariant --temperature 0.7 --repeats 10 --context 5"
+    argv = ["bench", "step", "--shape", "tiny", *flags.split(), "--json", str(file)]
+    assert main([*argv, "--device", "cpu"]) == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["impl"] == "ostinato_int8_lm_head_fp8_batch_variant"
+
+
 def test_a_checkpoint_is_measured_under_its_own_name(
     checkpoint: Path, tmp_path: Path, device: torch.device
 ) -> None:
@@ -71,6 +80,9 @@ def test_a_checkpoint_is_measured_under_its_own_name(
         ("--shape tiny --page-size 0", "page_size: got 0, expected at least 1"),
         ("--shape tiny --repeats 9", "repeats: got 9, expected at least 10"),
         ("--shape tiny --json no-such-folder/f.json", "--json: no-such-folder is not a folder"),
+        ("--shape tiny --temperature -1", "temperature: got -1.0, expected at least 0"),
+        ("--shape tiny --breakdown --device cpu", "--breakdown: got device cpu"),
+        ("--model x --lm-head bf16", "--lm-head bf16 goes with --shape"),
         ("--shape tiny --device tpu", "--device: got 'tpu'"),
     ],
 )

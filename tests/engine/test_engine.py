@@ -12,8 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
+from ostinato.engine import engine as engine_module
+from ostinato.engine.text import TextStream
 from ostinato.graphs import NotCapturedError
 from ostinato.model import Llama, sequence_logits
+from ostinato.ops import prefill_launch
+from ostinato.ops.prefill_launch import attend_paged
 from tiny import byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()
@@ -68,6 +72,8 @@ def test_events_add_up_to_the_completions() -> None:
     assert engine.idle
 
 
+# Tokens, and what tells the texts of one length apart; the second begins as the first.
+LONG_PROMPTS = ((1300, 1), (900, 1), (450, 3), (513, 5), (40, 7), (3, 2))
 REQUESTS = st.lists(
     st.tuples(
         # Few beginnings of more than one chunk, so that prefixes are shared.
@@ -164,6 +170,42 @@ def test_shared_prefixes_save_work_and_change_no_token(device: torch.device) -> 
     assert engine.stats.prefill_tokens == 17 + 10 + 8
 
 
+@pytest.mark.gpu
+@pytest.mark.nvcc
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_our_prefill_kernel_changes_no_token(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do neighbours, shared prefixes and, at multiples of 384, the size of chunks."""
+    launches: list[bool] = []
+
+    def attend(*args: Any) -> None:
+        launches.append(args[-3])  # batch_invariant
+        attend_paged(*args)
+
+    monkeypatch.setattr(prefill_launch, "attend_paged", attend)
+    model = tiny_llama(
+        "cuda",
+        dtype=torch.bfloat16,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+    )
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=2, ignore_eos=True)
+    prompts = [[(7 * i + i // 11 * shift) % 256 for i in range(n)] for n, shift in LONG_PROMPTS]
+    options = {"page_size": 16, "max_context": 1400, "max_prefill_tokens": 800}
+    small, large = (
+        make_engine(model=model, prefill_chunk=chunk, **options) for chunk in (384, 1152)
+    )
+    alone = [small.generate([prompt], params)[0] for prompt in prompts]
+    for engine in (small, large):
+        for prompt_ids in (prompts, prompts[::-1]):
+            together = engine.generate(prompt_ids, params)
+            expected = alone if prompt_ids is prompts else alone[::-1]
+            assert [c.token_ids for c in together] == [c.token_ids for c in expected]
+    assert launches
+    assert all(launches)
+
+
 def test_more_requests_than_slots_and_than_the_largest_bucket_are_served_in_turn() -> None:
     engine = make_engine(max_batch=4, batch_sizes=[1, 2])
     prompts = [f"{i}" for i in range(11)]
@@ -224,6 +266,38 @@ def test_the_context_ends_the_text() -> None:
     (completion,) = engine.generate(["0123456789"], SamplingParams(max_tokens=100, ignore_eos=True))
     assert len(completion.token_ids) == 6
     assert completion.finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read() -> None:
+    engine = make_engine()
+    request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
+    events: list[TokenEvent] = []
+    runs = []
+    for _ in range(5):
+        before = len(events)
+        events += engine.step()
+        launched = sum(bucket.hits for bucket in engine.runner.stats().buckets)
+        runs.append((launched, len(events) - before))
+    # The prompt gives the first token; no run is made for a fifth one.
+    assert runs == [(0, 0), (1, 1), (2, 1), (3, 1), (3, 1)]
+    assert engine.idle
+    assert tuple(event.token_id for event in events) == engine.result(request).token_ids
+
+
+def test_a_text_that_ends_early_leaves_nothing_of_the_step_in_flight() -> None:
+    engine = make_engine()
+    expected = {prompt: greedy(engine, prompt, 12) for prompt in ("abc", "other")}
+    stop = expected["abc"][4]
+    kept = expected["abc"][: expected["abc"].index(stop) + 1]
+    ending = engine.submit("abc", SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
+    going_on = engine.submit("other", SamplingParams(max_tokens=12, ignore_eos=True))
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    assert [e.token_id for e in events if e.request_id == ending] == list(kept)
+    assert engine.result(ending).token_ids == kept
+    assert engine.result(going_on).token_ids == expected["other"]
+    assert engine.cache.free_pages == engine.cache.usable_pages
 
 
 def test_repetition_penalty_counts_prompt_and_text() -> None:
@@ -319,6 +393,49 @@ def test_tokens_made_before_an_error_in_the_same_step_are_not_lost(
         assert len(tokens) == 3
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_while_tokens_are_read_loses_none_of_the_others(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = [greedy(engine, prompt, 6) for prompt in ("first", "second")]
+    ids = [engine.submit(prompt, params) for prompt in ("first", "second")]
+    events = [event for _ in range(3) for event in engine.step()]
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "push", fail)
+        with pytest.raises(error):
+            engine.step()
+    while not engine.idle:
+        events += engine.step()
+    assert [engine.result(i).token_ids for i in ids] == expected
+    for request, tokens in zip(ids, expected, strict=True):
+        assert tuple(e.token_id for e in events if e.request_id == request) == tokens
+
+
+def test_an_error_while_the_first_token_is_sampled_leaves_the_prompt_to_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    expected = greedy(engine, "abc", 4)
+    request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module.ops, "sample", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    while not engine.idle:
+        engine.step()
+    assert engine.result(request).token_ids == expected
+
+
 def test_streams_submitted_requests_and_generate_share_an_engine() -> None:
     engine = make_engine()
     params = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -348,7 +465,7 @@ def test_verification_reads_and_writes_real_pages_and_slots() -> None:
     engine = Engine(tiny_llama(), TOKENIZER, max_batch=4, page_size=4, prefill_chunk=8)
     seen: dict[str, set[int]] = {"slot_mapping": set(), "slots": set()}
     page_tables: set[tuple[int, ...]] = set()
-    step = engine.runner._step
+    step = engine.runner._captured._step
 
     def watched(batch: Any) -> Any:
         for name, values in seen.items():
@@ -356,7 +473,7 @@ def test_verification_reads_and_writes_real_pages_and_slots() -> None:
         page_tables.update(tuple(row) for row in batch.page_table.tolist())
         return step(batch)
 
-    engine.runner._step = watched
+    engine.runner._captured._step = watched
     engine.capture([4], progress=False)
     assert len(seen["slot_mapping"]) > 4
     assert {0, 1, 2, 3} < seen["slots"]

@@ -48,7 +48,7 @@ def make(monkeypatch):
     def make(*nodes, edges=(), **options):
         backend = RecordingBackend(Recording(nodes, edges))
         backend.present, backend.foreign = list(PRESENT), list(KNOWN_TO_DRIVER)
-        monkeypatch.setattr("ostinato.graphs.runner._make_backend", lambda *a: backend)
+        monkeypatch.setattr("ostinato.graphs.runner.backend_for", lambda *a: backend)
         runner = GraphRunner(ToyStep(), StaticBuffers(SPECS, 8, "cpu"), **options)
         return runner, backend
 

@@ -7,7 +7,7 @@ from graphs_toys import PAD_TOKEN, SPECS, WIDTH, toy_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.graphs import BufferSpec, StaticBuffers
+from ostinato.graphs import BufferSpec, StaticBuffers, Variant
 
 NAN = float("nan")
 
@@ -74,6 +74,7 @@ def test_bad_specs(arguments, error, match):
         ({"size": SPECS["tokens"]}, 8, "cpu", ValueError, "name 'size'"),
         ({"n_active": SPECS["tokens"]}, 8, "cpu", ValueError, "name 'n_active'"),
         ({"_x": SPECS["tokens"]}, 8, "cpu", ValueError, "name '_x'"),
+        ({"variant": SPECS["tokens"]}, 8, "cpu", ValueError, "name 'variant'"),
         (SPECS, 0, "cpu", ValueError, "max_batch: got 0"),
         (SPECS, 2.0, "cpu", TypeError, "max_batch: got 2.0"),
         (SPECS, True, "cpu", TypeError, "max_batch: got True"),
@@ -85,16 +86,46 @@ def test_bad_buffers(specs, max_batch, place, error, match):
         StaticBuffers(specs, max_batch, place)
 
 
-def test_view_is_of_the_first_rows_and_never_moves(buffers):
-    addresses = {name: buffers.view(8)[name].data_ptr() for name in SPECS}
-    buffers.stage(toy_inputs(5), 5, 8)
+def test_views_never_move_and_share_the_number_of_rows(buffers):
     view = buffers.view(3)
+    addresses = {name: view[name].data_ptr() for name in SPECS}
+    buffers.stage(toy_inputs(5), 5, 8)
     assert view is buffers.view(3)
     assert view.size == 3
+    assert view.variant == Variant()
     assert view.hidden.shape == (3, WIDTH)
-    assert {name: view[name].data_ptr() for name in SPECS} == addresses
     assert view.n_active.data_ptr() == buffers.n_active.data_ptr()
     assert view.n_active.tolist() == [5]
+    inputs = toy_inputs(3)
+    buffers.stage(inputs, 3, 3)
+    assert {name: view[name].data_ptr() for name in SPECS} == addresses
+    assert torch.equal(view.hidden.cpu(), inputs["hidden"])
+
+
+def test_views_of_variants_share_their_memory(buffers):
+    other = Variant(q_len=2, name="draft")
+    view = buffers.view(3, other)
+    assert view is buffers.view(3, other)
+    assert view is not buffers.view(3)
+    assert view.variant.q_len == 2
+    assert view.hidden.data_ptr() == buffers.view(3).hidden.data_ptr()
+
+
+@given(st.integers(1, 8), st.data())
+def test_buffers_of_a_batch_do_not_overlap_and_are_aligned(size, data):
+    dtypes = st.sampled_from([torch.bool, torch.int16, torch.int64, torch.bfloat16])
+    widths = st.lists(st.tuples(dtypes, st.integers(1, 40)), min_size=1, max_size=6)
+    specs = {
+        f"b{index}": BufferSpec((width,), dtype, zero(dtype))
+        for index, (dtype, width) in enumerate(data.draw(widths))
+    }
+    view = StaticBuffers(specs, 8, "cpu").view(size)
+    begin = view.n_active.data_ptr()
+    ends = [begin + 4]
+    for name in specs:
+        assert (view[name].data_ptr() - begin) % 256 == 0
+        assert view[name].data_ptr() >= ends[-1]
+        ends.append(view[name].data_ptr() + view[name].nbytes)
 
 
 def test_view_of_unknown_buffers_and_sizes(buffers):

@@ -27,7 +27,7 @@ def line_number_of(text):
 @pytest.fixture
 def backend(monkeypatch):
     backend = RecordingBackend(Recording([], []))
-    monkeypatch.setattr("ostinato.graphs.runner._make_backend", lambda *a: backend)
+    monkeypatch.setattr("ostinato.graphs.runner.backend_for", lambda *a: backend)
     return backend
 
 

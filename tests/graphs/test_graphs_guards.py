@@ -148,7 +148,7 @@ def test_every_run_looks_at_a_few_tensors_and_so_at_all_in_turn():
     runner = cpu_runner(ToyStep(), memory={"weights": weights})
     runner.capture([2])
     weights[99].data = torch.zeros(4)
-    for _ in range(100 // 4 - 1):
+    for _ in range(100 // 2 - 1):
         runner.run(1, ONE_ROW)
     with pytest.raises(InvalidatedError, match="tensor 99"):
         runner.run(1, ONE_ROW)

@@ -17,6 +17,7 @@ from ostinato.graphs import (
     VerificationError,
 )
 from ostinato.graphs.backend import CpuBackend
+from ostinato.graphs.keys import Key
 from ostinato.graphs.verify import find_difference
 
 
@@ -99,7 +100,7 @@ class TellingBackend(CpuBackend):
     def difference(self, step, buffers, bucket):
         """Capture the step and return how a replay differs from a call."""
         graph = self.capture(step, buffers.view(bucket))
-        return find_difference(step, buffers, self, graph, bucket)
+        return find_difference(step, buffers, self, graph, Key(bucket))
 
 
 def test_signed_zeros_differ():

@@ -1,4 +1,4 @@
-"""The probe kernel as a variant, a stand-in for nvcc, and a library that records its arguments."""
+"""The tests' own kernels, a stand-in for nvcc, and a library that records its arguments."""
 
 from __future__ import annotations
 
@@ -69,6 +69,25 @@ class Probe(Variant):
         return {"OSTINATO_PROBE_WASTE": str(self.waste), "PROBE_BEHAVIOUR": self.behaviour}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LateWriter(Variant):
+    """The kernel of late_writer.cu, which is launched by `ostinato_write_late`."""
+
+    family: ClassVar[str] = "late_writer"
+    source: ClassVar[Path] = HERE / "late_writer.cu"
+
+    @property
+    def params(self) -> Path:
+        return CSRC / "attention" / "params.h"
+
+    @property
+    def name(self) -> str:
+        return "late_writer"
+
+    def defines(self) -> dict[str, str]:
+        return {}
+
+
 def fake_nvcc(home: Path, library: Path, version: str = "13.0.88") -> Path:
     """Write a CUDA_HOME whose nvcc gives this library for every source; return its call list."""
     calls = home / "calls.txt"
@@ -114,6 +133,8 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 # Where the structs of parameters are.
 _FOLDERS = {
     "AppendKVParams": "attention",
+    "FusedLinearParams": "fused_linear",
+    "MergeStatesParams": "merge",
     "PagedDecodeParams": "attention",
     "PrefillParams": "attention",
     "QuantizeParams": "gemm_w8a8",

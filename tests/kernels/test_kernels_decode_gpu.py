@@ -1,11 +1,13 @@
-"""Decode attention on a GPU: no delay at a hand-over changes a bit."""
+"""Decode attention on a GPU: no delay at a hand-over, and no late predecessor, changes a bit."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
 import torch
+from kernels_probe import LateWriter
 
 from ostinato import _C
 from ostinato.kernels.compiler import build, plan
@@ -33,7 +35,9 @@ _VARIANTS = tuple(
 )
 _LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40)
 
-Launch = Callable[[AttentionDecode, BuildMode, list[int]], torch.Tensor]
+# Given the lengths and then the page ids of a launch, before it.
+Predecessor = Callable[[torch.Tensor, int], None]
+Launch = Callable[..., torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +57,29 @@ def launch() -> Launch:
     q_all = torch.randn(40, heads_kv * rows, dim, device="cuda").bfloat16()
     table = torch.randint(pages, (40, 256), dtype=torch.int32, device="cuda")
 
-    def run(variant: AttentionDecode, mode: BuildMode, lengths: list[int]) -> torch.Tensor:
+    def run(
+        variant: AttentionDecode,
+        mode: BuildMode,
+        lengths: list[int],
+        predecessor: Predecessor | None = None,
+    ) -> torch.Tensor:
         library, batch = libraries[variant, mode], len(lengths)
         heads_q = heads_kv * variant.columns
         q = q_all[:batch, :heads_q].contiguous()
         out = torch.full_like(q, torch.nan)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        numbers = torch.cat([seq_lens, table[:batch].flatten()])
         size = library.workspace_bytes(variant.columns, batch * heads_kv, table.size(1) * page)
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        if predecessor is not None:
+            predecessor(numbers, batch)
         library.launch(
             q=heads_of(q),
             k_cache=slots_of(k_cache),
             v_cache=slots_of(v_cache),
-            page_table=table.data_ptr(),
-            page_table_stride=table.stride(0),
-            seq_lens=seq_lens.data_ptr(),
+            page_table=numbers[batch:].data_ptr(),
+            page_table_stride=table.size(1),
+            seq_lens=numbers.data_ptr(),
             out=heads_of(out),
             workspace=workspace.data_ptr(),
             batch=batch,
@@ -100,3 +112,42 @@ def test_injected_delays_change_no_bit(
     assert not expected.isnan().any()
     for _ in range(3):
         assert torch.equal(launch(variant, _delayed(site), lengths), expected)
+
+
+@pytest.fixture(scope="module")
+def write_late() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Give a function that copies the second to the first, long after its successor has started."""
+    (entry,) = build([plan(LateWriter())])
+    library = ctypes.CDLL(str(entry.library))
+
+    def run(to: torch.Tensor, source: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses = [ctypes.c_void_p(x) for x in (to.data_ptr(), source.data_ptr(), stream)]
+        error = library.ostinato_write_late(*addresses[:2], to.numel(), addresses[2])
+        assert error == 0
+
+    return run
+
+
+@pytest.mark.parametrize("wrong", ["lengths", "page ids", "both", "neither"])
+@pytest.mark.parametrize("lengths", _LENGTHS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
+@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+def test_what_a_predecessor_writes_late_is_what_counts(
+    launch: Launch,
+    write_late: Callable[[torch.Tensor, torch.Tensor], None],
+    variant: AttentionDecode,
+    lengths: list[int],
+    wrong: str,
+) -> None:
+    def predecessor(numbers: torch.Tensor, batch: int) -> None:
+        right = numbers.clone()
+        if wrong in ("lengths", "both"):
+            numbers[:batch].random_(-(1 << 31), 1 << 31).bitwise_and_(-(1 << 31) | 0xFFF)
+        if wrong in ("page ids", "both"):
+            numbers[batch:].random_(-(1 << 31), 1 << 31)
+        torch.cuda.synchronize()  # or the predecessor's own start would wait for these
+        write_late(numbers, right)
+
+    expected = launch(variant, RELEASE, lengths)
+    for _ in range(5):
+        assert torch.equal(launch(variant, RELEASE, lengths, predecessor), expected)

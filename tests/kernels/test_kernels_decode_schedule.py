@@ -193,3 +193,26 @@ def test_no_cta_has_much_more_than_its_share(schedule: Schedule, tiles: list[int
         of_cta[piece.cta] += piece.end - piece.begin
     fair = sum(tiles) * 8 / 264
     assert max(of_cta.values()) <= max(2.5 * fair, 8)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads_kv", "rows", "parts"),
+    [
+        # Half of the places are enough for all parts that are worth it: more of them than ...
+        ([8], 8, 8, 8),
+        ([128], 1, 8, 32),
+        ([32] * 8, 1, 8, 16),
+        # ... where the other half would be needed, too.
+        ([128], 8, 4, 32),
+        ([8] * 8, 8, 4, 1),
+        ([32] * 32, 1, 8, 8),
+    ],
+    ids=str,
+)
+def test_parts_are_finer_where_half_of_the_ctas_are_free(
+    schedule: Schedule, tiles: list[int], heads_kv: int, rows: int, parts: int
+) -> None:
+    pieces: dict[tuple[int, int], int] = defaultdict(int)
+    for piece in schedule(tiles, heads_kv, rows):
+        pieces[piece.sequence, piece.head] += 1
+    assert set(pieces.values()) == {parts}

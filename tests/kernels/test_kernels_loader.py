@@ -19,8 +19,10 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
 )
@@ -122,6 +124,15 @@ class SampleFields(ctypes.Structure):
     ]
 
 
+class FusedLinearFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("x", "residual", "residual_out", "norm_weight")],
+        *[("eps", ctypes.c_float), ("w", ctypes.c_void_p), ("w_scale", ctypes.c_void_p)],
+        *[("w_scale_stride", ctypes.c_int32), ("bias", ctypes.c_void_p), ("out", ctypes.c_void_p)],
+        *[(name, ctypes.c_int32) for name in ("n", "k", "pdl")],
+    ]
+
+
 _PREFILL_COUNTS = (
     *("batch", "heads_q", "heads_kv", "tokens_q", "tokens_k", "pages", "page_size", "max_pages"),
     *("max_seqlen_q", "max_seqlen_k", "left", "right"),
@@ -140,6 +151,13 @@ class PrefillFields(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("least_rows", "pack", "pdl")],
         *[(f"{name}_scale", ctypes.c_void_p) for name in "qkv"],
         *[(f"{name}_scale_stride", ctypes.c_int32) for name in "qkv"],
+    ]
+
+
+class MergeStatesFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, HeadsFields) for name in ("o_a", "o_b", "out", "lse_a", "lse_b", "out_lse")],
+        *[(name, ctypes.c_int32) for name in ("tokens", "heads", "dim", "pdl")],
     ]
 
 
@@ -184,8 +202,10 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
         ("QuantizeParams", QuantizeFields, _C.Quantize),
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
+        ("FusedLinearParams", FusedLinearFields, _C.FusedLinear),
         ("SampleParams", SampleFields, _C.Sample),
         ("PrefillParams", PrefillFields, _C.Prefill),
+        ("MergeStatesParams", MergeStatesFields, _C.MergeStates),
     ],
 )
 def test_every_argument_reaches_its_field(
@@ -320,22 +340,42 @@ def test_the_library_is_prepared_for_each_device_once(
     assert ctypes.CDLL(str(path)).times_prepared() == 2
 
 
+_FUSED = {
+    "kind": "per_token",
+    "in_dtype": "bf16",
+    "dtype": "int8",
+    "out_dtype": "bf16",
+    "max_k": 4096,
+}
+
+
 @pytest.mark.parametrize(
     ("variant", "params", "kind"),
     [
         (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
+        (FusedLinear(**_FUSED), "FusedLinearParams", _C.FusedLinear),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
         (AttentionPrefill(dtype="bf16", head_dim=128), "PrefillParams", _C.Prefill),
+        (MergeStates(dtype="fp16"), "MergeStatesParams", _C.MergeStates),
     ],
-    ids=["gemm", "append_kv", "attention_decode", "sample", "attention_prefill"],
+    ids=[
+        *("gemm", "append_kv", "attention_decode", "fused_linear", "sample", "attention_prefill"),
+        "merge_states",
+    ],
 )
 def test_each_family_is_loaded_as_what_it_is(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    variant: GemmSmallM | AppendKV | AttentionDecode | AttentionPrefill | Sample,
+    variant: GemmSmallM
+    | AppendKV
+    | AttentionDecode
+    | AttentionPrefill
+    | FusedLinear
+    | MergeStates
+    | Sample,
     params: str,
     kind: type,
 ) -> None:

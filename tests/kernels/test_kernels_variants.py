@@ -11,8 +11,10 @@ from ostinato.kernels.sources import read_sources
 from ostinato.kernels.variants import (
     AppendKV,
     AttentionPrefill,
+    FusedLinear,
     GemmSmallM,
     GemmTiled,
+    MergeStates,
     Quantize,
     Sample,
     Variant,
@@ -22,6 +24,13 @@ _QUANTIZE = {"kind": "rms_norm", "in_dtype": "bf16", "out_dtype": "int8"}
 _SMALL = {"dtype": "int8", "out_dtype": "bf16", "max_m": 16}
 _TILED = {"dtype": "int8", "out_dtype": "bf16", "channels": 128, "tokens": 128}
 _APPEND = {"dtype": "bf16", "cache_dtype": "int8"}
+_FUSED = {
+    "kind": "rms_norm",
+    "in_dtype": "bf16",
+    "dtype": "int8",
+    "out_dtype": "bf16",
+    "max_k": 4096,
+}
 _PREFILL = {"dtype": "bf16", "head_dim": 192}
 _PREFILL_FP8 = {"dtype": "e4m3", "out_dtype": "bf16", "head_dim": 128}
 
@@ -46,6 +55,8 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
     "variant",
     [
         *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
+        FusedLinear(**_FUSED),
+        MergeStates(dtype="bf16"),
         Sample(dtype="bf16"),
         AttentionPrefill(**_PREFILL),
     ],
@@ -126,6 +137,12 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (GemmTiled, _TILED, {"channels": 80}, "channels: got 80, expected 64 or 96 or"),
         (GemmTiled, _TILED, {"tokens": 8}, "tokens: got 8, expected 16 or 32 or 64 or 128 or"),
         (GemmTiled, _TILED, {"tokens": 32, "channels": 96}, "channels: got 96, expected 64 or 128"),
+        (FusedLinear, _FUSED, {"kind": "silu_mul"}, "kind: got 'silu_mul', expected"),
+        (FusedLinear, _FUSED, {"in_dtype": "fp32"}, "in_dtype: got 'fp32', expected 'bf16' or"),
+        (FusedLinear, _FUSED, {"dtype": "bf16"}, "dtype: got 'bf16', expected 'int8' or"),
+        (FusedLinear, _FUSED, {"out_dtype": "int8"}, "out_dtype: got 'int8', expected 'bf16' or"),
+        (FusedLinear, _FUSED, {"max_k": 2048}, "max_k: got 2048, expected 4096 or 8192"),
+        (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),

@@ -14,7 +14,7 @@ from ostinato.checkpoint import load_model
 from ostinato.kernels import loader
 from ostinato.kernels.variants import AppendKV, Quantize, Sample, Variant
 from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
-from ostinato.ops import append_launch, decode_launch, gemm, quantize_launch
+from ostinato.ops import append_launch, decode_launch, gemm, prefill_launch, quantize_launch
 from tiny import tiny_llama
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -52,15 +52,27 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     assert kernels.kernels_of(tiny_llama(scheme="plain")) == plain
 
 
+def test_prompts_and_steps_of_16_bits_have_attention_kernels() -> None:
+    found = kernels.kernels_of(tiny_llama(dtype=torch.bfloat16, head_dim=16))
+    families = [variant.family for variant in found]
+    assert families.count("attention_decode") == families.count("attention_prefill") == 2
+
+
 def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "precompile", lambda variants: pytest.fail("compiles"))
     compile_kernels(tiny_llama(scheme="int8"))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "lengths"),
+    # In 16 bits a model's steps have one query a sequence, and its prompts as many as they have.
+    [(torch.float32, (1, 9, 30, 100)), (torch.bfloat16, (1, 100))],
+    ids=str,
+)
 @pytest.mark.parametrize("scheme", DTYPES)
 def test_no_kernel_is_launched_that_was_not_foreseen(
-    scheme: str, monkeypatch: pytest.MonkeyPatch
+    scheme: str, dtype: torch.dtype, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: set[Variant] = set()
 
@@ -68,11 +80,11 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    for module in (append_launch, decode_launch, gemm, quantize_launch):
+    for module in (append_launch, decode_launch, gemm, prefill_launch, quantize_launch):
         monkeypatch.setattr(module, "load", load)
-    model = tiny_llama("cuda", scheme)
+    model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
     compile_kernels(model)
-    for length in (1, 9, 30, 100):
+    for length in lengths:
         assert sequence_logits(model, [5] * length).isfinite().all()
     assert launched
     assert launched <= set(kernels.kernels_of(model))

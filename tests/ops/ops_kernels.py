@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from ostinato.kernels.catalogue import APPEND_KV, SAMPLE
+from ostinato.kernels.catalogue import APPEND_KV, FUSED_LINEAR, MERGE_STATES, SAMPLE
 from ostinato.kernels.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -27,7 +27,9 @@ FEW_TOKENS = (3, 9, 20, 70)
 
 def kernels_of_the_tests() -> Iterator[Variant]:
     yield from APPEND_KV
+    yield from MERGE_STATES
     yield from SAMPLE
+    yield from FUSED_LINEAR
     for kind, in_dtype, out_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES, OPERAND_DTYPES):
         yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
         if kind == "rms_norm":

@@ -101,7 +101,12 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     int8 = torch.int8
     return {
         "append_kv": lambda: append_arguments(device, draw),
+        "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, False, empty(3, 8)],
         "linear": lambda: [x, randn(5, 16), randn(5), empty(3, 5)],
+        "merge_states": lambda: [
+            *(randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)),
+            *(empty(3, 2, 16), empty(3, 2)),
+        ],
         "paged_attention": lambda: attention_arguments(device, draw),
         "quantize_per_tensor": lambda: [x, scale, zero, False, empty(3, 16, dtype=int8)],
         "quantize_per_token": lambda: [x, empty(3, 16, dtype=int8), empty(3)],
@@ -109,6 +114,10 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "rms_norm_quantize": lambda: [
             *(x, w, 1e-6, randn(3, 16), scale, zero, False),
             *(empty(3, 16, dtype=int8), None, empty(3, 16)),
+        ],
+        "rms_norm_w8a8_linear": lambda: [
+            *(x, w, 1e-6, randn(3, 16), w8, w_scale, bias, False),
+            *(empty(3, 8), empty(3, 16)),
         ],
         "sample": lambda: sample_arguments(device, draw),
         "silu_mul": lambda: [x, empty(3, 8)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -241,6 +241,37 @@ def test_packed_and_paged_keys_give_the_same_bits() -> None:
         offsets = int32([0, 500, 800], CUDA)
         varlen = ops.varlen_attention(q, *rows, options["cu_seqlens_q"], offsets, 200, 500)
         assert_same_bits(varlen, paged)
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": (200, 0)}], ids=str)
+@pytest.mark.parametrize("page_size", [16, 7])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_batch_invariant_rows_do_not_depend_on_neighbours_or_chunks(
+    dim: int, page_size: int, rule: dict[str, Any]
+) -> None:
+    """Nor on the capacities; cuts are at multiples of 384 tokens, of 128 where dim is above 64."""
+    long, others = 1300, (1, 130, 40, 9)
+    case = PagedCase(
+        (long, *(length + 90 for length in others)),
+        q_lens=(long, *others),
+        heads_q=6,
+        dim=dim,
+        page_size=page_size,
+        dtype=BF16,
+        **rule,
+    )
+    (q, k_cache, v_cache, table, lens), options = case.build(CUDA)
+    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, torch.empty_like(q)) is not None
+    options |= {"batch_invariant": True, "return_lse": True}
+    whole = ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
+    for cuts in ((0, long), (0, 384, 1152, long), (0, 384, 512, 640, long)):
+        if dim == 64 and any(cut % 384 for cut in cuts[:-1]):
+            continue
+        for begin, end in pairwise(cuts):
+            options |= {"max_seqlen_q": end - begin, "cu_seqlens_q": int32([0, end - begin], CUDA)}
+            args = (q[begin:end], k_cache, v_cache, table[:1], int32([end], CUDA))
+            for part, everything in zip(ops.paged_attention(*args, **options), whole, strict=True):
+                assert_same_bits(part, everything[begin:end])
 
 
 def test_caches_beyond_two_to_the_31_elements() -> None:

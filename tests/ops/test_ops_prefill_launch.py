@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from ostinato.ops import prefill_launch
+from ostinato.ops.attend import LogitRule
 from ostinato.ops.prefill_launch import (
     Fp8Scales,
+    attend_paged,
     fp8_variant,
     kernel_for,
     packed_variant,
     paged_variant,
+    prefill_kernels,
 )
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -106,3 +110,43 @@ def test_a_cache_without_pages_is_left_to_torch() -> None:
     q, *_, out = packed()
     k_cache, v_cache = (torch.empty(0, 16, 2, 64, dtype=BF16) for _ in "kv")
     assert paged_variant(q, k_cache, v_cache, torch.zeros(1, 1, dtype=torch.int32), out) is None
+
+
+def test_a_model_needs_the_kernels_of_pages_and_of_slots() -> None:
+    assert [kernel.keys for kernel in prefill_kernels(BF16, 64)] == ["pages", "slots"]
+    assert prefill_kernels(torch.float32, 64) == []
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+
+    def launch(self, **arguments: Any) -> None:
+        self.launches.append(arguments)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel chooses by the average of the queries, and adds up in another order."""
+    recorder = Recorder()
+    for name, value in {
+        "on_device": lambda device: nullcontext(),
+        "current_stream": lambda device: 7,
+        "load": lambda kernel, *, device, stream: recorder,
+        "_workspace": lambda device, stream: torch.zeros(8, dtype=torch.uint8),
+    }.items():
+        monkeypatch.setattr(prefill_launch, name, value)
+    q, *_, out = packed(600)
+    k_cache = torch.empty(3, 16, 2, 64, dtype=BF16)
+    table, lens = torch.zeros(600, 3, dtype=torch.int32), torch.ones(600, dtype=torch.int32)
+    kernel = paged_variant(q, k_cache, k_cache, table, out)
+    assert kernel is not None
+    rule = LogitRule(1.0, True, -1, -1, 0.0)
+    attend_paged(
+        kernel, q, k_cache, k_cache, table, lens, None, 1, rule, None, batch_invariant, out, None
+    )
+    assert [launch["pack"] for launch in recorder.launches] == [int(batch_invariant)] * 2
+    assert [launch["batch"] for launch in recorder.launches] == [512, 88]
+    assert recorder.launches[1]["q"][0] == q[512].data_ptr()

@@ -1,0 +1,288 @@
+"""Bursts: many steps in one launch, each of which feeds the next, without the host.
+
+`GraphRunner.burst` starts one; the `Burst` it returns is read while it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from ostinato.graphs.backend import Backend, BurstLoop, Graph
+from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.burst_memory import BurstMemory
+from ostinato.graphs.burst_rules import BurstRules
+from ostinato.graphs.integers import as_integer
+from ostinato.graphs.keys import Key
+
+Stops = Sequence[int] | Sequence[Sequence[int]]
+
+
+class Burst:
+    """Steps that are being taken; iterate over it for their tokens, as they come.
+
+    Each item is a step: one token per row, None for a row that had ended before. Leaving the
+    `with` block, `close`, and dropping the object end a burst that is still running: no step
+    begins after the one under way. The runner refuses every other call until the burst has ended
+    and its last step was read, or `close` was called. One thread at a time reads a burst.
+
+    Args:
+        loop: takes the steps.
+        memory: where they leave their tokens.
+        n: rows.
+        finish: called once, when the burst has ended.
+    """
+
+    def __init__(
+        self, loop: BurstLoop, memory: BurstMemory, n: int, finish: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._memory = memory
+        self._n = n
+        self._finish: Callable[[], None] | None = finish
+        self._tokens: list[list[int]] = [[] for _ in range(n)]
+        self._times: list[int] = []
+        self._reasons: list[str | None] = [None] * n
+        self._reader = threading.get_ident()
+
+    @property
+    def steps(self) -> int:
+        """Steps that were read."""
+        return len(self._times)
+
+    @property
+    def times_ns(self) -> list[int]:
+        """When each step that was read was done, by the clock of the GPU, or the host's on a CPU.
+
+        The GPU's may move in steps of up to a microsecond.
+        """
+        return list(self._times)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each row that were read."""
+        return [list(tokens) for tokens in self._tokens]
+
+    @property
+    def reasons(self) -> list[str | None]:
+        """Why each row has ended, as far as was read.
+
+        "stop" (one of its stop tokens), "limit", "full" (no page for another token), "cancelled";
+        None for one that goes on.
+        """
+        return list(self._reasons)
+
+    def cancel(self) -> None:
+        """Let no step begin after the one under way; what there is can still be read."""
+        if self._finish is not None:
+            self._memory.cancel()
+
+    def close(self) -> None:
+        """End the burst and read it to its end; again does nothing.
+
+        Raises:
+            BurstError: when the device failed.
+        """
+        self.cancel()
+        for _ in self:
+            pass
+
+    @property
+    def is_read_here(self) -> bool:
+        """Whether this thread is the one that read the burst last, or has begun it."""
+        return self._reader == threading.get_ident()
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        """Return the burst: what was read once is not yielded again."""
+        return self
+
+    def __next__(self) -> list[int | None]:
+        """Wait for a step and return its tokens.
+
+        Raises:
+            BurstError: when the device failed. On a CPU also what the step raises.
+        """
+        self._reader = threading.get_ident()
+        if self._finish is None:
+            raise StopIteration
+        memory, step = self._memory, len(self._times)
+        try:
+            self._loop.wait(step)
+        except Exception:
+            self._end()
+            raise
+        if memory.published <= step:
+            self._reasons = memory.reasons(self._n)
+            self._end()
+            raise StopIteration
+        row: list[int | None] = []
+        lengths, reasons = memory.lengths(self._n), memory.reasons(self._n)
+        for index, token in enumerate(memory.tokens(step, self._n)):
+            if lengths[index] and step >= lengths[index]:
+                row.append(None)
+                continue
+            row.append(token)
+            self._tokens[index].append(token)
+            if lengths[index] == step + 1:
+                self._reasons[index] = reasons[index]
+        self._times.append(memory.time_ns(step))
+        if memory.done and memory.published == step + 1:
+            self._end()
+        return row
+
+    def __enter__(self) -> Burst:
+        """Return the burst, which is closed on exit."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the burst."""
+        self.close()
+
+    def __del__(self) -> None:
+        """End what nobody will read."""
+        with suppress(Exception):
+            self.close()
+
+    def _end(self) -> None:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """When each row of a burst ends: after so many tokens, or with one of these."""
+
+    limits: list[int]
+    stops: list[list[int]]
+
+
+class Bursts:
+    """Starts the bursts of a runner.
+
+    Args:
+        rules: how the step feeds itself.
+        buffers: its inputs.
+        backend: where it runs.
+
+    Raises:
+        TypeError, ValueError: when the rules do not fit the buffers.
+    """
+
+    def __init__(self, rules: BurstRules, buffers: StaticBuffers, backend: Backend) -> None:
+        if not isinstance(rules, BurstRules):
+            raise TypeError(f"burst: got {type(rules).__name__}, expected BurstRules")
+        rules.check_buffers(buffers.specs)
+        self._rules = rules
+        self._buffers = buffers
+        self._backend = backend
+        self._memory = BurstMemory(rules, buffers.max_batch, buffers.device)
+        self._current: weakref.ref[Burst] | None = None
+
+    def prepare(self, graph: Graph, key: Key) -> BurstLoop:
+        """Return what repeats a graph, made at the first call; it goes with the graph.
+
+        Raises:
+            ValueError: when the rules do not fit the step's outputs.
+            BurstError: when the step cannot be repeated on the device.
+        """
+        if graph.loop is None:
+            self._rules.check_outputs(self._buffers.specs, graph.outputs)
+            batch = self._buffers.view(*key)
+            specs = self._buffers.specs
+            graph.loop = self._backend.loop(graph, batch, specs, self._rules, self._memory)
+        return graph.loop
+
+    def start(
+        self,
+        graph: Graph,
+        key: Key,
+        inputs: Mapping[str, object],
+        ends: Ends,
+        finish: Callable[[], None],
+    ) -> Burst:
+        """Stage the inputs and begin a burst of as many rows as have ends.
+
+        Raises:
+            TypeError, ValueError: for bad inputs; nothing is changed then.
+            BurstError: see `prepare`.
+        """
+        n = len(ends.limits)
+        device = self._buffers.device
+        if isinstance(inputs, Mapping):  # other things are refused when they are staged
+            self._rules.check_pages(self._buffers.specs, inputs, ends.limits, device)
+        self._buffers.check(inputs, n)
+        loop = self.prepare(graph, key)
+        self._backend.follow()
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffers.stage(inputs, n, key.batch_size)
+            self._memory.start(ends.limits, ends.stops)
+            loop.launch()
+        self._backend.passed()
+        burst = Burst(loop, self._memory, n, finish)
+        self._current = weakref.ref(burst)
+        return burst
+
+    def end_current(self) -> None:
+        """Cancel the burst that is running, if one is, and read it unless another thread does."""
+        burst = None if self._current is None else self._current()
+        if burst is not None:
+            burst.cancel()
+            if burst.is_read_here:
+                burst.close()
+
+    def check(self, n: int, steps: int, limits: Sequence[int] | None, stops: Stops) -> Ends:
+        """Return when the rows end.
+
+        Raises:
+            TypeError, ValueError: when a number is out of range, or there is not one per row.
+        """
+        most = self._buffers.max_batch
+        if not 1 <= n <= most:
+            raise ValueError(f"n: got {n}, expected 1 to the buffers' max_batch={most}")
+        return Ends(self._limits(n, steps, limits), self._stops(n, stops))
+
+    def _limits(self, n: int, steps: int, limits: Sequence[int] | None) -> list[int]:
+        most = self._rules.max_steps
+        steps = as_integer("steps", steps)
+        if not 1 <= steps <= most:
+            raise ValueError(f"steps: got {steps}, expected 1 to the rules' max_steps={most}")
+        if limits is None:
+            return [steps] * n
+        numbers = [as_integer("limits", limit) for limit in limits]
+        if len(numbers) != n:
+            raise ValueError(f"limits: got {len(numbers)}, expected one for each of {n} rows")
+        if min(numbers) < 1:
+            raise ValueError(f"limits: got {min(numbers)}, expected at least 1")
+        return [min(number, steps) for number in numbers]
+
+    def _stops(self, n: int, stops: Stops) -> list[list[int]]:
+        nested = [tokens for tokens in stops if isinstance(tokens, Sequence)]
+        if not nested:
+            rows = [[as_integer("stops", token) for token in stops]] * n
+        elif len(nested) != len(stops) or len(stops) != n:
+            raise ValueError(f"stops: got {len(stops)} entries, expected tokens, or {n} lists")
+        else:
+            rows = [[as_integer("stops", token) for token in tokens] for tokens in nested]
+        for token in itertools.chain.from_iterable(rows):
+            if not -(1 << 63) <= token < 1 << 63:
+                raise ValueError(f"stops: got {token}, expected a number of 64 bits")
+        longest = max(map(len, rows))
+        if longest > self._rules.max_stops:
+            raise ValueError(
+                f"stops: got {longest} tokens, expected at most the rules' "
+                f"max_stops={self._rules.max_stops}"
+            )
+        return rows

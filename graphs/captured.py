@@ -1,0 +1,224 @@
+"""A step and the graphs of it: made, run and released. Who may do so is not decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import torch
+
+from ostinato.graphs.audit import Audit, Auditor
+from ostinato.graphs.backend import Backend, Graph
+from ostinato.graphs.buffers import BatchView, StaticBuffers
+from ostinato.graphs.burst import Bursts
+from ostinato.graphs.capture import CaptureOptions, capture_graphs
+from ostinato.graphs.dot import to_dot
+from ostinato.graphs.errors import BurstError, GraphError
+from ostinato.graphs.guards import MemoryWatch
+from ostinato.graphs.keys import Key, Variant
+from ostinato.graphs.memory import DeclaredMemory
+from ostinato.graphs.observer import Observer
+from ostinato.graphs.outputs import Outputs, StepOutput
+from ostinato.graphs.plan import Plan
+from ostinato.graphs.ranks import Ranks
+from ostinato.graphs.report import CaptureReport
+from ostinato.graphs.stats import RunnerStats
+from ostinato.graphs.table import Bucket, GraphTable
+
+OutputT = TypeVar("OutputT", bound=StepOutput)
+
+_NOTHING = Plan({}, {}, None)
+
+
+class CapturedStep(Generic[OutputT]):
+    """What a `GraphRunner` has behind its gate: one call at a time.
+
+    Args:
+        step, buffers, memory: as `GraphRunner` says.
+        backend: where the graphs are.
+        ranks: the processes that capture together.
+        bursts: of the graphs; None where the step does not feed itself.
+
+    Attributes:
+        table: the graphs there are.
+        plan: of the last successful capture; None before.
+        watch: of the declared memory, since that capture.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[BatchView], OutputT],
+        buffers: StaticBuffers,
+        backend: Backend,
+        *,
+        memory: DeclaredMemory | None,
+        ranks: Ranks,
+        bursts: Bursts | None,
+    ) -> None:
+        self._step = step
+        self._buffers = buffers
+        self._backend = backend
+        self._memory = memory
+        self._ranks = ranks
+        self._bursts = bursts
+        self._auditor = Auditor(backend, buffers, memory)
+        self._late_options = CaptureOptions(progress=False, verify=False, audit="off")
+        self.table = GraphTable(_NOTHING)
+        self.plan: Plan | None = None
+        self.watch = MemoryWatch(None)
+        self._observer: Observer | None = None
+
+    def capture(self, plan: Plan, *, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
+        """Release what there is, and capture what is planned.
+
+        Raises:
+            GraphError: as `capture_graphs`; there are no graphs then.
+        """
+        self.release()
+        misses = plan.misses
+        watch = MemoryWatch(self._memory)
+        try:
+            graphs, report = capture_graphs(
+                self._step,
+                self._buffers,
+                self._backend,
+                plan.keys,
+                warmed=plan.warmed,
+                auditor=self._auditor,
+                watch=watch,
+                options=CaptureOptions(progress, verify, audit),
+                bursts=self._bursts,
+                ranks=self._ranks,
+            )
+        except BaseException:
+            self._backend.leave_pool()
+            raise
+        table = GraphTable(plan)
+        for key in plan.keys:
+            table.put(key, graphs.pop(key))
+        late = misses is not None and misses.verify
+        self._late_options = CaptureOptions(False, late, audit, into_pool=True)
+        self.watch, self.table, self.plan = watch, table, plan
+        return report
+
+    def run(self, n: int, inputs: Mapping[str, object], variant: Variant) -> OutputT:
+        """Run `n` rows: stage, replay, and return their outputs.
+
+        Raises:
+            TypeError, ValueError: for a bad `n`, variant or input.
+            GraphError: when a graph that is missed cannot be captured.
+        """
+        bucket = self.table.find(n, variant)
+        graph = bucket.graph
+        if graph is None:
+            return self._run_missed(bucket, n, inputs)
+        foreign = self._backend.follow()
+        self._buffers.stage(inputs, n, bucket.key.batch_size)
+        if self.table.limit is not None:
+            self.table.use(bucket.key)
+        if self._observer is None:
+            graph.replay()
+        else:
+            self._observer.replay(bucket.key, graph)
+        if foreign:
+            self._backend.passed()
+        bucket.count(n)
+        outputs: OutputT = graph.outputs.rows(n)
+        return outputs
+
+    def graph_for(self, n: int, variant: Variant) -> tuple[Key, Graph]:
+        """Return the graph that a burst of `n` rows repeats, captured now if misses allow it.
+
+        Raises:
+            ValueError: for a bad `n` or variant.
+            GraphError: when there is none.
+        """
+        bucket = self.table.find(n, variant)
+        misses = self.table.plan.misses
+        if bucket.graph is None and misses is not None and misses.action == "capture":
+            self._capture_missed(bucket)
+        if bucket.graph is None:
+            raise BurstError(f"there is no graph of {bucket.key}, and a burst repeats one")
+        self.table.use(bucket.key)
+        return bucket.key, bucket.graph
+
+    def drawing(self, key: Key) -> str:
+        """Return a graph as Graphviz's `dot` reads it.
+
+        Raises:
+            ValueError: when there is none of that key.
+            GraphError: when it cannot be read, or nothing was recorded.
+        """
+        bucket = self.table.buckets.get(key)
+        if bucket is None or bucket.graph is None:
+            sizes = list(self.table.captured(key.variant))
+            raise ValueError(f"batch_size: got {key.batch_size}, expected one of {sizes}")
+        recording = self._backend.recording(bucket.graph)
+        if recording is None:
+            raise GraphError(f"no graph is recorded on {self._backend.name}: nothing to dump")
+        return to_dot(recording, f"{key} on {self._backend.name}")
+
+    def observe(self, *, replay_times: bool, nvtx: bool) -> None:
+        """Choose what is measured of runs, as `GraphRunner.observe` says.
+
+        Raises:
+            GraphError: when this torch has no NVTX.
+        """
+        timer = self._backend.replay_timer() if replay_times else None
+        self._observer = Observer(timer, nvtx=nvtx) if replay_times or nvtx else None
+
+    def stats(self) -> RunnerStats:
+        """Return how the graphs were used since the last capture, from any thread."""
+        table, observer = self.table, self._observer  # once: other threads may replace them
+        return RunnerStats(
+            tuple(bucket.stats() for bucket in table.buckets.values()),
+            table.evictions,
+            None if observer is None else observer.replay_us(),
+        )
+
+    def release(self) -> None:
+        """Wait for the last run, and give back the graphs and their pool."""
+        graphs = self.table.take_all()
+        self.table = GraphTable(_NOTHING)
+        if graphs:
+            self._backend.release(graphs)
+        self._backend.leave_pool()
+
+    def _run_missed(self, bucket: Bucket, n: int, inputs: Mapping[str, object]) -> OutputT:
+        """Run what there is no graph of, as the plan's `Misses` say."""
+        self._buffers.check(inputs, n)
+        misses = self.table.plan.misses
+        if misses is not None and misses.action == "capture":
+            self._capture_missed(bucket)
+            return self.run(n, inputs, bucket.key.variant)
+        batch = self._buffers.view(*bucket.key)
+        foreign = self._backend.follow()
+        self._buffers.stage(inputs, n, batch.size)
+        # What the step makes here may outlive the caller's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            outputs = Outputs.of(self._step(batch), batch)
+        if foreign:
+            self._backend.passed()
+        bucket.count(n, replayed=False)
+        rows: OutputT = outputs.rows(n)
+        return rows
+
+    def _capture_missed(self, bucket: Bucket) -> None:
+        graphs, _ = capture_graphs(
+            self._step,
+            self._buffers,
+            self._backend,
+            [bucket.key],
+            warmed=[bucket.key],
+            auditor=self._auditor,
+            watch=MemoryWatch(self._memory),
+            options=self._late_options,
+            bursts=self._bursts,
+            ranks=self._ranks,
+        )
+        self.table.put(bucket.key, graphs.pop(bucket.key))
+        bucket.captures += 1
+        # Only now, when the capture has not failed.
+        surplus = self.table.take_surplus()
+        if surplus:
+            self._backend.release(surplus)

@@ -1,0 +1,67 @@
+"""What a runner measures and marks of its replays, where it is asked to."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from ostinato.graphs.backend import Graph, ReplayTimer
+from ostinato.graphs.errors import GraphError
+from ostinato.graphs.histogram import Histogram, HistogramBuilder
+from ostinato.graphs.keys import Key
+
+
+class Observer:
+    """Replays graphs under watch.
+
+    Args:
+        timer: of replays; None times none.
+        nvtx: whether replays are ranges in a profile.
+
+    Raises:
+        GraphError: when this torch has no NVTX.
+    """
+
+    def __init__(self, timer: ReplayTimer | None, *, nvtx: bool) -> None:
+        if nvtx:
+            _check_nvtx()
+        self._timer = timer
+        self._nvtx = nvtx
+        self._times = HistogramBuilder()
+        self._lock = threading.Lock()  # statistics may be asked for by any thread
+
+    def replay(self, key: Key, graph: Graph) -> None:
+        """Replay a graph."""
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(f"replay {key}")
+        try:
+            if self._timer is None:
+                graph.replay()
+                return
+            with self._lock:
+                self._collect(self._timer)
+                self._times.missed += not self._timer.replay(graph)
+        finally:
+            if self._nvtx:
+                torch.cuda.nvtx.range_pop()
+
+    def replay_us(self) -> Histogram | None:
+        """Return the times of the replays that have ended; None where none are timed."""
+        if self._timer is None:
+            return None
+        with self._lock:
+            self._collect(self._timer)
+            return self._times.build()
+
+    def _collect(self, timer: ReplayTimer) -> None:
+        for microseconds in timer.finished():
+            self._times.add(microseconds)
+
+
+def _check_nvtx() -> None:
+    try:
+        torch.cuda.nvtx.range_push("check")
+        torch.cuda.nvtx.range_pop()
+    except RuntimeError as error:
+        raise GraphError(f"nvtx: this torch has none: {error}") from error

@@ -1,0 +1,183 @@
+"""The steps that the graph manager is measured with: ours, and that of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ostinato.bench.shapes import SHAPES
+from ostinato.bench.step import StepPlan, step_inputs
+from ostinato.bench.weights import random_llama
+from ostinato.engine.decode import DecodeStep, SeenTokens
+from ostinato.graphs import BatchView, BufferSpec, StaticBuffers
+from ostinato.graphs.memory import DeclaredMemory
+from ostinato.graphs.outputs import Step
+from ostinato.model import ModelConfig, PagedKVCache, compile_kernels
+
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A step to capture.
+
+    Attributes:
+        name: of it, in results.
+        step, buffers, memory: what a `GraphRunner` is made of.
+        inputs: returns a batch's, on the CPU.
+        rehearsal: a context in which the buffers' examples name places that hold nothing of value.
+    """
+
+    name: str
+    step: Step
+    buffers: StaticBuffers
+    memory: DeclaredMemory
+    inputs: Callable[[int], dict[str, torch.Tensor]]
+    rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def our_step(
+    shape: str, precision: str, device: torch.device, *, max_batch: int, context: int
+) -> Subject:
+    """Return the engine's decode step of a model with random weights.
+
+    Args:
+        shape: one of `SHAPES`.
+        precision: of the linear layers.
+        device: where it runs.
+        max_batch: the largest batch.
+        context: tokens of each sequence in the KV cache, the step's included.
+
+    Raises:
+        ValueError: for another shape or precision, or a context that the model does not have.
+    """
+    model = random_llama(ModelConfig.from_hf(SHAPES[shape]), precision, device, max_context=context)
+    compile_kernels(model)
+    pages_each = -(-context // _PAGE_SIZE)
+    cache = PagedKVCache.for_model(
+        model.config,
+        # The examples want as many pages again as a page table and a row each name.
+        num_pages=1 + max_batch * pages_each,
+        page_size=_PAGE_SIZE,
+        device=device,
+    )
+    cache.storage.normal_()
+    seen = SeenTokens(max_batch, model.config.vocab_size, device)
+    step = DecodeStep(model, cache, seen, max_pages=pages_each)
+    specs = step.buffer_specs()
+
+    def inputs(batch: int) -> dict[str, torch.Tensor]:
+        plan = StepPlan([batch], [context], _PAGE_SIZE)
+        made = step_inputs(model, batch, context, plan)
+        return {name: tensor.to(specs[name].dtype) for name, tensor in made.items()}
+
+    return Subject(
+        f"{shape} {precision} ctx{context}",
+        step,
+        StaticBuffers(specs, max_batch, device),
+        {
+            "weights": list(model.tensors()),
+            "cache": cache.storage,
+            "seen": [value for value in vars(seen).values() if isinstance(value, torch.Tensor)],
+        },
+        inputs,
+        step.rehearsal,
+    )
+
+
+def hugging_face_step(
+    shape: str, device: torch.device, *, max_batch: int, context: int, num_layers: int | None = None
+) -> Subject:
+    """Return a decode step of transformers' Llama in bf16, with random weights and a static cache.
+
+    Args:
+        shape: one of `SHAPES` that is a Llama.
+        device: where it runs.
+        max_batch: the largest batch.
+        context: tokens that the static cache holds of each sequence.
+        num_layers: of the model; by default all, and otherwise the subject's name says so.
+
+    Raises:
+        ImportError: when transformers is not installed.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    fields = {name: value for name, value in SHAPES[shape].items() if name != "dtype"}
+    layers = num_layers or fields["num_hidden_layers"]
+    config: Any = LlamaConfig(**fields | {"num_hidden_layers": layers})
+    config._attn_implementation = "sdpa"
+    with _made_on(device):
+        model = LlamaForCausalLM(config).eval()
+    heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+    # The last place of each sequence is for padding: a static cache has no dummy page.
+    places = context + 1
+    storage = torch.zeros(
+        (layers, 2, max_batch, heads, places, head_dim), dtype=torch.bfloat16, device=device
+    )
+    lengths = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(layers)]
+    positions = torch.arange(places, device=device)
+    caches: dict[int, Any] = {}
+
+    def cache_of(batch: int) -> Any:
+        """Return a cache over the first rows of the storage, which all batch sizes share."""
+        if batch not in caches:
+            cache: Any = StaticCache(config=config, max_cache_len=places)
+            cache.early_initialization(1, heads, head_dim, torch.bfloat16, device)
+            for index, layer in enumerate(cache.layers):
+                layer.keys, layer.values = storage[index, 0, :batch], storage[index, 1, :batch]
+                layer.batch_size, layer.cumulative_length = batch, lengths[index]
+            caches[batch] = cache
+        return caches[batch]
+
+    def step(batch: BatchView) -> dict[str, torch.Tensor]:
+        # The cache counts its tokens itself; to be repeatable, the step says where they end.
+        torch._foreach_copy_(lengths, [batch.length[0]] * layers)
+        logits = model(
+            input_ids=batch.tokens[:, None],
+            position_ids=batch.length[:, None],
+            attention_mask=(positions <= batch.length[:, None])[:, None, None],
+            past_key_values=cache_of(batch.size),
+            use_cache=True,
+        ).logits[:, -1]
+        return {"tokens": logits.argmax(-1), "logits": logits}
+
+    def random_tokens(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(config.vocab_size, size, generator=generator)
+
+    def last(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(size, context - 1)
+
+    specs = {
+        "tokens": BufferSpec((), torch.int64, 0, random_tokens),
+        "length": BufferSpec((), torch.int64, context, last),
+    }
+
+    def inputs(batch: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {name: draw(generator, (batch,)) for name, draw in examples.items()}
+
+    examples = {"tokens": random_tokens, "length": last}
+    count = "" if num_layers is None else f", {layers} layers"
+    return Subject(
+        f"transformers {shape} bf16 ctx{context}{count}",
+        step,
+        StaticBuffers(specs, max_batch, device),
+        {"weights": model, "cache": storage, "lengths": lengths, "positions": positions},
+        inputs,
+    )
+
+
+@contextmanager
+def _made_on(device: torch.device) -> Iterator[None]:
+    """Make modules in bf16 on a device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

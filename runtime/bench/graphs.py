@@ -1,0 +1,201 @@
+"""The graph manager's own costs: capturing, memory, the host's time per run, and padding."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ostinato.bench.graph_subjects import Subject
+from ostinato.graphs import (
+    CaptureReport,
+    GraphRunner,
+    StaticBuffers,
+    Variant,
+    default_batch_sizes,
+)
+
+# What serving engines capture by default: 35 graphs.
+MANY_BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
+# Real rows, and the tile boundary that serves them.
+PADDED = ((3, 4), (5, 8), (9, 16), (17, 32), (33, 64))
+
+_IN_BUCKET = Variant(name="bucket")
+_RUNS = 200  # whose time on the host is taken
+_TURNS = 15
+_REPLAYS = 8  # per turn
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something measured.
+
+    Args:
+        case: what was measured with.
+        figure: what it is, with its unit.
+        value: the number.
+        target: at most so much is wanted; None where nothing was said.
+    """
+
+    case: str
+    figure: str
+    value: float
+    target: float | None = None
+    section: str = "graphs"
+
+    def __str__(self) -> str:
+        """Return one line."""
+        wanted = ""
+        if self.target is not None:
+            verdict = "reached" if self.value <= self.target else "MISSED"
+            wanted = f"  (at most {self.target:g}: {verdict})"
+        return f"{self.case:<38} {self.figure:<42} {self.value:>12.4g}{wanted}"
+
+
+def measure(subject: Subject) -> Iterator[Figure]:
+    """Measure everything, yielding figures as they come.
+
+    Raises:
+        GraphError: when the step cannot be captured.
+    """
+    yield from _captures(subject)
+    yield from _runs(subject)
+    yield from _padding(subject)
+
+
+def _runner(subject: Subject) -> GraphRunner:
+    return GraphRunner(subject.step, subject.buffers, memory=subject.memory)
+
+
+def _captures(subject: Subject) -> Iterator[Figure]:
+    max_batch = subject.buffers.max_batch
+    many = tuple(size for size in MANY_BATCH_SIZES if size <= max_batch)
+    tiles = default_batch_sizes(max_batch)
+    with _runner(subject) as runner:
+        alone = runner.capture([max_batch], progress=False, verify=False, audit="off")
+        largest = alone.graphs[0].pool_mib
+        for name, sizes, target in (("graphs", many, 2.0), ("tile boundaries", tiles, 0.5)):
+            case = f"{subject.name}, {len(sizes)} {name}"
+            report = runner.capture(sizes, progress=False, verify=False, audit="off")
+            yield from _capture_figures(case, report, target)
+            total = sum(graph.pool_mib or 0.0 for graph in report.graphs)
+            yield Figure(case, "pool, MiB", total)
+            if largest and sizes[-1] == max_batch:
+                yield Figure(case, "pool of the largest alone, MiB", largest)
+                yield Figure(case, "pool against the largest alone", total / largest, 1.1)
+        with subject.rehearsal():
+            report = runner.capture(tiles, progress=False)
+        case = f"{subject.name}, {len(tiles)} tile boundaries"
+        audit = sum(graph.audit_ms or 0.0 for graph in report.graphs)
+        yield Figure(case, "audit, s", audit / 1e3)
+        yield Figure(case, "verification, s", sum(g.verify_ms or 0.0 for g in report.graphs) / 1e3)
+
+
+def _capture_figures(case: str, report: CaptureReport, target: float) -> Iterator[Figure]:
+    warmup = sum(graph.warmup_ms for graph in report.graphs)
+    instantiate = sum(graph.instantiate_ms or 0.0 for graph in report.graphs)
+    yield Figure(case, "warm-up, s", warmup / 1e3)
+    yield Figure(case, "all after warm-up, s", (report.total_ms - warmup) / 1e3, target)
+    yield Figure(case, "of it instantiation, s", instantiate / 1e3)
+    device = sum(graph.device_mib or 0.0 for graph in report.graphs)
+    yield Figure(case, "device memory taken, MiB", device)
+
+
+def _runs(subject: Subject) -> Iterator[Figure]:
+    device = subject.buffers.device
+    for n, bucket in ((1, 1), (5, 8), (64, 64)):
+        if bucket > subject.buffers.max_batch:
+            continue
+        with _runner(subject) as runner:
+            runner.capture([bucket], progress=False, verify=False, audit="off")
+            on_host = subject.inputs(n)
+            on_device = {name: value.to(device) for name, value in on_host.items()}
+            for place, inputs in (("host", on_host), ("device", on_device)):
+                case = f"{subject.name}, {n} rows in {bucket}"
+                before = _allocations(device)
+                run, stage, beyond = _host_times(runner, subject.buffers, inputs, n)
+                allocated = _allocations(device) - before
+                label = f"inputs on the {place}"
+                yield Figure(case, f"run() on the host, p50, µs, {label}", run)
+                yield Figure(case, f"staging in it, p50, µs, {label}", stage)
+                yield Figure(case, f"run() beyond staging, p50, µs, {label}", beyond, 10.0)
+                yield Figure(case, f"allocator calls per run, {label}", allocated / _RUNS, 0.0)
+
+
+def _host_times(
+    runner: GraphRunner, buffers: StaticBuffers, inputs: dict[str, torch.Tensor], n: int
+) -> tuple[float, float, float]:
+    """Return the median microseconds of runs on an idle device: all, the staging, the rest."""
+    staged = []
+    stage = buffers.stage
+
+    def timed_stage(*arguments: Any) -> None:
+        started = time.perf_counter_ns()
+        stage(*arguments)
+        staged.append(time.perf_counter_ns() - started)
+
+    runs = []
+    gc.collect()
+    with mock.patch.object(buffers, "stage", timed_stage):
+        for _ in range(_RUNS):
+            torch.cuda.synchronize(buffers.device)
+            started = time.perf_counter_ns()
+            runner.run(n, inputs)
+            runs.append(time.perf_counter_ns() - started)
+    rest = [run - stage for run, stage in zip(runs, staged, strict=True)]
+    run_us, stage_us, rest_us = (statistics.median(times) / 1e3 for times in (runs, staged, rest))
+    return run_us, stage_us, rest_us
+
+
+def _allocations(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"])
+
+
+def _padding(subject: Subject) -> Iterator[Figure]:
+    pairs = [(n, bucket) for n, bucket in PADDED if bucket <= subject.buffers.max_batch]
+    exact, padded = Variant(), _IN_BUCKET
+    with _runner(subject) as runner:
+        sizes = {exact: [n for n, _ in pairs], padded: [bucket for _, bucket in pairs]}
+        runner.capture(sizes, progress=False, verify=False, audit="off")
+        runner.observe(replay_times=True)
+        for n, bucket in pairs:
+            device = subject.buffers.device
+            inputs = {name: value.to(device) for name, value in subject.inputs(n).items()}
+            times = _take_turns(runner, n, inputs, (exact, padded), device)
+            case = f"{subject.name}, {n} rows in {bucket}"
+            yield Figure(case, "replay of an exact graph, µs", times[0])
+            yield Figure(case, "padded replay, µs", times[1])
+            yield Figure(case, "padded against exact", times[1] / times[0], 1.02)
+
+
+def _take_turns(
+    runner: GraphRunner,
+    n: int,
+    inputs: dict[str, torch.Tensor],
+    variants: Sequence[Variant],
+    device: torch.device,
+) -> list[float]:
+    """Return the median of the turns' mean replay times in µs, of each variant."""
+    means: list[list[float]] = [[] for _ in variants]
+    for turn in range(-1, _TURNS):  # the first is not counted
+        order = list(enumerate(variants))
+        for index, variant in order if turn % 2 else order[::-1]:
+            before = _total_us(runner, device)
+            for _ in range(_REPLAYS):
+                runner.run(n, inputs, variant=variant)
+            taken = (_total_us(runner, device) - before) / _REPLAYS
+            if turn >= 0:
+                means[index].append(taken)
+    return [statistics.median(taken) for taken in means]
+
+
+def _total_us(runner: GraphRunner, device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    times = runner.stats().replay_us
+    return 0.0 if times is None else times.total

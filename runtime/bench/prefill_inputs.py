@@ -1,0 +1,123 @@
+"""Random queries, and keys and values packed or in pages, in sets that keep the L2 cold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ostinato.bench.graph_timing import num_sets
+from ostinato.bench.prefill_cases import Case
+
+DTYPE = torch.bfloat16
+# Of a sequence's queries those whose results are checked: so many at either end.
+CHECKED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one launch reads, and where ours writes.
+
+    Args:
+        q: [total_q, heads_q, dim].
+        k: [total_k, heads_kv, dim], or with a table [pages, page, heads_kv, dim].
+        v: like k.
+        cu_seqlens_q: [batch + 1] int32.
+        cu_seqlens_k: likewise.
+        seq_lens: [batch] int32, the tokens of each sequence.
+        table: [batch, pages of the longest] int32, or None for packed keys.
+        out: like q.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seq_lens: torch.Tensor
+    table: torch.Tensor | None
+    out: torch.Tensor
+
+    def tokens(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a sequence, [tokens, heads_kv, dim]."""
+        begin, end = self.cu_seqlens_k[sequence : sequence + 2].tolist()
+        if self.table is None:
+            return self.k[begin:end], self.v[begin:end]
+        pages = self.table[sequence, : -(-(end - begin) // self.k.size(1))].long()
+        k, v = (x[pages].flatten(0, 1)[: end - begin] for x in (self.k, self.v))
+        return k, v
+
+
+def random_inputs(case: Case, device: torch.device) -> list[Inputs]:
+    """Return sets of inputs with permuted pages; what follows a sequence's end there is NaN.
+
+    All have one table and the same lengths, as the layers of a model do.
+    """
+
+    def offsets(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+
+    keys_shape, table = _pages(case, device)
+    lengths = torch.tensor(case.k_lens, dtype=torch.int32).to(device)
+    cu_q, cu_k = offsets(case.q_lens), offsets(case.k_lens)
+    ends = [
+        (int(table[b, length // case.page]), length % case.page)
+        for b, length in enumerate(case.k_lens)
+        if table is not None and length % case.page
+    ]
+
+    def one_set() -> Inputs:
+        q = torch.randn(sum(case.q_lens), case.heads_q, case.dim, dtype=DTYPE, device=device)
+        k, v = (torch.randn(keys_shape, dtype=DTYPE, device=device) for _ in "kv")
+        for page, end in ends:
+            k[page, end:] = v[page, end:] = torch.nan
+        return Inputs(q, k, v, cu_q, cu_k, lengths, table, torch.empty_like(q))
+
+    # At least two: where the L2 holds none a second one costs nothing.
+    count = max(num_sets(case.num_bytes(DTYPE.itemsize), device), 2)
+    return [one_set() for _ in range(count)]
+
+
+def _pages(case: Case, device: torch.device) -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """Return the shape of keys and values, and the table of their pages if there are any."""
+    head = (case.heads_kv, case.dim)
+    if not case.page:
+        return (sum(case.k_lens), *head), None
+    counts = torch.tensor([-(-length // case.page) for length in case.k_lens])
+    total, widest = int(counts.sum()), int(counts.max())
+    table = torch.zeros(case.batch, widest, dtype=torch.int32)
+    table[torch.arange(widest) < counts[:, None]] = torch.randperm(total, dtype=torch.int32)
+    return (total, case.page, *head), table.to(device)
+
+
+def expected(inputs: Inputs, case: Case, sequence: int, rows: torch.Tensor) -> torch.Tensor:
+    """Return what some queries of a sequence get: [rows, heads_q, dim] fp32.
+
+    Args:
+        inputs: what is attended to.
+        case: its sizes.
+        sequence: which.
+        rows: indices among the sequence's queries.
+    """
+    k, v = (x.float() for x in inputs.tokens(sequence))
+    begin, end = inputs.cu_seqlens_q[sequence : sequence + 2].tolist()
+    q = inputs.q[begin:end][rows].float()
+    positions = (k.size(0) - (end - begin) + rows)[:, None]
+    key = torch.arange(k.size(0), device=q.device)
+    seen = torch.ones(len(rows), k.size(0), dtype=torch.bool, device=q.device)
+    if case.causal:
+        seen &= key <= positions
+    if case.window:
+        seen &= key >= positions - case.window
+    by_head = q.unflatten(1, (case.heads_kv, -1))
+    logits = torch.einsum("qhgd,khd->hgqk", by_head, k) * case.dim**-0.5
+    weights = logits.masked_fill_(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2)
+
+
+def checked_rows(q_len: int, device: torch.device) -> torch.Tensor:
+    """Return which queries of a sequence are checked."""
+    head = torch.arange(min(CHECKED_ROWS, q_len), device=device)
+    tail = torch.arange(max(q_len - CHECKED_ROWS, len(head)), q_len, device=device)
+    return torch.cat([head, tail])

@@ -1,0 +1,171 @@
+"""`bench engine`: decode steps of the whole engine, with scheduling and host work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.bench.shapes import PRECISIONS, SHAPES
+from ostinato.cli.bench_output import add_targets_flag
+from ostinato.cli.command import Parser, UserError, check_folder, user_errors
+from ostinato.cli.device import add_device_flag, resolve_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from ostinato.bench.engine import EnginePlan
+    from ostinato.bench.report import Report, Row
+
+_HEADER = f"{'case':<32}{'impl':<16}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
+
+
+def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
+    """Add the section to `bench`."""
+    engine = sections.add_parser(
+        "engine",
+        usage="python -m ostinato bench engine --shape NAME [options]",
+        help="the whole engine, host work included",
+        description="Time Engine.generate with batches of random prompts: the time of a long text "
+        "less that of a short one, per token. What starting up takes is shown, too.",
+    )
+    engine.add_argument(
+        "--shape", choices=SHAPES, required=True, help="random weights of a model's shape"
+    )
+    engine.add_argument(
+        "--batch", type=int, nargs="+", default=[1], metavar="B", help="requests (default 1)"
+    )
+    engine.add_argument(
+        "--dtype",
+        choices=PRECISIONS,
+        nargs="+",
+        default=["int8"],
+        help="of the linear layers' weights (default int8)",
+    )
+    engine.add_argument(
+        "--lm-head",
+        choices=PRECISIONS,
+        default="bf16",
+        help="precision of the output projection (default bf16)",
+    )
+    engine.add_argument(
+        "--no-batch-invariant",
+        dest="batch_invariant",
+        action="store_false",
+        help="let the bits of a sequence depend on what is served beside it, for faster kernels",
+    )
+    engine.add_argument(
+        "--prompt", type=int, default=128, metavar="N", help="tokens per prompt (default 128)"
+    )
+    engine.add_argument(
+        "--output",
+        type=int,
+        nargs=2,
+        default=[32, 288],
+        metavar=("SHORT", "LONG"),
+        help="tokens of the two texts (default 32 288)",
+    )
+    engine.add_argument(
+        "--page-size", type=int, default=16, metavar="N", help="tokens per KV page (default 16)"
+    )
+    engine.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="runs of each length (default 3)"
+    )
+    engine.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_targets_flag(engine)
+    add_device_flag(engine)
+    engine.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_folder("--json", args.json)
+
+    import torch
+
+    from ostinato.bench.engine import EnginePlan
+    from ostinato.bench.report import Report
+    from ostinato.model import ModelConfig
+
+    plan = EnginePlan(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats)
+    config = ModelConfig.from_hf(SHAPES[args.shape])
+    with user_errors(ValueError):
+        device = resolve_device(args.device)
+        plan.check(config)
+    targets = {} if args.targets is None else _targets(args.targets)
+    report = Report.for_device(device)
+    print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
+        for dtype in args.dtype:
+            _measure(args, plan, dtype, device, report, targets)
+    return 0
+
+
+def _measure(
+    args: argparse.Namespace,
+    plan: EnginePlan,
+    dtype: str,
+    device: torch.device,
+    report: Report,
+    targets: dict[tuple[str, str], float],
+) -> None:
+    from ostinato.bench.engine import StartUp, engine_for, time_engine
+    from ostinato.bench.step import implementation
+    from ostinato.bench.weights import random_llama
+    from ostinato.model import ModelConfig, compile_kernels
+
+    began = time.perf_counter()
+    config = ModelConfig.from_hf(SHAPES[args.shape])
+    model = random_llama(
+        config,
+        dtype,
+        device,
+        max_context=plan.context,
+        lm_head=args.lm_head,
+        batch_invariant=args.batch_invariant,
+    )
+    loaded = time.perf_counter()
+    compile_kernels(model)
+    compiled = time.perf_counter()
+    engine = engine_for(model, plan)
+    try:
+        captured = engine.capture(sorted(set(plan.batches)))
+        start_up = StartUp.of(
+            args.shape,
+            implementation(model),
+            load_s=loaded - began,
+            compile_s=compiled - loaded,
+            report=captured,
+        )
+        print(start_up, flush=True)
+        report.rows.append(start_up)
+        for row in time_engine(engine, args.shape, plan):
+            print(_line(row, targets), flush=True)
+            report.rows.append(row)
+            # After every row: what was measured before a Ctrl-C is worth keeping.
+            if args.json is not None:
+                report.write(args.json)
+    finally:
+        engine.close()
+
+
+def _targets(path: Path) -> dict[tuple[str, str], float]:
+    """Return the microseconds of the engines in a file of published times, by case and dtype."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return {
+            (row["case"], row["impl"].rpartition("_")[2]): float(row["us"])
+            for row in rows
+            if row["section"] == "engine"
+        }
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"--targets {path}: not a document of engines' times: {error!r}") from error
+
+
+def _line(row: Row, targets: dict[tuple[str, str], float]) -> str:
+    batch = int(row.case.split()[1][1:])
+    line = f"{row.case:<32}{row.impl:<16}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
+    line += f"{row.tb_s:>10.3g}"
+    theirs = targets.get((row.case, row.impl.split("_")[1]))  # ostinato_int8_...
+    return line if theirs is None else f"{line}   ×{row.us / theirs:.3f} of {theirs:.0f}"

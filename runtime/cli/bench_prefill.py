@@ -1,0 +1,87 @@
+"""`bench prefill`: attention of prompts, ours and the peers'."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from ostinato.bench.prefill_cases import DEFAULT_CASES, Case
+from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.bench_run import measure, ready_peers
+from ostinato.cli.budget import Budget, add_budget_flag
+from ostinato.cli.command import Parser, UserError, check_folder, user_errors
+from ostinato.cli.device import add_device_flag, resolve_device
+
+if TYPE_CHECKING:
+    from ostinato.bench.prefill_impls import Implementation
+
+_FAILED = 1
+
+
+def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
+    """Add the section to `bench`."""
+    parser = sections.add_parser(
+        "prefill",
+        usage="python -m ostinato bench prefill [options]",
+        help="attention of prompts, and that of other libraries",
+        description="Time attention of many queries to packed keys or a paged cache: many launches "
+        "in one CUDA graph, with inputs that are not in the L2. Every result is checked before it "
+        "is timed. Ends with our times relative to those of the fastest peer, and TFLOP/s.",
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=list(DEFAULT_CASES),
+        metavar="CASE",
+        help="such as 4x4096, four texts of 4096 tokens with a causal mask and 32/8 heads of 128; "
+        "then, in this order, kv32768: only the last tokens of so many ask; h8/1: heads; d64: of a "
+        "head; full: no mask; w1024: window; p16: keys in pages; skew: one text as long, the "
+        f"others a sixteenth (default: {', '.join(DEFAULT_CASES)})",
+    )
+    parser.add_argument(
+        "--peer",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help="fa3, fa3_nopack, fa3_dense (flash_attn_interface or the file "
+        "OSTINATO_SGL_FLASH_LIBRARY), cudnn, fa2 (torch), fi_fa3, fi_fa2 (flashinfer), all that "
+        "are installed (default) or none",
+    )
+    add_targets_flag(parser)
+    add_budget_flag(parser, "case")
+    add_json_flag(parser)
+    add_device_flag(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    budget = Budget(args.budget_s, time.monotonic())
+    check_folder("--json", args.json)
+    try:
+        chosen = list(dict.fromkeys(map(Case.parse, args.cases)))
+    except ValueError as error:
+        raise UserError(f"--cases: {error}") from error
+
+    from ostinato.bench.comparison import read_targets
+    from ostinato.bench.prefill import time_cases
+    from ostinato.bench.prefill_summary import summary
+
+    with user_errors():
+        device = resolve_device(args.device)
+        targets = (
+            None if args.targets is None else read_targets(args.targets, "prefill", Case.parse)
+        )
+    output = Output(args.json, device)
+    impls = _implementations(args, output)
+    with user_errors(OSError):
+        left = measure(chosen, time_cases(chosen, impls, device), budget, output)
+    output.finish(Case.parse, summary, targets, left)
+    return _FAILED if output.failures else 0
+
+
+def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
+    """Return ours and the peers, less those that are not installed, unless asked for by name."""
+    from ostinato.bench.prefill_impls import PEERS, ours, peers
+
+    return [ours(), *ready_peers(args.peer, PEERS, peers, output)]

@@ -1,0 +1,1 @@
+"""Functions with the signatures of other libraries, over our ops."""

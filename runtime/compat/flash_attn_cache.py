@@ -1,0 +1,138 @@
+"""FlashAttention's two kinds of caches as pages, and appending to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato import ops
+from ostinato.ops import checks
+
+_INT32 = (torch.int32,)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values in pages; a cache with a row for each sequence has one page in each row.
+
+    Args:
+        k, v: [pages, page_size, heads_kv, dim].
+        table: [batch, pages of a sequence] int32.
+        lengths: [batch] int32, tokens before anything is appended.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    lengths: torch.Tensor
+
+    @staticmethod
+    def of(
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        block_table: torch.Tensor | None,
+        cache_batch_idx: torch.Tensor | None,
+        cache_seqlens: int | torch.Tensor | None,
+        batch: int,
+    ) -> Cache:
+        """Return the cache of `flash_attn_with_kvcache`, whose arguments these are.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        if not isinstance(k_cache, torch.Tensor) or k_cache.ndim != 4:
+            got = list(k_cache.shape) if isinstance(k_cache, torch.Tensor) else k_cache
+            raise ValueError(f"k_cache: got {got}, expected [rows, capacity, heads_kv, dim]")
+        device = k_cache.device
+        if block_table is not None:
+            if cache_batch_idx is not None:
+                raise ValueError("cache_batch_idx: got a tensor, expected None with block_table")
+            checks.tensor("block_table", block_table, _INT32, (batch, "blocks"), device)
+            table = block_table
+        elif cache_batch_idx is not None:
+            checks.tensor("cache_batch_idx", cache_batch_idx, _INT32, (batch,), device)
+            table = cache_batch_idx.unsqueeze(1)
+        elif k_cache.size(0) < batch:
+            raise ValueError(
+                f"k_cache: got {k_cache.size(0)} rows, expected one for each of {batch}"
+            )
+        else:
+            table = torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
+        if cache_seqlens is None:
+            cache_seqlens = table.size(1) * k_cache.size(1)
+        if isinstance(cache_seqlens, torch.Tensor):
+            checks.tensor("cache_seqlens", cache_seqlens, _INT32, (batch,), device)
+        else:
+            checks.integer("cache_seqlens", cache_seqlens, least=0)
+            cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+        return Cache(k_cache, v_cache, table, cache_seqlens)
+
+    def append(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        interleaved: bool,
+        local: bool,
+    ) -> torch.Tensor:
+        """Write k and v, rotated if there are angles, and return q, rotated likewise.
+
+        Args:
+            q: [batch * seqlen_q, heads_q, dim].
+            k: [batch, seqlen_new, heads_kv, dim].
+            v: like k.
+            cos: [positions, rotary_dim / 2], or None.
+            sin: like cos.
+            interleaved: which elements are pairs.
+            local: whether queries stand where new tokens do, not all where the first one does.
+        """
+        batch, seqlen_new = k.shape[:2]
+        positions = self._positions(seqlen_new)
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
+        slots = self._slots(positions).flatten()
+        if cos is None or sin is None:
+            ops.append_kv(keys, values, self.k, self.v, slots)
+            return q
+        if cos.shape != sin.shape:
+            raise ValueError(
+                f"rotary_sin: got shape {list(sin.shape)}, expected {list(cos.shape)} as rotary_cos"
+            )
+        angles = torch.cat([cos, sin], dim=1).float()
+        seqlen_q = q.size(0) // max(batch, 1)
+        at_new_tokens = seqlen_q == seqlen_new and (local or seqlen_new == 1)
+        rotated = ops.append_kv(
+            *(keys, values, self.k, self.v, slots),
+            positions=positions.flatten(),
+            cos_sin=angles,
+            q=q if at_new_tokens else None,
+            interleaved=interleaved,
+        )
+        if rotated is not None:
+            return rotated
+        positions = self._positions(seqlen_q) if local else self.lengths.unsqueeze(1)
+        # An append that writes nothing: q is what it is called for.
+        unwritten = q[:, : k.size(2)]
+        return ops.append_kv(
+            *(unwritten, unwritten, self.k, self.v),
+            torch.full((q.size(0),), -1, dtype=torch.int64, device=q.device),
+            positions=positions.expand(batch, seqlen_q).flatten(),
+            cos_sin=angles,
+            q=q,
+            interleaved=interleaved,
+        )
+
+    def _positions(self, count: int) -> torch.Tensor:
+        """Return [batch, count] int32, the positions of so many tokens after those there."""
+        after = torch.arange(count, dtype=torch.int32, device=self.lengths.device)
+        return self.lengths.unsqueeze(1) + after
+
+    def _slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slots [batch, count] int64 of positions, -1 for those without a page."""
+        page_size, pages = self.k.size(1), self.table.size(1)
+        entry = positions // page_size
+        page = self.table.gather(1, entry.clamp_max(pages - 1).long())
+        slots = page.long() * page_size + positions % page_size
+        return slots.masked_fill(entry >= pages, -1)

@@ -1,0 +1,131 @@
+"""Tokens that the device samples and the host has not read yet."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.engine.request import Request
+
+
+@dataclass
+class _Launch:
+    """Work that samples one token for each of some requests."""
+
+    requests: tuple[Request, ...]
+    tokens: torch.Tensor  # [n] int64 on the device
+    host: torch.Tensor  # [n], filled once `copied` has happened
+    copied: torch.cuda.Event | None
+    seconds: MutableSequence[float]
+    started: float
+    taken: int = 0  # tokens that the host has read
+
+
+class TokensInFlight:
+    """What was sampled last, for the next step on the device and, later, for the host.
+
+    So the device decodes a step while the host reads, checks and shows the tokens of the one
+    before. `Request.in_flight` counts a request's tokens that are in here.
+
+    Args:
+        device: of the sampled tokens.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launches: deque[_Launch] = deque()
+        self._read = 0.0  # when tokens were read last, by time.perf_counter
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def add(
+        self,
+        requests: Sequence[Request],
+        tokens: torch.Tensor,
+        seconds: MutableSequence[float],
+        started: float,
+    ) -> None:
+        """Add a launch, and start copying its tokens to the host.
+
+        Args:
+            requests: one per token; each has no token in flight but perhaps in an older launch.
+            tokens: [n] int64 on the device. Work that overwrites it must be ordered after the
+                current stream.
+            seconds: where `read` puts the time that the launch took.
+            started: when it began, by `time.perf_counter`.
+        """
+        pinned = self._device.type == "cuda"
+        host = torch.empty(len(requests), dtype=tokens.dtype, pin_memory=pinned)
+        host.copy_(tokens, non_blocking=pinned)
+        copied = None
+        if pinned:
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(self._device))
+        launch = _Launch(tuple(requests), tokens, host, copied, seconds, started)
+        for request in requests:
+            request.in_flight += 1
+        self._launches.append(launch)
+
+    def last_tokens(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Return the newest token of each request, [n] int64 on the device, or on the host.
+
+        The current stream is ordered after the launches that sample them.
+        """
+        for launch in self._launches:
+            if launch.copied is not None:
+                launch.copied.wait(torch.cuda.current_stream(self._device))
+        if not any(request.in_flight for request in requests):
+            return torch.tensor([request.generated[-1] for request in requests])
+        newest = self._launches[-1]
+        if [r.id for r in newest.requests] == [r.id for r in requests]:
+            return newest.tokens
+        place: dict[int, int] = {}  # in all launches' tokens, laid side by side
+        at = 0
+        for launch in self._launches:
+            for request in launch.requests:
+                place[request.id] = at
+                at += 1
+        known = [0 if request.in_flight else request.generated[-1] for request in requests]
+        # Known tokens follow those of the launches, in the order of the requests.
+        rows = [
+            place[request.id] if request.in_flight else at + row
+            for row, request in enumerate(requests)
+        ]
+        uploaded = torch.tensor([known, rows])
+        if self._device.type == "cuda":
+            uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
+        launched = [launch.tokens for launch in self._launches]
+        return torch.cat([*launched, uploaded[0]])[uploaded[1]]
+
+    def read(self, accept: Callable[[Request, int], None], count: int | None = None) -> None:
+        """Wait for the oldest `count` launches (all by default) and hand out their tokens.
+
+        A request that was cancelled or has ended since the launch is passed over. If `accept`
+        raises, its token and all after it are handed out by the next call.
+        """
+        for _ in range(len(self) if count is None else count):
+            launch = self._launches[0]
+            if launch.copied is not None:
+                launch.copied.synchronize()
+            if launch.taken == 0:
+                now = time.perf_counter()
+                # Launches overlap: each is charged from where the one before it was read.
+                launch.seconds.append(now - max(launch.started, self._read))
+                self._read = now
+            tokens = launch.host.tolist()
+            while launch.taken < len(tokens):
+                request = launch.requests[launch.taken]
+                if request.finish_reason is None:
+                    accept(request, tokens[launch.taken])
+                launch.taken += 1
+                request.in_flight -= 1
+            self._launches.popleft()
+
+    def clear(self) -> None:
+        """Forget all launches; their requests must not go on."""
+        self._launches.clear()

@@ -1,0 +1,101 @@
+"""Linear layers that quantise x themselves on CUDA: from tensors to one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.kernels.loader import load
+from ostinato.kernels.variants import FusedLinear, GemmSmallM
+from ostinato.ops import gemm_tuning, pdl
+from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
+
+_MAX_K = (4096, 8192)
+_VECTOR = 16  # bytes
+
+
+def fused_kernel(
+    kind: str, in_dtype: torch.dtype, k: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> FusedLinear | None:
+    """Return the kernel for one token of k elements of `in_dtype`; None if there is none.
+
+    Args:
+        kind: "per_token" or "rms_norm".
+        in_dtype: of x.
+        k: input features.
+        dtype: of the weight.
+        out_dtype: of the output.
+    """
+    if in_dtype.itemsize != 2 or k % _VECTOR or k > _MAX_K[-1]:
+        return None
+    return FusedLinear(
+        kind=kind,
+        in_dtype=KERNEL_NAMES[in_dtype],
+        dtype=KERNEL_NAMES[dtype],
+        out_dtype=KERNEL_NAMES[out_dtype],
+        max_k=next(most for most in _MAX_K if k <= most),
+    )
+
+
+def launch_fused(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+) -> bool:
+    """Launch the layer on torch's current stream as one kernel, if there is one that serves it.
+
+    It is for one token: every SM quantises all of x, which for two takes as long as a kernel of
+    its own. The arguments are those of the ops of `ostinato.ops.fused`, checked; w is [n, k] or the
+    data of a `PackedWeight`. The kernel reads x and `residual` only after those in front of it on
+    the stream have ended, and all else before.
+    """
+    (m, n), k = out.shape, x.size(1)
+    if m != 1 or n == 0 or w.dim() != 4:
+        return False
+    kernel = fused_kernel(
+        "per_token" if norm_weight is None else "rms_norm", x.dtype, k, w.dtype, out.dtype
+    )
+    rows = (x, norm_weight, residual, residual_out)
+    if (
+        kernel is None
+        or any(row is not None and not _is_served(row, x.dtype) for row in rows)
+        or (bias is not None and bias.dtype is not out.dtype)
+    ):
+        return False
+    device = x.get_device()
+    with on_device(device):
+        name, sms = gpu(device)
+        choice = gemm_tuning.choose(
+            name, sms, m, n, k, kernel.dtype, kernel.out_dtype, True, True, batch_invariant
+        )
+        if not isinstance(choice.variant, GemmSmallM):  # FP8 in another order of sums
+            return False
+        stream = current_stream(device)
+        load(kernel, device=device, stream=stream).launch(
+            x=x.data_ptr(),
+            residual=address_of(residual),
+            residual_out=address_of(residual_out),
+            norm_weight=address_of(norm_weight),
+            eps=eps,
+            w=w.data_ptr(),
+            w_scale=w_scale.data_ptr(),
+            w_scale_stride=int(w_scale.numel() > 1),
+            bias=address_of(bias),
+            out=out.data_ptr(),
+            n=n,
+            k=k,
+            pdl=pdl.enabled(),
+            stream=stream,
+        )
+    return True
+
+
+def _is_served(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether x [K] or [1, K] has a dtype and an aligned address."""
+    return x.dtype is dtype and x.data_ptr() % _VECTOR == 0

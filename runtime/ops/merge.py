@@ -1,0 +1,101 @@
+"""Merging attention to some keys with attention to others."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.launch import has_kernels
+from ostinato.ops.library import register
+from ostinato.ops.merge_launch import merge_on_device
+
+_LSE_SHAPE = ("tokens", "heads")
+
+
+def merge_states(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_lse: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention of queries to two sets of keys, from their attention to each of them.
+
+    out = (exp(lse_a)·o_a + exp(lse_b)·o_b) / (exp(lse_a) + exp(lse_b)), and its LSE is the
+    logarithm of that denominator (Ye et al., "FlashInfer", 2025, "attention composition"). So
+    queries that share a prefix attend to it together, then each to its own keys. With sinks, give
+    them to one of the two calls.
+
+    A state with an LSE of -inf, of a query that saw no key, has no part in the result, whatever
+    its output holds, NaN included; two of them merge into out = 0 and LSE = -inf. An LSE that is
+    NaN spreads. On a Hopper GPU all of it is one launch.
+
+    Args:
+        o_a: [tokens, heads, dim] bf16, fp16 or fp32.
+        lse_a: [tokens, heads] fp32, natural logarithms, of any strides.
+        o_b: like o_a.
+        lse_b: like lse_a.
+        out: like o_a, and may be o_a or o_b itself; allocated when None.
+        out_lse: like lse_a, and may be lse_a or lse_b itself; allocated when None.
+        stream: see `ostinato.ops`.
+
+    Returns:
+        (out, out_lse).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    checks.tensor("o_a", o_a, checks.FLOAT_DTYPES, ("tokens", "heads", "dim"))
+    checks.not_empty("o_a", o_a, "heads", "dim")
+    checks.int32_sizes("o_a", o_a.shape, "tokens", "heads", "dim")
+    shape, dtype, device = o_a.shape, o_a.dtype, o_a.device
+    checks.tensor("o_b", o_b, (dtype,), shape, device)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        checks.tensor(name, lse, (torch.float32,), shape[:2], device, any_strides=True)
+    if out is not None:
+        checks.output("out", out, (dtype,), shape, device)
+    if out_lse is not None:
+        checks.tensor("out_lse", out_lse, (torch.float32,), shape[:2], device, any_strides=True)
+        checks.writable("out_lse", out_lse)
+    with checks.launch_stream(stream, device):
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=device)
+        if out_lse is None:
+            out_lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
+        _merge_states_op(o_a, lse_a, o_b, lse_b, out, out_lse)
+    return out, out_lse
+
+
+def _merge_states(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor,
+    out_lse: torch.Tensor,
+) -> None:
+    if o_a.device.type == "cuda" and has_kernels(o_a.get_device()):
+        merge_on_device(o_a, lse_a, o_b, lse_b, out, out_lse)
+        return
+    top = torch.maximum(lse_a, lse_b)
+    # Where there are no keys at all, -inf minus -inf would be NaN.
+    shift = top.masked_fill(top == float("-inf"), 0.0)
+    weights = [torch.exp(lse - shift) for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    merged = torch.zeros(o_a.shape, dtype=torch.float32, device=o_a.device)
+    for o, weight in zip((o_a, o_b), weights, strict=True):
+        share = (weight / total).unsqueeze(-1)
+        # A weight of 0 does not silence NaN.
+        merged += torch.where(weight.unsqueeze(-1) == 0, 0.0, share * o.float())
+    out.copy_(merged)
+    out_lse.copy_(torch.where(total == 0, top, shift + total.log()))
+
+
+_merge_states_op = register(
+    "merge_states(Tensor o_a, Tensor lse_a, Tensor o_b, Tensor lse_b, Tensor(a!) out, "
+    "Tensor(b!) out_lse) -> ()",
+    _merge_states,
+)

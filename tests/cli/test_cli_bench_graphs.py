@@ -1,0 +1,89 @@
+"""`bench graphs`: what it needs, what it measures, and how it says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.bench.graph_subjects import hugging_face_step, our_step
+from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure
+from ostinato.cli.main import main
+from ostinato.graphs import GraphRunner, Misses, Variant
+
+CPU = torch.device("cpu")
+
+
+def test_the_batch_sizes_are_those_of_serving_engines() -> None:
+    assert len(MANY_BATCH_SIZES) == 35
+    assert MANY_BATCH_SIZES[-1] == 256
+    assert all(n <= bucket < 2 * n for n, bucket in PADDED)
+
+
+def test_a_figure_says_whether_its_target_is_reached() -> None:
+    assert str(Figure("case", "s", 1.5, 2.0)).endswith("1.5  (at most 2: reached)")
+    assert str(Figure("case", "s", 2.5, 2.0)).endswith("2.5  (at most 2: MISSED)")
+    assert str(Figure("case", "s", 2.5)).endswith("2.5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--device", "cpu"], "a CPU has no graphs to measure"),
+        (["--max-batch", "0"], "--max-batch: got 0"),
+        (["--context", "0"], "--context: got 0"),
+        (["--shape", "gpt"], "invalid choice: 'gpt'"),
+        (["--json", "/nowhere/x.json"], "--json"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["bench", "graphs", *arguments])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == 2
+    assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", ["ours", "transformers"])
+def test_both_steps_are_captured_verified_and_run(make: str) -> None:
+    sizes = {"max_batch": 8, "context": 24}
+    if make == "ours":
+        subject = our_step("tiny", "bf16", CPU, **sizes)
+    else:
+        subject = hugging_face_step("tiny", CPU, **sizes)
+    with GraphRunner(subject.step, subject.buffers, memory=subject.memory) as runner:
+        with subject.rehearsal():
+            report = runner.capture({Variant(): [1, 3], Variant(name="bucket"): [4]})
+        assert {graph.verdict for graph in report.graphs} == {"bit-equal"}
+        exact = runner.run(3, subject.inputs(3))["tokens"].clone()
+        padded = runner.run(3, subject.inputs(3), variant=Variant(name="bucket"))["tokens"]
+        assert torch.equal(exact, padded)
+        runner.check_memory()
+
+
+def test_another_depth_of_the_model_is_said_in_the_name() -> None:
+    subject = hugging_face_step("tiny", CPU, max_batch=2, context=8, num_layers=1)
+    assert subject.name == "transformers tiny bf16 ctx8, 1 layers"
+    with GraphRunner(subject.step, subject.buffers) as runner:
+        runner.capture([2], misses=Misses("eager"))
+        assert runner.run(1, subject.inputs(1))["tokens"].shape == (1,)
+
+
+@pytest.mark.gpu
+def test_everything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "graphs.json"
+    flags = ["--shape", "tiny", "--max-batch", "16", "--context", "32", "--json", str(file)]
+    assert main(["bench", "graphs", "--step", "ostinato", "transformers", *flags]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["section"] for row in rows} == {"graphs"}
+    for name in ("tiny int8 ctx32", "transformers tiny bf16 ctx32"):
+        figures = [row["figure"] for row in rows if row["case"].startswith(name)]
+        for figure in ("all after warm-up, s", "padded against exact", "audit, s"):
+            assert figure in figures
+    assert all(row["value"] == 0 for row in rows if "allocator calls" in row["figure"])
+    assert capsys.readouterr().out.count("\n") == len(rows) + 1

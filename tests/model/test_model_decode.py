@@ -1,0 +1,162 @@
+"""The decode step of a quantised model on a GPU, against the same step on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.bench.shapes import SHAPES
+from ostinato.bench.weights import random_llama
+from ostinato.engine.decode import DecodeStep, SeenTokens
+from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.model import Llama, ModelConfig, PagedKVCache, W8A8Linear
+
+CONTEXT, MAX_BATCH, PAGE = 96, 16, 16
+BUCKETS = (1, 2, 4, 8, 16)
+CPU = torch.device("cpu")
+SMALL = {
+    **SHAPES["tiny"],
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+
+
+def converted(part: Any, device: torch.device, dense: torch.dtype) -> Any:
+    """Return a copy of a tensor, or of a layer, on a device, with 16-bit numbers as `dense`."""
+    if isinstance(part, torch.Tensor):
+        return part.to(device, dense if part.dtype is torch.bfloat16 else part.dtype)
+    if not hasattr(part, "__dataclass_fields__"):
+        return part
+    values = {f.name: converted(getattr(part, f.name), device, dense) for f in fields(part)}
+    if isinstance(part, W8A8Linear) and part.out_dtype is torch.bfloat16:
+        values["out_dtype"] = dense
+    return type(part)(**values)
+
+
+def copy_of(model: Llama, device: torch.device, dense: torch.dtype) -> Llama:
+    return Llama(
+        replace(model.config, dtype=dense),
+        converted(model.embedding, device, dense),
+        [converted(layer, device, dense) for layer in model.layers],
+        converted(model.norm, device, dense),
+        converted(model.lm_head, device, dense),
+        max_context=model.max_context,
+        batch_invariant=model.batch_invariant,
+    )
+
+
+def cache_shape(config: ModelConfig) -> torch.Size:
+    pages = 1 + MAX_BATCH * (CONTEXT // PAGE)
+    cache = PagedKVCache.for_model(config, num_pages=pages, page_size=PAGE, device=CPU)
+    return cache.storage.shape
+
+
+def runner_of(model: Llama, keys_and_values: torch.Tensor) -> GraphRunner[dict[str, torch.Tensor]]:
+    pages = CONTEXT // PAGE
+    cache = PagedKVCache.for_model(
+        model.config, num_pages=1 + MAX_BATCH * pages, page_size=PAGE, device=model.device
+    )
+    cache.storage.copy_(keys_and_values)
+    seen = SeenTokens(MAX_BATCH, model.config.vocab_size, model.device)
+    step = DecodeStep(model, cache, seen, max_pages=pages)
+    runner = GraphRunner(step, StaticBuffers(step.buffer_specs(), MAX_BATCH, model.device))
+    runner.capture(BUCKETS, progress=False, verify=False)
+    return runner
+
+
+def inputs_of(n: int) -> dict[str, torch.Tensor]:
+    """Return sequences of different lengths, each in pages of its own, decoded greedily."""
+    pages = 1 + torch.arange(n * (CONTEXT // PAGE)).view(n, -1)
+    lengths = torch.arange(n) * 5 % (CONTEXT - 2) + 2
+    last = lengths - 1
+    return {
+        "tokens": torch.randint(SMALL["vocab_size"], (n,)),
+        "positions": last.int(),
+        "seq_lens": lengths.int(),
+        "slot_mapping": pages[torch.arange(n), last // PAGE] * PAGE + last % PAGE,
+        "page_table": pages.int(),
+        "slots": torch.arange(n),
+        "temperature": torch.zeros(n),
+        "top_k": torch.zeros(n, dtype=torch.int32),
+        "top_p": torch.ones(n),
+        "min_p": torch.zeros(n),
+        "repetition_penalty": torch.ones(n),
+        "seeds": torch.arange(n),
+        "counters": last,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_greedy_tokens_are_the_references_in_every_bucket(
+    precision: str, batch_invariant: bool
+) -> None:
+    """The error in fp32's eyes is at most twice that of torch's operators with the same dtypes."""
+    config = ModelConfig.from_hf(SMALL)
+    plain = random_llama(
+        config,
+        precision,
+        CPU,
+        max_context=CONTEXT,
+        lm_head=precision,
+        batch_invariant=batch_invariant,
+    )
+    stored = torch.randn(cache_shape(config)).bfloat16()
+    models = [
+        copy_of(plain, device, dense)
+        for device, dense in (
+            (torch.device("cuda"), torch.bfloat16),
+            (CPU, torch.bfloat16),
+            (CPU, torch.float32),
+        )
+    ]
+    outputs = []
+    for model in models:
+        torch.manual_seed(1)
+        with runner_of(model, stored) as runner:
+            outputs.append(
+                [
+                    {name: output.cpu().clone() for name, output in runner.run(n, inputs).items()}
+                    for n, inputs in ((n, inputs_of(n)) for n in range(1, MAX_BATCH + 1))
+                ]
+            )
+    got, torchs, exact = outputs
+    logits = [output["logits"] for output in exact]
+
+    def error(outputs: list[dict[str, torch.Tensor]]) -> float:
+        pairs = zip(outputs, logits, strict=True)
+        return max(float((output["logits"] - want).abs().max()) for output, want in pairs)
+
+    assert error(got) <= 2 * error(torchs)
+    for output, reference, want in zip(got, exact, logits, strict=True):
+        assert torch.equal(output["tokens"], output["logits"].argmax(1))
+        # A token that leads by more than both can be wrong is the same.
+        best, second = want.topk(2).values.unbind(1)
+        clear = best - second > 2 * error(got)
+        assert torch.equal(output["tokens"][clear], reference["tokens"][clear])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_ten_thousand_replays_change_no_logit(n: int) -> None:
+    model = random_llama(
+        ModelConfig.from_hf(SMALL), "int8", torch.device("cuda"), max_context=CONTEXT
+    )
+    stored = torch.randn(cache_shape(model.config)).bfloat16()
+    with runner_of(model, stored) as runner:
+        inputs = {name: value.cuda() for name, value in inputs_of(n).items()}
+        expected = runner.run(n, inputs)["logits"].clone()
+        changed = torch.zeros((), dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(10_000):
+            changed += (runner.run(n, inputs)["logits"] != expected).sum()
+        assert int(changed) == 0
+        assert torch.cuda.memory_allocated() == before
