@@ -87,8 +87,7 @@ def fp8_variant(
 ) -> AttentionPrefill | None:
     """Return the kernel that attends from packed FP8 queries to FP8 keys, None where none does.
 
-    The arguments are those of `varlen_attention`, checked. `varlen_attention` does not ask yet:
-    no GPU has run these kernels (docs/prefill.md).
+    The arguments are those of `varlen_attention`, checked.
     """
     if (
         max(q.size(0), k.size(0)) >= _MOST_TOKENS

@@ -9,6 +9,7 @@ import torch
 
 from ostinato.ops import attention_checks, checks, prefill_launch
 from ostinato.ops.attend import LogitRule
+from ostinato.ops.attention_checks import FP8
 from ostinato.ops.e4m3 import to_float32
 from ostinato.ops.kv import PackedKV
 from ostinato.ops.library import register
@@ -169,7 +170,30 @@ def _varlen_attention(
     if on_cpu or check_bounds:
         q_bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
         k_bounds = attention_checks.offsets("cu_seqlens_k", cu_seqlens_k, k.size(0), max_seqlen_k)
-    if q_scale is not None:  # docs/prefill.md has why no kernel takes these yet
+    if q.dtype is FP8 and not on_cpu:
+        assert q_scale is not None
+        assert k_scale is not None
+        assert v_scale is not None
+        scales = prefill_launch.Fp8Scales(q_scale, k_scale, v_scale)
+        kernel = prefill_launch.fp8_variant(q, k, v, out, scales)
+        if kernel is not None:
+            prefill_launch.attend_packed(
+                kernel,
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlen_q,
+                max_seqlen_k,
+                rule,
+                sinks,
+                out,
+                lse,
+                scales,
+            )
+            return
+    if q_scale is not None:
         q = _dequantized(q, q_scale, k.size(1))
     if on_cpu:
         lengths = [stop - start for start, stop in pairwise(k_bounds)]

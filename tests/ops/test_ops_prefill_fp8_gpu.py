@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops_cases import assert_same_bits, int32
 
+from ostinato import ops
 from ostinato.ops import prefill_launch, reference
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.prefill_launch import Fp8Scales
@@ -104,6 +105,15 @@ class Case:
 @pytest.mark.parametrize("k_lens", [None, K_LENS], ids=["all", "chunks"])
 def test_dims_and_dtypes(k_lens: tuple[int, ...] | None, dim: int, out_dtype: torch.dtype) -> None:
     Case(k_lens=k_lens, dim=dim, out_dtype=out_dtype).check()
+
+
+def test_the_op_gives_the_bits_of_a_launch() -> None:
+    case = Case()
+    scales = {f"{name}_scale": scale for name, scale in case.scales._asdict().items()}
+    most = [max(1, *lens) for lens in case.lens]
+    got = ops.varlen_attention(*case.tensors, *case.offsets, *most, **scales)
+    expected, _ = case.attend()
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (32, 8), (8, 8), (12, 1)], ids=str)

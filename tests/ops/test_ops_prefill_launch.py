@@ -91,8 +91,7 @@ def test_fp8_kernels_do_not_take_everything() -> None:
     assert fp8_variant(odd, k[..., :64], v[..., :64], out[..., :64], scales()) is None
 
 
-def test_nothing_else_leads_to_fp8_kernels() -> None:
-    """No GPU has run them yet."""
+def test_fp8_queries_are_not_for_the_16_bit_kernels() -> None:
     assert packed_variant(*fp8()) is None
 
 
