@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention/params.h"
+#include "attention/prefill_params.h"
 #include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
 #include "merge/params.h"
@@ -24,10 +25,12 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Hashes of each folder's params.h: a library made for another one would read its arguments from
-// the wrong places.
+// Hashes of each folder's params.h, and of prefill_params.h: a library made for another one would
+// read its arguments from the wrong places.
 template <typename Params>
 constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
+template <>
+constexpr std::uint64_t kAbi<ScaledPrefillParams> = OSTINATO_ABI_ATTENTION_PREFILL;
 template <>
 constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
 template <>
@@ -241,7 +244,7 @@ void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument&
   library.launch(params, stream);
 }
 
-void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& q,
+void launch_prefill(const Library<ScaledPrefillParams>& library, const HeadsArgument& q,
                     const SlotsArgument& k, const SlotsArgument& v, const HeadsArgument& out,
                     std::int32_t batch, std::int32_t heads_q, std::int32_t heads_kv,
                     std::int32_t tokens_q, std::int32_t max_seqlen_q, float scale,
@@ -254,7 +257,7 @@ void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& 
                     std::int32_t pack, bool pdl, std::uintptr_t q_scale, std::uintptr_t k_scale,
                     std::uintptr_t v_scale, std::int32_t q_scale_stride,
                     std::int32_t k_scale_stride, std::int32_t v_scale_stride) {
-  PrefillParams params = {};
+  ScaledPrefillParams params = {};
   params.q = heads(q);
   params.k = slots(k);
   params.v = slots(v);
@@ -441,18 +444,19 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::Library;
   using ostinato::MergeStatesParams;
   using ostinato::PagedDecodeLibrary;
-  using ostinato::PrefillParams;
   using ostinato::QuantizeParams;
   using ostinato::SampleParams;
+  using ostinato::ScaledPrefillParams;
   using ostinato::SlotsArgument;
   using ostinato::W8A8GemmParams;
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
   module.attr("ABI") = py::dict(
-      arg("attention") = OSTINATO_ABI_ATTENTION, arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR,
-      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("merge") = OSTINATO_ABI_MERGE,
-      arg("sampling") = OSTINATO_ABI_SAMPLING);
+      arg("attention") = OSTINATO_ABI_ATTENTION,
+      arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL,
+      arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
+      arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
@@ -478,9 +482,9 @@ PYBIND11_MODULE(_C, module) {
            arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F,
            arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
 
-  py::class_<Library<PrefillParams>>(module, "Prefill")
+  py::class_<Library<ScaledPrefillParams>>(module, "Prefill")
       .def(py::init<const std::string&>(), arg("path"))
-      .def("prepare", &Library<PrefillParams>::prepare)
+      .def("prepare", &Library<ScaledPrefillParams>::prepare)
       .def("launch", &ostinato::launch_prefill, py::kw_only(), arg("q"), arg("k"), arg("v"),
            arg("out"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("tokens_q"),
            arg("max_seqlen_q"), arg("scale"), arg("stream"), arg("workspace") = 0,

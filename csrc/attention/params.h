@@ -95,11 +95,6 @@ struct PrefillParams {
   int32_t least_rows;  // sequences with fewer rows (queries times heads of a group) are left out
   int32_t pack;        // heads of a group that share tiles, a divisor of it; 0: the kernel's choice
   int32_t pdl;
-  // Of 8-bit q, k and v: fp32 factors of all (stride 0) or of each KV head (stride 1); else null.
-  const float* q_scale;
-  const float* k_scale;
-  const float* v_scale;
-  int32_t q_scale_stride, k_scale_stride, v_scale_stride;
 };
 
 }  // namespace ostinato

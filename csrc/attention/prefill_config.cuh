@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/params.h"
+#include "attention/prefill_params.h"
 #include "common/debug.cuh"
 #include "common/registers.cuh"
 #include "common/sizes.cuh"
@@ -29,6 +29,7 @@ using OutType = OSTINATO_OUT;
 inline constexpr int kElement = sizeof(Type);
 inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
 static_assert(kFp8 == (kElement == 1), "the macros agree on the elements");
+using Params = std::conditional_t<kFp8, ScaledPrefillParams, PrefillParams>;
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -55,13 +56,13 @@ inline constexpr int kScores = kKeys / 2;       // of a thread, in two rows
 inline constexpr int kOutputs = kValueDim / 2;  // likewise
 inline constexpr int kDimSteps = kDim / kMmaDepth;
 inline constexpr int kKeySteps = kKeys / kMmaDepth;
-// 8-bit weights and values are multiplied some columns at a time, and the products of a tile are
-// added to the output in fp32 (prefill_consumer_fp8.cuh). Otherwise the output takes all at once.
-inline constexpr int kParts = kFp8 ? kValueDim / 64 : 1;
+// The products of a tile's 8-bit weights and values are added to the output in fp32, 64 columns at
+// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once.
+inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
 
 using Registers = RegisterTable<kConsumers, kDebugPrint>;
-static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? kPartOutputs + 24 : 32) <=
+static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? kPartOutputs + 20 : 32) <=
                   Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
 

@@ -84,12 +84,17 @@ class ConsumerBase {
     return warpgroup_ * args_.half_tokens < item.queries;
   }
 
-  // Turns go round: each warpgroup gives the next one its turn.
+  // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits.
+  static constexpr bool kTurns = !kFp8;
   __device__ __forceinline__ void take_turn() const {
-    sync_named(turn_barrier(warpgroup_), 2 * kWarpgroup);
+    if constexpr (kTurns) {
+      sync_named(turn_barrier(warpgroup_), 2 * kWarpgroup);
+    }
   }
   __device__ __forceinline__ void give_turn() const {
-    arrive_named(turn_barrier(warpgroup_ == kConsumers - 1 ? 0 : warpgroup_ + 1), 2 * kWarpgroup);
+    if constexpr (kTurns) {
+      arrive_named(turn_barrier(warpgroup_ == kConsumers - 1 ? 0 : warpgroup_ + 1), 2 * kWarpgroup);
+    }
   }
   template <class What>
   __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
@@ -177,7 +182,7 @@ class ConsumerBase {
 
   // The query of a row of the thread, or null.
   __device__ __forceinline__ const Type* find_query(const Item& item, int half) const {
-    const PrefillParams& p = args_.params;
+    const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
     return row.query < item.queries ? static_cast<const Type*>(p.q.data) +
                                           int64_t{item.first_row + row.query} * p.q.stride +

@@ -1,9 +1,10 @@
 // A consumer warpgroup of 8-bit queries, keys and values.
 //
 // The tensor cores keep about 14 bits of a sum of 8-bit products, so the products of a tile's
-// weights and values are summed anew and then added to the output in fp32. To save registers this
-// is done for 64 columns of the value dim at a time: the first part is enqueued with the products
-// of the next tile's keys, the others while the next scores become weights.
+// weights and values are summed anew and then added to the output in fp32. They are enqueued with
+// the products of the next tile's keys. For value dims above 128 registers are too few for that:
+// there 64 columns of the value dim are multiplied and added at a time, before the next tile's
+// keys. Warpgroups take no turns: with 8 bits they are faster without.
 #pragma once
 
 #include "prefill_consumer_base.cuh"
@@ -28,16 +29,32 @@ class Consumer : public ConsumerBase<Softmax> {
     float outputs[kOutputs];
   };
 
+  // While wgmma reads its operands, an answer from shared memory takes some hundred clocks. So
+  // which tile it is, is read only where it must be, and whether the next one has come is asked
+  // long before that matters.
   __device__ __forceinline__ void find_reference(const Item& item, int n, bool hiding,
                                                  Fragments& r) {
-    softmax_.find_reference(r.scores, item.tile(n) * kKeys, hiding,
-                            [&] { return find_seen(item); });
+    softmax_.find_reference(r.scores, hiding,
+                            [&] { hide(r.scores, item.tile(n) * kKeys, find_seen(item)); });
+  }
+
+  using ConsumerBase::await;
+  template <class What>
+  __device__ __forceinline__ bool has_come(const RingPosition& position) {
+    return is_complete(&barriers_of<What>(shared_).full[position.slot], position.parity);
+  }
+  template <class What>
+  __device__ __forceinline__ const uint8_t* await(const RingPosition& position, bool has_come) {
+    if (!has_come) {
+      return await<What>(position);
+    }
+    return ring_of<What>(shared_).tiles[position.slot];
   }
 
   // Scores and weights of the first tile.
   __device__ __forceinline__ void weigh_first(const Item& item, Fragments& r) {
     find_reference(item, 0, item.hiding_tiles() > 0, r);
-    softmax_.exponentiate<0, 1>(r.scores);
+    softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
@@ -49,11 +66,9 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.begin(item);
     const Operand queries = await_queries(queries_);
     const Operand keys(await<Keys>(keys_));
-    take_turn();
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
-    give_turn();
     wait_multiplied<0>();
     pin(r.scores);
     release<Keys>(keys_);
@@ -81,34 +96,16 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
-  // Adds part kPart, which is on its way, and all after it; `meanwhile`, a template of the part, is
-  // done while they go on.
-  template <int kPart, class Meanwhile>
-  __device__ __forceinline__ void add_parts(const ValuesOperand& values, const float (&fade)[2],
-                                            Fragments& r, const Meanwhile& meanwhile) {
-    meanwhile(std::integral_constant<int, kPart>());
+  // Multiplies a tile's weights and values, and adds them: part kPart and all after it.
+  template <int kPart = 0>
+  __device__ __forceinline__ void add_values(const ValuesOperand& values, Fragments& r) {
+    const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+    begin_part<kPart>(values, r);
     wait_multiplied<0>();
     add_part<kPart>(fade, r);
     if constexpr (kPart + 1 < kParts) {
-      begin_part<kPart + 1>(values, r);
-      add_parts<kPart + 1>(values, fade, r, meanwhile);
+      add_values<kPart + 1>(values, r);
     }
-  }
-
-  // The n-th tile's scores become weights while the values of the one before are multiplied: with
-  // the first part, which began before, the others.
-  __device__ __forceinline__ void weigh_and_add(const Item& item, int n, bool hiding,
-                                                const ValuesOperand& values, Fragments& r) {
-    const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-    find_reference(item, n, hiding, r);
-    add_parts<0>(values, fade, r, [&](auto part) {
-      constexpr int kPart = decltype(part)::value;
-      if constexpr (kParts == 1) {
-        softmax_.exponentiate<0, 1>(r.scores);
-      } else if constexpr (kPart > 0) {
-        softmax_.exponentiate<kPart - 1, kParts - 1>(r.scores);
-      }
-    });
   }
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
@@ -122,23 +119,39 @@ class Consumer : public ConsumerBase<Softmax> {
     Operand keys(await<Keys>(keys_));
 #pragma unroll 1
     for (int n = 1; n < tiles; ++n) {
-      take_turn();
+      const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+      if constexpr (kParts > 1) {
+        add_values(values, r);
+        release<Values>(values_);
+      }
       pin(r.scores);
       begin_multiplying();
       multiply_keys(queries, keys, r.scores);
-      begin_part<0>(values, r);
-      give_turn();
-      wait_multiplied<1>();
+      if constexpr (kParts == 1) {
+        begin_part<0>(values, r);
+      }
+      wait_multiplied<kParts == 1 ? 1 : 0>();
       pin(r.scores);
       release<Keys>(keys_);
-      weigh_and_add(item, n, n < hiding, values, r);
-      release<Values>(values_);
-      pack_weights(r.scores, r.weights);
-      // What the next turn needs, before it is due.
-      if (n + 1 < tiles) {
-        keys = Operand(await<Keys>(keys_));
+      RingPosition next_values = values_;
+      if constexpr (kParts == 1) {
+        next_values.advance(kStages);
       }
-      values = ValuesOperand(await<Values>(values_));
+      const bool keys_have_come = has_come<Keys>(keys_);
+      const bool values_have_come = has_come<Values>(next_values);
+      find_reference(item, n, n < hiding, r);
+      softmax_.exponentiate(r.scores);
+      if constexpr (kParts == 1) {
+        wait_multiplied<0>();
+        add_part<0>(fade, r);
+        release<Values>(values_);
+      }
+      pack_weights(r.scores, r.weights);
+      // What the next tile needs, before it is due.
+      if (n + 1 < tiles) {
+        keys = Operand(await<Keys>(keys_, keys_have_come));
+      }
+      values = ValuesOperand(await<Values>(values_, values_have_come));
       if (n == hiding) {
         softmax_.fade_now(r.outputs);
         mend(item, softmax_, r.outputs);
@@ -147,15 +160,8 @@ class Consumer : public ConsumerBase<Softmax> {
     return values;
   }
 
-  // The values of an item's last tile, and the output. Its first part is on its way.
-  __device__ __forceinline__ void end_item(const Item& item, const ValuesOperand& values,
-                                           Fragments& r) {
-    const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-    add_part<0>(fade, r);
-    if constexpr (kParts > 1) {
-      begin_part<1>(values, r);
-      add_parts<1>(values, fade, r, [](auto) {});
-    }
+  // What follows an item's last values: the output.
+  __device__ __forceinline__ void end_item(const Item& item, Fragments& r) {
     release<Values>(values_);
     if (item.tiles() == item.hiding_tiles()) {
       mend(item, softmax_, r.outputs);
@@ -174,9 +180,8 @@ class Consumer : public ConsumerBase<Softmax> {
     if constexpr (!kShareOutput) {
       release_queries(queries_.slot);
     }
-    begin_part<0>(values, r);
-    wait_multiplied<0>();
-    end_item(item, values, r);
+    add_values(values, r);
+    end_item(item, r);
     release_output();
   }
 
@@ -191,14 +196,14 @@ class Consumer : public ConsumerBase<Softmax> {
     ahead.advance(kQueryBuffers);
     const Operand queries = await_queries(ahead);
     const Operand keys(await<Keys>(keys_));
-    take_turn();
     pin(r.scores);
     begin_part<0>(values, r);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
-    give_turn();
     wait_multiplied<1>();
-    end_item(item, values, r);
+    const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+    add_part<0>(fade, r);
+    end_item(item, r);
     softmax_.begin(next);
     wait_multiplied<0>();
     pin(r.scores);

@@ -24,7 +24,7 @@ struct RowOf {
 __device__ __forceinline__ float finish_row(const Arguments& args, const Item& item,
                                             const RowOf& row, bool writes, float maximum,
                                             float total) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const int head = item.first_head + row.head;
   float factor = 1;
   if (total == 0) {
@@ -139,7 +139,7 @@ class Output {
 
   __device__ __forceinline__ void store_vector(const Item& item, const RowOf& row, int vector,
                                                const uint4& words) const {
-    const PrefillParams& p = args_.params;
+    const Params& p = args_.params;
     OutType* const out = static_cast<OutType*>(p.out.data) +
                          int64_t{item.first_row + row.query} * p.out.stride +
                          int64_t{item.first_head + row.head} * p.out.head_stride;

@@ -9,7 +9,7 @@ namespace ostinato::prefill {
 struct Place {
   int64_t page, slot;
 
-  __device__ __forceinline__ Place(const PrefillParams& p, const Item& item, int key) {
+  __device__ __forceinline__ Place(const Params& p, const Item& item, int key) {
     if constexpr (kSource == Source::Packed) {
       page = 0;
       slot = item.first_key + key;
@@ -19,11 +19,11 @@ struct Place {
     }
   }
 
-  __device__ __forceinline__ const Type* key(const PrefillParams& p, const Item& item) const {
+  __device__ __forceinline__ const Type* key(const Params& p, const Item& item) const {
     return static_cast<const Type*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
            item.kv_head * p.k.head_stride;
   }
-  __device__ __forceinline__ const Type* value(const PrefillParams& p, const Item& item) const {
+  __device__ __forceinline__ const Type* value(const Params& p, const Item& item) const {
     return static_cast<const Type*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
            item.kv_head * p.v.head_stride;
   }

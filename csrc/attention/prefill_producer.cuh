@@ -256,7 +256,7 @@ class Producer {
     static_assert(kSource != Source::Slots || kKeys <= kWarpgroup, "a key for each thread");
     constexpr bool kIsKeys = std::is_same_v<What, Keys>;
     constexpr int kVectors = (kIsKeys ? kDim : kValueDim) * kElement / 16;
-    const PrefillParams& p = args_.params;
+    const Params& p = args_.params;
     const Slots& slots = kIsKeys ? p.k : p.v;
     const Type* const from = static_cast<const Type*>(slots.data) +
                              item.kv_head * slots.head_stride + pages.page * slots.page_stride +

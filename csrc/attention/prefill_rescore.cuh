@@ -10,7 +10,7 @@ namespace ostinato::prefill {
 // The scores of a tile, all of whose keys there are: of the thread's row `kHalf`.
 template <int kHalf>
 struct Rescore {
-  const PrefillParams& params;
+  const Params& params;
   const Item& item;
   int n;
   const Type* q;  // or null

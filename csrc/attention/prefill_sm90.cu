@@ -96,7 +96,15 @@ bool is_aligned(const void* pointer, int bytes) {
 constexpr int kVectorBytes = 16;
 constexpr int kFarthest = 1 << 29;  // of a window: what is farther hides nothing
 
-bool is_supported(const PrefillParams& p) {
+template <class P>
+bool has_scales(const P& p) {
+  if constexpr (kFp8) {
+    return p.q_scale != nullptr && p.k_scale != nullptr && p.v_scale != nullptr;
+  }
+  return true;
+}
+
+bool is_supported(const Params& p) {
   if (p.batch < 1 || p.batch > kMaxBatch || p.heads_kv < 1 || p.heads_q < p.heads_kv ||
       p.heads_q % p.heads_kv != 0 || p.max_seqlen_q < 1 || p.max_seqlen_q >= kFarthest ||
       p.tokens_q < 1) {
@@ -116,7 +124,7 @@ bool is_supported(const PrefillParams& p) {
              (kSource == Source::Pages && p.page_size % 16 != 0)) {
     return false;
   }
-  if (kFp8 && (p.q_scale == nullptr || p.k_scale == nullptr || p.v_scale == nullptr)) {
+  if (!has_scales(p)) {
     return false;
   }
   const int64_t strides = p.q.stride | p.q.head_stride | p.k.page_stride | p.k.stride |
@@ -140,7 +148,7 @@ constexpr CUtensorMapDataType kMapType =
 
 template <class T>
 cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Arguments& args) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const TensorMapShape<3> shape = {
       {static_cast<uint64_t>(dim), static_cast<uint64_t>(p.heads_q),
        static_cast<uint64_t>(p.tokens_q)},
@@ -154,7 +162,7 @@ template <int kWidth>
 cudaError_t encode_keys(CUtensorMap* map, const Slots& keys, const Arguments& args) {
   constexpr bool kWhole = kWidth % kStripDim == 0;
   constexpr int kCount = kWhole ? kWidth / kStripDim : 1;
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const bool packed = kSource == Source::Packed;
   const int64_t pages = packed ? 1 : p.pages, slots = packed ? p.tokens_k : p.page_size;
   const TensorMapShape<5> shape = {
@@ -171,7 +179,7 @@ int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_
 
 // Heads side by side fill the rows of a tile where sequences have few queries: all, or on average,
 // as where many only decode.
-int choose_pack(int group, const PrefillParams& p) {
+int choose_pack(int group, const Params& p) {
   const int average = p.tokens_q / p.batch;
   if (p.max_seqlen_q >= kConsumers * kRows && average >= kRows) {
     return 1;
@@ -183,10 +191,10 @@ int choose_pack(int group, const PrefillParams& p) {
   return pack;
 }
 
-Arguments make_arguments(const PrefillParams& params) {
+Arguments make_arguments(const Params& params) {
   Arguments args = {};
   args.params = params;
-  PrefillParams& p = args.params;
+  Params& p = args.params;
   p.left = std::min(p.left, kFarthest);
   p.right = std::min(p.right, kFarthest);
   args.logit_scale = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
@@ -204,18 +212,18 @@ Arguments make_arguments(const PrefillParams& params) {
 
 // The most items that there can be, whatever the lengths.
 int64_t item_capacity(const Arguments& args) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const int64_t each = ceil_div(p.max_seqlen_q, args.tile_tokens);
   const int64_t all = p.tokens_q / args.tile_tokens + p.batch;
   return std::min(each * p.batch, all) * args.units;
 }
 
-cudaError_t launch_prefill(const PrefillParams& params, cudaStream_t stream) {
+cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   if (!is_supported(params)) {
     return cudaErrorInvalidValue;
   }
   const Arguments args = make_arguments(params);
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   Maps maps = {};
   OSTINATO_RETURN_IF_ERROR(encode_rows<Type>(&maps.queries, p.q, kDim, args));
   OSTINATO_RETURN_IF_ERROR(encode_rows<OutType>(&maps.out, p.out, kValueDim, args));
@@ -243,6 +251,6 @@ OSTINATO_EXPORT int ostinato_prepare() {
                                       sizeof(ostinato::prefill::SharedStorage));
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PrefillParams* params, void* stream) {
+OSTINATO_EXPORT int ostinato_launch(const ostinato::ScaledPrefillParams* params, void* stream) {
   return ostinato::prefill::launch_prefill(*params, static_cast<cudaStream_t>(stream));
 }

@@ -18,7 +18,7 @@ class Softmax {
 
   // Starts anew, for rows of the item's KV head.
   __device__ __forceinline__ void begin(const Item& item) {
-    const PrefillParams& p = args_.params;
+    const Params& p = args_.params;
     scale_ =
         p.q_scale[item.kv_head * p.q_scale_stride] * p.k_scale[item.kv_head * p.k_scale_stride];
     // With a scale that is not above 0, or a cap, a greater score need not be a greater logit.
@@ -32,13 +32,14 @@ class Softmax {
     }
   }
 
-  // The first step of a tile: what is not seen is hidden, and the references rise if they must.
-  template <class Find>
-  __device__ __forceinline__ void find_reference(float (&scores)[kScores], int key, bool hiding,
-                                                 const Find& find_seen) {
+  // The first step of a tile: `hide_unseen` is called if it must be, and the references rise if
+  // they must.
+  template <class Hide>
+  __device__ __forceinline__ void find_reference(float (&scores)[kScores], bool hiding,
+                                                 const Hide& hide_unseen) {
     take_logits(scores);
     if (hiding) {
-      hide(scores, key, find_seen());
+      hide_unseen();
     }
     float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
@@ -52,14 +53,11 @@ class Softmax {
     }
   }
 
-  // The second: n-th of kCount parts of the scores become weights, and are summed.
-  template <int kPart, int kCount>
+  // The second: scores become weights, and are summed.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores]) {
-    constexpr int kBegin = kScores / 4 * kPart / kCount * 4;
-    constexpr int kEnd = kScores / 4 * (kPart + 1) / kCount * 4;
     float sums[4] = {};
 #pragma unroll
-    for (int i = kBegin; i < kEnd; ++i) {
+    for (int i = 0; i < kScores; ++i) {
       scores[i] = power_of_2(fmaf(scores[i], factor_, -reference_[row_of(i)]));
       sums[i % 4] += scores[i];
     }

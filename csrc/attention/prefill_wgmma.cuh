@@ -38,7 +38,9 @@ struct MmaOf<__nv_fp8_e4m3> {
 #define OSTINATO_MMA_BYTES_OF(columns) MMA_64x##columns##x32_F32E4M3E4M3_SS_TN
 #define OSTINATO_MMA_BYTES(columns) OSTINATO_MMA_BYTES_OF(columns)
   using OfKeys = gmma::OSTINATO_MMA_BYTES(OSTINATO_KEYS)<>;
-  using OfValues = gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>;
+  using OfValues =
+      std::conditional_t<kValueDim / kParts == 128, gmma::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+                         gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>>;
 #undef OSTINATO_MMA_BYTES
 #undef OSTINATO_MMA_BYTES_OF
 };

@@ -32,9 +32,9 @@ class Variant(ABC):
     arch: str = "90a"
 
     @property
-    def params(self) -> Path:
-        """The header of the struct that its launch takes."""
-        return self.source.with_name("params.h")
+    def params(self) -> tuple[Path, ...]:
+        """The headers of the struct that its launch takes."""
+        return (self.source.with_name("params.h"),)
 
     @property
     @abstractmethod
@@ -199,6 +199,10 @@ class AttentionPrefill(Variant):
         if fp8:
             _check("head_dim", self.head_dim, (64, 128, 256))
             _check("value_dim", self.value_dim, (self.head_dim,))
+
+    @property
+    def params(self) -> tuple[Path, ...]:
+        return (*super().params, self.source.with_name("prefill_params.h"))
 
     @property
     def name(self) -> str:
