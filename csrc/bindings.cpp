@@ -133,9 +133,9 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
                       std::int32_t m, std::int32_t n, std::int32_t k, std::uintptr_t stream,
                       std::uintptr_t bias, std::uintptr_t x_zero_point,
                       std::int32_t x_zero_point_stride, std::uintptr_t w_sum,
-                      std::int32_t tile_channels, std::int32_t tile_tokens, std::int32_t cluster,
-                      std::int32_t share_weights, std::int32_t split_k, std::int32_t band,
-                      bool pdl) {
+                      std::uintptr_t n_active, std::int32_t tile_channels, std::int32_t tile_tokens,
+                      std::int32_t cluster, std::int32_t share_weights, std::int32_t split_k,
+                      std::int32_t band, bool pdl) {
   W8A8GemmParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
@@ -149,6 +149,7 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
   params.x_zero_point = pointer<std::int32_t>(x_zero_point);
   params.x_zero_point_stride = x_zero_point_stride;
   params.w_sum = pointer<std::int32_t>(w_sum);
+  params.n_active = pointer<std::int32_t>(n_active);
   params.out = pointer(out);
   params.out_stride = out_stride;
   params.m = m;
@@ -466,8 +467,9 @@ PYBIND11_MODULE(_C, module) {
            arg("w"), arg("w_stride"), arg("x_scale"), arg("x_scale_stride"), arg("w_scale"),
            arg("w_scale_stride"), arg("out"), arg("out_stride"), arg("m"), arg("n"), arg("k"),
            arg("stream"), arg("bias") = 0, arg("x_zero_point") = 0, arg("x_zero_point_stride") = 0,
-           arg("w_sum") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0, arg("cluster") = 0,
-           arg("share_weights") = 0, arg("split_k") = 0, arg("band") = 0, arg("pdl") = false);
+           arg("w_sum") = 0, arg("n_active") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0,
+           arg("cluster") = 0, arg("share_weights") = 0, arg("split_k") = 0, arg("band") = 0,
+           arg("pdl") = false);
 
   py::class_<PagedDecodeLibrary>(module, "PagedDecode")
       .def(py::init<const std::string&>(), arg("path"))

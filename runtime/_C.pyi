@@ -35,6 +35,7 @@ class W8A8Gemm:
         x_zero_point: int = 0,
         x_zero_point_stride: int = 0,
         w_sum: int = 0,
+        n_active: int = 0,
         tile_channels: int = 0,
         tile_tokens: int = 0,
         cluster: int = 0,

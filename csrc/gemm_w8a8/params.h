@@ -22,7 +22,10 @@ struct W8A8GemmParams {
   const int32_t* x_zero_point;  // as x_scale; null: symmetric
   int32_t x_zero_point_stride;
   const int32_t* w_sum;  // [n] row sums of w; needed with x_zero_point
-  void* out;             // [m, n]
+  // One element, or null: rows of x from here on are padding, and may be taken for zeros. Written
+  // before the predecessor of the launch began.
+  const int32_t* n_active;
+  void* out;  // [m, n]
   int64_t out_stride;
   int32_t m, n, k;
   // How the tiled kernel cuts the output; 0 leaves the choice to the launch.

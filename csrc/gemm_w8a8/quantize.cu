@@ -92,9 +92,15 @@ Plan plan(const QuantizeParams& p, bool aligned) {
     return rows_plan<8, Share::warp, kWarpRowThreads>(aligned, kWarpRowThreads);
   }
   // With few rows latency counts, and a long gated row is bound by one SM's arithmetic: several
-  // share it. The other kinds have too little of it to pay for the exchange.
+  // share it. The other kinds have too little of it to pay for the exchange. Of more than 16 rows
+  // each is left to one CTA that can hold it: the product that follows gains more from SMs without
+  // a row.
   if constexpr (kKind == Kind::silu_mul) {
-    const int32_t ctas = m <= 8 ? kMaxCtasPerRow : m <= kSms / 4 ? 4 : m <= kSms / 2 ? 2 : 1;
+    const bool share = m <= 16 || k > 16 * kMaxThreads;
+    const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
+                         : share && m <= kSms / 4 ? 4
+                         : share && m <= kSms / 2 ? 2
+                                                  : 1;
     if (ctas > 1 && k > 8 * kMaxThreads && k <= 8 * kMaxThreads * ctas) {
       return rows_plan<8, Share::cluster, kMaxThreads>(aligned, threads_for(k, 8, ctas),
                                                        static_cast<uint32_t>(ctas));

@@ -30,6 +30,8 @@ class Consumer {
     x_token_ = first_token_ + lane_ / 8;
     x_ = static_cast<const uint8_t*>(params.x) + x_token_ * params.x_stride + column;
     x_limit_ = params.k - column;
+    // x of rows that nobody looks at would take as long to arrive as that of others.
+    active_ = params.n_active == nullptr ? params.m : min(params.m, *params.n_active);
     resident_ = work.chunks <= kSlots;
     // Weight constants, so they may be read before the wait; two passes ahead, since they queue
     // behind the ring.
@@ -116,7 +118,7 @@ class Consumer {
       for (int b = 0; b < kWarpBlocks; ++b) {
         const int token = j * 8 + b * 4;
         x[b][j] = load_x<kVectorLoads>(x_ + token * params_.x_stride, chunk * kChunkDepth,
-                                       x_token_ + token < params_.m ? x_limit_ : 0);
+                                       x_token_ + token < active_ ? x_limit_ : 0);
       }
     }
   }
@@ -357,6 +359,7 @@ class Consumer {
   RingPosition position_;
   const uint8_t* x_;       // this lane's first bytes of x
   int x_token_, x_limit_;  // their token, and how many bytes its row has from there
+  int active_;             // rows of x that count
   Channel channel_, next_channel_;
   bool resident_;      // the slots hold all of K, and serve every pass
   bool fresh_ = true;  // the slots are as loaded, no fragments yet

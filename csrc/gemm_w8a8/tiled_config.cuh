@@ -76,8 +76,13 @@ inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 inline constexpr int kMaxStages = 16;
-// Weights that are asked for before x: deeper is not better, since x waits behind them.
-inline constexpr int kPrefillBytes = (kTokens <= 32 ? 192 : kTokens <= 64 ? 64 : 32) * 1024;
+// Weights are asked for before x. Where tiles are small, launches are short and the kernels before
+// them, too: the whole ring is filled meanwhile, but with no more than this in flight, since x, and
+// what the kernel that makes x reads, are served after it.
+inline constexpr bool kPaced = kTokens <= 64;
+inline constexpr int kPacedBytes = 32 * 1024;
+// Otherwise: weights that are asked for before x. More is not better, since x waits behind them.
+inline constexpr int kPrefillBytes = 32 * 1024;
 // Shared memory is swizzled in groups of 8 rows.
 inline constexpr int kGroupRows = 8;
 
@@ -113,7 +118,8 @@ struct DirectStorage {
 
 struct alignas(1024) FixedStorage {
   std::conditional_t<kTokenRows, DirectStorage, TurnedStorage> epilogue;
-  uint64_t full[kMaxStages];
+  uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kPaced
+  uint64_t full_tokens[kMaxStages];  // if kPaced
   uint64_t empty[kMaxStages];
   uint64_t turn[2];    // ping-pong: the warpgroup may multiply
   uint64_t prefilled;  // the tokens' turn has come

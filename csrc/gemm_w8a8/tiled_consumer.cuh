@@ -82,6 +82,13 @@ class Consumer {
                   (kTokenRows ? part_of_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0));
   }
 
+  __device__ __forceinline__ void wait_full(const RingPosition& position) {
+    wait(&fixed_.full[position.slot], position.parity);
+    if (kPaced) {
+      wait(&fixed_.full_tokens[position.slot], position.parity);
+    }
+  }
+
   // Enqueues the products of a unit of a stage.
   template <int kSets>
   __device__ __forceinline__ void multiply_unit(Channels channels, Tokens tokens, int unit,
@@ -141,7 +148,7 @@ class Consumer {
     wait_turn();
     for (int step = 0; step < steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
-      wait(&fixed_.full[position.slot], position.parity);
+      wait_full(position);
       multiply_stage(position.slot, step > 0, chains);
       epilogue.store_deferred(step);
       // The products of this stage go on while those of the one before are known to have ended.
@@ -178,7 +185,7 @@ class Consumer {
     }
     wait_turn();
     for (int step = 0; step < steps; ++step) {
-      wait(&fixed_.full[position.slot], position.parity);
+      wait_full(position);
       const Channels channels = channels_of(position.slot);
       const Tokens tokens = tokens_of(position.slot);
 #pragma unroll

@@ -11,15 +11,17 @@
 
 namespace ostinato::tiled {
 
-// What both producers know. A stage is full when the bytes of both have arrived; the weights'
-// thread announces them all.
+// What both producers know. A stage is full when the bytes of both have arrived; where they have
+// one barrier for it, the weights' thread announces them all.
 class Producer {
  public:
-  __device__ Producer(const Plan& plan, const CUtensorMap& map, uint8_t* ring, FixedStorage& fixed)
+  __device__ Producer(const Plan& plan, const CUtensorMap& map, uint8_t* ring, FixedStorage& fixed,
+                      uint64_t* full)
       : plan_(plan),
         map_(map),
         ring_(ring),
         fixed_(fixed),
+        full_(full),
         rank_(plan.cluster > 1 ? cluster_rank() : 0) {}
 
  protected:
@@ -36,7 +38,7 @@ class Producer {
       const int end = item.first_step + item.steps;
 #pragma unroll 1
       for (int step = item.first_step; step < end; ++step) {
-        uint64_t* const full = &fixed_.full[position.slot];
+        uint64_t* const full = &full_[position.slot];
         wait(&fixed_.empty[position.slot], position.parity ^ 1);
         announce(full);
         copy(item, step, ring_ + position.slot * plan_.stage_bytes, full);
@@ -49,30 +51,32 @@ class Producer {
   const CUtensorMap& map_;
   uint8_t* ring_;
   FixedStorage& fixed_;
+  uint64_t* full_;
   int rank_;
 };
 
 class WeightProducer : Producer {
  public:
-  using Producer::Producer;
+  __device__ WeightProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
+                            FixedStorage& fixed)
+      : Producer(plan, map, ring, fixed, fixed.full),
+        early_stages_(ceil_div(kPaced ? kPacedBytes : kPrefillBytes, plan.weight_bytes)) {}
 
   // Weights are constants: the first are on their way before the predecessor, which may write x,
-  // has ended. No more than some: tokens wait behind them.
+  // has ended.
   __device__ void run(bool packed) {
     // CTAs that share weights copy as many blocks of K each, for both.
     constexpr int kHalf = kStageBlocks / 2;
     const int first = plan_.share_weights ? rank_ * kHalf : 0;
     const int blocks = plan_.share_weights ? kHalf : kStageBlocks;
     const int offset = first * plan_.block_bytes;
-    int copied = 0;
-    const int prefill = ceil_div(kPrefillBytes, plan_.weight_bytes);
     const auto announce = [&](uint64_t* full) {
-      if (copied++ == prefill) {
-        let_successor_start();
-        wait(&fixed_.prefilled, 0);
+      if (!x_requested_ && copied_ >= early_stages_) {
+        hold_back();
       }
+      ++copied_;
       OSTINATO_DELAY(weights, true);
-      arrive_expecting(full, plan_.stage_bytes);
+      arrive_expecting(full, kPaced ? plan_.weight_bytes : plan_.stage_bytes);
     };
     if (packed && plan_.share_weights) {
       fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
@@ -97,21 +101,50 @@ class WeightProducer : Producer {
         }
       });
     }
-    if (copied <= prefill) {
+    if (copied_ <= early_stages_) {
       let_successor_start();
     }
   }
+
+ private:
+  // Waits for x to be asked for, or, if paced, for an earlier stage to have landed.
+  __device__ __forceinline__ void hold_back() {
+    if (copied_ == early_stages_) {
+      let_successor_start();
+    }
+    if (!kPaced) {
+      wait(&fixed_.prefilled, 0);
+      x_requested_ = true;
+      return;
+    }
+    // A slot is used again when x has been multiplied.
+    x_requested_ = copied_ >= plan_.stages;
+    while (!x_requested_ && !is_complete(&full_[copied_ - early_stages_], 0)) {
+      x_requested_ = is_complete(&fixed_.prefilled, 0);
+    }
+  }
+
+  const int early_stages_;  // in flight, or asked for, before x is
+  int copied_ = 0;
+  bool x_requested_ = false;
 };
 
 class TokenProducer : Producer {
  public:
-  using Producer::Producer;
+  __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
+                           FixedStorage& fixed)
+      : Producer(plan, map, ring, fixed, kPaced ? fixed.full_tokens : fixed.full) {}
 
   // Each CTA of a cluster that shares tokens reads some of them for all, unless the CTAs share K.
   __device__ void run() {
     wait_for_predecessor();
     bool announced = false;
-    const auto announce = [&](uint64_t*) { OSTINATO_DELAY(tokens, true); };
+    const auto announce = [&](uint64_t* full) {
+      OSTINATO_DELAY(tokens, true);
+      if (kPaced) {
+        arrive_expecting(full, plan_.stage_bytes - plan_.weight_bytes);
+      }
+    };
     const auto copy_units = [&](int step, uint8_t* stage, auto copy) {
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {

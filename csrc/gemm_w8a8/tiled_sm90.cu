@@ -46,6 +46,9 @@ __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fi
   }
   for (int i = threadIdx.x / 32; i < plan.stages; i += kWarps) {
     init_barrier(&fixed.full[i], 1);
+    if (kPaced) {
+      init_barrier(&fixed.full_tokens[i], 1);
+    }
     init_barrier(&fixed.empty[i], kSharers * plan.cluster);
   }
   if (threadIdx.x == 0) {

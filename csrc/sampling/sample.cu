@@ -90,10 +90,13 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   }
 }
 
-// Rows that fill the GPU have a CTA each.
+// Rows that fill the GPU have a CTA each. Clusters of more than two do not find room on all SMs,
+// since each lies within a GPC of 16 or 18: a second round would cost more than sharing a row
+// gains.
 int ctas_for(int rows, int vocabulary, int sms) {
   int ctas = 1;
-  while (ctas < kMaxCtas && 2 * ctas * rows <= sms && vocabulary / (2 * ctas) >= kLeastLogits) {
+  while (ctas < kMaxCtas && 2 * ctas * rows <= (ctas == 1 ? sms : sms - sms / 8) &&
+         vocabulary / (2 * ctas) >= kLeastLogits) {
     ctas *= 2;
   }
   return ctas;

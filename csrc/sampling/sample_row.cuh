@@ -31,6 +31,13 @@ __device__ __forceinline__ float logit_of(Place place) {
 }
 __device__ __forceinline__ uint32_t id_of(Place place) { return static_cast<uint32_t>(place); }
 
+// The larger one; NaN where there is one.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+  return larger;
+}
+
 // Masses are probabilities, relative to the largest, in integers: their sums do not depend on the
 // order. What is less than 2^-45 is none.
 constexpr int kMassBits = 44;
@@ -71,6 +78,37 @@ class RowPart {
     }
   }
 
+  // Calls visit(logits, first id) for every vector of the part. Where it is not whole, its first
+  // logit fills it up. A thread asks for its next kTokens tokens before it looks at these.
+  template <int kTokens, typename Visit>
+  __device__ __forceinline__ void for_each_vector(Visit&& visit) const {
+    constexpr int kVectors = kAligned ? kTokens / kVector : 1;
+    constexpr uint32_t kStep = kThreads * kVectors * kVector;
+    Packed<Logit, kVector> packed[kVectors], next[kVectors];
+    load_vectors(first_, next);
+#pragma unroll 1
+    for (uint32_t base = first_; base < end_; base += kStep) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        packed[v] = next[v];
+      }
+      load_vectors(base + kStep, next);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t id = place(base, v);
+        if (id < end_) {
+          float values[kVector];
+          packed[v].unpack(values);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            values[i] = i == 0 || id + i < end_ ? penalized(values[i], id + i) : values[0];
+          }
+          visit(values, id);
+        }
+      }
+    }
+  }
+
   // Calls visit(logit, id) for every token of the part. A thread loads kTokens of them at a time.
   template <int kTokens, typename Visit>
   __device__ __forceinline__ void for_each(Visit&& visit) const {
@@ -78,10 +116,7 @@ class RowPart {
 #pragma unroll 1
     for (uint32_t base = first_; base < end_; base += kThreads * kVectors * kVector) {
       Packed<Logit, kVector> packed[kVectors];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        load<kAligned, Reuse::kEveryRow>(logits_, place(base, v), end_, packed[v]);
-      }
+      load_vectors(base, packed);
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         float values[kVector];
@@ -100,6 +135,15 @@ class RowPart {
  private:
   __device__ static __forceinline__ uint32_t place(uint32_t base, int vector) {
     return base + (vector * kThreads + threadIdx.x) * kVector;
+  }
+
+  template <int kVectors>
+  __device__ __forceinline__ void load_vectors(uint32_t base,
+                                               Packed<Logit, kVector> (&packed)[kVectors]) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      load<kAligned, Reuse::kEveryRow>(logits_, place(base, v), end_, packed[v]);
+    }
   }
 
   __device__ __forceinline__ float penalized(float logit, uint32_t id) const {

@@ -123,13 +123,16 @@ class DecodeStep:
 
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
         """Run the step over a batch of the buffers above."""
+        # The input tokens, not the sampled ones: marking them twice changes nothing, so a
+        # replay can be repeated and verified. Before the model, whose last product lets the
+        # sampling start early.
+        self._seen.mark(batch.slots, batch.tokens)
         attention = AttentionInputs(
             slot_mapping=batch.slot_mapping, page_table=batch.page_table, seq_lens=batch.seq_lens
         )
-        logits = self._model(batch.tokens, batch.positions, attention, self._cache)
-        # The input tokens, not the sampled ones: marking them twice changes nothing, so a
-        # replay can be repeated and verified.
-        self._seen.mark(batch.slots, batch.tokens)
+        logits = self._model(
+            batch.tokens, batch.positions, attention, self._cache, n_active=batch.n_active
+        )
         tokens = ops.sample(
             logits,
             temperature=batch.temperature,

@@ -1,4 +1,8 @@
-"""Linear layers in the two precisions a checkpoint may hold: 16/32-bit, and W8A8."""
+"""Linear layers in the two precisions a checkpoint may hold: 16/32-bit, and W8A8.
+
+`n_active`, int32 [1] on the device, says how many rows are real, for layers that can leave out the
+others; see `ops.w8a8_linear`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,17 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [M, K] to [M, N]."""
         return ops.linear(x, self.weight, bias=self.bias)
 
     def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
 
@@ -35,7 +44,9 @@ class Linear:
         normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
         return self(normed), residual
 
-    def after_silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def after_silu_mul(
+        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
         return self(ops.silu_mul(gate_up))
 
@@ -67,7 +78,7 @@ class W8A8Linear:
         if isinstance(self.weight, torch.Tensor) and self.weight.is_cuda:
             self.weight = ops.pack_weight(self.weight)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [M, K] (16- or 32-bit) to [M, N] in `out_dtype`."""
         if self.input_scale is None:
             return ops.dynamic_w8a8_linear(
@@ -75,16 +86,22 @@ class W8A8Linear:
                 self.weight,
                 self.weight_scale,
                 bias=self.bias,
+                n_active=n_active,
                 out_dtype=self.out_dtype,
                 batch_invariant=self.batch_invariant,
             )
         quantized = ops.quantize_per_tensor(
             x, self.input_scale, self.weight.dtype, zero_point=self.input_zero_point
         )
-        return self._matmul(quantized, self.input_scale)
+        return self._matmul(quantized, self.input_scale, n_active)
 
     def after_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `residual` [M, K] to x [M, K], normalise and quantise the sum, apply the layer.
 
@@ -99,6 +116,7 @@ class W8A8Linear:
                 self.weight_scale,
                 residual=residual,
                 bias=self.bias,
+                n_active=n_active,
                 out_dtype=self.out_dtype,
                 batch_invariant=self.batch_invariant,
             )
@@ -112,16 +130,20 @@ class W8A8Linear:
             scale=self.input_scale,
             zero_point=self.input_zero_point,
         )
-        return self._matmul(quantized, scale), total[0] if total else x
+        return self._matmul(quantized, scale, n_active), total[0] if total else x
 
-    def after_silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def after_silu_mul(
+        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Apply the layer to the quantised silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
         quantized, scale = ops.silu_mul_quantize(
             gate_up, self.weight.dtype, scale=self.input_scale, zero_point=self.input_zero_point
         )
-        return self._matmul(quantized, scale)
+        return self._matmul(quantized, scale, n_active)
 
-    def _matmul(self, quantized: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def _matmul(
+        self, quantized: torch.Tensor, scale: torch.Tensor, n_active: torch.Tensor | None
+    ) -> torch.Tensor:
         return ops.w8a8_linear(
             quantized,
             self.weight,
@@ -130,6 +152,7 @@ class W8A8Linear:
             bias=self.bias,
             x_zero_point=self.input_zero_point,
             w_sum=self.weight_sum,
+            n_active=n_active,
             out_dtype=self.out_dtype,
             batch_invariant=self.batch_invariant,
         )

@@ -105,6 +105,7 @@ class Llama:
         cache: PagedKVCache,
         *,
         logits_rows: torch.Tensor | None = None,
+        n_active: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append the tokens' keys and values to `cache` and return next-token logits.
 
@@ -114,6 +115,8 @@ class Llama:
             attention: where the sequences sit in the cache.
             cache: keys and values of the sequences so far.
             logits_rows: [R] int64 rows of `tokens` wanted; all T by default.
+            n_active: int32 [1] on the device, how many of the first rows are real; the others are
+                padding, whose logits mean nothing. All by default.
 
         Returns:
             logits [R, vocab_size] fp32.
@@ -121,16 +124,17 @@ class Llama:
         eps = self.config.rms_norm_eps
         x, residual = self.embedding[tokens], None
         for index, layer in enumerate(self.layers):
-            qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps)
-            x = layer.o(self._attend(index, layer, qkv, positions, attention, cache))
+            qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
+            x = layer.o(self._attend(index, layer, qkv, positions, attention, cache), n_active)
             gate_up, residual = layer.gate_up.after_norm(
-                x, residual, layer.post_attention_norm, eps
+                x, residual, layer.post_attention_norm, eps, n_active
             )
-            x = layer.down.after_silu_mul(gate_up)
+            x = layer.down.after_silu_mul(gate_up, n_active)
         if logits_rows is not None:
             x = x[logits_rows]
             residual = None if residual is None else residual[logits_rows]
-        logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps)
+            n_active = None
+        logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps, n_active)
         return logits.float()
 
     def _attend(

@@ -7,7 +7,7 @@ import torch
 from ostinato.ops import checks
 from ostinato.ops.fused_launch import launch_fused
 from ostinato.ops.library import register
-from ostinato.ops.linear import check_weight, multiply
+from ostinato.ops.linear import check_active, check_weight, multiply
 from ostinato.ops.norm import check_norm, normalize_and_quantize
 from ostinato.ops.packing import PackedWeight
 from ostinato.ops.quantize import quantize_tokens
@@ -19,6 +19,7 @@ def dynamic_w8a8_linear(
     w_scale: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    n_active: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
@@ -36,6 +37,7 @@ def dynamic_w8a8_linear(
         w: [N, K] int8 or float8_e4m3fn, plain or packed.
         w_scale: fp32, [N] per output channel or a scalar.
         bias: [N] of `out_dtype`, or fp32.
+        n_active: as of `w8a8_linear`.
         out_dtype: bf16, fp16 or fp32.
         batch_invariant: as of `w8a8_linear`.
         out: [M, N] of `out_dtype`, written and returned; allocated when None.
@@ -48,6 +50,7 @@ def dynamic_w8a8_linear(
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
     shape = (x.size(0), check_weight(w, x.shape, w_scale, bias, out_dtype, x.device))
+    check_active(n_active, x.device)
     checks.flag("batch_invariant", batch_invariant)
     if out is not None:
         checks.output("out", out, (out_dtype,), shape, x.device)
@@ -55,7 +58,7 @@ def dynamic_w8a8_linear(
         if out is None:
             out = torch.empty(shape, dtype=out_dtype, device=x.device)
         data = w.data if isinstance(w, PackedWeight) else w
-        _dynamic_w8a8_linear_op(x, data, w_scale, bias, batch_invariant, out)
+        _dynamic_w8a8_linear_op(x, data, w_scale, bias, n_active, batch_invariant, out)
     return out
 
 
@@ -68,6 +71,7 @@ def rms_norm_w8a8_linear(
     *,
     residual: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    n_active: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
     stream: checks.Stream = None,
@@ -86,6 +90,7 @@ def rms_norm_w8a8_linear(
     """
     check_norm(x, weight, eps, residual)
     shape = (x.size(0), check_weight(w, x.shape, w_scale, bias, out_dtype, x.device))
+    check_active(n_active, x.device)
     checks.flag("batch_invariant", batch_invariant)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=out_dtype, device=x.device)
@@ -94,7 +99,7 @@ def rms_norm_w8a8_linear(
             total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         data = w.data if isinstance(w, PackedWeight) else w
         _rms_norm_w8a8_linear_op(
-            x, weight, eps, residual, data, w_scale, bias, batch_invariant, out, total
+            x, weight, eps, residual, data, w_scale, bias, n_active, batch_invariant, out, total
         )
     return (out,) if total is None else (out, total)
 
@@ -104,6 +109,7 @@ def _dynamic_w8a8_linear(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    n_active: torch.Tensor | None,
     batch_invariant: bool,
     out: torch.Tensor,
 ) -> None:
@@ -111,7 +117,8 @@ def _dynamic_w8a8_linear(
         return
     codes, scale = _codes_of(x, w)
     quantize_tokens(x, codes, scale)
-    multiply(codes, w, scale, w_scale, bias, None, None, True, batch_invariant, False, out)
+    how = (True, batch_invariant, False)
+    multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
 
 
 def _rms_norm_w8a8_linear(
@@ -122,6 +129,7 @@ def _rms_norm_w8a8_linear(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    n_active: torch.Tensor | None,
     batch_invariant: bool,
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
@@ -132,7 +140,8 @@ def _rms_norm_w8a8_linear(
         return
     codes, scale = _codes_of(x, w)
     normalize_and_quantize(x, weight, eps, residual, None, None, False, codes, scale, residual_out)
-    multiply(codes, w, scale, w_scale, bias, None, None, True, batch_invariant, False, out)
+    how = (True, batch_invariant, False)
+    multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
 
 
 def _codes_of(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,13 +153,13 @@ def _codes_of(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 _dynamic_w8a8_linear_op = register(
-    "dynamic_w8a8_linear(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, bool batch_invariant, "
-    "Tensor(a!) out) -> ()",
+    "dynamic_w8a8_linear(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? n_active, "
+    "bool batch_invariant, Tensor(a!) out) -> ()",
     _dynamic_w8a8_linear,
 )
 _rms_norm_w8a8_linear_op = register(
     "rms_norm_w8a8_linear(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor w, "
-    "Tensor w_scale, Tensor? bias, bool batch_invariant, Tensor(a!) out, "
+    "Tensor w_scale, Tensor? bias, Tensor? n_active, bool batch_invariant, Tensor(a!) out, "
     "Tensor(b!)? residual_out) -> ()",
     _rms_norm_w8a8_linear,
 )

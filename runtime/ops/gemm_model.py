@@ -2,7 +2,7 @@
 
 A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
 numbers were fitted to the times of some 2000 ways to multiply 8 shapes of weights by 16 to 1024
-tokens on an H200, and of another 1000 with 256 to 8192 tokens on a card at rest. They are effective
+tokens on an H200, and of another 1900 with 256 to 8192 tokens on a card at rest. They are effective
 ones, not a data sheet's. docs/gemm_tiled.md says how well they fit.
 """
 
@@ -38,6 +38,9 @@ _STEP_DEPTH = 128
 _MMA_ROWS = 64
 _WIDE_TOKENS = 256
 _NORM = 6
+# Of all that, where every SM has one tile at most and no other CTA to wait for, so many tokens at
+# least: found with 257 to 768, where clusters were chosen that took a third longer.
+_AT_ONCE, _AT_ONCE_M = 0.86, 257
 # So few tokens are not worth waiting for the other CTA of a cluster, the less so where some of them
 # lie beyond the last: 8.2 µs became 9.0 (docs/results/h200/lab/bench-edges.txt, 17 tokens).
 _LONELY_TOKENS = 48
@@ -133,7 +136,8 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
         results = variant.channels * variant.tokens
         clocks += _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
     memory = n * k / _BYTES_PER_US + _LATENCY_US
-    return _about_largest(clocks / _GHZ / 1e3, memory)
+    at_once = _AT_ONCE if cluster == 1 and groups <= sms and m >= _AT_ONCE_M else 1.0
+    return at_once * _about_largest(clocks / _GHZ / 1e3, memory)
 
 
 def _about_largest(*values: float) -> float:

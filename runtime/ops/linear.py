@@ -63,6 +63,7 @@ def w8a8_linear(
     bias: torch.Tensor | None = None,
     x_zero_point: torch.Tensor | None = None,
     w_sum: torch.Tensor | None = None,
+    n_active: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accum: bool = True,
     batch_invariant: bool = False,
@@ -89,6 +90,9 @@ def w8a8_linear(
         bias: [N] of `out_dtype`, or fp32, which is rounded to `out_dtype` first.
         x_zero_point: int32, [M] or a scalar, int8 only: asymmetric activations.
         w_sum: [N] int32, the row sums of w; computed when None and needed.
+        n_active: int32 [1], how many rows of x are real: those after them are padding, whose
+            results mean nothing, and which a kernel may leave unread. On CUDA it is read while
+            kernels before this one are still running, so the last of them must not write it.
         out_dtype: bf16, fp16 or fp32.
         fast_accum: let e4m3 sums on CUDA stay in the tensor cores, which keep about 13 fraction
             bits of them. Without it they are added in fp32 every 128 products.
@@ -118,6 +122,7 @@ def w8a8_linear(
         if x_zero_point is None:
             raise ValueError("w_sum: got a tensor, expected None without x_zero_point")
         checks.tensor("w_sum", w_sum, (torch.int32,), (columns,), device)
+    check_active(n_active, device)
     checks.flag("fast_accum", fast_accum)
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_scales", check_scales)
@@ -127,8 +132,14 @@ def w8a8_linear(
         if out is None:
             out = torch.empty((rows, columns), dtype=out_dtype, device=device)
         how = (fast_accum, batch_invariant, check_scales)
-        _w8a8_linear_op(x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, *how, out)
+        _w8a8_linear_op(x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, n_active, *how, out)
     return out
+
+
+def check_active(n_active: torch.Tensor | None, device: torch.device) -> None:
+    """Check the number of rows that are real."""
+    if n_active is not None:
+        checks.tensor("n_active", n_active, (torch.int32,), (1,), device)
 
 
 def check_weight(
@@ -216,6 +227,7 @@ def multiply(
     bias: torch.Tensor | None,
     x_zero_point: torch.Tensor | None,
     w_sum: torch.Tensor | None,
+    n_active: torch.Tensor | None,
     fast_accum: bool,
     batch_invariant: bool,
     check_scales: bool,
@@ -226,9 +238,8 @@ def multiply(
         checks.positive_scale("x_scale", x_scale, or_zero=True)
         checks.positive_scale("w_scale", w_scale, or_zero=True)
     if x.device.type == "cuda":
-        w8a8_gemm(
-            x, w, x_scale, w_scale, bias, x_zero_point, w_sum, fast_accum, batch_invariant, out
-        )
+        how = (fast_accum, batch_invariant)
+        w8a8_gemm(x, w, x_scale, w_scale, bias, x_zero_point, w_sum, n_active, *how, out)
         return
     if w.dim() == 4:
         w = packing.unpack(w, out.size(1), x.size(1))
@@ -265,7 +276,7 @@ _linear_op = register(
 )
 _w8a8_linear_op = register(
     "w8a8_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "
-    "Tensor? x_zero_point, Tensor? w_sum, bool fast_accum, bool batch_invariant, "
-    "bool check_scales, Tensor(a!) out) -> ()",
+    "Tensor? x_zero_point, Tensor? w_sum, Tensor? n_active, bool fast_accum, "
+    "bool batch_invariant, bool check_scales, Tensor(a!) out) -> ()",
     multiply,
 )

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from ostinato.bench.gemm_cases import SHAPE_GROUPS, Shape
 from ostinato.bench.graph_subjects import hugging_face_step, our_step
 from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure
 from ostinato.cli.main import main
 from ostinato.graphs import GraphRunner, Misses, Variant
+from ostinato.ops.gemm_table import Choice, choose
 
 CPU = torch.device("cpu")
 
@@ -19,7 +21,19 @@ CPU = torch.device("cpu")
 def test_the_batch_sizes_are_those_of_serving_engines() -> None:
     assert len(MANY_BATCH_SIZES) == 35
     assert MANY_BATCH_SIZES[-1] == 256
-    assert all(n <= bucket < 2 * n for n, bucket in PADDED)
+    assert all(n <= bucket < 2 * n for n, bucket, _ in PADDED)
+
+
+@pytest.mark.parametrize(("rows", "bucket", "one_tile"), PADDED)
+def test_rows_and_buckets_have_the_same_tiles_where_it_is_said(
+    rows: int, bucket: int, one_tile: bool
+) -> None:
+    def choice(m: int, shape: Shape) -> Choice:
+        how = {"packed": True, "fast_accum": True, "batch_invariant": True}
+        return choose(m, shape.n, shape.k, "int8", "bf16", **how)
+
+    shapes = SHAPE_GROUPS["llama-8b"]
+    assert one_tile == all(choice(rows, shape) == choice(bucket, shape) for shape in shapes)
 
 
 def test_a_figure_says_whether_its_target_is_reached() -> None:

@@ -42,6 +42,7 @@ class GemmFields(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         *[("x_zero_point", ctypes.c_void_p), ("x_zero_point_stride", ctypes.c_int32)],
         ("w_sum", ctypes.c_void_p),
+        ("n_active", ctypes.c_void_p),
         *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
         *[(name, ctypes.c_int32) for name in ("m", "n", "k")],
         *[(name, ctypes.c_int32) for name in _TILING],
@@ -247,7 +248,7 @@ def test_optional_arguments_are_null(tmp_path: Path) -> None:
     )
     _C.W8A8Gemm(str(path)).launch(**required)
     seen, _ = _recorded(path, GemmFields)
-    assert [seen[name] for name in ("bias", "x_zero_point", "w_sum")] == [None] * 3
+    assert [seen[name] for name in ("bias", "x_zero_point", "w_sum", "n_active")] == [None] * 4
     assert [seen[name] for name in (*_TILING, "pdl")] == [0] * 7
 
 

@@ -164,6 +164,7 @@ def test_impossible_cuts_are_refused(launch: Launch, cut: dict[str, int]) -> Non
         *((_LATE, {"cluster": 2, "split_k": 2}), (_LATE, {"cluster": 2, "share_weights": 1})),
         (_LATE_PINGPONG, {"cluster": 2, "share_weights": 1, "tile_channels": 32}),
         *((_LATE_TURNED, {"cluster": 2}), (_LATE_TURNED, {"cluster": 2, "split_k": 2})),
+        (_LATE_TURNED, {"cluster": 2, "share_weights": 1, "tile_tokens": 16}),
         (_WIDE, {"cluster": 2, "tile_channels": 64, "tile_tokens": 32}),
     ],
     ids=str,

@@ -198,6 +198,29 @@ def test_strides(m: int, dtype: torch.dtype) -> None:
         assert_same_bits(y, ops.w8a8_linear(dense_x, dense_w, one, one, batch_invariant=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", FEW_TOKENS)
+def test_padding_changes_no_real_row(m: int, dtype: torch.dtype) -> None:
+    n, k = 1003, 1008
+    x, w, x_scale, w_scale = operands(m, n, k, dtype)
+    packed = ops.pack_weight(w)
+    expected = ops.w8a8_linear(x, packed, x_scale, w_scale)
+    real_x, real_scale = x.clone(), x_scale.clone()
+    n_active = torch.full((1,), m, dtype=torch.int32, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.w8a8_linear(x, packed, x_scale, w_scale, n_active=n_active)
+    for real in sorted({0, 1, m // 2, m - 1, m}):
+        x.copy_(real_x)
+        x_scale.copy_(real_scale)
+        x[real:].view(torch.int8).fill_(127)  # NaN as e4m3
+        x_scale[real:].fill_(torch.nan)
+        n_active.fill_(real)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(y[:real], expected[:real])
+
+
 @pytest.mark.parametrize("fast_accum", [False, True])
 def test_fp8_rows_have_the_same_bits_in_every_call(fast_accum: bool) -> None:
     for n, k in ((1003, 1000), (4096, 4096)):
@@ -235,13 +258,13 @@ def test_mixed_devices() -> None:
 class Chain:
     """Layers one after another, each quantising what the one before it put out."""
 
-    def __init__(self, m: int, dtype: torch.dtype, length: int = 100) -> None:
-        self.x = torch.randn(m, 256, device=CUDA).bfloat16()
+    def __init__(self, m: int, dtype: torch.dtype, length: int = 100, size: int = 256) -> None:
+        self.x = torch.randn(m, size, device=CUDA).bfloat16()
         self._weights = [
-            ops.pack_weight(quantized_randn((256, 256), dtype).to(CUDA)) for _ in range(4)
+            ops.pack_weight(quantized_randn((size, size), dtype).to(CUDA)) for _ in range(4)
         ]
         spread = 73.0 if dtype is torch.int8 else 1.0
-        self._scale = torch.full((256,), 1 / (16 * spread), device=CUDA)
+        self._scale = torch.full((size,), 1 / (size**0.5 * spread), device=CUDA)
         self._dtype, self._length = dtype, length
 
     def __call__(self) -> torch.Tensor:
@@ -284,6 +307,15 @@ class Chain:
 @pytest.mark.parametrize("m", [1, 9, 33])
 def test_200_chained_calls_replay_with_changed_inputs(m: int, dtype: torch.dtype) -> None:
     chain = Chain(m, dtype)
+    assert_same_bits(chain(), chain.one_by_one())
+    chain.check_replays(*chain.captured())
+
+
+# Weights of more than a ring are asked for, at the pace at which they land, while x is awaited.
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", [20, 33, 64, 130])
+def test_chained_calls_whose_weights_wait_for_x(m: int, dtype: torch.dtype) -> None:
+    chain = Chain(m, dtype, length=40, size=4096)
     assert_same_bits(chain(), chain.one_by_one())
     chain.check_replays(*chain.captured())
 

@@ -57,7 +57,7 @@ def call(
     m, n = x.size(0), w.shape[0]
     out = torch.empty(m, n, dtype=torch.bfloat16) if out is None else out
     scale = torch.ones(())
-    given = {"bias": None, "x_zero_point": None, "w_sum": None, **options}
+    given = {"bias": None, "x_zero_point": None, "w_sum": None, "n_active": None, **options}
     given = {"fast_accum": True, "batch_invariant": False, **given}
     gemm.w8a8_gemm(
         x,
@@ -212,12 +212,18 @@ def test_the_choice_reaches_the_launch(launches: Launches) -> None:
     assert launch["variant"].fast_accum
 
 
+def test_the_number_of_real_rows_is_passed_on(launches: Launches) -> None:
+    x, w, n_active = matrix(4, 64), ops.pack_weight(matrix(40, 64)), torch.tensor([3])
+    assert call(launches, x, w)["n_active"] == 0
+    assert call(launches, x, w, n_active=n_active)["n_active"] == n_active.data_ptr()
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_nothing_is_launched_for_nothing(shape: tuple[int, int], launches: Launches) -> None:
     m, n = shape
     x, w, out = matrix(m, 64), matrix(n, 64), torch.empty(shape)
     one = torch.ones(())
-    gemm.w8a8_gemm(x, w, one, one, None, None, None, True, False, out)
+    gemm.w8a8_gemm(x, w, one, one, None, None, None, None, True, False, out)
     quantize_launch.quantize_rows("per_token", torch.ones(0, 8), None, None, x[:0, :8], None)
     assert not launches
 

@@ -109,7 +109,7 @@ def test_the_kernels_of_a_weight_are_known_beforehand(n: int, m: int, call: dict
 
 
 def test_the_table_gives_reasons() -> None:
-    assert all(row.reason for row in gemm_table.TABLE)
+    assert all(row.reason for row in (*gemm_table.TABLE, *gemm_table.IN_STEP))
 
 
 @pytest.mark.parametrize("name", ["m", "n", "k"])
@@ -135,6 +135,21 @@ def test_examples_of_the_table() -> None:
     assert chosen(256, 6144) == "gemm_tiled-e4m3-bf16-96x128-fast_accum 96"
     assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-64x64 64"
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
+
+
+@pytest.mark.parametrize("row", gemm_table.IN_STEP, ids=str)
+def test_a_step_has_choices_of_its_own(row: gemm_table.InStep) -> None:
+    def chosen(m: int, dtype: str = "int8", n: int = row.n) -> Choice:
+        return choose(m, n, row.k, dtype, "bf16", packed=True)
+
+    for m in (row.m[0], row.m[-1]):
+        choice = chosen(m)
+        assert (choice.cluster, choice.share_weights, choice.split_k) == (2, 1, 0)
+        assert math.ceil(m / choice.tile_tokens) == 2
+        assert choice.tile_tokens <= row.tokens
+        assert gemm_table.serving(choice, m, row.n, True, False, False, 132) == choice
+        assert choice not in (chosen(m, dtype="e4m3"), chosen(m, n=row.n + 16))
+    assert row.choice(row.m[-1], "bf16") not in (chosen(row.m[0] - 1), chosen(row.m[-1] + 1))
 
 
 @pytest.mark.parametrize("m", [17, 32, 33, 48])

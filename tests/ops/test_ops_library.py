@@ -101,7 +101,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     int8 = torch.int8
     return {
         "append_kv": lambda: append_arguments(device, draw),
-        "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, False, empty(3, 8)],
+        "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, None, False, empty(3, 8)],
         "linear": lambda: [x, randn(5, 16), randn(5), empty(3, 5)],
         "merge_states": lambda: [
             *(randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)),
@@ -116,7 +116,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(empty(3, 16, dtype=int8), None, empty(3, 16)),
         ],
         "rms_norm_w8a8_linear": lambda: [
-            *(x, w, 1e-6, randn(3, 16), w8, w_scale, bias, False),
+            *(x, w, 1e-6, randn(3, 16), w8, w_scale, bias, None, False),
             *(empty(3, 8), empty(3, 16)),
         ],
         "sample": lambda: sample_arguments(device, draw),
@@ -124,7 +124,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "silu_mul_quantize": lambda: [x, None, None, False, empty(3, 8, dtype=int8), empty(3)],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
-            *(x8, w8, x_scale, w_scale, bias, zero, w_sum, True, False, False, empty(3, 8))
+            *(x8, w8, x_scale, w_scale, bias, zero, w_sum, None, True, False, False, empty(3, 8))
         ],
     }[name]()
 
@@ -266,7 +266,7 @@ def test_products_of_packed_weights_trace_too(device: torch.device) -> None:
     weight = ops.pack_weight(w)
     torch.library.opcheck(
         overload_of("w8a8_linear"),
-        (x, weight.data, x_scale, w_scale, *[None] * 3, True, True, False, x_scale.new_empty(3, 8)),
+        (x, weight.data, x_scale, w_scale, *[None] * 4, True, True, False, x_scale.new_empty(3, 8)),
     )
 
     def run(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:

@@ -239,6 +239,8 @@ INT8 = torch.zeros(2, 4, dtype=torch.int8)
         ({"bias": torch.ones(2)}, ValueError, "bias: got shape"),
         ({"x_zero_point": torch.ones(())}, TypeError, "x_zero_point: got dtype torch.float32"),
         ({"w_sum": torch.ones(3).int()}, ValueError, "w_sum: got a tensor, expected None without"),
+        ({"n_active": torch.ones(1)}, TypeError, "n_active: got dtype torch.float32"),
+        ({"n_active": torch.ones(2).int()}, ValueError, "n_active: got shape"),
         (
             {"x_zero_point": torch.ones(()).int(), "w_sum": torch.ones(3)},
             TypeError,
