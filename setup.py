@@ -11,11 +11,23 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
 
-PARAMS = sorted(Path("csrc").glob("*/params.h"))
-ABI = {
-    f"OSTINATO_ABI_{path.parent.name.upper()}": hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    for path in PARAMS
-}
+# Of the params.h of every folder, and of headers that add to it, such as prefill_params.h.
+PARAMS = sorted(Path("csrc").glob("*/*params.h"))
+
+
+def _digest(path: Path) -> str:
+    """Hash a header and the params.h that it adds to."""
+    texts = [header.read_bytes() for header in dict.fromkeys((path.with_name("params.h"), path))]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+
+
+def _name(path: Path) -> str:
+    """Return a header's macro: OSTINATO_ABI_ATTENTION_PREFILL of attention/prefill_params.h."""
+    parts = ("OSTINATO_ABI", path.parent.name, path.stem.removesuffix("params").strip("_"))
+    return "_".join(filter(None, parts)).upper()
+
+
+ABI = {_name(path): _digest(path) for path in PARAMS}
 NATIVE = {
     ".".join(("ostinato", *folder.parts)): str(folder)
     for folder in {file.parent for file in Path("csrc").rglob("*.*")}

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "attention/params.h"
+#include "attention/prefill_params.h"
 #include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
 #include "merge/params.h"
@@ -24,10 +25,12 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Hashes of each folder's params.h: a library made for another one would read its arguments from
-// the wrong places.
+// Hashes of each folder's params.h, and of prefill_params.h: a library made for another one would
+// read its arguments from the wrong places.
 template <typename Params>
 constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
+template <>
+constexpr std::uint64_t kAbi<ScaledPrefillParams> = OSTINATO_ABI_ATTENTION_PREFILL;
 template <>
 constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
 template <>
@@ -242,7 +245,7 @@ void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument&
   library.launch(params, stream);
 }
 
-void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& q,
+void launch_prefill(const Library<ScaledPrefillParams>& library, const HeadsArgument& q,
                     const SlotsArgument& k, const SlotsArgument& v, const HeadsArgument& out,
                     std::int32_t batch, std::int32_t heads_q, std::int32_t heads_kv,
                     std::int32_t tokens_q, std::int32_t max_seqlen_q, float scale,
@@ -252,8 +255,10 @@ void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& 
                     std::int64_t page_table_stride, std::int32_t pages, std::int32_t page_size,
                     std::int32_t max_pages, std::uintptr_t sinks, const HeadsArgument& lse,
                     std::int32_t left, std::int32_t right, float softcap, std::int32_t least_rows,
-                    std::int32_t pack, bool pdl) {
-  PrefillParams params = {};
+                    std::int32_t pack, bool pdl, std::uintptr_t q_scale, std::uintptr_t k_scale,
+                    std::uintptr_t v_scale, std::int32_t q_scale_stride,
+                    std::int32_t k_scale_stride, std::int32_t v_scale_stride) {
+  ScaledPrefillParams params = {};
   params.q = heads(q);
   params.k = slots(k);
   params.v = slots(v);
@@ -283,6 +288,12 @@ void launch_prefill(const Library<PrefillParams>& library, const HeadsArgument& 
   params.least_rows = least_rows;
   params.pack = pack;
   params.pdl = pdl ? 1 : 0;
+  params.q_scale = pointer<float>(q_scale);
+  params.k_scale = pointer<float>(k_scale);
+  params.v_scale = pointer<float>(v_scale);
+  params.q_scale_stride = q_scale_stride;
+  params.k_scale_stride = k_scale_stride;
+  params.v_scale_stride = v_scale_stride;
   library.launch(params, stream);
 }
 
@@ -434,18 +445,19 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::Library;
   using ostinato::MergeStatesParams;
   using ostinato::PagedDecodeLibrary;
-  using ostinato::PrefillParams;
   using ostinato::QuantizeParams;
   using ostinato::SampleParams;
+  using ostinato::ScaledPrefillParams;
   using ostinato::SlotsArgument;
   using ostinato::W8A8GemmParams;
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
   module.attr("ABI") = py::dict(
-      arg("attention") = OSTINATO_ABI_ATTENTION, arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR,
-      arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8, arg("merge") = OSTINATO_ABI_MERGE,
-      arg("sampling") = OSTINATO_ABI_SAMPLING);
+      arg("attention") = OSTINATO_ABI_ATTENTION,
+      arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL,
+      arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
+      arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
@@ -472,9 +484,9 @@ PYBIND11_MODULE(_C, module) {
            arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F,
            arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
 
-  py::class_<Library<PrefillParams>>(module, "Prefill")
+  py::class_<Library<ScaledPrefillParams>>(module, "Prefill")
       .def(py::init<const std::string&>(), arg("path"))
-      .def("prepare", &Library<PrefillParams>::prepare)
+      .def("prepare", &Library<ScaledPrefillParams>::prepare)
       .def("launch", &ostinato::launch_prefill, py::kw_only(), arg("q"), arg("k"), arg("v"),
            arg("out"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("tokens_q"),
            arg("max_seqlen_q"), arg("scale"), arg("stream"), arg("workspace") = 0,
@@ -483,7 +495,8 @@ PYBIND11_MODULE(_C, module) {
            arg("page_table_stride") = 0, arg("pages") = 0, arg("page_size") = 0,
            arg("max_pages") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(), arg("left") = -1,
            arg("right") = 0, arg("softcap") = 0.0F, arg("least_rows") = 0, arg("pack") = 0,
-           arg("pdl") = false);
+           arg("pdl") = false, arg("q_scale") = 0, arg("k_scale") = 0, arg("v_scale") = 0,
+           arg("q_scale_stride") = 0, arg("k_scale_stride") = 0, arg("v_scale_stride") = 0);
 
   py::class_<Library<QuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))

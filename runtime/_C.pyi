@@ -107,7 +107,7 @@ class PagedDecode:
     ) -> None: ...
 
 class Prefill:
-    """A loaded library whose launch takes `PrefillParams` (csrc/common/params.h)."""
+    """Its launch takes `ScaledPrefillParams` (csrc/attention/prefill_params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -144,6 +144,12 @@ class Prefill:
         least_rows: int = 0,
         pack: int = 0,
         pdl: bool = False,
+        q_scale: int = 0,
+        k_scale: int = 0,
+        v_scale: int = 0,
+        q_scale_stride: int = 0,
+        k_scale_stride: int = 0,
+        v_scale_stride: int = 0,
     ) -> None: ...
 
 class Quantize:

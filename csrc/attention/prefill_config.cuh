@@ -3,25 +3,33 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/params.h"
+#include "attention/prefill_params.h"
 #include "common/debug.cuh"
 #include "common/registers.cuh"
 #include "common/sizes.cuh"
 
 // -DOSTINATO_HEAD_DIM=n     of queries and keys, a multiple of 16
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
-// -DOSTINATO_TYPE=__nv_bfloat16|__half
-// -DOSTINATO_KEYS=n         keys of a tile, a multiple of 16
+// -DOSTINATO_TYPE=__nv_bfloat16|__half|__nv_fp8_e4m3  of queries, keys, values and weights
+// -DOSTINATO_OUT=__nv_bfloat16|__half                 of the output
+// -DOSTINATO_BYTES=0|1       whether elements have 8 bits
+// -DOSTINATO_KEYS=n         keys of a tile, a multiple of what an MMA takes: 16, of 8 bits 32
 // -DOSTINATO_CONSUMERS=2|3  warpgroups that multiply, each 64 rows
 // -DOSTINATO_SOURCE=Packed|Pages|Slots   where keys lie: in rows, one sequence after the other; in
 //                           pages of a multiple of 16 tokens; in pages of any size (by threads)
 namespace ostinato::prefill {
 
 using Type = OSTINATO_TYPE;
+using OutType = OSTINATO_OUT;
+inline constexpr int kElement = sizeof(Type);
+inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
+static_assert(kFp8 == (kElement == 1), "the macros agree on the elements");
+using Params = std::conditional_t<kFp8, ScaledPrefillParams, PrefillParams>;
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -30,9 +38,13 @@ inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kValueDim = OSTINATO_VALUE_DIM;
 inline constexpr int kKeys = OSTINATO_KEYS;
 inline constexpr int kConsumers = OSTINATO_CONSUMERS;
-static_assert(kDim % 16 == 0 && kDim <= 256 && kValueDim % 16 == 0 && kValueDim <= 256,
-              "an MMA takes 16 of the head dim, and has at most 256 columns");
-static_assert(kKeys % 16 == 0 && kKeys >= 16 && kKeys <= 256, "an MMA takes 16 keys of values");
+inline constexpr int kMmaDepth = 32 / kElement;  // elements that one MMA sums
+static_assert(kDim % kMmaDepth == 0 && kDim <= 256 && kValueDim % 16 == 0 && kValueDim <= 256,
+              "an MMA takes some of the head dim, and has at most 256 columns");
+static_assert(kKeys % kMmaDepth == 0 && kKeys >= 16 && kKeys <= (kFp8 ? 128 : 256),
+              "an MMA takes some keys of values; 8-bit values lie in rows of up to 128 keys");
+static_assert(!kFp8 || (kSource == Source::Packed && kValueDim % 64 == 0),
+              "8-bit values are packed, and multiplied 64 columns at a time");
 static_assert(kConsumers == 2 || kConsumers == 3, "two or three warpgroups multiply");
 
 // A warpgroup has 64 rows: queries of one head, or of some heads of a group side by side.
@@ -42,16 +54,20 @@ inline constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 inline constexpr int kScores = kKeys / 2;       // of a thread, in two rows
 inline constexpr int kOutputs = kValueDim / 2;  // likewise
-inline constexpr int kDimSteps = kDim / 16;
-inline constexpr int kKeySteps = kKeys / 16;
+inline constexpr int kDimSteps = kDim / kMmaDepth;
+inline constexpr int kKeySteps = kKeys / kMmaDepth;
+// The products of a tile's 8-bit weights and values are added to the output in fp32, 64 columns at
+// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once.
+inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
+inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
 
 using Registers = RegisterTable<kConsumers, kDebugPrint>;
-static_assert(kScores + kKeys / 4 + kOutputs + 32 <= Registers::kSplit.consumer,
+static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? kPartOutputs + 20 : 32) <=
+                  Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
 
-// In shared memory a matrix lies as strips of 64 elements of each row, swizzled as the copy engine
+// In shared memory a matrix lies as strips of 128 bytes of each row, swizzled as the copy engine
 // does; the swizzle repeats every 1024 bytes.
-inline constexpr int kElement = 2;  // bytes
 inline constexpr int kStripBytes = 128;
 inline constexpr int kStripDim = kStripBytes / kElement;
 inline constexpr int kStrips = ceil_div(kDim, kStripDim);
@@ -61,9 +77,16 @@ inline constexpr bool kWholeValueStrips = kValueDim % kStripDim == 0;
 inline constexpr int kRowStrip = kRows * kStripBytes;  // a warpgroup's rows, one strip
 inline constexpr int kKeyStrip = kKeys * kStripBytes;
 inline constexpr int kQueryBytes = kStrips * kRowStrip;  // of a warpgroup
-inline constexpr int kOutputBytes = kValueStrips * kRowStrip;
-inline constexpr int kKeyBytes = kStrips * kKeyStrip;  // of a tile
-inline constexpr int kValueBytes = kValueStrips * kKeyStrip;
+inline constexpr int kOutputStripDim = kStripBytes / static_cast<int>(sizeof(OutType));
+inline constexpr int kOutputStrips = ceil_div(kValueDim, kOutputStripDim);
+inline constexpr int kOutputBytes = kOutputStrips * kRowStrip;
+inline constexpr int kKeyBytes = kStrips * kKeyStrip;               // of a tile
+inline constexpr int kCopiedValueBytes = kValueStrips * kKeyStrip;  // likewise, as they are copied
+// An MMA takes 8-bit values only with keys along the row: prefill_transpose.cuh turns the tile, and
+// what is copied has a ring of its own.
+inline constexpr int kValueRowBytes = kFp8 && kKeys <= 64 ? 64 : 128;
+inline constexpr int kValueBytes = kFp8 ? kValueDim * kValueRowBytes : kCopiedValueBytes;
+inline constexpr int kStageBytes = kKeyBytes + kValueBytes + (kFp8 ? kCopiedValueBytes : 0);
 
 // Sequences of one launch; their tables live in shared memory.
 inline constexpr int kMaxBatch = 512;
@@ -71,16 +94,19 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 
 // With room for the queries of two items an item begins before the one before it has ended
 // (prefill_consumer.cuh). The output takes the place of its item's queries, unless these have a
-// single place and it need not.
+// single place and it need not, or it is larger.
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes;
-inline constexpr int kLeastRing = 2 * (kKeyBytes + kValueBytes);
-inline constexpr int kQueryBuffers =
-    kOutputBytes <= kQueryBytes && 2 * kConsumers * kQueryBytes + kLeastRing <= kSmemLimit ? 2 : 1;
+inline constexpr int kLeastRing = 2 * kStageBytes;
+inline constexpr bool kOutputFits = kOutputBytes <= kQueryBytes;
+inline constexpr int kTwoQueries =
+    kConsumers * (2 * kQueryBytes + (kOutputFits ? 0 : kOutputBytes)) + kLeastRing;
+inline constexpr int kQueryBuffers = (kOutputFits || kFp8) && kTwoQueries <= kSmemLimit ? 2 : 1;
 inline constexpr bool kShareOutput =
-    kQueryBuffers == 2 || kConsumers * (kQueryBytes + kOutputBytes) + kLeastRing > kSmemLimit;
+    kOutputFits &&
+    (kQueryBuffers == 2 || kConsumers * (kQueryBytes + kOutputBytes) + kLeastRing > kSmemLimit);
 inline constexpr int kRingRoom =
     kSmemLimit - kConsumers * (kQueryBuffers * kQueryBytes + (kShareOutput ? 0 : kOutputBytes));
-inline constexpr int kStagesFit = kRingRoom / (kKeyBytes + kValueBytes);
+inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 4;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");

@@ -5,167 +5,25 @@
 // enqueued while another weighs.
 #pragma once
 
-#include "common/ring.cuh"
-#include "prefill_mend.cuh"
-#include "prefill_output.cuh"
+#include "prefill_consumer_base.cuh"
+#include "prefill_rescore.cuh"
 
 namespace ostinato::prefill {
 
-class Consumer {
+class Consumer : public ConsumerBase<Softmax> {
  public:
-  __device__ Consumer(SharedStorage& shared, const Arguments& args, const CUtensorMap& out_map)
-      : shared_(shared),
-        args_(args),
-        warpgroup_(warp_index() / 4),
-        softmax_(args),
-        output_(shared, args, out_map, warpgroup_) {}
-
-  __device__ __forceinline__ void run() {
-    if (warpgroup_ == kConsumers - 1) {
-      give_turn();  // the first is warpgroup 0's
-    }
-    Fragments fragments;
-    RingPosition position;
-    while (true) {
-      const Item* item = &await_item(position);
-      if (item->is_last()) {
-        break;
-      }
-      if (!has_rows(*item) || item->tiles() == 0) {
-        pass(*item);
-        release_item(position);
-        continue;
-      }
-      start(*item, fragments);
-      bool more = true;
-      while (more) {
-        const Operand values = continue_item(*item, fragments);
-        more = false;
-        if constexpr (kQueryBuffers == 2) {
-          RingPosition after = position;
-          after.advance(kItems);
-          const Item& next = await_item(after);
-          if (!next.is_last() && has_rows(next) && next.tiles() > 0) {
-            finish_and_start(*item, next, values, fragments);
-            item = &next;
-            more = true;
-          }
-        }
-        if (!more) {
-          finish(*item, values, fragments);
-        }
-        release_item(position);
-      }
-    }
-    if (warpgroup_ == 0) {
-      take_turn();  // the last one given
-    }
-    if (threadIdx.x % kWarpgroup == 0) {
-      wait_stores_read<0>();
-    }
-  }
+  using ConsumerBase::ConsumerBase;
+  __device__ __forceinline__ void run() { follow_items(*this); }
 
  private:
+  friend ConsumerBase;
+
   // What a thread holds: while products go on, they are the tensor cores'.
   struct Fragments {
     float scores[kScores];
     uint32_t weights[kKeySteps][4];
     float outputs[kOutputs];
   };
-
-  __device__ __forceinline__ const Item& await_item(const RingPosition& position) {
-    wait(&shared_.item_full[position.slot], position.parity);
-    return shared_.items[position.slot];
-  }
-  __device__ __forceinline__ void release_item(RingPosition& position) {
-    OSTINATO_DELAY(prefill_item_release, warpgroup_ == 1);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      arrive(&shared_.item_empty[position.slot]);
-    }
-    position.advance(kItems);
-  }
-  __device__ __forceinline__ bool has_rows(const Item& item) const {
-    return warpgroup_ * args_.half_tokens < item.queries;
-  }
-
-  // Turns go round: each warpgroup gives the next one its turn.
-  __device__ __forceinline__ void take_turn() const {
-    sync_named(turn_barrier(warpgroup_), 2 * kWarpgroup);
-  }
-  __device__ __forceinline__ void give_turn() const {
-    arrive_named(turn_barrier(warpgroup_ == kConsumers - 1 ? 0 : warpgroup_ + 1), 2 * kWarpgroup);
-  }
-  template <class What>
-  __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
-    wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
-    if constexpr (kSource == Source::Slots) {
-      fence_shared_for_tma();  // written by threads, read by tensor cores
-    }
-    return ring_of<What>(shared_).tiles[position.slot];
-  }
-
-  template <class What>
-  __device__ __forceinline__ void release(RingPosition& position) {
-    OSTINATO_DELAY(prefill_release, warpgroup_ == 0);
-    if (threadIdx.x % kWarpgroup == 0) {
-      arrive(&barriers_of<What>(shared_).empty[position.slot]);
-    }
-    position.advance(kStages);
-  }
-
-  // The item has no query for this warpgroup, or no key. What products do otherwise, barriers do
-  // here: nothing is released before all threads have seen that it has come.
-  __device__ __forceinline__ void pass(const Item& item) {
-    if (item.tiles() == 0) {
-      if (has_rows(item)) {
-        output_.store_nothing(item);
-      }
-      return;
-    }
-    for (int n = 0; n < item.tiles(); ++n) {
-      wait(&barriers_of<Keys>(shared_).full[keys_.slot], keys_.parity);
-      sync_warpgroup(warpgroup_);
-      release<Keys>(keys_);
-      take_turn();
-      give_turn();
-      wait(&barriers_of<Values>(shared_).full[values_.slot], values_.parity);
-      sync_warpgroup(warpgroup_);
-      release<Values>(values_);
-    }
-    await_queries(queries_);
-    sync_warpgroup(warpgroup_);
-    release_queries(queries_.slot);
-    queries_.advance(kQueryBuffers);
-  }
-
-  __device__ __forceinline__ Operand await_queries(const RingPosition& position) {
-    wait(&shared_.queries_full[position.slot][warpgroup_], position.parity);
-    return Operand(shared_.queries[position.slot][warpgroup_]);
-  }
-  __device__ __forceinline__ void release_queries(int buffer) {
-    if (threadIdx.x % kWarpgroup == 0) {
-      arrive(&shared_.queries_empty[buffer][warpgroup_]);
-    }
-  }
-
-  // The place of an output that the copy engine was told to write is free for queries again.
-  __device__ __forceinline__ void release_output() {
-    if (unread_ >= 0) {
-      output_.wait_read();
-      release_queries(unread_);
-      unread_ = -1;
-    }
-  }
-
-  __device__ __forceinline__ void store(const Item& item, Softmax& softmax,
-                                        float (&outputs)[kOutputs]) {
-    output_.store(item, queries_.slot, softmax, outputs);
-    if constexpr (kShareOutput) {
-      unread_ = queries_.slot;
-    }
-    queries_.advance(kQueryBuffers);
-  }
 
   // Values that no query of the item sees: 0 in place of what may be NaN.
   __device__ __forceinline__ void clear_values(const Item& item, int tile,
@@ -191,38 +49,6 @@ class Consumer {
     fence_shared_for_tma();
     OSTINATO_DELAY(prefill_values_clear, thread / 32 == 2);
     sync_warpgroup(warpgroup_);
-  }
-
-  __device__ __forceinline__ Seen find_seen(const Item& item) const {
-    const Sight sight{args_.params.left, args_.params.right, item.length};
-    Seen seen;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const RowOf row(args_, warpgroup_, row_of_thread(half));
-      const int position = item.position + min(row.query, item.queries - 1);
-      seen.first[half] = sight.first(position);
-      seen.count[half] = static_cast<uint32_t>(max(sight.stop(position) - seen.first[half], 0));
-    }
-    return seen;
-  }
-
-  // The query of a row of the thread, or null.
-  __device__ __forceinline__ const Type* find_query(const Item& item, int half) const {
-    const PrefillParams& p = args_.params;
-    const RowOf row(args_, warpgroup_, row_of_thread(half));
-    return row.query < item.queries ? static_cast<const Type*>(p.q.data) +
-                                          int64_t{item.first_row + row.query} * p.q.stride +
-                                          int64_t{item.first_head + row.head} * p.q.head_stride
-                                    : nullptr;
-  }
-
-  __device__ __forceinline__ void mend(const Item& item, const Softmax& softmax,
-                                       float (&outputs)[kOutputs]) const {
-    if (__any_sync(0xffffffff, is_broken(outputs))) {
-      const Seen seen = find_seen(item);
-      mend_row<0>(args_.params, item, softmax, seen, find_query(item, 0), outputs);
-      mend_row<1>(args_.params, item, softmax, seen, find_query(item, 1), outputs);
-    }
   }
 
   // Scores of the n-th tile become weights.
@@ -266,19 +92,19 @@ class Consumer {
   }
 
   // The values of a tile, cleared where no query sees them.
-  __device__ __forceinline__ Operand await_values(const Item& item, int n, bool hiding) {
+  __device__ __forceinline__ ValuesOperand await_values(const Item& item, int n, bool hiding) {
     const uint8_t* const values = await<Values>(values_);
     if (hiding) {
       clear_values(item, item.tile(n), values_);
     }
-    return Operand(values, kKeyStrip);
+    return ValuesOperand(values, kKeyStrip);
   }
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
-  __device__ __forceinline__ Operand continue_item(const Item& item, Fragments& r) {
+  __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
     const int tiles = item.tiles(), hiding = item.hiding_tiles();
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
-    Operand values = await_values(item, 0, hiding > 0);
+    ValuesOperand values = await_values(item, 0, hiding > 0);
     if (tiles == 1) {
       return values;
     }
@@ -321,7 +147,8 @@ class Consumer {
   }
 
   // The values of an item's last tile, and the output.
-  __device__ __forceinline__ void finish(const Item& item, const Operand& values, Fragments& r) {
+  __device__ __forceinline__ void finish(const Item& item, const ValuesOperand& values,
+                                         Fragments& r) {
     const int tiles = item.tiles();
     release_output();
     if constexpr (!kShareOutput) {
@@ -344,7 +171,7 @@ class Consumer {
 
   // The same; meanwhile the first tile of the next item is multiplied.
   __device__ __forceinline__ void finish_and_start(const Item& item, const Item& next,
-                                                   const Operand& values, Fragments& r) {
+                                                   const ValuesOperand& values, Fragments& r) {
     const int tiles = item.tiles();
     release_output();
     RingPosition ahead = queries_;
@@ -374,14 +201,9 @@ class Consumer {
     weigh_first(next, r.scores);
     pack_weights(r.scores, r.weights);
   }
-
-  SharedStorage& shared_;
-  const Arguments& args_;
-  const int warpgroup_;
-  Softmax softmax_;
-  Output output_;
-  RingPosition keys_, values_, queries_;
-  int unread_ = -1;  // the buffer with an output that is not known to be read
 };
+
+// Other warps have no part in it (prefill_consumer_fp8.cuh).
+__device__ __forceinline__ void assist(SharedStorage&, const Arguments&) {}
 
 }  // namespace ostinato::prefill

@@ -10,7 +10,7 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 
 // What the launch is given.
 struct Arguments {
-  PrefillParams params;
+  Params params;
   float logit_scale;  // of a score: the logit times log2(e), or what is capped
   int direct;         // whether there is no cap, and a greater score is a greater logit
   float factor;       // of what maxima are compared with: logit_scale where direct, otherwise 1

@@ -7,7 +7,8 @@
 // if the query does see a NaN it is NaN. This is slow, and never happens to numbers.
 #pragma once
 
-#include "prefill_rescore.cuh"
+#include "prefill_place.cuh"
+#include "prefill_rows.cuh"
 
 namespace ostinato::prefill {
 
@@ -34,10 +35,10 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
 
 // Sums a row anew, over the keys of hiding tiles. By a warp: for those lanes of it whose row is
 // `broken`, the others go along.
-template <int kHalf>
-__device__ __forceinline__ void sum_again(const PrefillParams& p, const Item& item,
-                                          const Softmax& softmax, const Seen& seen, const Type* q,
-                                          bool broken, float (&outputs)[kOutputs]) {
+template <int kHalf, class Softmax>
+__device__ __forceinline__ void sum_again(const Params& p, const Item& item, const Softmax& softmax,
+                                          const Seen& seen, const Type* q, bool broken,
+                                          float (&outputs)[kOutputs]) {
   if (broken) {
 #pragma unroll
     for (int group = 0; group < kOutputs / 4; ++group) {
@@ -92,9 +93,9 @@ __device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) 
 }
 
 // By a warp. `rows` are the items' rows of the thread, if they are queries: q of each, else null.
-template <int kHalf>
-__device__ __forceinline__ void mend_row(const PrefillParams& p, const Item& item,
-                                         const Softmax& softmax, const Seen& seen, const Type* q,
+template <int kHalf, class Softmax>
+__device__ __forceinline__ void mend_row(const Params& p, const Item& item, const Softmax& softmax,
+                                         const Seen& seen, const Type* q,
                                          float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found = __ballot_sync(0xffffffff, q != nullptr && is_row_broken<kHalf>(outputs));

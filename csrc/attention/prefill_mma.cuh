@@ -6,18 +6,21 @@
 
 namespace ostinato::prefill {
 
-// How wgmma finds an operand in strips of 128-byte rows, swizzled by TMA (PTX ISA, "matrix
-// descriptor"): the address, the distance of groups of 8 rows, that of strips, and the swizzle.
-class Operand {
+// How wgmma finds an operand in strips of rows of 128 (or 64) bytes, swizzled as by TMA (PTX ISA,
+// "matrix descriptor"): the address, the distance of groups of 8 rows, that of strips, and the
+// swizzle.
+template <int kRowBytes>
+class OperandOf {
   static constexpr int kUnit = 16;  // bytes in which a descriptor counts
-  static constexpr uint32_t kGroup = 8 * kStripBytes / kUnit;
-  static constexpr uint32_t kHigh = kGroup | 1u << 30;
+  static constexpr uint32_t kGroup = 8 * kRowBytes / kUnit;
+  static constexpr uint32_t kHigh = kGroup | (kRowBytes == 128 ? 1u : 2u) << 30;
+  static_assert(kRowBytes == 128 || kRowBytes == 64, "two swizzles");
 
  public:
   // `strip` is the distance of strips, where strips are columns of the MMA; otherwise it is not
   // read. The address is the same in all lanes: wgmma takes descriptors from uniform registers, and
   // the compiler computes them there only where it sees that they are uniform.
-  __device__ __forceinline__ explicit Operand(const uint8_t* tile, int strip = kUnit)
+  __device__ __forceinline__ explicit OperandOf(const uint8_t* tile, int strip = kUnit)
       : low_(__shfl_sync(0xffffffff, shared_address(tile) / kUnit, 0) |
              static_cast<uint32_t>(strip / kUnit) << 16) {}
 
@@ -28,10 +31,11 @@ class Operand {
  private:
   uint32_t low_;
 };
+using Operand = OperandOf<kStripBytes>;
 
-// Where 16 elements of the head dim begin, in rows of strips.
+// Where the elements of the head dim that one MMA sums begin, in rows of strips.
 __device__ __forceinline__ constexpr uint32_t dim_offset(int step, int strip_bytes) {
-  constexpr int kStepBytes = 16 * kElement;
+  constexpr int kStepBytes = kMmaDepth * kElement;
   constexpr int kStepsOfStrip = kStripBytes / kStepBytes;
   return step / kStepsOfStrip * strip_bytes + step % kStepsOfStrip * kStepBytes;
 }
@@ -47,14 +51,20 @@ __device__ __forceinline__ void multiply_keys(const Operand& queries, const Oper
   commit_multiplication();
 }
 
-// Enqueues outputs (+)= weights · values.
+// Enqueues products (+)= weights · values of a part of the value dim. Values have keys along the
+// columns of their rows where they have been turned, otherwise a row for each key.
+using ValuesOperand = OperandOf<kValueRowBytes>;
+template <int kPart = 0>
 __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeySteps][4],
-                                                const Operand& values, float (&outputs)[kOutputs],
-                                                bool accumulate) {
+                                                const ValuesOperand& values,
+                                                float (&products)[kPartOutputs], bool accumulate) {
+  constexpr uint32_t kStep = kFp8 ? kMmaDepth * kElement : kMmaDepth * kStripBytes;
+  constexpr uint32_t kPartBytes = kValueDim / kParts * kValueRowBytes;
+  static_assert(kPart < kParts, "parts are counted from 0");
 #pragma unroll
   for (int step = 0; step < kKeySteps; ++step) {
-    multiply_values_step(weights[step], values.descriptor(step * 16 * kStripBytes), outputs,
-                         accumulate || step > 0);
+    multiply_values_step(weights[step], values.descriptor(kPart * kPartBytes + step * kStep),
+                         products, accumulate || step > 0);
   }
   commit_multiplication();
 }

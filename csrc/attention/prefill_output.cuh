@@ -1,9 +1,10 @@
 // The end of a tile: rows of out and their LSE, through shared memory.
 #pragma once
 
+#include "common/pack_pair.cuh"
 #include "common/tma.cuh"
 #include "prefill_mma.cuh"
-#include "prefill_softmax.cuh"
+#include "prefill_rows.cuh"
 
 namespace ostinato::prefill {
 
@@ -23,7 +24,7 @@ struct RowOf {
 __device__ __forceinline__ float finish_row(const Arguments& args, const Item& item,
                                             const RowOf& row, bool writes, float maximum,
                                             float total) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const int head = item.first_head + row.head;
   float factor = 1;
   if (total == 0) {
@@ -51,6 +52,7 @@ class Output {
 
   // Writes the warpgroup's rows of the item, whose queries lie in `buffer`. Returns when they are
   // on their way; wait_read() then says that they have left shared memory.
+  template <class Softmax>
   __device__ __forceinline__ void store(const Item& item, int buffer, Softmax& softmax,
                                         float (&outputs)[kOutputs]) {
     rows_ = output_of(shared_, buffer, warpgroup_);
@@ -116,7 +118,7 @@ class Output {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const pair = &outputs[step * 8 + i * 2];
-        words[i] = pack_pair<Type>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
+        words[i] = pack_pair<OutType>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
       }
       const int vector = (step * 2 % 8 + lane / 16) ^ row % 8;
       store_matrices(begin + step / 4 * kRowStrip + vector * 16, words);
@@ -127,8 +129,8 @@ class Output {
   __device__ __forceinline__ void copy_rows(const Item& item, int first) const {
     if (threadIdx.x % kWarpgroup == 0) {
 #pragma unroll
-      for (int strip = 0; strip < kValueStrips; ++strip) {
-        tma_store(map_, rows_ + strip * kRowStrip, strip * kStripDim, item.first_head,
+      for (int strip = 0; strip < kOutputStrips; ++strip) {
+        tma_store(map_, rows_ + strip * kRowStrip, strip * kOutputStripDim, item.first_head,
                   item.first_row + first);
       }
       commit_stores();
@@ -137,10 +139,10 @@ class Output {
 
   __device__ __forceinline__ void store_vector(const Item& item, const RowOf& row, int vector,
                                                const uint4& words) const {
-    const PrefillParams& p = args_.params;
-    Type* const out = static_cast<Type*>(p.out.data) +
-                      int64_t{item.first_row + row.query} * p.out.stride +
-                      int64_t{item.first_head + row.head} * p.out.head_stride;
+    const Params& p = args_.params;
+    OutType* const out = static_cast<OutType*>(p.out.data) +
+                         int64_t{item.first_row + row.query} * p.out.stride +
+                         int64_t{item.first_head + row.head} * p.out.head_stride;
     *reinterpret_cast<uint4*>(out + vector * 8) = words;
   }
 

@@ -16,10 +16,12 @@ inline constexpr int kProducerWarps = kSource == Source::Packed ? 1 : 4;
 // Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
 // copies.
 inline constexpr int kFilling = kSource == Source::Slots ? kWarpgroup : kProducerWarps;
+// The producer warpgroup's other warps turn 8-bit values (prefill_transpose.cuh).
+inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
 
 struct Maps {
   CUtensorMap queries;  // dim, heads, tokens
-  CUtensorMap keys;     // strips of 64 elements, slots or rows, strips (or 1), heads, pages (or 1)
+  CUtensorMap keys;     // strips of 128 bytes, slots or rows, strips (or 1), heads, pages (or 1)
   CUtensorMap values;
   CUtensorMap out;  // value dim, heads, tokens
 };
@@ -112,7 +114,7 @@ class Producer {
         copy_tile<Keys>(item, item.tile(n), pages, keys_);
       }
       if (n > 0) {
-        copy_tile<Values>(item, item.tile(n - 1), before, values_);
+        copy_tile<CopiedValues>(item, item.tile(n - 1), before, values_);
       }
       if (n == 1) {
         then();
@@ -254,7 +256,7 @@ class Producer {
     static_assert(kSource != Source::Slots || kKeys <= kWarpgroup, "a key for each thread");
     constexpr bool kIsKeys = std::is_same_v<What, Keys>;
     constexpr int kVectors = (kIsKeys ? kDim : kValueDim) * kElement / 16;
-    const PrefillParams& p = args_.params;
+    const Params& p = args_.params;
     const Slots& slots = kIsKeys ? p.k : p.v;
     const Type* const from = static_cast<const Type*>(slots.data) +
                              item.kv_head * slots.head_stride + pages.page * slots.page_stride +

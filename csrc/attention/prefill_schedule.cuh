@@ -15,7 +15,7 @@ __device__ __forceinline__ int clamp(int value, int low, int high) {
 }
 
 __device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   Sequence sequence;
   if (p.cu_seqlens_q == nullptr) {
     sequence.first_row = b * p.max_seqlen_q;
@@ -39,7 +39,7 @@ __device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) 
 
 // About the keys that a tile of the sequence reads, at most.
 __device__ __forceinline__ int longest_tile(const Arguments& args, const Sequence& sequence) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const int span = p.left < 0 || p.right < 0 ? INT32_MAX : p.left + p.right + args.tile_tokens;
   return sequence.queries == 0 ? -1 : min(sequence.length, span);
 }
@@ -112,7 +112,7 @@ inline constexpr int kSectionKeys = (36 << 20) / ((kDim + kValueDim) * kElement)
 // Describes the item at a place in the order, of the sequence of that rank.
 __device__ __forceinline__ void describe_item(const SharedStorage& shared, const Arguments& args,
                                               int place, int rank, Item& item) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const Sequence& sequence = shared.sequences[rank];
   const int tiles = query_tiles(args, sequence);
   const int units_of_head = args.group / args.pack;

@@ -7,7 +7,8 @@
 // computes it, or on other sequences. The pieces: prefill_config.cuh (macros, shared memory),
 // prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_mma.cuh,
 // prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh, prefill_output.cuh,
-// prefill_mend.cuh.
+// prefill_mend.cuh; with 8 bits prefill_transpose.cuh, prefill_softmax_fp8.cuh and
+// prefill_consumer_fp8.cuh.
 //
 // With params.pdl the predecessor may write any of the inputs. The workspace must be zero before
 // its first launch and after one that was aborted; it serves one stream at a time.
@@ -17,8 +18,12 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "prefill_consumer.cuh"
 #include "prefill_producer.cuh"
+#if OSTINATO_BYTES
+#include "prefill_consumer_fp8.cuh"
+#else
+#include "prefill_consumer.cuh"
+#endif
 
 namespace ostinato::prefill {
 namespace {
@@ -32,8 +37,13 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared) {
   if (warp < kStages) {
     init_barrier(&shared.keys_barriers.full[warp], kFilling);
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
-    init_barrier(&shared.values_barriers.full[warp], kFilling);
+    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTurningWarps : kFilling);
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
+    if constexpr (kFp8) {
+      auto& copied = barriers_of<CopiedValues>(shared);
+      init_barrier(&copied.full[warp], kFilling);
+      init_barrier(&copied.empty[warp], kTurningWarps);
+    }
   } else if (warp < kStages + kConsumers) {
     for (int buffer = 0; buffer < kQueryBuffers; ++buffer) {
       init_barrier(&shared.queries_full[buffer][warp - kStages], 1);
@@ -42,7 +52,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared) {
   } else if (warp == kStages + kConsumers) {
     for (int i = 0; i < kItems; ++i) {
       init_barrier(&shared.item_full[i], 1);
-      init_barrier(&shared.item_empty[i], kConsumers * 4 + kProducerWarps - 1);
+      init_barrier(&shared.item_empty[i], kConsumers * 4 + kProducerWarps - 1 + kTurningWarps);
     }
   }
   fence_barrier_init();
@@ -70,6 +80,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp < kConsumerThreads / 32 + kProducerWarps) {
       Producer(shared, args, maps).run();
       let_successor_start();
+    } else {
+      assist(shared, args);
     }
   } else {
     take_registers<Registers::kSplit.consumer>();
@@ -81,10 +93,18 @@ bool is_aligned(const void* pointer, int bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-constexpr int kVector = 16 / kElement;
+constexpr int kVectorBytes = 16;
 constexpr int kFarthest = 1 << 29;  // of a window: what is farther hides nothing
 
-bool is_supported(const PrefillParams& p) {
+template <class P>
+bool has_scales(const P& p) {
+  if constexpr (kFp8) {
+    return p.q_scale != nullptr && p.k_scale != nullptr && p.v_scale != nullptr;
+  }
+  return true;
+}
+
+bool is_supported(const Params& p) {
   if (p.batch < 1 || p.batch > kMaxBatch || p.heads_kv < 1 || p.heads_q < p.heads_kv ||
       p.heads_q % p.heads_kv != 0 || p.max_seqlen_q < 1 || p.max_seqlen_q >= kFarthest ||
       p.tokens_q < 1) {
@@ -104,52 +124,62 @@ bool is_supported(const PrefillParams& p) {
              (kSource == Source::Pages && p.page_size % 16 != 0)) {
     return false;
   }
+  if (!has_scales(p)) {
+    return false;
+  }
   const int64_t strides = p.q.stride | p.q.head_stride | p.k.page_stride | p.k.stride |
-                          p.k.head_stride | p.v.page_stride | p.v.stride | p.v.head_stride |
-                          p.out.stride | p.out.head_stride;
-  return strides % kVector == 0 && is_aligned(p.q.data, 16) && is_aligned(p.k.data, 16) &&
-         is_aligned(p.v.data, 16) && is_aligned(p.out.data, 16) && is_aligned(p.workspace, 8);
+                          p.k.head_stride | p.v.page_stride | p.v.stride | p.v.head_stride;
+  const int64_t out_strides = p.out.stride | p.out.head_stride;
+  return strides * kElement % kVectorBytes == 0 &&
+         out_strides * int64_t{sizeof(OutType)} % kVectorBytes == 0 && is_aligned(p.q.data, 16) &&
+         is_aligned(p.k.data, 16) && is_aligned(p.v.data, 16) && is_aligned(p.out.data, 16) &&
+         is_aligned(p.workspace, 8);
 }
 
 // TMA steps over a dimension of one element too; such a stride may be anything, but not 0.
+template <class T>
 uint64_t step(int64_t stride, int64_t size) {
-  return size > 1 ? static_cast<uint64_t>(stride) * kElement : 16;
+  return size > 1 ? static_cast<uint64_t>(stride) * sizeof(T) : 16;
 }
 
+template <class T>
+constexpr CUtensorMapDataType kMapType =
+    sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+
+template <class T>
 cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Arguments& args) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const TensorMapShape<3> shape = {
       {static_cast<uint64_t>(dim), static_cast<uint64_t>(p.heads_q),
        static_cast<uint64_t>(p.tokens_q)},
-      {0, step(rows.head_stride, p.heads_q), step(rows.stride, p.tokens_q)},
-      {kStripDim, static_cast<uint32_t>(args.pack), static_cast<uint32_t>(args.half_tokens)}};
-  return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_DATA_TYPE_UINT16);
+      {0, step<T>(rows.head_stride, p.heads_q), step<T>(rows.stride, p.tokens_q)},
+      {kStripBytes / sizeof(T), static_cast<uint32_t>(args.pack),
+       static_cast<uint32_t>(args.half_tokens)}};
+  return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<T>);
 }
 
 template <int kWidth>
 cudaError_t encode_keys(CUtensorMap* map, const Slots& keys, const Arguments& args) {
   constexpr bool kWhole = kWidth % kStripDim == 0;
   constexpr int kCount = kWhole ? kWidth / kStripDim : 1;
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const bool packed = kSource == Source::Packed;
   const int64_t pages = packed ? 1 : p.pages, slots = packed ? p.tokens_k : p.page_size;
   const TensorMapShape<5> shape = {
       {static_cast<uint64_t>(kWhole ? kStripDim : kWidth), static_cast<uint64_t>(slots), kCount,
        static_cast<uint64_t>(p.heads_kv), static_cast<uint64_t>(pages)},
-      {0, step(keys.stride, slots), kStripBytes, step(keys.head_stride, p.heads_kv),
-       step(keys.page_stride, pages)},
+      {0, step<Type>(keys.stride, slots), kStripBytes, step<Type>(keys.head_stride, p.heads_kv),
+       step<Type>(keys.page_stride, pages)},
       {kStripDim, static_cast<uint32_t>(packed ? kKeys : args.box_tokens),
        static_cast<uint32_t>(packed ? kCount : 1), 1, 1}};
-  return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_DATA_TYPE_UINT16);
+  return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<Type>);
 }
 
 int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 
 // Heads side by side fill the rows of a tile where sequences have few queries: all, or on average,
 // as where many only decode.
-int choose_pack(int group, const PrefillParams& p) {
+int choose_pack(int group, const Params& p) {
   const int average = p.tokens_q / p.batch;
   if (p.max_seqlen_q >= kConsumers * kRows && average >= kRows) {
     return 1;
@@ -161,10 +191,10 @@ int choose_pack(int group, const PrefillParams& p) {
   return pack;
 }
 
-Arguments make_arguments(const PrefillParams& params) {
+Arguments make_arguments(const Params& params) {
   Arguments args = {};
   args.params = params;
-  PrefillParams& p = args.params;
+  Params& p = args.params;
   p.left = std::min(p.left, kFarthest);
   p.right = std::min(p.right, kFarthest);
   args.logit_scale = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
@@ -182,21 +212,21 @@ Arguments make_arguments(const PrefillParams& params) {
 
 // The most items that there can be, whatever the lengths.
 int64_t item_capacity(const Arguments& args) {
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   const int64_t each = ceil_div(p.max_seqlen_q, args.tile_tokens);
   const int64_t all = p.tokens_q / args.tile_tokens + p.batch;
   return std::min(each * p.batch, all) * args.units;
 }
 
-cudaError_t launch_prefill(const PrefillParams& params, cudaStream_t stream) {
+cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   if (!is_supported(params)) {
     return cudaErrorInvalidValue;
   }
   const Arguments args = make_arguments(params);
-  const PrefillParams& p = args.params;
+  const Params& p = args.params;
   Maps maps = {};
-  OSTINATO_RETURN_IF_ERROR(encode_rows(&maps.queries, p.q, kDim, args));
-  OSTINATO_RETURN_IF_ERROR(encode_rows(&maps.out, p.out, kValueDim, args));
+  OSTINATO_RETURN_IF_ERROR(encode_rows<Type>(&maps.queries, p.q, kDim, args));
+  OSTINATO_RETURN_IF_ERROR(encode_rows<OutType>(&maps.out, p.out, kValueDim, args));
   if (kSource == Source::Packed && p.tokens_k == 0) {
     maps.keys = maps.values = maps.queries;  // prefetched, but never used
   } else if (kSource != Source::Slots) {
@@ -221,6 +251,6 @@ OSTINATO_EXPORT int ostinato_prepare() {
                                       sizeof(ostinato::prefill::SharedStorage));
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PrefillParams* params, void* stream) {
+OSTINATO_EXPORT int ostinato_launch(const ostinato::ScaledPrefillParams* params, void* stream) {
   return ostinato::prefill::launch_prefill(*params, static_cast<cudaStream_t>(stream));
 }

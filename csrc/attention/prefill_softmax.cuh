@@ -1,37 +1,11 @@
 // The softmax of a warpgroup's rows, online: weights 2^(score - max), relative to a maximum that
 // rises only when a score is far above it.
-//
-// A thread has parts of two rows, lane / 4 and 8 more of its warp's 16: of every 8 columns the two
-// from 2 (lane % 4) on. Element i of scores: row (i / 2) % 2, column i / 4 * 8 + i % 2.
 #pragma once
 
-#include <limits>
-
 #include "common/pack_pair.cuh"
-#include "prefill_item.cuh"
-#include "warp_instructions.cuh"
+#include "prefill_rows.cuh"
 
 namespace ostinato::prefill {
-
-inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the maximum of no scores
-
-__device__ __forceinline__ constexpr int row_of(int i) { return i / 2 % 2; }
-__device__ __forceinline__ constexpr int column_of(int i) { return i / 4 * 8 + i % 2; }
-__device__ __forceinline__ int first_column() { return threadIdx.x % 4 * 2; }
-// Of the warpgroup's 64.
-__device__ __forceinline__ int row_of_thread(int half) {
-  return threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
-}
-
-// The logit of a score, times log2(e).
-__device__ __forceinline__ float capped_logit(const Arguments& args, float score) {
-  // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
-  const float power = power_of_2(2 * kLog2E * (score * args.logit_scale));
-  return args.params.softcap * kLog2E * (1.0f - __fdividef(2.0f, 1.0f + power));
-}
-__device__ __forceinline__ float logit_of(const Arguments& args, float score) {
-  return args.params.softcap > 0 ? capped_logit(args, score) : score * args.logit_scale;
-}
 
 class Softmax {
  public:
@@ -168,23 +142,6 @@ class Softmax {
       if (i != 2) {
         sum[row_of(i)] += scores[i];
       }
-    }
-  }
-
-  __device__ __forceinline__ static void hide(float (&scores)[kScores], int key, const Seen& seen) {
-    const int column = key + first_column();
-    if (__all_sync(0xffffffff, seen.first[0] == 0 && seen.first[1] == 0)) {
-      const int stop[2] = {static_cast<int>(seen.count[0]) - column,
-                           static_cast<int>(seen.count[1]) - column};
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        scores[i] = column_of(i) < stop[row_of(i)] ? scores[i] : -INFINITY;
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i] = seen.sees(row_of(i), column + column_of(i)) ? scores[i] : -INFINITY;
     }
   }
 

@@ -6,12 +6,17 @@
 
 namespace ostinato::prefill {
 
-// Keys and values have rings of different types.
+// Keys and values have rings of different types; so have values that are copied in one form and
+// multiplied in another.
 struct Keys {};
 struct Values {};
+struct ValuesToTurn {};
+using CopiedValues = std::conditional_t<kFp8, ValuesToTurn, Values>;
 
 template <class What>
-inline constexpr int kTileBytes = std::is_same_v<What, Keys> ? kKeyBytes : kValueBytes;
+inline constexpr int kTileBytes = std::is_same_v<What, Keys>     ? kKeyBytes
+                                  : std::is_same_v<What, Values> ? kValueBytes
+                                                                 : kCopiedValueBytes;
 
 template <class What>
 struct Ring {
@@ -29,7 +34,13 @@ struct Sequence {
   int first_row, queries, first_key, length;
 };
 
-struct SharedStorage {
+struct TurningStorage {
+  Ring<ValuesToTurn> values_to_turn;
+  RingBarriers<ValuesToTurn> values_to_turn_barriers;
+};
+struct NoStorage {};
+
+struct SharedStorage : std::conditional_t<kFp8, TurningStorage, NoStorage> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;
@@ -48,23 +59,25 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "an SM has 227 KB for a CTA");
 
-template <class What>
-__device__ __forceinline__ Ring<What>& ring_of(SharedStorage& shared) {
+template <class What, class Storage>
+__device__ __forceinline__ Ring<What>& ring_of(Storage& shared) {
   if constexpr (std::is_same_v<What, Keys>) {
     return shared.keys;
-  } else {
-    static_assert(std::is_same_v<What, Values>, "there are keys and values");
+  } else if constexpr (std::is_same_v<What, Values>) {
     return shared.values;
+  } else {
+    return shared.values_to_turn;
   }
 }
 
-template <class What>
-__device__ __forceinline__ RingBarriers<What>& barriers_of(SharedStorage& shared) {
+template <class What, class Storage>
+__device__ __forceinline__ RingBarriers<What>& barriers_of(Storage& shared) {
   if constexpr (std::is_same_v<What, Keys>) {
     return shared.keys_barriers;
-  } else {
-    static_assert(std::is_same_v<What, Values>, "there are keys and values");
+  } else if constexpr (std::is_same_v<What, Values>) {
     return shared.values_barriers;
+  } else {
+    return shared.values_to_turn_barriers;
   }
 }
 

@@ -33,6 +33,17 @@ struct MmaOf<__nv_bfloat16> {
   using OfValues = gmma::OSTINATO_MMA(OSTINATO_VALUE_DIM, BF16BF16,
                                       RS)<gmma::Major::K, gmma::Major::MN>;
 };
+template <>
+struct MmaOf<__nv_fp8_e4m3> {
+#define OSTINATO_MMA_BYTES_OF(columns) MMA_64x##columns##x32_F32E4M3E4M3_SS_TN
+#define OSTINATO_MMA_BYTES(columns) OSTINATO_MMA_BYTES_OF(columns)
+  using OfKeys = gmma::OSTINATO_MMA_BYTES(OSTINATO_KEYS)<>;
+  using OfValues =
+      std::conditional_t<kValueDim / kParts == 128, gmma::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
+                         gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>>;
+#undef OSTINATO_MMA_BYTES
+#undef OSTINATO_MMA_BYTES_OF
+};
 #undef OSTINATO_MMA
 #undef OSTINATO_MMA_OF
 
@@ -49,22 +60,22 @@ __device__ __forceinline__ void enqueue_keys(uint64_t rows, uint64_t columns,
 
 template <int... kIndex>
 __device__ __forceinline__ void enqueue_values(const uint32_t (&rows)[4], uint64_t columns,
-                                               float (&sums)[kOutputs], bool accumulate,
+                                               float (&sums)[kPartOutputs], bool accumulate,
                                                std::integer_sequence<int, kIndex...>) {
   MmaOf<Type>::OfValues::fma(rows[0], rows[1], rows[2], rows[3], columns, sums[kIndex]...,
                              scale_out(accumulate));
 }
 
-// sums (+)= rows · columnsᵀ, both of 16 elements of the head dim.
+// sums (+)= rows · columnsᵀ, both of kMmaDepth elements of the head dim.
 __device__ __forceinline__ void multiply_keys_step(uint64_t rows, uint64_t columns,
                                                    float (&sums)[kScores], bool accumulate) {
   enqueue_keys(rows, columns, sums, accumulate, std::make_integer_sequence<int, kScores>());
 }
 
-// sums (+)= rows · columns, of 16 keys.
+// sums (+)= rows · columns, of kMmaDepth keys.
 __device__ __forceinline__ void multiply_values_step(const uint32_t (&rows)[4], uint64_t columns,
-                                                     float (&sums)[kOutputs], bool accumulate) {
-  enqueue_values(rows, columns, sums, accumulate, std::make_integer_sequence<int, kOutputs>());
+                                                     float (&sums)[kPartOutputs], bool accumulate) {
+  enqueue_values(rows, columns, sums, accumulate, std::make_integer_sequence<int, kPartOutputs>());
 }
 
 __device__ __forceinline__ void begin_multiplying() { cute::warpgroup_arrive(); }

@@ -51,10 +51,12 @@ def checked_calls(
     return calls
 
 
-def sequence_difference(sequence: int, got: torch.Tensor, right: torch.Tensor) -> str | None:
+def sequence_difference(
+    sequence: int, got: torch.Tensor, right: torch.Tensor, most: float = MOST_ERROR
+) -> str | None:
     """Return what is wrong with results of a sequence, None when they are close to `right`."""
     error = got.float() - right
     relative = (error.norm() / right.norm()).item()
-    if not relative <= MOST_ERROR:  # True for NaN
-        return f"sequence {sequence} is off by {relative:.2g}, expected {MOST_ERROR:g} at most"
+    if not relative <= most:  # True for NaN
+        return f"sequence {sequence} is off by {relative:.2g}, expected {most:g} at most"
     return None

@@ -7,17 +7,30 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ostinato.bench.attention_check import Call, checked_calls, sequence_difference
+from ostinato.bench.attention_check import MOST_ERROR, Call, checked_calls, sequence_difference
 from ostinato.bench.graph_timing import Rotation, interleave, rotate
 from ostinato.bench.prefill_cases import Case
 from ostinato.bench.prefill_impls import Implementation
-from ostinato.bench.prefill_inputs import DTYPE, Inputs, checked_rows, expected, random_inputs
+from ostinato.bench.prefill_inputs import (
+    DTYPE,
+    FP8,
+    Inputs,
+    checked_rows,
+    expected,
+    random_inputs,
+)
 from ostinato.bench.report import Row
 from ostinato.bench.results import CaseResult
 
+# Rounding weights to e4m3 makes up to 1/28 of it.
+_MOST_FP8_ERROR = 0.05
+
 
 def time_cases(
-    cases: Sequence[Case], implementations: Sequence[Implementation], device: torch.device
+    cases: Sequence[Case],
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    dtype: torch.dtype = DTYPE,
 ) -> Iterator[CaseResult[Case]]:
     """Time every implementation in every case, yielding cases as they are measured.
 
@@ -25,18 +38,20 @@ def time_cases(
         cases: what is attended to.
         implementations: who attends; all share the inputs of a case.
         device: where; what is measured on the CPU is only good for trying this out.
+        dtype: of queries and keys.
     """
     for turn, case in enumerate(cases):
-        yield _time_case(case, implementations, device, turn)
+        yield _time_case(case, implementations, random_inputs(case, device, dtype), turn)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the inputs, and the pools of this case's graphs
 
 
 def _time_case(
-    case: Case, implementations: Sequence[Implementation], device: torch.device, turn: int
+    case: Case, implementations: Sequence[Implementation], sets: Sequence[Inputs], turn: int
 ) -> CaseResult[Case]:
     result = CaseResult(case)
-    sets = random_inputs(case, device)
+    one = sets[0]
+    device = one.q.device
     rotations: dict[str, Rotation] = {}
     for impl in implementations:
         calls = _checked(impl, case, sets, result)
@@ -49,7 +64,7 @@ def _time_case(
             str(case),
             name,
             seconds=statistics.median(of_impl),
-            num_bytes=case.num_bytes(DTYPE.itemsize),
+            num_bytes=case.num_bytes(one.q.dtype.itemsize, one.out.dtype.itemsize),
             flops=case.flops,
         )
         for name, of_impl in zip(rotations, times, strict=True)
@@ -87,7 +102,8 @@ def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
         rows = checked_rows(case.q_lens[sequence], inputs.q.device)
         right = expected(inputs, case, sequence, rows)
         begin = int(inputs.cu_seqlens_q[sequence])
-        wrong = sequence_difference(sequence, outputs[begin + rows], right)
+        most = _MOST_FP8_ERROR if inputs.q.dtype is FP8 else MOST_ERROR
+        wrong = sequence_difference(sequence, outputs[begin + rows], right, most)
         if wrong is not None:
             return wrong
     return None

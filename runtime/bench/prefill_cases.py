@@ -16,6 +16,12 @@ DEFAULT_CASES = (
     *("16x1024 p16", "4x4096 p16", "4x4096 p64", "4x4096 p256"),
     *("1x512 kv32768", "1x512 kv32768 p16", "16x8192 skew", "64x128"),
 )
+# FP8 keys are packed.
+FP8_CASES = (
+    *("16x1024", "4x4096", "1x16384", "1x32768"),
+    *("4x4096 d64", "4x4096 d256", "4x4096 full", "4x4096 w1024"),
+    *("1x512 kv32768", "16x8192 skew", "64x128"),
+)
 # With skewed lengths one sequence is long, and the others are this part of it.
 _SKEW = 16
 _CASE = re.compile(
@@ -135,7 +141,7 @@ class Case:
         pairs = zip(self.q_lens, self.k_lens, strict=True)
         return 4 * self.heads_q * self.dim * sum(self.seen(q, k) for q, k in pairs)
 
-    def num_bytes(self, element: int) -> int:
+    def num_bytes(self, element: int, of_output: int) -> int:
         """Unique bytes read and written, of elements of so many bytes."""
-        rows = 2 * sum(self.q_lens) * self.heads_q + 2 * sum(self.k_lens) * self.heads_kv
-        return rows * self.dim * element
+        q_rows, k_rows = sum(self.q_lens) * self.heads_q, sum(self.k_lens) * self.heads_kv
+        return self.dim * (q_rows * (element + of_output) + 2 * k_rows * element)

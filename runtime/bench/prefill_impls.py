@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,12 @@ from ostinato.bench.prefill_cases import Case
 from ostinato.bench.prefill_inputs import Inputs
 
 Bind = Callable[[Case, Sequence[Inputs]], list[Call]]
+# How they are bound and prepared, by name.
+Peers = Mapping[str, tuple[Bind, Callable[[], object]]]
 _WORKSPACE_BYTES = 256 << 20
 # Of FlashAttention-3 in sglang-kernel. Others do not raise: they end the process.
 _SGL_DIMS = (64, 128)
+_SGL_FP8_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -45,21 +48,27 @@ class Implementation:
         return self.name.startswith(OURS)
 
 
-def ours() -> Implementation:
-    """Return our ops."""
-    return Implementation(f"{OURS}bf16", _bind_ours)
+def ours(dtype: str = "bf16") -> Implementation:
+    """Return our ops, of queries and keys of this dtype: bf16 or fp8."""
+    return Implementation(OURS + dtype, _bind_ours)
 
 
-def peers(names: Sequence[str]) -> list[Implementation]:
-    """Return the peers of these names.
+def peers(names: Sequence[str], dtype: str = "bf16") -> list[Implementation]:
+    """Return the peers of these names, and of this dtype: bf16 or fp8.
 
     Raises:
         ValueError: for an unknown name.
     """
+    known = peers_of(dtype)
     for name in names:
-        if name not in PEERS:
-            raise ValueError(f"got {name!r}, expected all or none or {' or '.join(PEERS)}")
-    return [Implementation(n, bind, ready) for n, (bind, ready) in PEERS.items() if n in names]
+        if name not in known:
+            raise ValueError(f"got {name!r}, expected all or none or {' or '.join(known)}")
+    return [Implementation(n, bind, ready) for n, (bind, ready) in known.items() if n in names]
+
+
+def peers_of(impl: str) -> Peers:
+    """Return the peers of a dtype, or of an implementation whose name ends with it."""
+    return FP8_PEERS if impl.endswith("fp8") else PEERS
 
 
 def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
@@ -69,7 +78,16 @@ def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
     def call(s: Inputs) -> torch.Tensor:
         if s.table is None:
             packed = (s.q, s.k, s.v, s.cu_seqlens_q, s.cu_seqlens_k, longest_q, longest_k)
-            return ops.varlen_attention(*packed, causal=case.causal, window=window, out=s.out)
+            scale = None if s.scales is None else s.scales[0]
+            return ops.varlen_attention(
+                *packed,
+                causal=case.causal,
+                window=window,
+                q_scale=scale,
+                k_scale=scale,
+                v_scale=scale,
+                out=s.out,
+            )
         return ops.paged_attention(
             *(s.q, s.k, s.v, s.table, s.seq_lens),
             cu_seqlens_q=s.cu_seqlens_q,
@@ -79,6 +97,8 @@ def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
             out=s.out,
         )
 
+    if case.page and sets[0].scales is not None:
+        raise ValueError("FP8 keys are packed")
     return [partial(call, s) for s in sets]
 
 
@@ -94,10 +114,13 @@ def _bind_fa3(
         pack: whether heads of a group share tiles; None leaves it to the op.
     """
     flash, more = fa3()
+    if case.page and sets[0].scales is not None:
+        raise ValueError("FP8 keys are packed")
     if dense and not (case.is_dense and case.is_square):
         raise ValueError("sequences of one length, packed")
-    if more and case.dim not in _SGL_DIMS:
-        raise ValueError("this library's head dims are 64 and 128")
+    dims = _SGL_DIMS if sets[0].scales is None else _SGL_FP8_DIMS
+    if more and case.dim not in dims:
+        raise ValueError(f"this library's head dims are {' and '.join(map(str, dims))}")
     # Its split of the keys of few queries; where there are many it only looks for it.
     splits = 1 if case.is_square else 0
     left = case.window or -1
@@ -113,7 +136,7 @@ def _bind_fa3(
             lengths = (s.cu_seqlens_q, s.cu_seqlens_k, None, None, None, longest_q, longest_k, None)
         else:
             lengths = (s.cu_seqlens_q, None, None, None, s.seq_lens, longest_q, None, s.table)
-        unused = (None,) * 8  # left padding, rotary, scales
+        unused = (None,) * 5 + (s.scales,) * 3  # left padding, rotary; scales
         rule = (case.dim**-0.5, case.causal, left, right, 0, 0.0, True, None, splits, pack, 0)
         flash.fwd(q, k, v, None, None, None, out, *lengths, *unused, *rule, *more)
         return s.out
@@ -173,8 +196,8 @@ def _bind_sdpa(case: Case, sets: Sequence[Inputs], *, backend: SDPBackend) -> li
     return [partial(call, s) for s in sets]
 
 
-# By the names of the published times: how they are bound and prepared.
-PEERS: dict[str, tuple[Bind, Callable[[], object]]] = {
+# By the names of the published times.
+PEERS: Peers = {
     "fa3": (_bind_fa3, fa3),
     "fa3_nopack": (partial(_bind_fa3, pack=False), fa3),
     "fa3_dense": (partial(_bind_fa3, dense=True), fa3),
@@ -183,3 +206,4 @@ PEERS: dict[str, tuple[Bind, Callable[[], object]]] = {
     "fi_fa3": (partial(_bind_flashinfer, backend="fa3"), flashinfer),
     "fi_fa2": (partial(_bind_flashinfer, backend="fa2"), flashinfer),
 }
+FP8_PEERS: Peers = {"fa3_fp8": (_bind_fa3, fa3)}

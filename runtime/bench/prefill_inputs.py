@@ -11,6 +11,7 @@ from ostinato.bench.graph_timing import num_sets
 from ostinato.bench.prefill_cases import Case
 
 DTYPE = torch.bfloat16
+FP8 = torch.float8_e4m3fn
 # Of a sequence's queries those whose results are checked: so many at either end.
 CHECKED_ROWS = 64
 
@@ -27,7 +28,8 @@ class Inputs:
         cu_seqlens_k: likewise.
         seq_lens: [batch] int32, the tokens of each sequence.
         table: [batch, pages of the longest] int32, or None for packed keys.
-        out: like q.
+        out: like q, bf16.
+        scales: of FP8 tensors: [batch, heads_kv] fp32 ones.
     """
 
     q: torch.Tensor
@@ -38,6 +40,7 @@ class Inputs:
     seq_lens: torch.Tensor
     table: torch.Tensor | None
     out: torch.Tensor
+    scales: torch.Tensor | None = None
 
     def tokens(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a sequence, [tokens, heads_kv, dim]."""
@@ -49,7 +52,7 @@ class Inputs:
         return k, v
 
 
-def random_inputs(case: Case, device: torch.device) -> list[Inputs]:
+def random_inputs(case: Case, device: torch.device, dtype: torch.dtype = DTYPE) -> list[Inputs]:
     """Return sets of inputs with permuted pages; what follows a sequence's end there is NaN.
 
     All have one table and the same lengths, as the layers of a model do.
@@ -69,13 +72,18 @@ def random_inputs(case: Case, device: torch.device) -> list[Inputs]:
 
     def one_set() -> Inputs:
         q = torch.randn(sum(case.q_lens), case.heads_q, case.dim, dtype=DTYPE, device=device)
+        out = torch.empty_like(q)
         k, v = (torch.randn(keys_shape, dtype=DTYPE, device=device) for _ in "kv")
         for page, end in ends:
             k[page, end:] = v[page, end:] = torch.nan
-        return Inputs(q, k, v, cu_q, cu_k, lengths, table, torch.empty_like(q))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        return Inputs(q, k, v, cu_q, cu_k, lengths, table, out, scales)
 
+    ones = torch.ones(case.batch, case.heads_kv, device=device)
+    scales = ones if dtype is FP8 else None
     # At least two: where the L2 holds none a second one costs nothing.
-    count = max(num_sets(case.num_bytes(DTYPE.itemsize), device), 2)
+    num_bytes = case.num_bytes(dtype.itemsize, DTYPE.itemsize)
+    count = max(num_sets(num_bytes, device), 2)
     return [one_set() for _ in range(count)]
 
 

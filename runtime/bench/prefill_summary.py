@@ -14,7 +14,7 @@ from ostinato.bench.comparison import (
     worst_lines,
 )
 from ostinato.bench.prefill_cases import DIM, Case
-from ostinato.bench.prefill_impls import PEERS
+from ostinato.bench.prefill_impls import peers_of
 
 Times = Mapping[Case, Mapping[str, float]]
 
@@ -42,7 +42,9 @@ def summary(ours: Times, peers: Times) -> list[str]:
     each of our implementations geometric means by group, the worst cases, and pages against keys
     that lie packed.
     """
-    compared = {impl: compare(impl, ours, peers, PEERS.__contains__) for impl in our_names(ours)}
+    compared = {
+        impl: compare(impl, ours, peers, peers_of(impl).__contains__) for impl in our_names(ours)
+    }
     lines = case_lines(compared)
     for impl, cells in compared.items():
         lines += ["", f"{impl}, TFLOP/s:", *map(_rate_line, cells)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ostinato.bench.prefill_cases import DEFAULT_CASES, Case
+from ostinato.bench.prefill_cases import DEFAULT_CASES, FP8_CASES, Case
 from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
 from ostinato.cli.bench_run import measure, ready_peers
 from ostinato.cli.budget import Budget, add_budget_flag
@@ -30,14 +31,20 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "is timed. Ends with our times relative to those of the fastest peer, and TFLOP/s.",
     )
     parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="of queries, keys and values, which are packed if they are fp8 (default: bf16)",
+    )
+    parser.add_argument(
         "--cases",
         nargs="+",
-        default=list(DEFAULT_CASES),
         metavar="CASE",
         help="such as 4x4096, four texts of 4096 tokens with a causal mask and 32/8 heads of 128; "
         "then, in this order, kv32768: only the last tokens of so many ask; h8/1: heads; d64: of a "
         "head; full: no mask; w1024: window; p16: keys in pages; skew: one text as long, the "
-        f"others a sixteenth (default: {', '.join(DEFAULT_CASES)})",
+        f"others a sixteenth (default: {', '.join(DEFAULT_CASES)}; "
+        f"with fp8 {', '.join(FP8_CASES)})",
     )
     parser.add_argument(
         "--peer",
@@ -45,7 +52,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         default=["all"],
         metavar="NAME",
         help="fa3, fa3_nopack, fa3_dense (flash_attn_interface or the file "
-        "OSTINATO_SGL_FLASH_LIBRARY), cudnn, fa2 (torch), fi_fa3, fi_fa2 (flashinfer), all that "
+        "OSTINATO_SGL_FLASH_LIBRARY), cudnn, fa2 (torch), fi_fa3, fi_fa2 (flashinfer), with fp8 "
+        "fa3_fp8; all that "
         "are installed (default) or none",
     )
     add_targets_flag(parser)
@@ -59,12 +67,14 @@ def _run(args: argparse.Namespace) -> int:
     budget = Budget(args.budget_s, time.monotonic())
     check_folder("--json", args.json)
     try:
-        chosen = list(dict.fromkeys(map(Case.parse, args.cases)))
+        cases = args.cases or (FP8_CASES if args.dtype == "fp8" else DEFAULT_CASES)
+        chosen = list(dict.fromkeys(map(Case.parse, cases)))
     except ValueError as error:
         raise UserError(f"--cases: {error}") from error
 
     from ostinato.bench.comparison import read_targets
     from ostinato.bench.prefill import time_cases
+    from ostinato.bench.prefill_inputs import DTYPE, FP8
     from ostinato.bench.prefill_summary import summary
 
     with user_errors():
@@ -74,14 +84,17 @@ def _run(args: argparse.Namespace) -> int:
         )
     output = Output(args.json, device)
     impls = _implementations(args, output)
+    dtype = FP8 if args.dtype == "fp8" else DTYPE
     with user_errors(OSError):
-        left = measure(chosen, time_cases(chosen, impls, device), budget, output)
+        left = measure(chosen, time_cases(chosen, impls, device, dtype), budget, output)
     output.finish(Case.parse, summary, targets, left)
     return _FAILED if output.failures else 0
 
 
 def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
     """Return ours and the peers, less those that are not installed, unless asked for by name."""
-    from ostinato.bench.prefill_impls import PEERS, ours, peers
+    from ostinato.bench.prefill_impls import ours, peers, peers_of
 
-    return [ours(), *ready_peers(args.peer, PEERS, peers, output)]
+    known = peers_of(args.dtype)
+    find = partial(peers, dtype=args.dtype)
+    return [ours(args.dtype), *ready_peers(args.peer, known, find, output)]

@@ -99,13 +99,19 @@ ATTENTION_DECODE = tuple(
     # The output of 64 columns of 256 does not fit in the registers.
     if (head_dim, columns) != (256, 64)
 )
-ATTENTION_PREFILL = tuple(
-    AttentionPrefill(head_dim=head_dim, value_dim=value_dim, dtype=dtype, keys=keys)
-    for (head_dim, value_dim), dtype, keys in product(
-        ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
-        ("bf16", "fp16"),
-        ("packed", "pages", "slots"),
-    )
+ATTENTION_PREFILL = (
+    *(
+        AttentionPrefill(head_dim=head_dim, value_dim=value_dim, dtype=dtype, keys=keys)
+        for (head_dim, value_dim), dtype, keys in product(
+            ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+            ("bf16", "fp16"),
+            ("packed", "pages", "slots"),
+        )
+    ),
+    *(
+        AttentionPrefill(head_dim=head_dim, dtype="e4m3", out_dtype=out_dtype)
+        for head_dim, out_dtype in product((64, 128, 256), ("bf16", "fp16"))
+    ),
 )
 MERGE_STATES = tuple(MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES)
 SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)

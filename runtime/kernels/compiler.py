@@ -90,7 +90,8 @@ def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
 
 def abi_version(variant: Variant) -> str:
     """Return the hash of a variant's params.h, as setup.py gives it to the loader: a C literal."""
-    return f"0x{hashlib.sha256(variant.params.read_bytes()).hexdigest()[:16]}ULL"
+    texts = b"".join(header.read_bytes() for header in variant.params)
+    return f"0x{hashlib.sha256(texts).hexdigest()[:16]}ULL"
 
 
 def find(plan: Plan) -> Entry | None:

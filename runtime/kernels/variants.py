@@ -32,9 +32,9 @@ class Variant(ABC):
     arch: str = "90a"
 
     @property
-    def params(self) -> Path:
-        """The header of the struct that its launch takes."""
-        return self.source.with_name("params.h")
+    def params(self) -> tuple[Path, ...]:
+        """The headers of the struct that its launch takes."""
+        return (self.source.with_name("params.h"),)
 
     @property
     @abstractmethod
@@ -158,16 +158,20 @@ class AttentionDecode(Variant):
         }
 
 
+_PREFILL_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "e4m3": "__nv_fp8_e4m3"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionPrefill(Variant):
     """Attention of many queries per sequence: TMA, wgmma and a persistent grid.
 
     Args:
-        head_dim: a multiple of 16 up to 256.
-        dtype: of queries, keys, values and the output, bf16 or fp16.
+        head_dim: a multiple of 16 up to 256; of e4m3 64, 128 or 256.
+        dtype: of queries, keys and values: bf16, fp16 or e4m3.
+        out_dtype: of the output, bf16 or fp16: `dtype` unless that is e4m3.
         keys: where they and values lie: `packed`, one sequence after the other; `pages` of a
             multiple of 16 tokens, copied by TMA; `slots` of pages of any size, gathered by threads.
-        value_dim: of values and the output; `head_dim` unless told.
+        value_dim: of values and the output; `head_dim` unless told, and always of e4m3.
     """
 
     family: ClassVar[str] = "attention_prefill"
@@ -175,32 +179,47 @@ class AttentionPrefill(Variant):
 
     head_dim: int
     dtype: str
+    out_dtype: str = ""
     keys: str = "packed"
     value_dim: int = 0
 
     def __post_init__(self) -> None:
-        _check("dtype", self.dtype, ("bf16", "fp16"))
-        _check("keys", self.keys, ("packed", "pages", "slots"))
+        _check("dtype", self.dtype, ("bf16", "fp16", "e4m3"))
+        if not self.out_dtype:
+            object.__setattr__(self, "out_dtype", self.dtype)
+        fp8 = self.dtype == "e4m3"
+        _check("out_dtype", self.out_dtype, ("bf16", "fp16") if fp8 else (self.dtype,))
+        _check("keys", self.keys, ("packed",) if fp8 else ("packed", "pages", "slots"))
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
         for name in ("head_dim", "value_dim"):
             got = getattr(self, name)
             if got % 16 or not 16 <= got <= 256:
                 raise ValueError(f"{name}: got {got}, expected a multiple of 16 from 16 to 256")
+        if fp8:
+            _check("head_dim", self.head_dim, (64, 128, 256))
+            _check("value_dim", self.value_dim, (self.head_dim,))
+
+    @property
+    def params(self) -> tuple[Path, ...]:
+        return (*super().params, self.source.with_name("prefill_params.h"))
 
     @property
     def name(self) -> str:
         dims = f"d{self.head_dim}" + (
             "" if self.value_dim == self.head_dim else f"v{self.value_dim}"
         )
-        return f"{self.family}-{self.dtype}-{dims}-{self.keys}"
+        out = "" if self.out_dtype == self.dtype else f"-{self.out_dtype}"
+        return f"{self.family}-{self.dtype}{out}-{dims}-{self.keys}"
 
     def defines(self) -> dict[str, str]:
         tile_keys, warpgroups = self._tile()
         return {
             "OSTINATO_HEAD_DIM": str(self.head_dim),
             "OSTINATO_VALUE_DIM": str(self.value_dim),
-            "OSTINATO_TYPE": {"bf16": "__nv_bfloat16", "fp16": "__half"}[self.dtype],
+            "OSTINATO_TYPE": _PREFILL_TYPES[self.dtype],
+            "OSTINATO_OUT": _PREFILL_TYPES[self.out_dtype],
+            "OSTINATO_BYTES": str(int(self.dtype == "e4m3")),
             "OSTINATO_KEYS": str(tile_keys),
             "OSTINATO_CONSUMERS": str(warpgroups),
             "OSTINATO_SOURCE": {"packed": "Packed", "pages": "Pages", "slots": "Slots"}[self.keys],
@@ -213,6 +232,8 @@ class AttentionPrefill(Variant):
         weights and outputs in the registers.
         """
         dims = (self.head_dim, self.value_dim)
+        if self.dtype == "e4m3":
+            return {64: (96, 3), 128: (128, 2), 256: (64, 2)}[self.head_dim]
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
             return 96, 3
         if max(dims) <= 128:

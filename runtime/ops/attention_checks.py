@@ -11,6 +11,7 @@ from ostinato.ops.attend import LogitRule
 
 _INT32 = (torch.int32,)
 _FLOAT32 = (torch.float32,)
+FP8 = torch.float8_e4m3fn
 
 # No sequence is longer, so that a wider window is one without a limit.
 _WIDEST_WINDOW = 2**31 - 1
@@ -54,9 +55,9 @@ def varlen(
     max_seqlen_k: int,
 ) -> None:
     """Check the tensors of `varlen_attention` and how their shapes agree."""
-    checks.tensor("q", q, checks.FLOAT_DTYPES, ("total_q", "heads_q", "dim"))
+    checks.tensor("q", q, (*checks.FLOAT_DTYPES, FP8), ("total_q", "heads_q", "dim"))
     device = q.device
-    dtypes = (q.dtype, *checks.QUANTIZED_DTYPES)
+    dtypes = (FP8,) if q.dtype is FP8 else (q.dtype, *checks.QUANTIZED_DTYPES)
     checks.tensor("k", k, dtypes, ("total_k", "heads_kv", q.size(2)), device)
     checks.not_empty("k", k, "heads_kv", "dim")
     checks.tensor("v", v, (k.dtype,), k.shape, device)
@@ -99,6 +100,33 @@ def scales(keys: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tens
             checks.scalar_or_vector(name, scale, torch.float32, keys.size(-2), keys.device)
 
 
+def query_scale(q: torch.Tensor, q_scale: torch.Tensor | None, heads_kv: int) -> None:
+    """Check the q_scale of `varlen_attention`: needed just for FP8 queries."""
+    if q.dtype is not FP8:
+        if q_scale is not None:
+            raise ValueError(f"q_scale: got a tensor, expected None for {q.dtype} queries")
+        return
+    if q_scale is None:
+        raise ValueError(f"q_scale: got None, expected an fp32 tensor for {q.dtype} queries")
+    checks.scalar_or_vector("q_scale", q_scale, torch.float32, heads_kv, q.device)
+
+
+def output_dtype(q: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
+    """Return the dtype of the output: that of the queries, for FP8 that of `out` or bf16.
+
+    Raises:
+        TypeError: when `out` has no such dtype.
+    """
+    if q.dtype is not FP8:
+        return q.dtype
+    if out is None:
+        return torch.bfloat16
+    if getattr(out, "dtype", None) not in (torch.bfloat16, torch.float16):
+        got = f"dtype {out.dtype}" if isinstance(out, torch.Tensor) else type(out).__name__
+        raise TypeError(f"out: got {got}, expected torch.bfloat16 or torch.float16")
+    return out.dtype
+
+
 def options(
     q: torch.Tensor,
     scale: float | None,
@@ -125,7 +153,7 @@ def options(
     if sinks is not None:
         checks.tensor("sinks", sinks, _FLOAT32, (q.size(1),), q.device)
     if out is not None:
-        checks.output("out", out, (q.dtype,), q.shape, q.device)
+        checks.output("out", out, (output_dtype(q, out),), q.shape, q.device)
     if workspace is not None:
         checks.tensor("workspace", workspace, (torch.uint8,), ("bytes",), q.device)
     left, right = min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from ostinato.ops.launch import (
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
 _MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
 _MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
+_FP8_DIMS = (64, 128, 256)
 _VECTOR_BYTES = 16
 _WORKSPACE_BYTES = 8
 # Heads of a group whose queries share tiles. The kernel chooses by the average of the queries, and
@@ -73,6 +74,32 @@ def kernel_for(dtype: torch.dtype, dim: int, keys: str) -> AttentionPrefill | No
     return AttentionPrefill(head_dim=dim, dtype=KERNEL_NAMES[dtype], keys=keys)
 
 
+class Fp8Scales(NamedTuple):
+    """The fp32 factors of FP8 queries, keys and values: a scalar or [heads_kv] each."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def fp8_variant(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scales: Fp8Scales
+) -> AttentionPrefill | None:
+    """Return the kernel that attends from packed FP8 queries to FP8 keys, None where none does.
+
+    The arguments are those of `varlen_attention`, checked.
+    """
+    if (
+        max(q.size(0), k.size(0)) >= _MOST_TOKENS
+        or q.dtype is not torch.float8_e4m3fn
+        or q.size(2) not in _FP8_DIMS
+        or any(scale.ndim > 1 for scale in scales)
+        or not _serves(q, k, v, out)
+    ):
+        return None
+    return AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
+
+
 def prefill_kernels(dtype: torch.dtype, dim: int) -> list[AttentionPrefill]:
     """Return what a model's prompts take, whatever a page's size.
 
@@ -97,8 +124,9 @@ def attend_packed(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    scales: Fp8Scales | None = None,
 ) -> None:
-    """Launch the kernel that `packed_variant` chose on torch's current stream.
+    """Launch the kernel that `packed_variant` or `fp8_variant` chose on torch's current stream.
 
     The kernel before it on the stream may still be writing any of these.
 
@@ -123,6 +151,7 @@ def attend_packed(
             cu_seqlens_k=cu_seqlens_k[first:].data_ptr(),
             tokens_k=k.size(0),
             max_seqlen_k=max_seqlen_k,
+            **({} if scales is None else _scale_arguments(scales)),
         )
 
 
@@ -216,6 +245,15 @@ def _in_vectors(x: torch.Tensor) -> bool:
     """Return whether every row of x, whose last dimension is dense, begins at such a multiple."""
     steps = (stride * x.element_size() for stride in x.stride()[:-1])
     return x.data_ptr() % _VECTOR_BYTES == 0 and all(step % _VECTOR_BYTES == 0 for step in steps)
+
+
+def _scale_arguments(scales: Fp8Scales) -> dict[str, int]:
+    """Return addresses and strides; the stride of a scalar is 0."""
+    arguments = {}
+    for name, scale in scales._asdict().items():
+        arguments[f"{name}_scale"] = scale.data_ptr()
+        arguments[f"{name}_scale_stride"] = int(scale.numel() > 1)
+    return arguments
 
 
 def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:

@@ -119,11 +119,15 @@ def varlen_attention(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut the packed sequences out and attend to each."""
+    if q_scale is not None:
+        heads = q_scale.to(dtype).expand(k.size(1)).repeat_interleave(q.size(1) // k.size(1))
+        q = q.to(dtype) * heads.unsqueeze(1)
     keys, values = _dequantized(k, k_scale, dtype), _dequantized(v, v_scale, dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)

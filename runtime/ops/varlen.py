@@ -9,6 +9,8 @@ import torch
 
 from ostinato.ops import attention_checks, checks, prefill_launch
 from ostinato.ops.attend import LogitRule
+from ostinato.ops.attention_checks import FP8
+from ostinato.ops.e4m3 import to_float32
 from ostinato.ops.kv import PackedKV
 from ostinato.ops.library import register
 from ostinato.ops.precision import full_precision
@@ -30,6 +32,7 @@ def varlen_attention(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -53,6 +56,7 @@ def varlen_attention(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -75,6 +79,7 @@ def varlen_attention(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -88,12 +93,15 @@ def varlen_attention(
     Arithmetic, positions, masks and queries without keys are those of `paged_attention`; Lq and Lk
     are a sequence's lengths in q and in k. So are the arguments, but for these:
 
-    - q: [total_q, heads_q, dim] bf16, fp16 or fp32.
+    - q: [total_q, heads_q, dim] bf16, fp16, fp32, or e4m3 with keys and values of e4m3 only.
     - k, v: [total_k, heads_kv, dim] of q's dtype, int8 or e4m3.
     - cu_seqlens_q, cu_seqlens_k: [batch + 1] int32, where each sequence begins and ends.
     - max_seqlen_q, max_seqlen_k: capacities, the most rows that one sequence may have.
+    - q_scale: fp32 factors of e4m3 queries, and only of them: a scalar or [heads_kv], of the
+      heads that share a KV head.
     - k_scale, v_scale: fp32 factors of int8 or e4m3 keys and values, and only of them: a scalar,
       [heads_kv] or [total_k, heads_kv].
+    - out: as there; of e4m3 queries it is bf16, or what is given, bf16 or fp16.
     - check_bounds: check the offsets, which reads them on the host; the CPU always does.
 
     Returns:
@@ -103,12 +111,14 @@ def varlen_attention(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     attention_checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    attention_checks.query_scale(q, q_scale, k.size(1))
     attention_checks.scales(k, k_scale, v_scale)
     rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
     checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
         if out is None:
-            out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            dtype = attention_checks.output_dtype(q, out)
+            out = torch.zeros(q.shape, dtype=dtype, device=q.device)
         lse = None
         if return_lse:
             lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
@@ -122,6 +132,7 @@ def varlen_attention(
             min(max_seqlen_k, k.size(0)),
             *rule,
             sinks,
+            q_scale,
             k_scale,
             v_scale,
             check_bounds,
@@ -145,6 +156,7 @@ def _varlen_attention(
     right: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     check_bounds: bool,
@@ -158,6 +170,31 @@ def _varlen_attention(
     if on_cpu or check_bounds:
         q_bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
         k_bounds = attention_checks.offsets("cu_seqlens_k", cu_seqlens_k, k.size(0), max_seqlen_k)
+    if q.dtype is FP8 and not on_cpu:
+        assert q_scale is not None
+        assert k_scale is not None
+        assert v_scale is not None
+        scales = prefill_launch.Fp8Scales(q_scale, k_scale, v_scale)
+        kernel = prefill_launch.fp8_variant(q, k, v, out, scales)
+        if kernel is not None:
+            prefill_launch.attend_packed(
+                kernel,
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                max_seqlen_q,
+                max_seqlen_k,
+                rule,
+                sinks,
+                out,
+                lse,
+                scales,
+            )
+            return
+    if q_scale is not None:
+        q = _dequantized(q, q_scale, k.size(1))
     if on_cpu:
         lengths = [stop - start for start, stop in pairwise(k_bounds)]
         attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
@@ -183,10 +220,17 @@ def _varlen_attention(
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)
 
 
+def _dequantized(q: torch.Tensor, scale: torch.Tensor, heads_kv: int) -> torch.Tensor:
+    """Return FP8 queries as fp32; `scale` is a scalar or that of each KV head's queries."""
+    heads = scale.expand(heads_kv).repeat_interleave(q.size(1) // heads_kv)
+    return to_float32(q).mul_(heads.unsqueeze(1))
+
+
 _varlen_attention_op = register(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "int max_seqlen_q, int max_seqlen_k, float scale, bool causal, int left, int right, "
-    "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool check_bounds, "
+    "float softcap, Tensor? sinks, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+    "bool check_bounds, "
     "Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _varlen_attention,
 )

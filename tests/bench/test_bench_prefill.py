@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ostinato.bench import attention_libraries
 from ostinato.bench.comparison import Cell, compare
 from ostinato.bench.prefill import difference, time_cases
-from ostinato.bench.prefill_cases import DEFAULT_CASES, Case
+from ostinato.bench.prefill_cases import DEFAULT_CASES, FP8_CASES, Case
 from ostinato.bench.prefill_impls import PEERS, Call, Implementation, ours, peers
-from ostinato.bench.prefill_inputs import Inputs, checked_rows, expected, random_inputs
+from ostinato.bench.prefill_inputs import FP8, Inputs, checked_rows, expected, random_inputs
 from ostinato.bench.prefill_summary import summary
 
 CPU = torch.device("cpu")
@@ -54,7 +54,8 @@ def test_a_case_is_parsed_as_it_is_spelt(
 
 def test_the_published_spelling() -> None:
     assert str(Case(16, 1024)) == "16x1024"
-    assert [str(Case.parse(text)) for text in DEFAULT_CASES] == list(DEFAULT_CASES)
+    for texts in (DEFAULT_CASES, FP8_CASES):
+        assert [str(Case.parse(text)) for text in texts] == list(texts)
     # As the published times have it.
     assert Case(16, 1024).flops / 309.53e-6 == pytest.approx(444.5e12, rel=1e-3)
 
@@ -81,7 +82,7 @@ def test_work_is_counted_key_by_key(case: Case) -> None:
     one = random_inputs(case, CPU)[0]
     moved = one.q.nbytes + one.out.nbytes + sum(x.nbytes for x in one.tokens(0)) * case.batch
     if not case.skew:
-        assert case.num_bytes(2) == moved
+        assert case.num_bytes(2, 2) == moved
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -97,6 +98,49 @@ def test_the_reference_is_that_of_the_op(case: Case) -> None:
     assert "got shape" in str(difference(got[:1], one, case))
     got[0, 0, 0] = torch.nan
     assert "sequence 0 is off by nan" in str(difference(got, one, case))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.page], ids=str)
+def test_fp8_inputs_are_attended_to_and_compared_with_fp8_peers(case: Case) -> None:
+    one = random_inputs(case, CPU, FP8)[0]
+    assert one.q.dtype is one.k.dtype is one.v.dtype is FP8
+    assert one.scales is not None
+    if not case.skew:
+        tokens = sum(x.nbytes for x in one.tokens(0)) * case.batch
+        assert case.num_bytes(1, 2) == one.q.nbytes + one.out.nbytes + tokens
+    [call] = ours("fp8").bind(case, [one])
+    got = call().clone()
+    assert got.dtype is torch.bfloat16
+    assert difference(got, one, case) is None
+    assert "expected 0.05 at most" in str(difference(1.1 * got, one, case))
+
+
+def test_fp8_keys_in_pages_are_refused() -> None:
+    sets = random_inputs(Case(2, 40, 0, 4, 2, 16, page=16), CPU, FP8)
+    with pytest.raises(ValueError, match="FP8 keys are packed"):
+        ours("fp8").bind(Case(2, 40, 0, 4, 2, 16, page=16), sets)
+
+
+def test_the_scales_of_fp8_reach_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash = Flash()
+    monkeypatch.setattr("ostinato.bench.prefill_impls.fa3", lambda: (flash, ()))
+    one = random_inputs(CASE, CPU, FP8)[0]
+    [peer] = peers(["fa3_fp8"], "fp8")
+    [call] = peer.bind(CASE, [one])
+    call()
+    [arguments] = flash.calls
+    assert len(arguments) == 34
+    assert arguments[15:20] == (None,) * 5
+    assert all(scales is one.scales for scales in arguments[20:23])
+
+
+def test_fp8_times_are_compared_with_fp8_peers_alone() -> None:
+    case = Case(4, 4096)
+    measured = {case: {"ostinato_fp8": 600.0}}
+    published = {case: {"fa3": 900.0, "fa3_fp8": 800.0, "cudnn": 1.0}}
+    assert (
+        "4x4096                    916, fa3_fp8 687: 1.333 of it" in summary(measured, published)[4]
+    )
 
 
 def test_both_ends_of_a_long_text_are_checked() -> None:

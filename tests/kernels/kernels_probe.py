@@ -58,8 +58,8 @@ class Probe(Variant):
     behaviour: str = "work"
 
     @property
-    def params(self) -> Path:
-        return CSRC / "gemm_w8a8" / "params.h"
+    def params(self) -> tuple[Path, ...]:
+        return (CSRC / "gemm_w8a8" / "params.h",)
 
     @property
     def name(self) -> str:
@@ -77,8 +77,8 @@ class LateWriter(Variant):
     source: ClassVar[Path] = HERE / "late_writer.cu"
 
     @property
-    def params(self) -> Path:
-        return CSRC / "attention" / "params.h"
+    def params(self) -> tuple[Path, ...]:
+        return (CSRC / "attention" / "params.h",)
 
     @property
     def name(self) -> str:
@@ -110,7 +110,7 @@ _RECORDER = """\
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include "{folder}/params.h"
+#include "{header}"
 #define EXPORT extern "C" __attribute__((visibility("default")))
 namespace {{ ostinato::{params} seen; void* seen_stream; int prepared; }}
 EXPORT uint64_t ostinato_abi_version(void) {{ return {abi}; }}
@@ -130,16 +130,16 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 """
 
 
-# Where the structs of parameters are.
-_FOLDERS = {
-    "AppendKVParams": "attention",
-    "FusedLinearParams": "fused_linear",
-    "MergeStatesParams": "merge",
-    "PagedDecodeParams": "attention",
-    "PrefillParams": "attention",
-    "QuantizeParams": "gemm_w8a8",
-    "SampleParams": "sampling",
-    "W8A8GemmParams": "gemm_w8a8",
+# Where the structs of parameters are, and their hashes by the loader's names.
+_HEADERS = {
+    "AppendKVParams": ("attention/params.h", "attention"),
+    "FusedLinearParams": ("fused_linear/params.h", "fused_linear"),
+    "MergeStatesParams": ("merge/params.h", "merge"),
+    "PagedDecodeParams": ("attention/params.h", "attention"),
+    "QuantizeParams": ("gemm_w8a8/params.h", "gemm_w8a8"),
+    "SampleParams": ("sampling/params.h", "sampling"),
+    "ScaledPrefillParams": ("attention/prefill_params.h", "attention_prefill"),
+    "W8A8GemmParams": ("gemm_w8a8/params.h", "gemm_w8a8"),
 }
 
 
@@ -154,11 +154,12 @@ def build_recorder(
 ) -> Path:
     """Compile, for the host, a kernel library that keeps the arguments of its last launch."""
     source = folder / "recorder.cpp"
+    header, abi_name = _HEADERS[params]
     source.write_text(
         _RECORDER.format(
             params=params,
-            folder=_FOLDERS[params],
-            abi=abi or f"{_C.ABI[_FOLDERS[params]]}ULL",
+            header=header,
+            abi=abi or f"{_C.ABI[abi_name]}ULL",
             prepare=prepare,
             launch=launch,
             extra=extra,

@@ -150,6 +150,8 @@ class PrefillFields(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in _PREFILL_COUNTS],
         *[("scale", ctypes.c_float), ("softcap", ctypes.c_float)],
         *[(name, ctypes.c_int32) for name in ("least_rows", "pack", "pdl")],
+        *[(f"{name}_scale", ctypes.c_void_p) for name in "qkv"],
+        *[(f"{name}_scale_stride", ctypes.c_int32) for name in "qkv"],
     ]
 
 
@@ -203,7 +205,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
         ("FusedLinearParams", FusedLinearFields, _C.FusedLinear),
         ("SampleParams", SampleFields, _C.Sample),
-        ("PrefillParams", PrefillFields, _C.Prefill),
+        ("ScaledPrefillParams", PrefillFields, _C.Prefill),
         ("MergeStatesParams", MergeStatesFields, _C.MergeStates),
     ],
 )
@@ -304,7 +306,9 @@ def test_what_is_no_kernel_library_is_refused(tmp_path: Path) -> None:
 def test_the_loader_was_built_from_these_sources() -> None:
     one_of_each = {variant.source: variant for variant in CATALOGUE}
     for source, variant in one_of_each.items():
-        abi = _C.ABI[source.parent.name]
+        added = source.stem.removesuffix("_sm90")
+        name = source.parent.name
+        abi = _C.ABI.get(f"{name}_{added}", _C.ABI[name])
         assert f"0x{abi:016x}ULL" == compiler.abi_version(variant), source
 
 
@@ -356,7 +360,7 @@ _FUSED = {
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
         (FusedLinear(**_FUSED), "FusedLinearParams", _C.FusedLinear),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
-        (AttentionPrefill(dtype="bf16", head_dim=128), "PrefillParams", _C.Prefill),
+        (AttentionPrefill(dtype="bf16", head_dim=128), "ScaledPrefillParams", _C.Prefill),
         (MergeStates(dtype="fp16"), "MergeStatesParams", _C.MergeStates),
     ],
     ids=[

@@ -71,6 +71,7 @@ def test_kernels_are_within_their_budgets() -> None:
         AttentionPrefill(head_dim=128, dtype="bf16"),
         AttentionPrefill(head_dim=64, dtype="fp16", keys="pages"),
         AttentionPrefill(head_dim=256, dtype="bf16", keys="slots"),
+        *(AttentionPrefill(head_dim=d, dtype="e4m3", out_dtype="bf16") for d in (64, 128, 256)),
         MergeStates(dtype="bf16"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Sample(dtype="fp32"),
@@ -186,8 +187,8 @@ _PREFILL = AttentionPrefill(head_dim=128, dtype="bf16")
 @pytest.mark.parametrize(
     ("define", "sentence"),
     [
-        ("OSTINATO_HEAD_DIM=24", "an MMA takes 16 of the head dim"),
-        ("OSTINATO_KEYS=272", "an MMA takes 16 keys of values"),
+        ("OSTINATO_HEAD_DIM=24", "an MMA takes some of the head dim"),
+        ("OSTINATO_KEYS=272", "an MMA takes some keys of values"),
         ("OSTINATO_KEYS=192", "one stage is loaded while another is multiplied"),
         ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
         ("OSTINATO_CONSUMERS=4", "two or three warpgroups multiply"),
@@ -197,6 +198,25 @@ def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -
     name = define.partition("=")[0]
     flags = [f for f in plan(_PREFILL).flags if not f.startswith(f"-D{name}=")]
     assert sentence in _errors(_PREFILL.source, [*flags, f"-D{define}"])
+
+
+_PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("define", "sentence"),
+    [
+        ("OSTINATO_HEAD_DIM=80", "an MMA takes some of the head dim"),
+        ("OSTINATO_KEYS=160", "8-bit values lie in rows of up to 128 keys"),
+        ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, and multiplied 64 columns at a time"),
+        ("OSTINATO_SOURCE=Slots", "8-bit values are packed, and multiplied 64 columns at a time"),
+        ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
+    ],
+)
+def test_impossible_fp8_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:
+    name = define.partition("=")[0]
+    flags = [f for f in plan(_PREFILL_FP8).flags if not f.startswith(f"-D{name}=")]
+    assert sentence in _errors(_PREFILL_FP8.source, [*flags, f"-D{define}"])
 
 
 def test_keys_are_no_values(tmp_path: Path) -> None:

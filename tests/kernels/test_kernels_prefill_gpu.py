@@ -18,13 +18,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
     *("prefill_queries_load", "prefill_tile_load", "prefill_item_publish", "prefill_item_release"),
-    *("prefill_release", "prefill_values_clear", "prefill_output_store"),
+    *("prefill_release", "prefill_output_store"),
 )
 # Items that overlap and those that do not; three warpgroups; copied and gathered pages.
 _VARIANTS = (
     *(AttentionPrefill(head_dim=dim, dtype="bf16") for dim in (64, 128, 256)),
     *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys) for keys in ("pages", "slots")),
+    AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16"),
 )
+_CASES = [
+    (variant, site)
+    for variant in _VARIANTS
+    for site in (*_SITES, "prefill_turn" if variant.dtype == "e4m3" else "prefill_values_clear")
+]
 _LENGTHS = ([700], [1, 0, 64, 300], [129] * 12)
 _PAGES, _PAGE, _HEADS_Q, _HEADS_KV = 60, 16, 4, 2
 
@@ -34,7 +40,10 @@ Launch = Callable[[AttentionPrefill, BuildMode, list[int]], torch.Tensor]
 @pytest.fixture(scope="module")
 def launch() -> Launch:
     """Give a function of variant, mode and lengths that returns out, from the same inputs."""
-    wanted = [(v, mode) for v in _VARIANTS for mode in (RELEASE, *map(_delayed, _SITES))]
+    wanted = [
+        *((variant, RELEASE) for variant in _VARIANTS),
+        *((variant, _delayed(site)) for variant, site in _CASES),
+    ]
     entries = build([plan(variant, mode) for variant, mode in wanted])
     libraries = {key: _C.Prefill(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
@@ -49,9 +58,14 @@ def launch() -> Launch:
         dim = variant.head_dim
         q = q_all[: sum(lengths), :, :dim].contiguous()
         out = torch.full_like(q, torch.nan)
+        k, v = cache[..., :dim]
+        scale = torch.ones((), device="cuda")
+        scales = {}
+        if variant.dtype == "e4m3":
+            q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+            scales = {f"{name}_scale": scale.data_ptr() for name in "qkv"}
         offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
         k_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        k, v = cache[..., :dim]
         keys: dict[str, Any] = {
             "seq_lens": k_lens.data_ptr(),
             "page_table": table.data_ptr(),
@@ -84,6 +98,7 @@ def launch() -> Launch:
             cu_seqlens_q=offsets.data_ptr(),
             pdl=True,
             **keys,
+            **scales,
         )
         torch.cuda.synchronize()  # the lengths must live until then
         return out
@@ -96,8 +111,7 @@ def _delayed(site: str) -> BuildMode:
 
 
 @pytest.mark.parametrize("lengths", _LENGTHS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
-@pytest.mark.parametrize("site", _SITES)
-@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+@pytest.mark.parametrize(("variant", "site"), _CASES, ids=lambda x: getattr(x, "name", x))
 def test_injected_delays_change_no_bit(
     launch: Launch, variant: AttentionPrefill, site: str, lengths: list[int]
 ) -> None:

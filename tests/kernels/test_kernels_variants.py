@@ -32,6 +32,7 @@ _FUSED = {
     "max_k": 4096,
 }
 _PREFILL = {"dtype": "bf16", "head_dim": 192}
+_PREFILL_FP8 = {"dtype": "e4m3", "out_dtype": "bf16", "head_dim": 128}
 
 
 def test_names_and_macros_are_unique_in_the_catalogue() -> None:
@@ -105,6 +106,15 @@ def test_tiles_of_prefill_fit_in_shared_memory_and_registers(dim: int) -> None:
     assert keys // 2 + keys // 4 + dim // 2 + 32 <= {2: 232, 3: 160}[warpgroups]
 
 
+def test_8_bit_prefill_has_an_output_of_another_dtype() -> None:
+    kernel = AttentionPrefill(dtype="e4m3", out_dtype="fp16", head_dim=128)
+    assert kernel.name == "attention_prefill-e4m3-fp16-d128-packed"
+    macros = kernel.defines()
+    assert (macros["OSTINATO_TYPE"], macros["OSTINATO_OUT"]) == ("__nv_fp8_e4m3", "__half")
+    assert macros["OSTINATO_BYTES"] == "1"
+    assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_BYTES"] == "0"
+
+
 def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
     assert AppendKV(dtype="bf16") == AppendKV(dtype="bf16", cache_dtype="bf16")
     assert AppendKV(dtype="bf16").name != AppendKV(**_APPEND).name
@@ -140,6 +150,11 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
         (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),
         (AttentionPrefill, _PREFILL, {"value_dim": 272}, "value_dim: got 272, expected a multiple"),
+        (AttentionPrefill, _PREFILL, {"out_dtype": "fp16"}, "out_dtype: got 'fp16', expected"),
+        (AttentionPrefill, _PREFILL_FP8, {"out_dtype": ""}, "out_dtype: got 'e4m3', expected"),
+        (AttentionPrefill, _PREFILL_FP8, {"keys": "pages"}, "keys: got 'pages', expected 'packed'"),
+        (AttentionPrefill, _PREFILL_FP8, {"head_dim": 96}, "head_dim: got 96, expected 64 or 128"),
+        (AttentionPrefill, _PREFILL_FP8, {"value_dim": 64}, "value_dim: got 64, expected 128"),
         (GemmTiled, _TILED, {"fast_accum": True}, "fast_accum: got True with dtype 'int8'"),
     ],
 )

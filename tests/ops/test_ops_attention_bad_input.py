@@ -180,3 +180,38 @@ def test_varlen_attention(changes: dict[str, Any], error: type[Exception], match
     }
     with pytest.raises(error, match=match):
         ops.varlen_attention(**{**arguments, **changes})
+
+
+FP8 = [
+    ({"q_scale": None}, ValueError, "q_scale: got None, expected an fp32 tensor"),
+    ({"q_scale": torch.ones(4)}, ValueError, r"q_scale: got shape \[4\], expected \[2\]"),
+    ({"q_scale": torch.ones(5, 2)}, ValueError, r"q_scale: got shape \[5, 2\], expected \[1\]"),
+    ({"q_scale": torch.ones(2).half()}, TypeError, "q_scale: got dtype torch.float16"),
+    ({"q_scale": 1.0}, TypeError, "q_scale: got float, expected a tensor"),
+    ({"k_scale": None}, ValueError, "k_scale: got None"),
+    ({"k": torch.zeros(6, 2, 16).bfloat16()}, TypeError, "k: got dtype torch.bfloat16, expected"),
+    ({"k": torch.zeros(6, 2, 16, dtype=torch.int8)}, TypeError, "k: got dtype torch.int8"),
+    ({"v": torch.zeros(6, 2, 16).bfloat16()}, TypeError, "v: got dtype torch.bfloat16"),
+    ({"out": torch.zeros(5, 4, 16)}, TypeError, "out: got dtype torch.float32, expected torch.bf"),
+    ({"out": torch.zeros(5, 4, 16).to(E4M3)}, TypeError, "out: got dtype torch.float8_e4m3fn"),
+    ({"out": [1.0]}, TypeError, "out: got list, expected torch.bfloat16 or"),
+    ({"out": torch.zeros(5, 4, 8).half()}, ValueError, "out: got shape"),
+    ({"q": torch.zeros(5, 4, 16)}, ValueError, "q_scale: got a tensor, expected None for torch.fl"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "match"), FP8, ids=[row[2] for row in FP8])
+def test_fp8_queries(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(5, 4, 16).to(E4M3),
+        "k": torch.zeros(6, 2, 16).to(E4M3),
+        "v": torch.zeros(6, 2, 16).to(E4M3),
+        "cu_seqlens_q": int32([0, 2, 5], CPU),
+        "cu_seqlens_k": int32([0, 2, 6], CPU),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+        **{f"{name}_scale": torch.ones(()) for name in "qkv"},
+    }
+    ops.varlen_attention(**arguments)
+    with pytest.raises(error, match=match):
+        ops.varlen_attention(**{**arguments, **changes})

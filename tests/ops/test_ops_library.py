@@ -46,7 +46,7 @@ def varlen_arguments(device: torch.device, draw: int) -> list[Any]:
 
     q, k, v = (torch.randn(6, heads, 8).to(device) for heads in (4, 2, 2))
     k, v = ((x * 20).to(torch.int8) for x in (k, v))
-    scales = [torch.rand(6, 2).to(device) for _ in range(2)]
+    scales = [torch.rand(*shape).to(device) for shape in ((2,), (6, 2), (6, 2))]
     cu_q, cu_k = cu_seqlens([(1, 2), (3, 3)][draw]), cu_seqlens([(4, 2), (3, 3)][draw])
     rule = (0.3, True, -1, -1, 0.0, torch.randn(4).to(device))
     outputs = [torch.zeros(6, 4, 8, device=device), torch.zeros(6, 4, device=device)]

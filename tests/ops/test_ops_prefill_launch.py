@@ -11,14 +11,16 @@ import torch
 from ostinato.ops import prefill_launch
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.prefill_launch import (
+    Fp8Scales,
     attend_paged,
+    fp8_variant,
     kernel_for,
     packed_variant,
     paged_variant,
     prefill_kernels,
 )
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,38 @@ def test_8_bit_keys_are_left_to_torch() -> None:
     q, k, v, out = packed()
     assert packed_variant(q, k, v, out) is not None
     assert packed_variant(q, k.to(torch.int8), v.to(torch.int8), out) is None
+
+
+def fp8(dim: int = 128, out_dtype: torch.dtype = BF16) -> list[torch.Tensor]:
+    return [*packed(dim=dim, dtype=E4M3)[:3], torch.empty(5, 2, dim, dtype=out_dtype)]
+
+
+def scales(*shape: int) -> Fp8Scales:
+    return Fp8Scales(*(torch.ones(shape) for _ in "qkv"))
+
+
+@pytest.mark.parametrize("out_dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+def test_fp8_queries_have_kernels(shape: tuple[int, ...], dim: int, out_dtype: torch.dtype) -> None:
+    kernel = fp8_variant(*fp8(dim, out_dtype), scales(*shape))
+    assert kernel is not None
+    assert (kernel.dtype, kernel.head_dim, kernel.keys) == ("e4m3", dim, "packed")
+    assert kernel.out_dtype == {BF16: "bf16", FP16: "fp16"}[out_dtype]
+
+
+def test_fp8_kernels_do_not_take_everything() -> None:
+    assert fp8_variant(*fp8(dim=96), scales()) is None
+    assert fp8_variant(*fp8(), scales(5, 2)) is None
+    q, k, v, out = fp8()
+    assert fp8_variant(packed(dim=128)[0], k, v, out, scales()) is None
+    assert fp8_variant(q[..., :64], k[..., :64], v[..., :64], out[..., :64], scales()) is not None
+    odd = torch.empty(5 * 2 * 64 + 8, dtype=E4M3)[8:].view(5, 2, 64)
+    assert fp8_variant(odd, k[..., :64], v[..., :64], out[..., :64], scales()) is None
+
+
+def test_fp8_queries_are_not_for_the_16_bit_kernels() -> None:
+    assert packed_variant(*fp8()) is None
 
 
 @pytest.mark.parametrize("which", range(4))

@@ -107,6 +107,39 @@ def test_quantized_keys(
     check(args, (6, 11), k_scale=k_scale, v_scale=v_scale)
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.0}, {"window": (3, -1)}], ids=str)
+def test_fp8_queries(
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    out_dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    q, *rest = build([3, 6], [11, 6], device, kv_dtype=E4M3)
+    q = (q * 16).to(E4M3)
+    scales = {f"{x}_scale": torch.rand(shape).to(device) / 16 + 0.03 for x in "qkv"}
+    out = None if out_dtype is None else torch.empty(q.shape, dtype=out_dtype, device=device)
+    got = ops.varlen_attention(q, *rest, 6, 11, out=out, **scales, **options)
+    assert got.dtype is (out_dtype or torch.bfloat16)
+
+    def twin(dtype: torch.dtype) -> torch.Tensor:
+        return reference.varlen_attention(q, *rest, **scales, **options, dtype=dtype)[0]
+
+    assert_close(got, twin)
+
+
+def test_the_scale_of_fp8_queries_is_that_of_their_kv_head(device: torch.device) -> None:
+    q, *rest = build([4], [9], device, kv_dtype=E4M3)
+    q, one = q.to(E4M3), torch.ones((), device=device)
+    scales = {"k_scale": one, "v_scale": one}
+    each = torch.tensor([0.5, 2.0], device=device)
+    both = ops.varlen_attention(q, *rest, 4, 9, q_scale=each, **scales)
+    for kv_head, heads in enumerate((slice(0, 2), slice(2, 4))):
+        alone = ops.varlen_attention(q, *rest, 4, 9, q_scale=each[kv_head], **scales)
+        assert_same_bits(both[:, heads], alone[:, heads])
+
+
 def test_no_keys_at_all(device: torch.device) -> None:
     q, k, v, cu_q, _ = build([2, 1], [0, 0], device)
     none = int32([0, 0, 0], device)

@@ -1,0 +1,211 @@
+// What all consumer warpgroups have in common: whose turn it is, what has come, what is free again,
+// and the order of an item's steps. How tiles are multiplied and weighed is prefill_consumer.cuh's
+// business, or with 8 bits prefill_consumer_fp8.cuh's.
+#pragma once
+
+#include "common/ring.cuh"
+#include "prefill_mend.cuh"
+#include "prefill_output.cuh"
+
+namespace ostinato::prefill {
+
+template <class Softmax>
+class ConsumerBase {
+ public:
+  __device__ ConsumerBase(SharedStorage& shared, const Arguments& args, const CUtensorMap& out_map)
+      : shared_(shared),
+        args_(args),
+        warpgroup_(warp_index() / 4),
+        softmax_(args),
+        output_(shared, args, out_map, warpgroup_) {}
+
+ protected:
+  // All items, by the steps of `self`: start(), continue_item(), and finish() or
+  // finish_and_start().
+  template <class Self>
+  __device__ __forceinline__ void follow_items(Self& self) {
+    if (warpgroup_ == kConsumers - 1) {
+      give_turn();  // the first is warpgroup 0's
+    }
+    typename Self::Fragments fragments;
+    RingPosition position;
+    while (true) {
+      const Item* item = &await_item(position);
+      if (item->is_last()) {
+        break;
+      }
+      if (!has_rows(*item) || item->tiles() == 0) {
+        pass(*item);
+        release_item(position);
+        continue;
+      }
+      self.start(*item, fragments);
+      bool more = true;
+      while (more) {
+        const auto values = self.continue_item(*item, fragments);
+        more = false;
+        if constexpr (kQueryBuffers == 2) {
+          RingPosition after = position;
+          after.advance(kItems);
+          const Item& next = await_item(after);
+          if (!next.is_last() && has_rows(next) && next.tiles() > 0) {
+            self.finish_and_start(*item, next, values, fragments);
+            item = &next;
+            more = true;
+          }
+        }
+        if (!more) {
+          self.finish(*item, values, fragments);
+        }
+        release_item(position);
+      }
+    }
+    if (warpgroup_ == 0) {
+      take_turn();  // the last one given
+    }
+    if (threadIdx.x % kWarpgroup == 0) {
+      wait_stores_read<0>();
+    }
+  }
+
+  __device__ __forceinline__ const Item& await_item(const RingPosition& position) {
+    wait(&shared_.item_full[position.slot], position.parity);
+    return shared_.items[position.slot];
+  }
+  __device__ __forceinline__ void release_item(RingPosition& position) {
+    OSTINATO_DELAY(prefill_item_release, warpgroup_ == 1);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      arrive(&shared_.item_empty[position.slot]);
+    }
+    position.advance(kItems);
+  }
+  __device__ __forceinline__ bool has_rows(const Item& item) const {
+    return warpgroup_ * args_.half_tokens < item.queries;
+  }
+
+  // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits.
+  static constexpr bool kTurns = !kFp8;
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (kTurns) {
+      sync_named(turn_barrier(warpgroup_), 2 * kWarpgroup);
+    }
+  }
+  __device__ __forceinline__ void give_turn() const {
+    if constexpr (kTurns) {
+      arrive_named(turn_barrier(warpgroup_ == kConsumers - 1 ? 0 : warpgroup_ + 1), 2 * kWarpgroup);
+    }
+  }
+  template <class What>
+  __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
+    wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
+    if constexpr (kSource == Source::Slots) {
+      fence_shared_for_tma();  // written by threads, read by tensor cores
+    }
+    return ring_of<What>(shared_).tiles[position.slot];
+  }
+
+  template <class What>
+  __device__ __forceinline__ void release(RingPosition& position) {
+    OSTINATO_DELAY(prefill_release, warpgroup_ == 0);
+    if (threadIdx.x % kWarpgroup == 0) {
+      arrive(&barriers_of<What>(shared_).empty[position.slot]);
+    }
+    position.advance(kStages);
+  }
+
+  // The item has no query for this warpgroup, or no key. What products do otherwise, barriers do
+  // here: nothing is released before all threads have seen that it has come.
+  __device__ __forceinline__ void pass(const Item& item) {
+    if (item.tiles() == 0) {
+      if (has_rows(item)) {
+        output_.store_nothing(item);
+      }
+      return;
+    }
+    for (int n = 0; n < item.tiles(); ++n) {
+      wait(&barriers_of<Keys>(shared_).full[keys_.slot], keys_.parity);
+      sync_warpgroup(warpgroup_);
+      release<Keys>(keys_);
+      take_turn();
+      give_turn();
+      wait(&barriers_of<Values>(shared_).full[values_.slot], values_.parity);
+      sync_warpgroup(warpgroup_);
+      release<Values>(values_);
+    }
+    await_queries(queries_);
+    sync_warpgroup(warpgroup_);
+    release_queries(queries_.slot);
+    queries_.advance(kQueryBuffers);
+  }
+
+  __device__ __forceinline__ Operand await_queries(const RingPosition& position) {
+    wait(&shared_.queries_full[position.slot][warpgroup_], position.parity);
+    return Operand(shared_.queries[position.slot][warpgroup_]);
+  }
+  __device__ __forceinline__ void release_queries(int buffer) {
+    if (threadIdx.x % kWarpgroup == 0) {
+      arrive(&shared_.queries_empty[buffer][warpgroup_]);
+    }
+  }
+
+  // The place of an output that the copy engine was told to write is free for queries again.
+  __device__ __forceinline__ void release_output() {
+    if (unread_ >= 0) {
+      output_.wait_read();
+      release_queries(unread_);
+      unread_ = -1;
+    }
+  }
+
+  __device__ __forceinline__ void store(const Item& item, Softmax& softmax,
+                                        float (&outputs)[kOutputs]) {
+    output_.store(item, queries_.slot, softmax, outputs);
+    if constexpr (kShareOutput) {
+      unread_ = queries_.slot;
+    }
+    queries_.advance(kQueryBuffers);
+  }
+
+  __device__ __forceinline__ Seen find_seen(const Item& item) const {
+    const Sight sight{args_.params.left, args_.params.right, item.length};
+    Seen seen;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowOf row(args_, warpgroup_, row_of_thread(half));
+      const int position = item.position + min(row.query, item.queries - 1);
+      seen.first[half] = sight.first(position);
+      seen.count[half] = static_cast<uint32_t>(max(sight.stop(position) - seen.first[half], 0));
+    }
+    return seen;
+  }
+
+  // The query of a row of the thread, or null.
+  __device__ __forceinline__ const Type* find_query(const Item& item, int half) const {
+    const Params& p = args_.params;
+    const RowOf row(args_, warpgroup_, row_of_thread(half));
+    return row.query < item.queries ? static_cast<const Type*>(p.q.data) +
+                                          int64_t{item.first_row + row.query} * p.q.stride +
+                                          int64_t{item.first_head + row.head} * p.q.head_stride
+                                    : nullptr;
+  }
+
+  __device__ __forceinline__ void mend(const Item& item, const Softmax& softmax,
+                                       float (&outputs)[kOutputs]) const {
+    if (__any_sync(0xffffffff, is_broken(outputs))) {
+      const Seen seen = find_seen(item);
+      mend_row<0>(args_.params, item, softmax, seen, find_query(item, 0), outputs);
+      mend_row<1>(args_.params, item, softmax, seen, find_query(item, 1), outputs);
+    }
+  }
+
+  SharedStorage& shared_;
+  const Arguments& args_;
+  const int warpgroup_;
+  Softmax softmax_;
+  Output output_;
+  RingPosition keys_, values_, queries_;
+  int unread_ = -1;  // the buffer with an output that is not known to be read
+};
+
+}  // namespace ostinato::prefill

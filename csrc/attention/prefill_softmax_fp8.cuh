@@ -1,0 +1,142 @@
+// The softmax of a warpgroup's rows with 8-bit weights: online, in two steps, between which
+// products of the tile before go on.
+//
+// Weights are 2^(score - reference), and a row's reference lies 8 below its maximum, so that the
+// greatest weight is 256 and those 2^-14 as great still have all bits of e4m3. It rises when a
+// score is above the maximum by more than would still fit: a row that one key dominates has its
+// weight exactly. Sums are those of the weights before they are rounded.
+#pragma once
+
+#include "prefill_fp8_instructions.cuh"
+#include "prefill_rows.cuh"
+
+namespace ostinato::prefill {
+
+class Softmax {
+ public:
+  __device__ explicit Softmax(const Arguments& args) : args_(args) {}
+
+  // Starts anew, for rows of the item's KV head.
+  __device__ __forceinline__ void begin(const Item& item) {
+    const Params& p = args_.params;
+    scale_ =
+        p.q_scale[item.kv_head * p.q_scale_stride] * p.k_scale[item.kv_head * p.k_scale_stride];
+    // With a scale that is not above 0, or a cap, a greater score need not be a greater logit.
+    direct_ = args_.direct != 0 && scale_ > 0;
+    factor_ = direct_ ? args_.logit_scale * scale_ : 1.0f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      reference_[half] = kNothing;
+      sum_[half] = 0;
+      fade_[half] = 1;
+    }
+  }
+
+  // The first step of a tile: `hide_unseen` is called if it must be, and the references rise if
+  // they must.
+  template <class Hide>
+  __device__ __forceinline__ void find_reference(float (&scores)[kScores], bool hiding,
+                                                 const Hide& hide_unseen) {
+    take_logits(scores);
+    if (hiding) {
+      hide_unseen();
+    }
+    float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
+#pragma unroll
+    for (int i = 4; i < kScores; ++i) {
+      tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
+    }
+    const float top[2] = {fmaxf(tops[0], tops[1]) * factor_, fmaxf(tops[2], tops[3]) * factor_};
+    fade_[0] = fade_[1] = 1;
+    if (__any_sync(0xffffffff, top[0] > reference_[0] + kMost || top[1] > reference_[1] + kMost)) {
+      raise(top);
+    }
+  }
+
+  // The second: scores become weights, and are summed.
+  __device__ __forceinline__ void exponentiate(float (&scores)[kScores]) {
+    float sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] = power_of_2(fmaf(scores[i], factor_, -reference_[row_of(i)]));
+      sums[i % 4] += scores[i];
+    }
+    sum_[0] += sums[0] + sums[1];
+    sum_[1] += sums[2] + sums[3];
+  }
+
+  // What outputs before the tile are to be multiplied with: they are relative to the reference
+  // before.
+  __device__ __forceinline__ float fade(int half) const { return fade_[half]; }
+  __device__ __forceinline__ void fade_now(float (&outputs)[kOutputs]) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      outputs[i] *= fade_[row_of(i)];
+    }
+    fade_[0] = fade_[1] = 1;
+  }
+
+  // Of the whole row: the sum of its weights, so far each thread's own.
+  __device__ __forceinline__ void end() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 1);
+      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 2);
+    }
+  }
+
+  __device__ __forceinline__ float maximum(int half) const { return reference_[half]; }
+  __device__ __forceinline__ float total(int half) const { return sum_[half]; }
+  // The weight of one key.
+  __device__ __forceinline__ float weight(int half, float score) const {
+    return power_of_2(logit_of(args_, score * scale_) - reference_[half]);
+  }
+
+ private:
+  static constexpr float kTop = 8;      // of a maximum above the reference: 2^8
+  static constexpr float kMost = 8.75;  // of any score: 2^8.75 < 448
+
+  __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
+    if (direct_) {
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] = logit_of(args_, scores[i] * scale_);
+      if (i % 4 == 3) {
+        __syncwarp();  // more at a time would take registers
+      }
+    }
+  }
+
+  __device__ __forceinline__ void raise(const float (&tops)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = fmaxf(tops[half], __shfl_xor_sync(0xffffffff, tops[half], 1));
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+      // A row's results depend on no other row.
+      const float raised = top > reference_[half] + kMost ? top - kTop : reference_[half];
+      fade_[half] = power_of_2(reference_[half] - raised);
+      sum_[half] *= fade_[half];
+      reference_[half] = raised;
+    }
+  }
+
+  const Arguments& args_;
+  bool direct_;
+  float scale_, factor_;
+  float reference_[2], sum_[2], fade_[2];
+};
+
+// As the MMA takes them: of 32 keys, rows g and g + 8 of the first 16, then of the others. What it
+// takes for keys 4c to 4c + 3 are keys 2c, 2c + 1, 2c + 8 and 2c + 9 (prefill_transpose.cuh).
+__device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
+                                             uint32_t (&weights)[kKeySteps][4]) {
+#pragma unroll
+  for (int i = 0; i < kScores / 4; ++i) {
+    const float* const first = &scores[i / 2 * 8 + i % 2 * 2];  // of two groups of 8 columns
+    weights[i / 4][i % 4] = pack_four(first[0], first[1], first[4], first[5]);
+  }
+}
+
+}  // namespace ostinato::prefill
