@@ -17,13 +17,14 @@ __host__ __device__ __forceinline__ bool has_token_scales(const Slots& keys, con
 
 // The parameters in the order of their use: each cache line of them that is missing is felt.
 struct Arguments {
-  explicit Arguments(const PagedDecodeParams& p, int grid)
+  // `ctas`: of the grid, or clusters.
+  explicit Arguments(const PagedDecodeParams& p, int sms, int ctas)
       : seq_lens(p.seq_lens),
         cu_seqlens_q(p.cu_seqlens_q),
         batch(p.batch),
         heads_kv(p.heads_kv),
-        lines(count_lines(grid, p.batch, p.heads_kv)),
-        line_ctas(grid / lines),
+        lines(count_lines(ctas, p.batch, p.heads_kv)),
+        line_ctas(ctas / lines),
         line_heads(heads_kv / lines),
         group(p.heads_q / p.heads_kv),
         max_seqlen_q(p.max_seqlen_q),
@@ -40,7 +41,8 @@ struct Arguments {
         scale(p.scale),
         softcap(p.softcap),
         q(p.q),
-        workspace(p.workspace),
+        counters(static_cast<uint32_t*>(p.workspace)),
+        parts(reinterpret_cast<float4*>(static_cast<uint8_t*>(p.workspace) + counter_bytes(sms))),
         out(p.out),
         sinks(p.sinks),
         lse(p.lse),
@@ -65,7 +67,8 @@ struct Arguments {
   float scale, softcap;
   Heads q;
   // The output.
-  void* workspace;
+  uint32_t* counters;  // the workspace
+  float4* parts;
   Heads out;
   const float* sinks;
   Heads lse;

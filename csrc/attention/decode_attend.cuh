@@ -79,6 +79,14 @@ class Attention {
       if constexpr (!std::is_same_v<Operand, Type>) {
         convert_queries(t);
       }
+    }
+    restart();
+  }
+
+  // Once more, with the same queries.
+  __device__ __forceinline__ void restart() {
+#pragma unroll
+    for (int t = 0; t < kColumnTiles; ++t) {
       max_[t][0] = max_[t][1] = kNothing;
       sum_[t][0] = sum_[t][1] = 0;
 #pragma unroll

@@ -16,8 +16,11 @@
 // -DOSTINATO_COLUMNS=8|16|32|64      most queries of a sequence times query heads of a KV head
 // -DOSTINATO_COPY_PAGES=1|0          1: by the copy engine, pages of a multiple of 16 tokens;
 //                                    0: by threads, pages of any size
-// -DOSTINATO_FIXED_TILES=0|n         n: cut every sequence after n tiles of 64 tokens, whatever the
+// -DOSTINATO_FIXED_TILES=0|n         n: cut every sequence after n times 64 tokens, whatever the
 //                                    load, so that a result depends on its own sequence alone
+// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (decode_exchange.cuh)
+// -DOSTINATO_PASSES=1|2|4            of each of them over it: results are, bit by bit, those of so
+//                                    many times as many CTAs
 namespace ostinato::decode {
 
 using Type = OSTINATO_TYPE;
@@ -32,19 +35,29 @@ inline constexpr int kElementBytes = kQuantized ? 1 : 2;       // of the cache
 
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kColumns = OSTINATO_COLUMNS;
+inline constexpr int kClusterCtas = OSTINATO_CLUSTER;
+inline constexpr int kPasses = OSTINATO_PASSES;
+inline constexpr int kShares = kClusterCtas * kPasses;  // of a tile
 inline constexpr bool kCopyPages = OSTINATO_COPY_PAGES != 0;
 inline constexpr bool kFixedCuts = OSTINATO_FIXED_TILES > 0;
-inline constexpr int kUnitTiles = kFixedCuts ? OSTINATO_FIXED_TILES : 1;  // if cuts are fixed
+static_assert(kClusterCtas >= 1 && kClusterCtas <= 8, "a cluster has at most 8 CTAs");
+static_assert(kPasses >= 1, "a CTA passes over its pieces");
+static_assert(8 % kClusterCtas == 0, "the CTAs of a cluster divide 8 lines of an MMA");
 static_assert(kDim % 16 == 0 && kDim >= 16 && kDim <= 256, "an MMA takes 16 of the head dim");
 static_assert(kColumns == 8 || kColumns == 16 || kColumns == 32 || kColumns == 64,
               "an MMA takes 8 columns, and four warps of 16 hold no more than 64");
 
 // A block is what one warp loads at a time, and what one step of the softmax takes: 16 tokens of a
-// page, the rows of an MMA. A tile is a block for each warp.
+// page, the rows of an MMA. A tile is a block for each warp of the CTA; or for each pass of each
+// warp of the cluster, and then the schedule says CTA of a cluster.
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kBlockTokens = 16;
-inline constexpr int kTileTokens = kWarps * kBlockTokens;
+inline constexpr int kShareTokens = kWarps * kBlockTokens;
+inline constexpr int kTileTokens = kShares * kShareTokens;
+inline constexpr int kUnitTiles =  // if cuts are fixed
+    kFixedCuts ? OSTINATO_FIXED_TILES / kShares : 1;
+static_assert(!kFixedCuts || kUnitTiles * kShares == OSTINATO_FIXED_TILES, "cuts are at tiles");
 
 // A team of warps shares its blocks and divides the columns; a warp alone shares nothing. A warp's
 // registers hold the output of 16 columns, or of 8 if rows are long (but four warps make a team).
@@ -65,7 +78,8 @@ inline constexpr int kBlockBytes = kStrips * kStripBytes * kBlockTokens;
 // Bytes in flight are what fills the memory system: up to 192 KB on an SM, in two CTAs that hide
 // each other's starts and ends, unless the accumulators of a long row need the registers of both.
 inline constexpr int kCtasPerSm = kStrips <= 2 ? 2 : 1;
-inline constexpr int kRingBytes = (kQuantized ? 160 : 192) * 1024 / kCtasPerSm;
+// Where shares are added up there is a stage less: the exchange takes its place.
+inline constexpr int kRingBytes = (kQuantized || kShares > 1 ? 160 : 192) * 1024 / kCtasPerSm;
 inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
@@ -76,32 +90,35 @@ inline constexpr int kOwnedSteps = ceil_div(kSteps, kTeams);
 // Sequences of one launch; their tables live in shared memory.
 inline constexpr int kMaxBatch = 512;
 
+// What a warp owns of a pair of columns, the CTAs of a cluster divide once more.
+inline constexpr int kWarpPairs = kWarpColumns / 2;
+inline constexpr int kPairVectors = kOwnedSteps * 8;  // float4
+inline constexpr int kRankVectors = kPairVectors / kClusterCtas;
+
 // A partial result has a region of each warp: for each pair of its columns, what it owns of the
 // head dim as the lanes hold it (decode_output.cuh), then for each pair both columns' weights.
-inline constexpr int kWarpPairs = kWarpColumns / 2;
-inline constexpr int kPairVectors = kOwnedSteps * 8;  // float4, of a pair
-inline constexpr int kRegionVectors = kWarpPairs * (kPairVectors + 1);
-inline constexpr int kPartVectors = kWarps * kRegionVectors;
+inline constexpr int kRegionVectors = kWarpPairs * (kRankVectors + 1);
+inline constexpr int kPartVectors = kClusterCtas * kWarps * kRegionVectors;
 
 // One counter for each warp of each CTA, as many as the kernel with the most CTAs has: kernels
 // share a workspace, and no counter may lie where another kernel stores results.
 inline constexpr int kMostCtasPerSm = 2;
-static_assert(kMostCtasPerSm % kCtasPerSm == 0, "counters for each CTA");
-__host__ __device__ inline int64_t counter_bytes(int grid) {
-  constexpr int kCounters = kWarps * kMostCtasPerSm / kCtasPerSm;
-  return (static_cast<int64_t>(grid) * kCounters * sizeof(uint32_t) + 255) / 256 * 256;
+static_assert(kCtasPerSm <= kMostCtasPerSm, "counters for each CTA");
+inline int64_t counter_bytes(int sms) {
+  constexpr int kCounters = kWarps * kMostCtasPerSm;
+  return (static_cast<int64_t>(sms) * kCounters * sizeof(uint32_t) + 255) / 256 * 256;
 }
 
 // Then partial results. Two of each CTA: of a segment that it ends or passes, and of one that it
 // begins. Or, with fixed cuts, one of each unit (decode_units.cuh) that `segments` sequences and KV
 // heads of `tokens` tokens can have; none if none can have two.
-inline int64_t workspace_bytes(int grid, int64_t segments, int64_t tokens) {
-  int64_t parts = int64_t{2} * grid;
+inline int64_t workspace_bytes(int sms, int ctas, int64_t segments, int64_t tokens) {
+  int64_t parts = int64_t{2} * ctas;
   if constexpr (kFixedCuts) {
     constexpr int64_t kUnitTokens = kUnitTiles * kTileTokens;
     parts = tokens > kUnitTokens ? segments * ((tokens + kUnitTokens - 1) / kUnitTokens) : 0;
   }
-  return counter_bytes(grid) + parts * kPartVectors * static_cast<int64_t>(sizeof(float4));
+  return counter_bytes(sms) + parts * kPartVectors * static_cast<int64_t>(sizeof(float4));
 }
 
 }  // namespace ostinato::decode

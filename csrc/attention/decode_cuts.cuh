@@ -2,12 +2,13 @@
 // tables that each needs.
 #pragma once
 
+#include "decode_cluster.cuh"
 #include "decode_lengths.cuh"
 
 namespace ostinato::decode {
 
 __device__ __forceinline__ OnLine on_line(const Arguments& params) {
-  return OnLine(blockIdx.x, params.lines, params.by.lines);
+  return OnLine(cluster_index(), params.lines, params.by.lines);
 }
 __device__ __forceinline__ LineHeads heads_of(const Arguments& params, const OnLine& own) {
   return {own.line, params.lines, params.heads_kv, params.line_heads};

@@ -20,12 +20,13 @@ struct CacheMaps {
 struct TileRange {
   int begin, end;
 
-  __device__ TileRange(const Visible& visible, const Cuts::Piece& piece, int team) {
+  // Of the tiles `first` to `last`, counted from the first visible one, in a pass.
+  __device__ TileRange(const Visible& visible, int first, int last, int team, int pass) {
     const int first_tile = visible.first_tile(kTileTokens);
     const int tokens = kTeamWarps * kBlockTokens;
-    const int offset = team * tokens;  // of the team in a tile
-    begin = first_tile + piece.begin;
-    end = first_tile + piece.end;
+    const int offset = share_of(pass) * kShareTokens + team * tokens;  // of the team in a tile
+    begin = first_tile + first;
+    end = first_tile + last;
     if (begin * kTileTokens + offset + tokens <= visible.begin) {
       ++begin;
     }
@@ -83,6 +84,7 @@ class Loader {
   __device__ __forceinline__ void begin(const Cuts::Walk& walk, bool early) {
     walk_ = walk;
     tile_ = end_ = 0;
+    pass_ = kPasses - 1;
     next_ = Batch();
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -229,23 +231,27 @@ class Loader {
     next_.left = 0;
     Cuts::Piece ahead{-1};
     while (tile_ >= end_) {
-      Cuts::Piece piece;
-      if (!walk_.next(lengths_, &piece)) {
+      const bool again = kPasses > 1 && pass_ + 1 < kPasses;
+      if (!again && !walk_.next(lengths_, &piece_)) {
         return;
       }
-      const Visible visible = lengths_.visible(piece.sequence);
-      const TileRange range(visible, piece, team_of(warp_));
+      pass_ = again ? pass_ + 1 : 0;
+      const Visible visible = lengths_.visible(piece_.sequence);
+      const TileRange range(visible, piece_.begin, piece_.end, team_of(warp_), pass_);
       tile_ = range.begin;
       end_ = range.end;
       first_token_ = visible.begin;
       end_token_ = visible.end;
-      next_.head = piece.head;
-      page_table_ = params_.page_table + piece.sequence * params_.page_table_stride;
-      ahead = piece;
+      page_table_ = params_.page_table + piece_.sequence * params_.page_table_stride;
+      if (!again) {
+        ahead = piece_;
+      }
     }
+    next_.head = piece_.head;
     next_.left = min(end_ - tile_, kBatch);
     next_.index = 0;
-    const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + warp_ * kBlockTokens;
+    const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens +
+                      share_of(pass_) * kShareTokens + warp_ * kBlockTokens;
     const int token = block + lane_ % kLanesPerBlock;
     const int last = kCopyPages ? token + kBlockTokens - 1 : token;
     const bool seen =
@@ -363,9 +369,11 @@ class Loader {
   const CacheMaps& maps_;
   const Lengths& lengths_;
   Cuts::Walk walk_;
+  Cuts::Piece piece_;  // whose page ids are read
+  int pass_ = 0;       // over it
   int warp_, lane_;
   Batch current_, next_;
-  const int* page_table_ = nullptr;  // of the piece whose page ids are read
+  const int* page_table_ = nullptr;
   int tile_ = 0, end_ = 0;
   int first_token_ = 0, end_token_ = 0;
   int loaded_ = 0;  // stages, at first

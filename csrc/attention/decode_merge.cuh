@@ -49,16 +49,11 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
                                             const Parts& parts) {
   constexpr int kPartBatch = 16, kGroup = 4;  // parts read at a time, and used at a time
   constexpr int kStride = Parts::kStride;
-  const int lane = threadIdx.x % 32, warp = warp_index();
-  const int first_column = Attention::first_column();
-  const int first_step = team_of(warp) * kOwnedSteps;
-  const int pairs = ceil_div(min(rows.count - first_column, kWarpColumns), 2);
+  const int lane = threadIdx.x % 32;
+  const int pairs = count_pairs(rows);
 #pragma unroll 1
-  for (int i = lane; i < pairs * kPairVectors; i += 32) {
-    const int pair = i / kPairVectors, step = first_step + i / 8 % kOwnedSteps;
-    if (kSteps != kTeams * kOwnedSteps && step >= kSteps) {
-      continue;
-    }
+  for (int i = lane; i < pairs * kRankVectors; i += 32) {
+    const int pair = i / kRankVectors;
     PairOutputs sum;
     PairWeights weights{{{kNothing, 0}, {kNothing, 0}}};
     const float4* values_at = parts.at + i;
@@ -112,26 +107,12 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
             const PairWeights other = PairWeights::of(raw[j]);
             const float factors[2] = {merger.factor(other, 0), merger.factor(other, 1)};
             sum.add(values[j], factors[0], factors[1]);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              weights.columns[e].sum =
-                  fmaf(other.columns[e].sum, factors[e], weights.columns[e].sum);
-            }
+            weights.add(other, factors);
           }
         }
       }
     }
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int column = first_column + pair * 2 + e;
-      if (column < rows.count) {
-        const FinalRow row(params, rows, column, weights.columns[e]);
-        write_out(params, row, step, i % 8, sum.values[e], sum.values[e + 2]);
-        if (step == 0 && i % 8 == 0) {
-          row.write_lse(params);
-        }
-      }
-    }
+    write_pair(params, PairPlaces(params, rows, pair), i % kRankVectors, sum, weights);
   }
 }
 
@@ -139,7 +120,7 @@ __device__ __forceinline__ void merge_parts(const Arguments& params, const Rows&
 // whether it is the last. The count goes back to zero by itself.
 __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_cta, int ctas,
                                             int warp) {
-  uint32_t* const counter = static_cast<uint32_t*>(params.workspace) + first_cta * kWarps + warp;
+  uint32_t* const counter = params.counters + first_cta * kClusterCtas * kWarps + region_of(warp);
   uint32_t before;
   // Releases what the lanes have stored, and acquires what others have.
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -263,8 +244,9 @@ __device__ __forceinline__ void write_empty(const Arguments& params, const Lengt
     for (int head = 0; head < params.heads_kv; ++head) {
       const Rows rows(params, lengths, b, head);
       for (int i = threadIdx.x; i < rows.count * kPairs; i += kThreads) {
-        const FinalRow row(params, rows, i / kPairs, {kNothing, 0});
-        reinterpret_cast<uint32_t*>(row.out(params))[i % kPairs] = 0;
+        const RowPlace place(params, rows, i / kPairs);
+        const FinalRow row(params, place, {kNothing, 0});
+        reinterpret_cast<uint32_t*>(place.out)[i % kPairs] = 0;
         if (i % kPairs == 0) {
           row.write_lse(params);
         }

@@ -6,9 +6,7 @@
 // hold it.
 #pragma once
 
-#include "common/debug.cuh"
-#include "decode_parts.cuh"
-#include "decode_rows.cuh"
+#include "decode_exchange.cuh"
 
 namespace ostinato::decode {
 
@@ -29,13 +27,18 @@ __device__ __forceinline__ void hand_over(SharedStorage& shared, const Attention
   }
 }
 
-// Adds up the teams' outputs; all threads of the CTA. `part` is null if the segment is whole.
-__device__ __forceinline__ void store_piece(SharedStorage& shared, const Arguments& params,
-                                            Attention& attention, const Rows& rows, float4* part,
-                                            bool first_piece) {
+// Adds up the teams' outputs of a pass over a piece; all threads of the CTA. They go to the
+// exchange, or, if nothing else is to be added, where `part` is, or out if that is null.
+__device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& exchanger,
+                                            const Arguments& params, Attention& attention,
+                                            const Rows& rows, float4* part, bool first_piece,
+                                            int pass) {
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const int team = team_of(warp), member = warp % kTeamWarps;
   attention.end();
+  if (pass == 0) {
+    exchanger.wait_for_others();
+  }
 #pragma unroll
   for (int t = 0; t < kColumnTiles; ++t) {
     const int pair = t * 4 + lane % 4;
@@ -44,7 +47,7 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, const Argumen
         {{attention.max(t, 0), attention.sum(t, 0)}, {attention.max(t, 1), attention.sum(t, 1)}}};
     float4 owned[kOwnedSteps] = {};
     PairOutputs outputs[kOwnedSteps];
-    if (t > 0 || !first_piece) {
+    if (t > 0 || pass > 0 || !first_piece) {
       __syncthreads();  // what was handed over before has been added
     }
     switch (team) {
@@ -108,12 +111,16 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, const Argumen
     if (column >= rows.count) {
       continue;
     }
+    if constexpr (kShares > 1) {
+      exchanger.send_pair(share_of(pass), pair, outputs, weights);
+      continue;
+    }
     const int first_step = team * kOwnedSteps;
     if (part != nullptr) {
 #pragma unroll
       for (int j = 0; j < kOwnedSteps; ++j) {
         const float (&v)[4] = outputs[j].values;
-        part[outputs_at(pair, j, lane / 4)] = make_float4(v[0], v[1], v[2], v[3]);
+        part[outputs_at(pair, j * 8 + lane / 4)] = make_float4(v[0], v[1], v[2], v[3]);
       }
       if (lane < 4) {
         part[weights_at(pair)] = weights.raw();
@@ -123,11 +130,12 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, const Argumen
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (column + e < rows.count) {
-        const FinalRow row(params, rows, column + e, weights.columns[e]);
+        const RowPlace place(params, rows, column + e);
+        const FinalRow row(params, place, weights.columns[e]);
 #pragma unroll
         for (int j = 0; j < kOwnedSteps; ++j) {
           if (first_step + j < kSteps) {
-            write_out(params, row, first_step + j, lane / 4, outputs[j].values[e],
+            write_out(row, first_step + j, lane / 4, outputs[j].values[e],
                       outputs[j].values[e + 2]);
           }
         }
@@ -136,6 +144,10 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, const Argumen
         }
       }
     }
+  }
+  if constexpr (kShares > 1) {
+    OSTINATO_DELAY(decode_shares_store, warp == 1);
+    __syncwarp();
   }
 }
 

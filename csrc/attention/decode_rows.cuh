@@ -33,6 +33,13 @@ struct PairWeights {
   static __device__ __forceinline__ PairWeights of(const float4& raw) {
     return {{{raw.x, raw.y}, {raw.z, raw.w}}};
   }
+  // The sums of results of other maxima, times factors.
+  __device__ __forceinline__ void add(const PairWeights& other, const float (&factors)[2]) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      columns[e].sum = fmaf(other.columns[e].sum, factors[e], columns[e].sum);
+    }
+  }
   __device__ __forceinline__ float4 raw() const {
     return make_float4(columns[0].max, columns[0].sum, columns[1].max, columns[1].sum);
   }
@@ -72,49 +79,61 @@ __device__ __forceinline__ float segment_scale(const Arguments& params, const Sl
   return !kQuantized || scales == nullptr || has_token_scales(params) ? 1.0f : scales[offset];
 }
 
-// What a row becomes: its outputs times `factor`, and its LSE.
-struct FinalRow {
+// Where a row's output goes, and what is known of it before its weights are.
+struct RowPlace {
   int64_t token;
   int head;
-  float factor;
-  Weight weight;  // with the sink
+  Type* out;
+  float sink;   // as a power of 2, where there are sinks
+  float scale;  // of the values
 
-  __device__ __forceinline__ FinalRow(const Arguments& params, const Rows& rows, int row,
-                                      const Weight& raw)
-      : weight(raw) {
+  RowPlace() = default;
+  __device__ __forceinline__ RowPlace(const Arguments& params, const Rows& rows, int row) {
     const int query = params.by.group.divide(row);
     head = rows.head * rows.group + row - query * rows.group;
     token = rows.first + query;
-    factor = 1;
+    out = static_cast<Type*>(params.out.data) + token * params.out.stride +
+          head * params.out.head_stride;
+    if (params.sinks != nullptr) {
+      sink = params.sinks[head] * kLog2E;
+    }
+    scale = segment_scale(params, params.v_scale, rows.head);
+  }
+};
+
+// What a row becomes: its outputs times `factor`, and its LSE.
+struct FinalRow {
+  const RowPlace& place;
+  float factor;
+  Weight weight;  // with the sink
+
+  __device__ __forceinline__ FinalRow(const Arguments& params, const RowPlace& place,
+                                      const Weight& raw)
+      : place(place), factor(1), weight(raw) {
     if (params.sinks != nullptr && weight.sum != 0) {
-      const float sink = params.sinks[head] * kLog2E;
-      const float top = fmaxf(weight.max, sink);
+      const float top = fmaxf(weight.max, place.sink);
       factor = power_of_2(weight.max - top);
-      weight = {top, weight.sum * factor + power_of_2(sink - top)};
+      weight = {top, weight.sum * factor + power_of_2(place.sink - top)};
     }
     factor = weight.sum == 0 ? 0.0f : __fdividef(factor, weight.sum);
     if constexpr (kQuantized) {
-      factor *= segment_scale(params, params.v_scale, rows.head);
+      factor *= place.scale;
     }
   }
 
-  __device__ __forceinline__ Type* out(const Arguments& params) const {
-    return static_cast<Type*>(params.out.data) + token * params.out.stride +
-           head * params.out.head_stride;
-  }
   __device__ __forceinline__ void write_lse(const Arguments& params) const {
     if (params.lse.data != nullptr) {
       static_cast<float*>(
-          params.lse.data)[token * params.lse.stride + head * params.lse.head_stride] =
+          params.lse.data)[place.token * params.lse.stride + place.head * params.lse.head_stride] =
           weight.sum == 0 ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
     }
   }
 };
 
 // Writes what is at `part` (0 to 7) of a step of the head dim, of one of two columns.
-__device__ __forceinline__ void write_out(const Arguments& params, const FinalRow& row, int step,
-                                          int part, float first, float second) {
-  Type* const out = row.out(params) + step * 16;
+__device__ __forceinline__ void write_out(const FinalRow& row, int step, int part, float first,
+                                          float second) {
+  Type* const out = row.place.out + step * 16;
   const uint32_t pair = pack_pair<Type>(first * row.factor, second * row.factor);
   if constexpr (kQuantized) {
     *reinterpret_cast<uint32_t*>(out + Attention::dim_of(part, 0)) = pair;
@@ -122,6 +141,49 @@ __device__ __forceinline__ void write_out(const Arguments& params, const FinalRo
     uint16_t* const words = reinterpret_cast<uint16_t*>(out);
     words[Attention::dim_of(part, 0)] = static_cast<uint16_t>(pair);
     words[Attention::dim_of(part, 1)] = static_cast<uint16_t>(pair >> 16);
+  }
+}
+
+// How many of this warp's pairs of columns have rows.
+__device__ __forceinline__ int count_pairs(const Rows& rows) {
+  const int columns = min(rows.count - Attention::first_column(), kWarpColumns);
+  return columns > 0 ? ceil_div(columns, 2) : 0;
+}
+
+// Of the rows of one of this warp's pairs of columns.
+struct PairPlaces {
+  int rows;  // 1 or 2
+  RowPlace places[2];
+
+  PairPlaces() = default;
+  __device__ __forceinline__ PairPlaces(const Arguments& params, const Rows& all, int pair) {
+    const int column = Attention::first_column() + pair * 2;
+    rows = min(all.count - column, 2);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      places[e] = RowPlace(params, all, min(column + e, all.count - 1));
+    }
+  }
+};
+
+// Writes what is at `vector` of what this CTA owns of a pair, and once the LSE.
+__device__ __forceinline__ void write_pair(const Arguments& params, const PairPlaces& pair,
+                                           int vector, const PairOutputs& sum,
+                                           const PairWeights& weights) {
+  const int owned = rank_in_cluster() * kRankVectors + vector;
+  const int step = team_of(threadIdx.x / 32) * kOwnedSteps + owned / 8, part = owned % 8;
+  if (kSteps != kTeams * kOwnedSteps && step >= kSteps) {
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    if (e < pair.rows) {
+      const FinalRow row(params, pair.places[e], weights.columns[e]);
+      write_out(row, step, part, sum.values[e], sum.values[e + 2]);
+      if (step == 0 && part == 0) {
+        row.write_lse(params);
+      }
+    }
   }
 }
 

@@ -14,17 +14,18 @@
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
+#include "decode_grid.cuh"
 #include "decode_loader.cuh"
 #include "decode_merge.cuh"
 
 namespace ostinato::decode {
 namespace {
 
-// This warp's part of a piece.
+// This warp's part of a piece, in a pass.
 template <bool kSeveral>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        RingPosition& position, const Sight& sight,
-                                       const TileRange& range, bool token_scales) {
+                                       const TileRange& range, int pass, bool token_scales) {
   const int warp = warp_index(), team = team_of(warp);
   const int first_block = team * kTeamWarps;
   for (int tile = range.begin; tile < range.end; ++tile) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
     OSTINATO_DELAY(decode_keys_load, warp == 1);
 #pragma unroll 1
     for (int block = first_block; block < first_block + kTeamWarps; ++block) {
-      const int token = tile * kTileTokens + block * kBlockTokens;
+      const int token = tile * kTileTokens + share_of(pass) * kShareTokens + block * kBlockTokens;
       if (kTeamWarps > 1 && (token >= sight.length || token + kBlockTokens <= sight.begin())) {
         continue;
       }
@@ -90,6 +91,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   }
   init_team(shared, params);
+  Exchanger exchanger(shared);
 
   // Lengths and page ids are guessed: read before the predecessor has ended, which may be writing
   // them. Whatever they are is safe to follow, and after the predecessor's end they are read once
@@ -148,8 +150,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   RingPosition position;
   Parts parts;
   for (bool first = true; more; first = false) {
+    exchanger.open();
     const Sight sight(params, lengths, piece.sequence);
-    const TileRange range(lengths.visible(piece.sequence), piece, team_of(warp_index()));
+    const Visible visible = lengths.visible(piece.sequence);
+    const int first_tile = piece.begin, last_tile = piece.end;
     const float key_scale = segment_scale(params, params.k_scale, piece.head);
     Rows rows;
     float4* part;
@@ -177,11 +181,20 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if constexpr (Attention::kFetchesAhead) {
       fetch_next();
     }
-    attend<kSeveral>(shared, attention, loader, position, sight, range, has_token_scales(params));
-    if constexpr (!Attention::kFetchesAhead) {
-      find_output();
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass > 0) {
+        attention.restart();
+      }
+      const TileRange range(visible, first_tile, last_tile, team_of(warp_index()), pass);
+      attend<kSeveral>(shared, attention, loader, position, sight, range, pass,
+                       has_token_scales(params));
+      if constexpr (!Attention::kFetchesAhead) {
+        find_output();
+      }
+      store_piece(shared, exchanger, params, attention, rows, part, first, pass);
     }
-    store_piece(shared, params, attention, rows, part, first);
+    exchanger.receive(params, rows, part);
     if constexpr (!Attention::kFetchesAhead) {
       find_next();
       fetch_next();
@@ -229,20 +242,13 @@ bool is_supported(const PagedDecodeParams& p) {
          is_aligned(p.v_cache.data, 16) && is_aligned(p.out.data, 8) && is_aligned(p.workspace, 16);
 }
 
-cudaError_t grid_size(int* grid) {
-  OSTINATO_RETURN_IF_ERROR(count_sms(grid));
-  *grid *= kCtasPerSm;
-  return cudaSuccess;
-}
-
 }  // namespace
 }  // namespace ostinato::decode
 
 OSTINATO_EXPORT int ostinato_prepare() {
   using namespace ostinato::decode;
-  OSTINATO_RETURN_IF_ERROR(
-      ostinato::allow_dynamic_smem(paged_decode<false>, sizeof(SharedStorage)));
-  return ostinato::allow_dynamic_smem(paged_decode<true>, sizeof(SharedStorage));
+  OSTINATO_RETURN_IF_ERROR(prepare(paged_decode<false>));
+  return prepare(paged_decode<true>);
 }
 
 // What launches need beside their tensors if they have up to `rows` queries of a sequence times
@@ -254,9 +260,9 @@ OSTINATO_EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t
   if (rows < 1 || rows > kColumns || segments < 1 || tokens < 1) {
     return cudaErrorInvalidValue;
   }
-  int grid = 0;
-  OSTINATO_RETURN_IF_ERROR(grid_size(&grid));
-  *bytes = workspace_bytes(grid, segments, tokens);
+  Grid grid;
+  OSTINATO_RETURN_IF_ERROR(grid_size(&grid, segments, tokens));
+  *bytes = workspace_bytes(grid.sms, grid.ctas, segments, tokens);
   return cudaSuccess;
 }
 
@@ -270,14 +276,11 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, v
     OSTINATO_RETURN_IF_ERROR(encode_map(&maps.keys, params->k_cache, *params));
     OSTINATO_RETURN_IF_ERROR(encode_map(&maps.values, params->v_cache, *params));
   }
-  int grid = 0;
-  OSTINATO_RETURN_IF_ERROR(grid_size(&grid));
-  ostinato::LaunchConfig config;
-  config.grid = dim3(grid);
-  config.block = dim3(kThreads);
-  config.dynamic_smem = sizeof(SharedStorage);
-  config.pdl = params->pdl != 0;
+  Grid grid;
+  OSTINATO_RETURN_IF_ERROR(grid_size(&grid, int64_t{1} * params->batch * params->heads_kv,
+                                     int64_t{1} * params->max_pages * params->page_size));
   return ostinato::launch(params->max_seqlen_q > 1 ? paged_decode<true> : paged_decode<false>,
-                          config, static_cast<cudaStream_t>(stream), Arguments(*params, grid),
-                          maps);
+                          launch_config(grid.most, params->pdl != 0),
+                          static_cast<cudaStream_t>(stream),
+                          Arguments(*params, grid.sms, grid.ctas), maps);
 }

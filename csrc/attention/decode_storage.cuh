@@ -21,6 +21,17 @@ struct Arrivals {
   uint64_t full[kStages][kTeams];
 };
 
+// What warps get from those of the cluster's CTAs that own the same, of each of their shares: of
+// each pair of columns the vectors that are theirs, and the weights.
+template <int kParts>
+struct Exchange {
+  float4 outputs[kWarps][kParts][kWarpPairs][kRankVectors];
+  float4 weights[kWarps][kParts][kWarpPairs];
+  uint64_t arrived[kWarps];
+};
+template <>
+struct Exchange<1> {};
+
 struct SharedStorage {
   Blocks<Keys> keys;
   Blocks<Values> values;
@@ -32,6 +43,7 @@ struct SharedStorage {
   // of each column the maximum and the sum of weights.
   float4 sums[kTeams][kTeams > 1 ? kTeams - 1 : 1][kTeamWarps][kTeams > 1 ? kOwnedSteps : 1][32];
   alignas(16) float2 weights[kTeams][kColumns];
+  Exchange<kShares> exchange;
   // The lengths, once for the CTA or, if they are few, for each warp.
   int4 load[kWarps];
   int start[kMaxBatch + 1];

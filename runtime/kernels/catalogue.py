@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
+from typing import get_args
 
 from ostinato.kernels.variants import (
     FLOAT_DTYPES,
@@ -13,6 +14,7 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    DecodeLoad,
     FusedLinear,
     GemmSmallM,
     GemmTiled,
@@ -20,6 +22,7 @@ from ostinato.kernels.variants import (
     Quantize,
     Sample,
     Variant,
+    decode_cluster,
 )
 
 QUANTIZE = tuple(
@@ -90,12 +93,25 @@ ATTENTION_DECODE = tuple(
         columns=columns,
         copy_pages=copy_pages,
         split_tokens=split_tokens,
+        cluster=cluster,
+        passes=passes,
     )
     for split_tokens, all_columns in ((0, (8, 16, 32, 64)), (SPLIT_TOKENS, (8, 16)))
     for head_dim, dtype, columns, copy_pages in product(
         (64, 128, 256), ("bf16", "fp16"), all_columns, (True, False)
     )
     for kv_dtype in (dtype, *OPERAND_DTYPES)
+    for cluster, passes in dict.fromkeys(
+        decode_cluster(
+            load,
+            head_dim=head_dim,
+            columns=columns,
+            copy_pages=copy_pages,
+            quantized=kv_dtype != dtype,
+            batch_invariant=split_tokens > 0,
+        )
+        for load in get_args(DecodeLoad)
+    )
     # The output of 64 columns of 256 does not fit in the registers.
     if (head_dim, columns) != (256, 64)
 )

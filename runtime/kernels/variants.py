@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ostinato.kernels.sources import CSRC
 
@@ -97,7 +97,8 @@ class Quantize(Variant):
 # Of batch-invariant attention: few enough that one long sequence keeps most SMs busy, so many that
 # the partial results of a large batch stay small.
 SPLIT_TOKENS = 1024
-_DECODE_TILE = 64  # tokens (csrc: kTileTokens)
+_DECODE_TILE = 64  # tokens, of a pass of a CTA (csrc: kShareTokens)
+_MOST_COLUMNS_OF_CLUSTERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,10 @@ class AttentionDecode(Variant):
             gathered by threads.
         split_tokens: 0 shares sequences as it suits the load; else SMs share them in splits of so
             many tokens, a multiple of 64, and a result does not depend on other sequences.
+        cluster: CTAs, 1, 2, 4 or 8, that share what is one's otherwise, and add up their results
+            in each other's shared memory.
+        passes: 1, 2 or 4 of each of them: results are, bit by bit, those of so many times as many
+            CTAs. Splits are of a multiple of 64 tokens for each pass of each CTA.
     """
 
     family: ClassVar[str] = "attention_decode"
@@ -124,9 +129,13 @@ class AttentionDecode(Variant):
     columns: int = 8
     copy_pages: bool = True
     split_tokens: int = 0
+    cluster: int = 1
+    passes: int = 1
 
     def __post_init__(self) -> None:
         _check("dtype", self.dtype, ("bf16", "fp16"))
+        _check("cluster", self.cluster, (1, 2, 4, 8))
+        _check("passes", self.passes, (1, 2, 4))
         if not self.kv_dtype:
             object.__setattr__(self, "kv_dtype", self.dtype)
         _check("kv_dtype", self.kv_dtype, (self.dtype, *OPERAND_DTYPES))
@@ -135,9 +144,10 @@ class AttentionDecode(Variant):
             raise ValueError(
                 f"head_dim: got {self.head_dim}, expected a multiple of 16 from 16 to 256"
             )
-        if self.split_tokens < 0 or self.split_tokens % _DECODE_TILE:
+        tile = self.cluster * self.passes * _DECODE_TILE
+        if self.split_tokens < 0 or self.split_tokens % tile:
             raise ValueError(
-                f"split_tokens: got {self.split_tokens}, expected a multiple of {_DECODE_TILE}"
+                f"split_tokens: got {self.split_tokens}, expected a multiple of {tile}"
             )
 
     @property
@@ -145,7 +155,10 @@ class AttentionDecode(Variant):
         pages = "" if self.copy_pages else "-any_page"
         cache = "" if self.kv_dtype == self.dtype else f"-{self.kv_dtype}_kv"
         split = f"-split{self.split_tokens}" if self.split_tokens else ""
-        return f"{self.family}-{self.dtype}{cache}-d{self.head_dim}-c{self.columns}{pages}{split}"
+        cluster = f"-cluster{self.cluster}" if self.cluster > 1 else ""
+        passes = f"-passes{self.passes}" if self.passes > 1 else ""
+        shape = f"d{self.head_dim}-c{self.columns}{pages}{split}{cluster}{passes}"
+        return f"{self.family}-{self.dtype}{cache}-{shape}"
 
     def defines(self) -> dict[str, str]:
         return {
@@ -155,10 +168,43 @@ class AttentionDecode(Variant):
             "OSTINATO_COLUMNS": str(self.columns),
             "OSTINATO_COPY_PAGES": str(int(self.copy_pages)),
             "OSTINATO_FIXED_TILES": str(self.split_tokens // _DECODE_TILE),
+            "OSTINATO_CLUSTER": str(self.cluster),
+            "OSTINATO_PASSES": str(self.passes),
         }
 
 
 _PREFILL_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "e4m3": "__nv_fp8_e4m3"}
+
+# How much there is to do for a launch of decode attention, as far as the host knows.
+DecodeLoad = Literal["few", "some", "many"]
+
+
+def decode_cluster(
+    load: DecodeLoad,
+    *,
+    head_dim: int,
+    columns: int,
+    copy_pages: bool,
+    quantized: bool,
+    batch_invariant: bool,
+) -> tuple[int, int]:
+    """Return the cluster and the passes of the fastest kernel (docs/decode.md).
+
+    With `batch_invariant` the load changes no bit: all have as many passes of CTAs.
+    """
+    alone = (1, 1)
+    if not copy_pages or columns > _MOST_COLUMNS_OF_CLUSTERS:
+        return alone
+    least_work = columns == 8 and not quantized  # for a byte of the cache
+    if batch_invariant:
+        if not least_work or not 64 < head_dim <= 128:
+            return alone
+        return {"few": (4, 1), "some": (2, 2), "many": (1, 4)}[load]
+    if head_dim > 128:
+        return (2, 1) if least_work and load != "many" else alone
+    if load == "many":
+        return (2, 1) if least_work and head_dim > 64 else alone
+    return (8, 1) if load == "few" else (2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

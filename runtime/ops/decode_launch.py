@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import get_args
+
 import torch
 
 from ostinato import _C
 from ostinato.kernels.loader import load
-from ostinato.kernels.variants import SPLIT_TOKENS, AttentionDecode
+from ostinato.kernels.variants import (
+    SPLIT_TOKENS,
+    AttentionDecode,
+    DecodeLoad,
+    decode_cluster,
+)
 from ostinato.ops import pdl
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.launch import (
@@ -27,6 +35,11 @@ _MOST_TOKENS, _MOST_TILES = 1 << 27, 1 << 29
 _TILE_TOKENS = 64
 _MOST_ROWS_OF_LONG_HEADS = 32  # of more than 128: the output of more does not fit in the registers
 _VECTOR_BYTES = 16
+# Loads, by segments, as many as sequences times KV heads, and by the most tokens that these have.
+# Few leave most SMs without work unless CTAs share them; where they are split, each split gets one
+# of the 62 clusters of four that an H200 runs. Many are half as many as its CTAs, or more.
+_FEW_SEGMENTS, _FEW_TOKENS, _FEW_SPLITS = 16, 16384, 56
+_SOME_SEGMENTS = 128
 
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
@@ -65,6 +78,11 @@ def variant(
         rows,
         copy_pages=page_size % _PAGE == 0,
         batch_invariant=batch_invariant,
+        load=_load_of(
+            min(page_table.size(0), _MOST_SEQUENCES) * heads_kv,
+            page_table.size(1) * page_size,
+            batch_invariant=batch_invariant,
+        ),
     )
 
 
@@ -76,6 +94,7 @@ def kernel_for(
     *,
     copy_pages: bool,
     batch_invariant: bool,
+    load: DecodeLoad,
 ) -> AttentionDecode | None:
     """Return the kernel for `rows` queries times heads of a group, None where there is none."""
     if (
@@ -86,13 +105,24 @@ def kernel_for(
         or (dim > 128 and rows > _MOST_ROWS_OF_LONG_HEADS)
     ):
         return None
+    columns = next(columns for columns in _COLUMNS if columns >= rows)
+    cluster, passes = decode_cluster(
+        load,
+        head_dim=dim,
+        columns=columns,
+        copy_pages=copy_pages,
+        quantized=kv_dtype != dtype,
+        batch_invariant=batch_invariant,
+    )
     return AttentionDecode(
         head_dim=dim,
         dtype=KERNEL_NAMES[dtype],
         kv_dtype=KERNEL_NAMES[kv_dtype],
-        columns=next(columns for columns in _COLUMNS if columns >= rows),
+        columns=columns,
         copy_pages=copy_pages,
         split_tokens=SPLIT_TOKENS if batch_invariant else 0,
+        cluster=cluster,
+        passes=passes,
     )
 
 
@@ -108,10 +138,12 @@ def decode_kernels(
         batch_invariant: as of `paged_attention`.
     """
     found = (
-        kernel_for(dtype, dtype, dim, group, copy_pages=copied, batch_invariant=batch_invariant)
-        for copied in (True, False)
+        kernel_for(
+            dtype, dtype, dim, group, copy_pages=copied, batch_invariant=batch_invariant, load=load
+        )
+        for copied, load in product((True, False), get_args(DecodeLoad))
     )
-    return [kernel for kernel in found if kernel is not None]
+    return list(dict.fromkeys(kernel for kernel in found if kernel is not None))
 
 
 def attend(
@@ -189,6 +221,15 @@ def attend(
                 pdl=pdl.enabled(),
                 stream=stream,
             )
+
+
+def _load_of(segments: int, tokens: int, *, batch_invariant: bool) -> DecodeLoad:
+    """Return how much there may be to do for sequences times KV heads, of up to so many tokens."""
+    if batch_invariant:
+        few = segments * -(-tokens // SPLIT_TOKENS) <= _FEW_SPLITS
+    else:
+        few = segments <= _FEW_SEGMENTS and segments * tokens <= _FEW_TOKENS
+    return "few" if few else "some" if segments <= _SOME_SEGMENTS else "many"
 
 
 def _within_limits(page_table: torch.Tensor, page_size: int, heads_kv: int) -> bool:

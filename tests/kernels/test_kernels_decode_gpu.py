@@ -21,8 +21,9 @@ _SITES = (
     *("decode_keys_load", "decode_keys_release", "decode_values_load", "decode_values_release"),
     *("decode_sums_store", "decode_sums_load", "decode_part_store"),
 )
+_SITES_OF_SHARES = ("decode_shares_store", "decode_shares_load")
 # A warp's own columns, and teams of warps; copied and gathered pages.
-_VARIANTS = tuple(
+_ALONE = tuple(
     AttentionDecode(
         head_dim=128,
         dtype="bf16",
@@ -32,6 +33,19 @@ _VARIANTS = tuple(
     )
     for columns, split_tokens in ((8, 0), (64, 0), (8, 512))
     for copy_pages in (True, False)
+)
+# Clusters, and several passes.
+_SHARED = tuple(
+    AttentionDecode(
+        head_dim=128, dtype="bf16", split_tokens=split_tokens, cluster=cluster, passes=passes
+    )
+    for split_tokens, cluster, passes in ((0, 8, 1), (512, 2, 2))
+)
+_VARIANTS = (*_ALONE, *_SHARED)
+_DELAYED = tuple(
+    (variant, site)
+    for variant in _VARIANTS
+    for site in (*_SITES, *(_SITES_OF_SHARES if variant in _SHARED else ()))
 )
 _LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40)
 
@@ -43,7 +57,7 @@ Launch = Callable[..., torch.Tensor]
 @pytest.fixture(scope="module")
 def launch() -> Launch:
     """Give a function of variant, mode and lengths that returns out, from the same inputs."""
-    wanted = [(v, mode) for v in _VARIANTS for mode in (RELEASE, *map(_delayed, _SITES))]
+    wanted = [(v, RELEASE) for v in _VARIANTS] + [(v, _delayed(site)) for v, site in _DELAYED]
     entries = build([plan(variant, mode) for variant, mode in wanted])
     libraries = {
         key: _C.PagedDecode(str(e.library)) for key, e in zip(wanted, entries, strict=True)
@@ -103,8 +117,9 @@ def _delayed(site: str) -> BuildMode:
 
 
 @pytest.mark.parametrize("lengths", _LENGTHS, ids=lambda lengths: f"{len(lengths)}x{lengths[0]}")
-@pytest.mark.parametrize("site", _SITES)
-@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda v: v.name)
+@pytest.mark.parametrize(
+    ("variant", "site"), _DELAYED, ids=lambda x: x if isinstance(x, str) else x.name
+)
 def test_injected_delays_change_no_bit(
     launch: Launch, variant: AttentionDecode, site: str, lengths: list[int]
 ) -> None:

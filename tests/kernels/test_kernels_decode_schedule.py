@@ -136,6 +136,10 @@ def test_every_tile_is_somebodys_once(
         assert [piece.cta for piece in pieces] == list(range(first, first + len(pieces)))
     # The workspace has two places for each CTA: one of a segment it begins, one of another.
     assert all(count == 1 for count in parts.values())
+    # On one line, a launch has no more CTAs than the segments could have tiles.
+    if live and len(tiles) * heads_kv <= grid:
+        last = max(piece.cta for pieces in segments.values() for piece in pieces)
+        assert last < len(live) * max(tiles)
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,6 +169,8 @@ def test_fixed_cuts_are_the_sequences_own(
     lines = (ctypes.c_int * 2)()
     shim.lines(grid, len(tiles), heads_kv, lines)
     assert max(of_cta.values(), default=0) <= -(-len(units) // (lines[0] * lines[1]))
+    if lines[0] == 1:  # those with work come first
+        assert set(of_cta) == set(range(len(of_cta)))
     counters = []
     for (sequence, _), own in segments.items():
         first = own[0].place

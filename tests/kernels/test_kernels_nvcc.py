@@ -66,7 +66,9 @@ def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too."""
     variants = [
         AppendKV(dtype="bf16", cache_dtype="e4m3"),
-        AttentionDecode(head_dim=128, dtype="bf16", columns=8),
+        AttentionDecode(
+            head_dim=128, dtype="bf16", columns=8, split_tokens=1024, cluster=2, passes=2
+        ),
         AttentionDecode(head_dim=256, dtype="fp16", kv_dtype="int8", columns=32, copy_pages=False),
         AttentionPrefill(head_dim=128, dtype="bf16"),
         AttentionPrefill(head_dim=64, dtype="fp16", keys="pages"),
@@ -173,6 +175,8 @@ _DECODE = AttentionDecode(head_dim=128, dtype="bf16", columns=8)
         ("OSTINATO_HEAD_DIM=24", "an MMA takes 16 of the head dim"),
         ("OSTINATO_COLUMNS=24", "an MMA takes 8 columns"),
         ("OSTINATO_COLUMNS=128", "four warps of 16 hold no more than 64"),
+        ("OSTINATO_CLUSTER=16", "a cluster has at most 8 CTAs"),
+        ("OSTINATO_CLUSTER=3", "divide 8 lines of an MMA"),
     ],
 )
 def test_impossible_decode_kernels_do_not_compile(define: str, sentence: str) -> None:

@@ -146,6 +146,59 @@ def test_batch_invariant_rows_do_not_depend_on_other_sequences(heads: tuple[int,
         assert_same_bits(part, whole[some])
 
 
+@pytest.mark.parametrize("rule", [{}, {"window": (700, -1)}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1)], ids=str)
+def test_neither_the_batch_nor_the_room_in_the_page_table_changes_a_bit(
+    heads: tuple[int, int], rule: dict[str, Any]
+) -> None:
+    """Launches of few, of some and of many sequences take kernels of different clusters."""
+    lengths = (1500, 17, 0, 700, 1024, 3000)
+    case = PagedCase(
+        lengths * 24,
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        dim=128,
+        page_size=16,
+        dtype=torch.bfloat16,
+        **rule,
+    )
+    (q, k_cache, v_cache, table, lens), options = case.build(CUDA)
+    options["batch_invariant"] = True
+    whole = attend((q, k_cache, v_cache, table, lens), options)
+    wide = torch.cat([table, table.new_zeros(table.size(0), 3000)], dim=1)
+    kernels = set()
+    for count in (1, 3, 6, 16, 20, 144):
+        for each in (table, wide):
+            some = (q[:count], k_cache, v_cache, each[:count], lens[:count])
+            kernel = decode_launch.variant(
+                *some[:4], options["max_seqlen_q"], True, torch.empty_like(q)
+            )
+            assert kernel is not None
+            kernels.add((kernel.cluster, kernel.passes))
+            assert_same_bits(attend(some, options), whole[:count])
+    assert kernels >= {(4, 1), (2, 2), (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "page_size"), [(64, (8, 2), 16), (128, (16, 1), 32), (80, (6, 2), 64)], ids=str
+)
+@pytest.mark.parametrize("lengths", [(700,), (1,), (64, 0), (513, 1000), (3000,)], ids=str)
+def test_few_short_sequences(
+    lengths: tuple[int, ...], dim: int, heads: tuple[int, int], page_size: int
+) -> None:
+    case = PagedCase(
+        lengths,
+        heads_q=heads[0],
+        heads_kv=heads[1],
+        dim=dim,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+    )
+    tokens = case.build(CUDA)[0][3].size(1) * page_size
+    assert len(lengths) * heads[1] * tokens <= 16384, "too many for the kernel of few"
+    check(case)
+
+
 @pytest.mark.parametrize("queries", [1, 2])
 @pytest.mark.parametrize("rule", [{}, {"window": (1500, -1)}, {"sinks": True}], ids=str)
 def test_splits_of_a_fixed_size_are_exact(rule: dict[str, Any], queries: int) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
+from ostinato.kernels.variants import DecodeLoad, decode_cluster
+from ostinato.ops import decode_launch
 from ostinato.ops.decode_launch import decode_kernels, kernel_for
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -14,7 +18,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
     ("rows", "columns"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (33, 64), (64, 64)]
 )
 def test_rows_fit_in_the_columns(rows: int, columns: int) -> None:
-    kernel = kernel_for(BF16, torch.int8, 128, rows, copy_pages=False, batch_invariant=False)
+    kernel = kernel_for(
+        BF16, torch.int8, 128, rows, copy_pages=False, batch_invariant=False, load="some"
+    )
     assert kernel is not None
     assert (kernel.columns, kernel.kv_dtype, kernel.copy_pages) == (columns, "int8", False)
 
@@ -27,12 +33,80 @@ def test_rows_fit_in_the_columns(rows: int, columns: int) -> None:
     ],
 )
 def test_there_is_no_kernel_for_others(dtype: torch.dtype, dim: int, rows: int) -> None:
-    assert kernel_for(dtype, dtype, dim, rows, copy_pages=True, batch_invariant=False) is None
+    found = kernel_for(dtype, dtype, dim, rows, copy_pages=True, batch_invariant=False, load="few")
+    assert found is None
 
 
-def test_a_models_steps_take_one_kernel_for_each_kind_of_page() -> None:
-    copied, gathered = decode_kernels(FP16, 96, 12)
-    assert (copied.copy_pages, gathered.copy_pages) == (True, False)
-    assert copied.name == "attention_decode-fp16-d96-c16-split1024"
-    assert gathered.name == "attention_decode-fp16-d96-c16-any_page-split1024"
+def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
+    names = [kernel.name for kernel in decode_kernels(FP16, 96, 8)]
+    assert names == [
+        "attention_decode-fp16-d96-c8-split1024-cluster4",
+        "attention_decode-fp16-d96-c8-split1024-cluster2-passes2",
+        "attention_decode-fp16-d96-c8-split1024-passes4",
+        "attention_decode-fp16-d96-c8-any_page-split1024",
+    ]
+    free = decode_kernels(FP16, 96, 12, batch_invariant=False)
+    assert [(kernel.copy_pages, kernel.cluster) for kernel in free] == [
+        *((True, 8), (True, 2), (True, 1), (False, 1))
+    ]
     assert decode_kernels(torch.float32, 96, 12) == []
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("copy_pages", [True, False])
+@pytest.mark.parametrize("columns", [8, 16, 32, 64])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 144, 256])
+def test_a_load_changes_no_bit_that_it_may_not_change(
+    dim: int, columns: int, copy_pages: bool, quantized: bool
+) -> None:
+    shares = {
+        cluster * passes
+        for cluster, passes in (
+            decode_cluster(
+                load,
+                head_dim=dim,
+                columns=columns,
+                copy_pages=copy_pages,
+                quantized=quantized,
+                batch_invariant=True,
+            )
+            for load in get_args(DecodeLoad)
+        )
+    }
+    assert len(shares) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_kv", "tokens", "free", "split"),
+    [
+        (1, 8, 512, (8, 1), (4, 1)),
+        (1, 8, 2048, (8, 1), (4, 1)),
+        (1, 8, 2064, (2, 1), (4, 1)),
+        (1, 8, 7168, (2, 1), (4, 1)),
+        (1, 8, 7184, (2, 1), (2, 2)),
+        (1, 1, 16384, (8, 1), (4, 1)),
+        (2, 8, 1024, (8, 1), (4, 1)),
+        (17, 1, 64, (2, 1), (4, 1)),
+        (16, 8, 512, (2, 1), (2, 2)),
+        (17, 8, 512, (2, 1), (1, 4)),
+        (600, 1, 16, (2, 1), (1, 4)),
+    ],
+)
+def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
+    batch: int,
+    heads_kv: int,
+    tokens: int,
+    free: tuple[int, int],
+    split: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    q = torch.empty(batch, 4 * heads_kv, 128, dtype=BF16)
+    cache = torch.empty(1, 16, heads_kv, 128, dtype=BF16)
+    table = torch.zeros(batch, tokens // 16, dtype=torch.int32)
+    for batch_invariant, expected in ((False, free), (True, split)):
+        kernel = decode_launch.variant(
+            q, cache, cache, table, 1, batch_invariant, torch.empty_like(q)
+        )
+        assert kernel is not None
+        assert (kernel.cluster, kernel.passes) == expected

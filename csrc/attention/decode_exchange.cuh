@@ -1,0 +1,142 @@
+// The CTAs of a cluster add up their outputs of a piece, through each other's shared memory; those
+// of several passes, too.
+//
+// Each owns some of what every warp owns of the head dim: it gets that of all shares, warp by warp,
+// and adds it up in their order, whoever has worked on them. A warp waits for its own only. Nobody
+// sends before all have read what they got of the piece before, nor before all have begun.
+#pragma once
+
+#include "common/debug.cuh"
+#include "decode_cluster.cuh"
+#include "decode_parts.cuh"
+#include "decode_rows.cuh"
+
+namespace ostinato::decode {
+
+template <int kParts>
+class ExchangerOf {
+ public:
+  // By all threads, once.
+  __device__ explicit ExchangerOf(SharedStorage& shared) : exchange_(shared.exchange) {
+    const int warp = warp_index();
+    if (kClusterCtas > 1 && elect_lane()) {
+      init_barrier(&exchange_.arrived[warp], 1);
+      fence_barrier_init();
+    }
+    __syncwarp();
+  }
+
+  // Lets others send shares of the next piece. By whole warps, after all reads of the last one
+  // have come back: what they read has been used.
+  __device__ __forceinline__ void open() const {
+    if constexpr (kClusterCtas > 1) {
+      arrive_in_cluster();
+    }
+  }
+  // Waits until all are open.
+  __device__ __forceinline__ void wait_for_others() const {
+    if constexpr (kClusterCtas > 1) {
+      wait_for_cluster();
+    }
+  }
+
+  // Sends what this lane has of a pair of columns: a part of each owned step, and the weights.
+  __device__ __forceinline__ void send_pair(int share, int pair,
+                                            const PairOutputs (&outputs)[kOwnedSteps],
+                                            const PairWeights& weights) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint64_t* const arrived = &exchange_.arrived[warp];
+#pragma unroll
+    for (int j = 0; j < kOwnedSteps; ++j) {
+      const int vector = j * 8 + lane / 4;
+      const float (&v)[4] = outputs[j].values;
+      send(&exchange_.outputs[warp][share][pair][vector % kRankVectors], arrived,
+           vector / kRankVectors, make_float4(v[0], v[1], v[2], v[3]));
+    }
+    if (lane / 4 < kClusterCtas) {
+      send(&exchange_.weights[warp][share][pair], arrived, lane / 4, weights.raw());
+    }
+  }
+
+  // Adds up what this warp owns, and writes it out, or as a part if that is not null.
+  __device__ __forceinline__ void receive(const Arguments& params, const Rows& rows, float4* part) {
+    const int warp = warp_index(), lane = threadIdx.x % 32;
+    const int pairs = count_pairs(rows);
+    if (pairs == 0) {
+      return;
+    }
+    PairPlaces places;
+    if (part == nullptr && lane < pairs * kRankVectors) {
+      places = PairPlaces(params, rows, lane / kRankVectors);
+    }
+    if constexpr (kClusterCtas > 1) {
+      if (lane == 0) {
+        arrive_expecting(&exchange_.arrived[warp], kParts * pairs * (kRankVectors + 1) *
+                                                       static_cast<uint32_t>(sizeof(float4)));
+      }
+      wait(&exchange_.arrived[warp], parity_);
+      parity_ ^= 1;
+    } else {
+      __syncwarp();
+    }
+    OSTINATO_DELAY(decode_shares_load, warp == 2);
+#pragma unroll 1
+    for (int i = lane; i < pairs * kRankVectors; i += 32) {
+      const int pair = i / kRankVectors, vector = i % kRankVectors;
+      PairWeights others[kParts];
+      float4 values[kParts];
+#pragma unroll
+      for (int share = 0; share < kParts; ++share) {
+        others[share] = PairWeights::of(exchange_.weights[warp][share][pair]);
+        values[share] = exchange_.outputs[warp][share][pair][vector];
+      }
+      Merger merger;
+#pragma unroll
+      for (int share = 0; share < kParts; ++share) {
+        merger.see(others[share]);
+      }
+      PairOutputs sum;
+      PairWeights weights{{{merger.highest[0], 0}, {merger.highest[1], 0}}};
+#pragma unroll
+      for (int share = 0; share < kParts; ++share) {
+        const float factors[2] = {merger.factor(others[share], 0), merger.factor(others[share], 1)};
+        sum.add(values[share], factors[0], factors[1]);
+        weights.add(others[share], factors);
+      }
+      if (part == nullptr) {
+        if (i >= 32) {
+          places = PairPlaces(params, rows, pair);
+        }
+        write_pair(params, places, vector, sum, weights);
+        continue;
+      }
+      const float (&v)[4] = sum.values;
+      part[outputs_at(pair, vector)] = make_float4(v[0], v[1], v[2], v[3]);
+      if (vector == 0) {
+        part[weights_at(pair)] = weights.raw();
+      }
+    }
+  }
+
+ private:
+  Exchange<kParts>& exchange_;
+  uint32_t parity_ = 0;
+};
+
+// Where a CTA has its pieces for itself, in one pass.
+template <>
+class ExchangerOf<1> {
+ public:
+  __device__ explicit ExchangerOf(SharedStorage& /*shared*/) {}
+  __device__ __forceinline__ void open() const {}
+  __device__ __forceinline__ void wait_for_others() const {}
+  __device__ __forceinline__ void send_pair(int /*share*/, int /*pair*/,
+                                            const PairOutputs (& /*outputs*/)[kOwnedSteps],
+                                            const PairWeights& /*weights*/) const {}
+  __device__ __forceinline__ void receive(const Arguments& /*params*/, const Rows& /*rows*/,
+                                          float4* /*part*/) const {}
+};
+
+using Exchanger = ExchangerOf<kShares>;
+
+}  // namespace ostinato::decode
