@@ -125,10 +125,10 @@ def test_wrong_budget_files(tmp_path: Path, document: str, match: str) -> None:
         read_budgets(file)
 
 
-# Since decode v11 they spill three registers (docs/decode.md, "Missed"); no other kernel may.
+# Since decode v12 they spill five registers (docs/decode.md, "Missed"); no other kernel may.
 _ALLOWED_SPILLS = {
-    "attention_decode-bf16-e4m3_kv-d128-c32": 12,
-    "attention_decode-bf16-e4m3_kv-d128-c32-any_page": 12,
+    "attention_decode-bf16-e4m3_kv-d128-c64-any_page": 20,
+    "attention_decode-bf16-e4m3_kv-d256-c32-any_page": 20,
 }
 
 
