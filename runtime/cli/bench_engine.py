@@ -17,7 +17,7 @@ from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_fla
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.engine import EnginePlan
+    from ostinato.bench.engine import EnginePlan, StartUp
     from ostinato.bench.report import Report, Row
     from ostinato.model import ModelConfig
 
@@ -134,15 +134,19 @@ def _measure(
             report=captured,
         )
         print(start_up, flush=True)
-        report.rows.append(start_up)
+        _keep(start_up, report, args.json)
         for row in time_engine(engine, args.shape, plan):
             print(_line(row, targets), flush=True)
-            report.rows.append(row)
-            # After every row: what was measured before a Ctrl-C is worth keeping.
-            if args.json is not None:
-                report.write(args.json)
+            _keep(row, report, args.json)
     finally:
         engine.close()
+
+
+def _keep(row: Row | StartUp, report: Report, file: Path | None) -> None:
+    """Add a row, and write all of them: what was measured before a Ctrl-C is worth keeping."""
+    report.rows.append(row)
+    if file is not None:
+        report.write(file)
 
 
 def _targets(path: Path) -> dict[tuple[str, str], float]:

@@ -42,7 +42,7 @@ class SeenTokens:
 
 
 class DecodeStep:
-    """A step function for `GraphRunner`: embed, decode, mark as seen, sample.
+    """A step function for `GraphRunner`: mark as seen, embed, decode, sample.
 
     Outputs `tokens` [B] int64 and `logits` [B, vocab_size] fp32.
 

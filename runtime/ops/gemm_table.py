@@ -1,7 +1,8 @@
 """Which kernel multiplies W8A8 matrices of which sizes: one table, with a reason beside each row.
 
 The table is data; `choose` reads it. Its first rows say for which sizes they hold; among the others
-the model of `gemm_model` finds the fastest. What `python -m ostinato tune` measured on a machine
+the model of `gemm_model` finds the fastest, but for what was measured in a whole decode step
+(`IN_STEP`). What `python -m ostinato tune` measured on a machine
 goes before both: see `ostinato.ops.gemm_tuning`.
 """
 

@@ -92,7 +92,8 @@ def w8a8_linear(
         w_sum: [N] int32, the row sums of w; computed when None and needed.
         n_active: int32 [1], how many rows of x are real: those after them are padding, whose
             results mean nothing, and which a kernel may leave unread. On CUDA it is read while
-            kernels before this one are still running, so the last of them must not write it.
+            kernels before this one are still running, as what belongs to a `PackedWeight` is, so
+            none of those may write it (docs/w8a8.md).
         out_dtype: bf16, fp16 or fp32.
         fast_accum: let e4m3 sums on CUDA stay in the tensor cores, which keep about 13 fraction
             bits of them. Without it they are added in fp32 every 128 products.

@@ -124,16 +124,17 @@ def paged_attention(
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
             zero before its first use; one stream at a time may use it. None: one that is kept for
-            the stream, made by the first call that is not captured. A few MB, whatever the lengths;
-            with `batch_invariant` more if the capacity of a sequence is above 1024 tokens, for
-            each 1024 of them and each KV head: about the bytes of the queries in fp32.
+            the stream, made by the first call that is not captured, and made anew where a later one
+            needs more: what a smaller batch needs may be more. A few MB, whatever the lengths; with
+            `batch_invariant` more if the capacity of a sequence is above 1024 tokens, for each 1024
+            of them and each KV head: about the bytes of the queries in fp32.
         batch_invariant: make the bits of a row on CUDA independent of the other sequences, at a
             price: decode steps split each sequence after every 1024 tokens that it sees, whatever
-            the load, so that a few sequences shorter than that keep few SMs busy; where there are
-            more queries, or `cu_seqlens_q`, the heads of a group do not share the rows of a tile,
-            which short sequences then leave empty. With `cu_seqlens_q` it does not matter either
-            how a sequence was cut into chunks, if every cut is at a multiple of 384 tokens (128
-            where the dim is above 64). On the CPU bits depend on none of this in any case.
+            the load, so that a few sequences shorter than that may keep few SMs busy; where there
+            are more queries, or `cu_seqlens_q`, the heads of a group do not share the rows of a
+            tile, which short sequences then leave empty. With `cu_seqlens_q` it does not matter
+            either how a sequence was cut into chunks, if every cut is at a multiple of 384 tokens
+            (128 where the dim is above 64). On the CPU bits depend on none of this in any case.
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
