@@ -41,6 +41,11 @@ _VECTOR_BYTES = 16
 _FEW_SEGMENTS, _FEW_TOKENS, _FEW_SPLITS = 16, 16384, 56
 _SOME_SEGMENTS = 128
 
+# Of a workspace of our own: what no kernel exceeds that does not split sequences, and how much more
+# than one kernel's need another's of the same splits may be (5120 bytes for 4352), for which a
+# smaller batch may ask.
+_LEAST_WORKSPACE, _SPLITS_MARGIN = 10 << 20, 1.2
+
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
@@ -253,7 +258,8 @@ def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
             "workspace: got None while the stream is being captured and none of its own, expected "
             f"{needed} bytes, or a call like this one on the stream before the capture"
         )
-    made = torch.zeros(needed, dtype=torch.uint8, device=f"cuda:{device}")
+    size = max(_LEAST_WORKSPACE, int(_SPLITS_MARGIN * needed))
+    made = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
     _workspaces[device, stream] = made
     if found is not None:
         _outgrown.append(found)
