@@ -170,6 +170,8 @@ def _varlen_attention(
     if on_cpu or check_bounds:
         q_bounds = attention_checks.offsets("cu_seqlens_q", cu_seqlens_q, q.size(0), max_seqlen_q)
         k_bounds = attention_checks.offsets("cu_seqlens_k", cu_seqlens_k, k.size(0), max_seqlen_k)
+    lengths_of = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    how = (k, v, *lengths_of, rule, sinks, out, lse)
     if q.dtype is FP8 and not on_cpu:
         assert q_scale is not None
         assert k_scale is not None
@@ -177,21 +179,7 @@ def _varlen_attention(
         scales = prefill_launch.Fp8Scales(q_scale, k_scale, v_scale)
         kernel = prefill_launch.fp8_variant(q, k, v, out, scales)
         if kernel is not None:
-            prefill_launch.attend_packed(
-                kernel,
-                q,
-                k,
-                v,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                max_seqlen_q,
-                max_seqlen_k,
-                rule,
-                sinks,
-                out,
-                lse,
-                scales,
-            )
+            prefill_launch.attend_packed(kernel, q, *how, scales)
             return
     if q_scale is not None:
         q = _dequantized(q, q_scale, k.size(1))
@@ -201,20 +189,7 @@ def _varlen_attention(
         return
     kernel = prefill_launch.packed_variant(q, k, v, out)
     if kernel is not None:
-        prefill_launch.attend_packed(
-            kernel,
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            rule,
-            sinks,
-            out,
-            lse,
-        )
+        prefill_launch.attend_packed(kernel, q, *how)
         return
     k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)
