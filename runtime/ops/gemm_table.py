@@ -1,8 +1,7 @@
 """Which kernel multiplies W8A8 matrices of which sizes: one table, with a reason beside each row.
 
 The table is data; `choose` reads it. Its first rows say for which sizes they hold; among the others
-the model of `gemm_model` finds the fastest, but for what was measured in a whole decode step
-(`IN_STEP`). What `python -m ostinato tune` measured on a machine
+the model of `gemm_model` finds the fastest. What `python -m ostinato tune` measured on a machine
 goes before both: see `ostinato.ops.gemm_tuning`.
 """
 
@@ -74,6 +73,17 @@ class Streaming:
     weight_tiles: Container[int] = _ANY
     dtypes: Container[str] = OPERAND_DTYPES
 
+    def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
+        """Return whether the row counts for a product."""
+        share = ceil_div(ceil_div(n, TILE_CHANNELS), sms)
+        return m <= self.max_m and share in self.weight_tiles and dtype in self.dtypes
+
+    def choice(self, m: int, dtype: str, out_dtype: str) -> Choice:
+        """Return the kernel; it cuts the output by itself."""
+        return Choice(
+            GemmSmallM(dtype=dtype, out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles)
+        )
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -99,10 +109,14 @@ class InStep:
     tokens: int
     reason: str
 
-    def choice(self, m: int, out_dtype: str) -> Choice:
+    def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
+        """Return whether the row counts for a product."""
+        return dtype == "int8" and (n, k, sms) == (self.n, self.k, H200_SMS) and m in self.m
+
+    def choice(self, m: int, dtype: str, out_dtype: str) -> Choice:
         """Return the kernel, and how it cuts the output for m tokens."""
         variant = GemmTiled(
-            dtype="int8", out_dtype=out_dtype, channels=self.channels, tokens=self.tokens
+            dtype=dtype, out_dtype=out_dtype, channels=self.channels, tokens=self.tokens
         )
         half = ceil_div(modelled_m(m), 2)
         return Choice(variant, self.channels, half, cluster=2, share_weights=1)
@@ -110,12 +124,20 @@ class InStep:
 
 _MANY = range(6, 2**31)
 
-# A row of the first kind counts where it holds. Of the others the fastest by `gemm_model` does.
-TABLE: tuple[Streaming | Tile, ...] = (
+# Measured with 32 tokens, and with 64 and 128 (docs/performance.md).
+IN_STEP = (
+    InStep(4096, 4096, range(17, 33), 64, 32, "1.2 us of a layer less than 64 x 16"),
+    InStep(4096, 14336, range(33, 129), 64, 64, ".9 and .7 us less than K in two halves"),
+)
+
+# The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`
+# does.
+TABLE: tuple[Streaming | InStep | Tile, ...] = (
     Streaming(8, 2, "reads weights at memory speed (docs/gemm_small_m.md)"),
     Streaming(16, 3, "whole passes of three tiles", weight_tiles=(3,)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=(1, 2, 4)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=_MANY, dtypes=("int8",)),
+    *IN_STEP,
     Tile(64, 16, "no more columns than tokens"),
     Tile(64, 32, "no more columns than tokens; an SM's share of N <= 8192"),
     Tile(128, 32, "an SM's share of larger N in one tile"),
@@ -132,12 +154,6 @@ TABLE: tuple[Streaming | Tile, ...] = (
     Tile(256, 128, "the most products per byte of shared memory"),
     Tile(128, 128, "stores one tile while it multiplies another", pingpong=True),
     Tile(128, 256, "the least power: many tokens"),
-)
-
-# Measured with 32 tokens, and with 64 and 128 (docs/performance.md). They go before the model.
-IN_STEP = (
-    InStep(4096, 4096, range(17, 33), 64, 32, "1.2 us of a layer less than 64 x 16"),
-    InStep(4096, 14336, range(33, 129), 64, 64, ".9 and .7 us less than K in two halves"),
 )
 
 _COMPILED = frozenset((*GEMM_SMALL_M, *GEMM_TILED))
@@ -170,18 +186,12 @@ def choose(
     """
     for name, size in (("m", m), ("n", n), ("k", k)):
         checks.integer(name, size, least=1)
-    weight_tiles = ceil_div(ceil_div(n, TILE_CHANNELS), sms)
     for row in TABLE:
-        if isinstance(row, Streaming) and weight_tiles in row.weight_tiles and dtype in row.dtypes:
-            variant = GemmSmallM(
-                dtype=dtype, out_dtype=out_dtype, max_m=row.max_m, row_tiles=row.row_tiles
-            )
-            choice = serving(Choice(variant), m, n, packed, fast_accum, batch_invariant, sms)
+        if not isinstance(row, Tile) and row.holds(m, n, k, dtype, sms):
+            wanted = row.choice(m, dtype, out_dtype)
+            choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
             if choice is not None:
                 return choice
-    for step in IN_STEP:
-        if dtype == "int8" and (n, k, sms) == (step.n, step.k, H200_SMS) and m in step.m:
-            return step.choice(m, out_dtype)
     accumulates = fast_accum and dtype == "e4m3"
     wanted = _fastest(modelled_m(m), n, k, dtype, out_dtype, accumulates, batch_invariant, sms)
     choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
