@@ -117,7 +117,7 @@ class CapturedStep(Generic[OutputT]):
         graph = bucket.graph
         if graph is None:
             return self._run_missed(bucket, n, inputs)
-        foreign = self._backend.follow()
+        foreign = self._backend.follow()  # as `_given`, without what a generator costs every run
         try:
             self._buffers.stage(inputs, n, bucket.key.batch_size)
             if self.table.limit is not None:
