@@ -78,8 +78,10 @@ inline constexpr int kBlockBytes = kStrips * kStripBytes * kBlockTokens;
 // Bytes in flight are what fills the memory system: up to 192 KB on an SM, in two CTAs that hide
 // each other's starts and ends, unless the accumulators of a long row need the registers of both.
 inline constexpr int kCtasPerSm = kStrips <= 2 ? 2 : 1;
-// Where shares are added up there is a stage less: the exchange takes its place.
-inline constexpr int kRingBytes = (kQuantized || kShares > 1 ? 160 : 192) * 1024 / kCtasPerSm;
+// Where shares are added up there is a stage less: the exchange takes its place. Nor has a third
+// stage helped where copies are large and each warp has few products to do.
+inline constexpr bool kTwoStages = kShares > 1 || (kColumns == 8 && kCopyPages && kStrips == 2);
+inline constexpr int kRingBytes = (kQuantized || kTwoStages ? 160 : 192) * 1024 / kCtasPerSm;
 inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 

@@ -175,8 +175,9 @@ class AttentionDecode(Variant):
 
 _PREFILL_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "e4m3": "__nv_fp8_e4m3"}
 
-# How much there is to do for a launch of decode attention, as far as the host knows.
-DecodeLoad = Literal["few", "some", "many"]
+# How much there is to do for a launch of decode attention, as far as the host knows: segments, and
+# whether many of them may be long.
+DecodeLoad = Literal["few", "some", "many", "many_long"]
 
 
 def decode_cluster(
@@ -199,10 +200,12 @@ def decode_cluster(
     if batch_invariant:
         if not least_work or not 64 < head_dim <= 128:
             return alone
-        return {"few": (4, 1), "some": (2, 2), "many": (1, 4)}[load]
+        return {"few": (4, 1), "some": (2, 2), "many": (1, 4), "many_long": (1, 4)}[load]
     if head_dim > 128:
-        return (2, 1) if least_work and load != "many" else alone
+        return (2, 1) if least_work and load in ("few", "some") else alone
     if load == "many":
+        return alone
+    if load == "many_long":
         return (2, 1) if least_work and head_dim > 64 else alone
     return (8, 1) if load == "few" else (2, 1)
 

@@ -37,9 +37,11 @@ _MOST_ROWS_OF_LONG_HEADS = 32  # of more than 128: the output of more does not f
 _VECTOR_BYTES = 16
 # Loads, by segments, as many as sequences times KV heads, and by the most tokens that these have.
 # Few leave most SMs without work unless CTAs share them; where they are split, each split gets one
-# of the 62 clusters of four that an H200 runs. Many are half as many as its CTAs, or more.
+# of the 62 clusters of four that an H200 runs. Many are half as many as its CTAs, or more: CTAs of
+# their own end a segment sooner, clusters read long ones faster.
 _FEW_SEGMENTS, _FEW_TOKENS, _FEW_SPLITS = 16, 16384, 56
 _SOME_SEGMENTS = 128
+_LONG_TOKENS = 2048
 
 # Of a workspace of our own: what no kernel exceeds that does not split sequences, and how much more
 # than one kernel's need another's of the same splits may be (5120 bytes for 4352), for which a
@@ -234,7 +236,9 @@ def _load_of(segments: int, tokens: int, *, batch_invariant: bool) -> DecodeLoad
         few = segments * -(-tokens // SPLIT_TOKENS) <= _FEW_SPLITS
     else:
         few = segments <= _FEW_SEGMENTS and segments * tokens <= _FEW_TOKENS
-    return "few" if few else "some" if segments <= _SOME_SEGMENTS else "many"
+    if segments > _SOME_SEGMENTS:
+        return "many_long" if tokens > _LONG_TOKENS else "many"
+    return "few" if few else "some"
 
 
 def _within_limits(page_table: torch.Tensor, page_size: int, heads_kv: int) -> bool:

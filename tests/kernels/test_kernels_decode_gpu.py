@@ -31,7 +31,7 @@ _ALONE = tuple(
         copy_pages=copy_pages,
         split_tokens=split_tokens,
     )
-    for columns, split_tokens in ((8, 0), (64, 0), (8, 512))
+    for columns, split_tokens in ((8, 0), (32, 0), (64, 0), (8, 512))
     for copy_pages in (True, False)
 )
 # Clusters, and several passes.

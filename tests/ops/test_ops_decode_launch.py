@@ -49,6 +49,8 @@ def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
     assert [(kernel.copy_pages, kernel.cluster) for kernel in free] == [
         *((True, 8), (True, 2), (True, 1), (False, 1))
     ]
+    few_rows = decode_kernels(FP16, 96, 8, batch_invariant=False)
+    assert [kernel.cluster for kernel in few_rows] == [8, 2, 1, 1]
     assert decode_kernels(torch.float32, 96, 12) == []
 
 
@@ -88,8 +90,10 @@ def test_a_load_changes_no_bit_that_it_may_not_change(
         (2, 8, 1024, (8, 1), (4, 1)),
         (17, 1, 64, (2, 1), (4, 1)),
         (16, 8, 512, (2, 1), (2, 2)),
-        (17, 8, 512, (2, 1), (1, 4)),
-        (600, 1, 16, (2, 1), (1, 4)),
+        (17, 8, 512, (1, 1), (1, 4)),
+        (17, 8, 2048, (1, 1), (1, 4)),
+        (17, 8, 2064, (2, 1), (1, 4)),
+        (600, 1, 16, (1, 1), (1, 4)),
     ],
 )
 def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
