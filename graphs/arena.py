@@ -7,13 +7,15 @@ batch is staged whole before it is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ostinato.graphs.spec import BufferSpec
 
 _ALIGNMENT = 256  # bytes: what vector loads and bulk copies ask for, and more
+_WORD = 8  # bytes
+_PIECE = 2048  # words: torch's kernel for many copies gives them to a CTA, in one round
 
 
 class Arena:
@@ -23,7 +25,7 @@ class Arena:
         specs: of the buffers.
         max_batch: the largest batch size.
         device: where the block is.
-        pin_memory: whether it is pinned.
+        words: int64 memory of the block, at least `words_of` as many; by default its own, zero.
 
     Attributes:
         n_active: int32 [1] at the start of the block, the same for all batch sizes.
@@ -35,16 +37,20 @@ class Arena:
         max_batch: int,
         device: torch.device,
         *,
-        pin_memory: bool = False,
+        words: torch.Tensor | None = None,
     ) -> None:
         self._specs = specs
-        size = self._end(max_batch)
-        self._bytes = torch.zeros(size, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        size = _end(specs, max_batch)
+        if words is None:
+            words = torch.zeros(size // _WORD, dtype=torch.int64, device=device)
+        self._words = words
+        self._bytes = words.view(torch.uint8)
         self.n_active = self._bytes[:4].view(torch.int32)
         # Slicing costs as much as copying a few rows, so every slice is made once.
         self._batches: dict[int, dict[str, torch.Tensor]] = {}
         self._heads: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._packed: dict[int, torch.Tensor] = {}
+        self._pieces: dict[tuple[int, int, tuple[str, ...]], list[torch.Tensor]] = {}
         self._start = self._bytes.data_ptr()
         self._stop = self._start + size
 
@@ -74,8 +80,26 @@ class Arena:
         packed = self._packed.get(size)
         if packed is None:
             with torch.inference_mode(False):
-                packed = self._packed[size] = self._bytes[: self._end(size)]
+                packed = self._packed[size] = self._bytes[: _end(self._specs, size)]
         return packed
+
+    def pieces(self, size: int, n: int, without: tuple[str, ...]) -> list[torch.Tensor]:
+        """Return a batch of `size` in pieces of int64, but for the first `n` rows of some buffers.
+
+        They are the same of all arenas of these specs.
+
+        Args:
+            size: of the batch.
+            n: rows that are left out.
+            without: names of the buffers that these are of, with rows of whole words.
+        """
+        key = size, n if without else 0, without
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            with torch.inference_mode(False):
+                pieces = [self._words[low:high] for low, high in self._ranges(size, n, without)]
+            self._pieces[key] = pieces
+        return pieces
 
     def pad(self, size: int) -> None:
         """Write padding into all rows of a batch of `size`, none of them real."""
@@ -92,8 +116,39 @@ class Arena:
             offset = _aligned(end)
         return views
 
-    def _end(self, size: int) -> int:
-        return _ALIGNMENT + sum(_aligned(size * spec.row_bytes) for spec in self._specs.values())
+    def _ranges(self, size: int, n: int, without: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+        """Yield the first word of each piece and the one after its last."""
+        begin, offset = 0, _ALIGNMENT
+        for name, spec in self._specs.items():
+            if name in without:
+                yield from _cut(begin, offset // _WORD)
+                begin = (offset + n * spec.row_bytes) // _WORD
+            offset = _aligned(offset + size * spec.row_bytes)
+        yield from _cut(begin, offset // _WORD)
+
+
+def words_of(specs: Mapping[str, BufferSpec], max_batch: int) -> int:
+    """Return how many 64-bit words the rows of all buffers take."""
+    return _end(specs, max_batch) // _WORD
+
+
+def is_whole_words(rows: torch.Tensor) -> bool:
+    """Return whether rows can be copied as they lie, as words."""
+    return rows.element_size() == _WORD and rows.is_contiguous()
+
+
+def as_words(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as one row of words."""
+    return rows.view(torch.int64).view(-1)
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for low in range(begin, end, _PIECE):
+        yield low, min(low + _PIECE, end)
+
+
+def _end(specs: Mapping[str, BufferSpec], size: int) -> int:
+    return _ALIGNMENT + sum(_aligned(size * spec.row_bytes) for spec in specs.values())
 
 
 def _aligned(size: int) -> int:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from ostinato.graphs.arena import Arena
+from ostinato.graphs.arena import Arena, as_words, is_whole_words, words_of
 from ostinato.graphs.integers import as_integer
 from ostinato.graphs.keys import DEFAULT, Key, Variant
+from ostinato.graphs.mapped import pinned_words
 from ostinato.graphs.spec import BufferSpec, as_rows
 
 _IN_FLIGHT = 2  # batches on their way from pinned memory
+_MOST_MAPPED = 1 << 18  # bytes that a kernel copies from the host; beyond, a copy engine is better
 
 
 class BatchView:
@@ -60,10 +62,10 @@ class BatchView:
 class StaticBuffers:
     """Input buffers of a step, allocated once and never moved.
 
-    Inputs from the host go through pinned memory, all of them in one copy. The pinned memory is
-    written again only after the copy from it has finished; there are two blocks of it, so that a
-    batch can be staged while the one before is waiting for the device. Copies run on torch's
-    current stream.
+    Inputs from the host go through pinned memory, all of them in one copy, which takes what comes
+    from the device along where it is made of 64-bit numbers. The pinned memory is written again
+    only after the copy from it has finished; there are two blocks of it, so that a batch can be
+    staged while the one before is waiting for the device. Copies run on torch's current stream.
 
     Args:
         specs: name and form of each input; names are identifiers.
@@ -90,10 +92,13 @@ class StaticBuffers:
             self._static.pad(max_batch)
             self._pinned: deque[_Pinned] = deque()
             if self.device.type == "cuda":
-                self._pinned.extend(_Pinned(self.specs, max_batch) for _ in range(_IN_FLIGHT))
+                for _ in range(_IN_FLIGHT):
+                    self._pinned.append(_Pinned(self.specs, max_batch, self.device))
                 # The driver loads a kernel at its first launch, and then waits for the device.
                 rows = self._static.batch(max_batch)
                 _copy_all(rows, {name: row.clone() for name, row in rows.items()})
+                words = self._static.pieces(1, 0, ())
+                torch._foreach_copy_(words, [word.clone() for word in words])
         self._padding: dict[int, torch.Tensor] = {}
         self._views: dict[Key, BatchView] = {}
 
@@ -145,7 +150,7 @@ class StaticBuffers:
         on_device = {name: value for name, value in checked.items() if not value.is_cpu}
         if n < bucket or len(on_device) < len(checked):
             from_host = {name: value for name, value in checked.items() if value.is_cpu}
-            self._copy_through_pinned(from_host, n, bucket)
+            on_device = self._copy_through_pinned(from_host, on_device, n, bucket)
         else:
             self.n_active.fill_(n)
         if on_device:
@@ -184,14 +189,32 @@ class StaticBuffers:
         bucket = self._as_size("bucket", bucket)
         self._static.pad(bucket)
 
-    def _copy_through_pinned(self, inputs: Mapping[str, torch.Tensor], n: int, bucket: int) -> None:
+    def _copy_through_pinned(
+        self,
+        from_host: Mapping[str, torch.Tensor],
+        on_device: dict[str, torch.Tensor],
+        n: int,
+        bucket: int,
+    ) -> dict[str, torch.Tensor]:
+        """Copy rows from the host, and padding; return those on the device still to be copied."""
         pinned = self._pinned[0]
         self._pinned.rotate()
         # The device may still be reading an earlier batch from it.
         pinned.copied.synchronize()
-        self._write(pinned, inputs, n, bucket)
-        self._static.packed(bucket).copy_(pinned.packed(bucket), non_blocking=True)
+        self._write(pinned, from_host, n, bucket)
+        packed = self._static.packed(bucket)
+        if pinned.mapped is not None and packed.numel() <= _MOST_MAPPED:
+            taken = {name: rows for name, rows in on_device.items() if is_whole_words(rows)}
+            names, rows = tuple(taken), self._static.head(bucket, n)
+            torch._foreach_copy_(
+                [*self._static.pieces(bucket, n, names), *(as_words(rows[name]) for name in names)],
+                [*pinned.mapped.pieces(bucket, n, names), *map(as_words, taken.values())],
+            )
+            on_device = {name: rows for name, rows in on_device.items() if name not in taken}
+        else:
+            packed.copy_(pinned.packed(bucket), non_blocking=True)
         pinned.copied.record(torch.cuda.current_stream(self.device))
+        return on_device
 
     def _write(self, arena: Arena, inputs: Mapping[str, torch.Tensor], n: int, bucket: int) -> None:
         if n < bucket:
@@ -220,10 +243,19 @@ class StaticBuffers:
 
 
 class _Pinned(Arena):
-    """Pinned memory of the host, and when it was last copied from."""
+    """Pinned memory of the host, and when it was last copied from.
 
-    def __init__(self, specs: Mapping[str, BufferSpec], max_batch: int) -> None:
-        super().__init__(specs, max_batch, torch.device("cpu"), pin_memory=True)
+    Attributes:
+        mapped: the same memory, as kernels of the device read it; None where they cannot.
+        copied: the end of the last copy.
+    """
+
+    def __init__(
+        self, specs: Mapping[str, BufferSpec], max_batch: int, device: torch.device
+    ) -> None:
+        host, mapped = pinned_words(words_of(specs, max_batch), device)
+        super().__init__(specs, max_batch, torch.device("cpu"), words=host)
+        self.mapped = None if mapped is None else Arena(specs, max_batch, device, words=mapped)
         self.copied = torch.cuda.Event()
 
 

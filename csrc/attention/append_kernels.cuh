@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(kThreads)
       head.prefetch_weights(chunk);
     }
   }
-  wait_for_predecessor();
-  // Not before the wait: what the successor reads before its own was then written by kernels that
-  // have ended, this one left aside.
+  // Before the wait: decode attention finds its work, by guesses that it confirms after its own
+  // wait, while this kernel waits and works.
   let_successor_start();
+  wait_for_predecessor();
 
   const int32_t position = head.load_position(p);
   const int64_t slot = head.load_slot(p);
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kThreads)
                       const KnownDivisor count) {
   const uint32_t lane = threadIdx.x % 32;
   const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) / 32);
-  wait_for_predecessor();
   let_successor_start();
+  wait_for_predecessor();
   const int32_t position = head.load_position(p);
   const Target target(p, head, head.load_slot(p));
   if (target.row == nullptr) {

@@ -79,22 +79,28 @@ class RowPart {
   }
 
   // Calls visit(logits, first id) for every vector of the part. Where it is not whole, its first
-  // logit fills it up. A thread asks for its next kTokens tokens before it looks at these.
+  // logit fills it up. A thread asks for its next kTokens tokens before it looks at these. It
+  // begins with the last ones, which were written last and may still be in the L2 cache: begun at
+  // the other end, they would have made room for those before them.
   template <int kTokens, typename Visit>
   __device__ __forceinline__ void for_each_vector(Visit&& visit) const {
     constexpr int kVectors = kAligned ? kTokens / kVector : 1;
     constexpr uint32_t kStep = kThreads * kVectors * kVector;
+    const uint32_t steps = (end_ - first_ + kStep - 1) / kStep;
     Packed<Logit, kVector> packed[kVectors], next[kVectors];
-    load_vectors(first_, next);
+    load_vectors(first_ + (steps - 1) * kStep, next);
 #pragma unroll 1
-    for (uint32_t base = first_; base < end_; base += kStep) {
+    for (uint32_t step = steps; step-- > 0;) {
+      const uint32_t base = first_ + step * kStep;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         packed[v] = next[v];
       }
-      load_vectors(base + kStep, next);
+      if (step > 0) {
+        load_vectors(base - kStep, next);
+      }
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = kVectors - 1; v >= 0; --v) {
         const uint32_t id = place(base, v);
         if (id < end_) {
           float values[kVector];

@@ -85,7 +85,8 @@ class Selector {
         least = fminf(least, logits[i]);
       }
       last = fminf(last, least);
-      if (id == ~0u || !(most <= best || isnan(best))) {
+      // Of equal ones the first, which comes later; NaN above all.
+      if (id == ~0u || isnan(most) || most >= best) {
         best = most;
 #pragma unroll
         for (int i = kVector - 1; i >= 0; --i) {

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.engine.request import Request
+from ostinato.graphs.mapped import pinned_words
+
+_BLOCK = 256  # tokens that pinned memory is made for, or a multiple
 
 
 @dataclass
@@ -18,7 +21,8 @@ class _Launch:
 
     requests: tuple[Request, ...]
     tokens: torch.Tensor  # [n] int64 on the device
-    host: torch.Tensor  # [n], filled once `copied` has happened
+    host: torch.Tensor  # [n] or more, filled once `copied` has happened
+    mapped: torch.Tensor | None  # its memory as the device's kernels see it, if they can
     copied: torch.cuda.Event | None
     seconds: MutableSequence[float]
     started: float
@@ -38,6 +42,8 @@ class TokensInFlight:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launches: deque[_Launch] = deque()
+        # Pinned memory of no launch, as the host and the device see it.
+        self._free: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._read = 0.0  # when tokens were read last, by time.perf_counter
 
     def __len__(self) -> int:
@@ -59,14 +65,18 @@ class TokensInFlight:
             seconds: where `read` puts the time that the launch took.
             started: when it began, by `time.perf_counter`.
         """
-        pinned = self._device.type == "cuda"
-        host = torch.empty(len(requests), dtype=tokens.dtype, pin_memory=pinned)
-        host.copy_(tokens, non_blocking=pinned)
-        copied = None
-        if pinned:
+        count = len(requests)
+        if self._device.type == "cuda":
+            host, mapped = self._pinned(count)
+            if mapped is None:
+                host[:count].copy_(tokens, non_blocking=True)
+            else:  # the next step would wait for a copy engine
+                torch._foreach_copy_([mapped[:count]], [tokens])
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self._device))
-        launch = _Launch(tuple(requests), tokens, host, copied, seconds, started)
+        else:
+            host, mapped, copied = tokens.clone(), None, None
+        launch = _Launch(tuple(requests), tokens, host, mapped, copied, seconds, started)
         for request in requests:
             request.in_flight += 1
         self._launches.append(launch)
@@ -117,7 +127,7 @@ class TokensInFlight:
                 # Launches overlap: each is charged from where the one before it was read.
                 launch.seconds.append(now - max(launch.started, self._read))
                 self._read = now
-            tokens = launch.host.tolist()
+            tokens = launch.host[: len(launch.requests)].tolist()
             while launch.taken < len(tokens):
                 request = launch.requests[launch.taken]
                 if request.finish_reason is None:
@@ -125,7 +135,17 @@ class TokensInFlight:
                 launch.taken += 1
                 request.in_flight -= 1
             self._launches.popleft()
+            if launch.copied is not None:
+                self._free.append((launch.host, launch.mapped))
 
     def clear(self) -> None:
         """Forget all launches; their requests must not go on."""
         self._launches.clear()
+
+    def _pinned(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return pinned memory for at least `count` tokens; see `pinned_words`."""
+        while self._free:
+            host, mapped = self._free.pop()
+            if len(host) >= count:
+                return host, mapped
+        return pinned_words(-(-count // _BLOCK) * _BLOCK, self._device)

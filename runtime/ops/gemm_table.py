@@ -97,37 +97,51 @@ class Tile:
 
 @dataclass(frozen=True)
 class InStep:
-    """What an INT8 decode step is the fastest with, though another choice is so alone.
+    """What a decode step is the fastest with, though the model or a product alone says otherwise.
 
-    It holds for w [n, k] and tokens in `m`: two tiles of half of them, which share their weights.
+    It holds for w [n, k] of a dtype and tokens in `m`. In INT8 two tiles of half of them share
+    their weights; in FP8, where rows must not depend on m, one tile has them all.
     """
 
+    dtype: str
     n: int
     k: int
     m: range
     channels: int
     tokens: int
     reason: str
+    tile_channels: int = 0
 
     def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
         """Return whether the row counts for a product."""
-        return dtype == "int8" and (n, k, sms) == (self.n, self.k, H200_SMS) and m in self.m
+        own = (self.dtype, self.n, self.k, H200_SMS)
+        return (dtype, n, k, sms) == own and m in self.m
 
     def choice(self, m: int, dtype: str, out_dtype: str) -> Choice:
         """Return the kernel, and how it cuts the output for m tokens."""
+        fp8 = dtype == "e4m3"
         variant = GemmTiled(
-            dtype=dtype, out_dtype=out_dtype, channels=self.channels, tokens=self.tokens
+            dtype=dtype,
+            out_dtype=out_dtype,
+            channels=self.channels,
+            tokens=self.tokens,
+            fast_accum=fp8,
         )
-        half = ceil_div(modelled_m(m), 2)
-        return Choice(variant, self.channels, half, cluster=2, share_weights=1)
+        channels, tokens = self.tile_channels or self.channels, modelled_m(m)
+        if fp8:
+            return Choice(variant, channels, tokens, cluster=1)
+        return Choice(variant, channels, ceil_div(tokens, 2), cluster=2, share_weights=1)
 
 
 _MANY = range(6, 2**31)
 
-# Measured with 32 tokens, and with 64 and 128 (docs/performance.md).
+# Measured with 32 tokens, and with 64 and 128; FP8 with 1 and 8 (docs/performance.md). Microseconds
+# of a layer are what a row gains.
 IN_STEP = (
-    InStep(4096, 4096, range(17, 33), 64, 32, "1.2 us of a layer less than 64 x 16"),
-    InStep(4096, 14336, range(33, 129), 64, 64, ".9 and .7 us less than K in two halves"),
+    InStep("int8", 4096, 4096, range(17, 33), 64, 32, "1.2 us less than 64 x 16"),
+    InStep("int8", 4096, 14336, range(33, 129), 64, 64, ".9 and .7 less than K in two halves"),
+    InStep("e4m3", 4096, 4096, range(1, 17), 64, 64, "1.8, 1.6 less than of 32", tile_channels=48),
+    InStep("e4m3", 4096, 14336, range(1, 17), 64, 64, "1.4, .5 less than of 32", tile_channels=48),
 )
 
 # The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.graphs import BufferSpec, StaticBuffers, Variant
+from ostinato.graphs.arena import Arena
 
 NAN = float("nan")
 
@@ -156,6 +157,57 @@ def test_staged_rows_are_the_inputs_and_the_rest_is_padding(runs, buffers):
         assert torch.equal(view.hidden[:n].cpu(), inputs["hidden"].cpu())
         assert (view.tokens[n:] == PAD_TOKEN).all()
         assert (view.hidden[n:] == -1.0).all()
+        assert buffers.n_active.tolist() == [n]
+
+
+@given(
+    widths=st.lists(st.integers(1, 1500), min_size=1, max_size=4),
+    size=st.integers(1, 8),
+    data=st.data(),
+)
+def test_pieces_of_a_batch_are_all_of_it_but_for_the_rows_left_out(widths, size, data):
+    names = [f"b{index}" for index in range(len(widths))]
+    specs = {
+        name: BufferSpec((width,), torch.int64, 0)
+        for name, width in zip(names, widths, strict=True)
+    }
+    device = torch.device("cpu")
+    to, other = Arena(specs, 8, device), Arena(specs, 8, device)
+    other.packed(8).fill_(1)
+    n = data.draw(st.integers(0, size))
+    without = tuple(data.draw(st.sets(st.sampled_from(names))))
+    torch._foreach_copy_(to.pieces(size, n, without), other.pieces(size, n, without))
+    expected = torch.ones(to.packed(size).numel(), dtype=torch.uint8)
+    for name in without:
+        begin = to.batch(size)[name].data_ptr() - to.packed(size).data_ptr()
+        expected[begin : begin + n * specs[name].row_bytes] = 0
+    assert torch.equal(to.packed(size), expected)
+    beyond = to.packed(8)[len(expected) :]
+    assert not beyond.any()
+
+
+def test_inputs_of_both_places_are_staged_together(device):
+    specs = {
+        "words": BufferSpec((3,), torch.int64, -1),
+        "doubles": BufferSpec((), torch.float64, 0.5),
+        "ints": BufferSpec((5,), torch.int32, -2),
+        "strided": BufferSpec((2,), torch.int64, -3),
+        "host": BufferSpec((7,), torch.float32, -4.0),
+    }
+    buffers = StaticBuffers(specs, 8, device)
+    for n, bucket in ((1, 1), (3, 4), (8, 8), (2, 8)):
+        inputs = {
+            "words": torch.randint(99, (n, 3), device=device),
+            "doubles": torch.rand(n, dtype=torch.float64, device=device),
+            "ints": torch.randint(99, (n, 5), dtype=torch.int32, device=device),
+            "strided": torch.randint(99, (2, n), device=device).T,
+            "host": torch.rand(n, 7),
+        }
+        buffers.stage(inputs, n, bucket)
+        view = buffers.view(bucket)
+        for name, spec in specs.items():
+            assert torch.equal(view[name][:n].cpu(), inputs[name].cpu())
+            assert (view[name][n:] == spec.pad).all()
         assert buffers.n_active.tolist() == [n]
 
 

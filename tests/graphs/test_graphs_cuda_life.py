@@ -280,20 +280,47 @@ def test_replay_times_are_those_of_the_device(make_runner):
     assert runner.stats().replay_us.count == times.count + 3
 
 
-def test_inputs_of_a_padded_batch_take_one_copy_from_the_host(step, make_runner):
+def staging_of(runner, n, inputs):
+    """Run twice; return the names of what the second run gave to the device before its replay."""
     from torch.profiler import ProfilerActivity, profile
 
+    runner.run(n, inputs)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        runner.run(n, inputs)
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events()]
+    kinds = ("Memcpy HtoD", "multi_tensor_apply", "FillFunctor")
+    return [kind for name in names for kind in kinds if kind in name]
+
+
+def test_a_padded_batch_takes_one_kernel_that_reads_the_host_and_the_device(step, make_runner):
     runner = make_runner(step)
     runner.capture([4])
     inputs = toy_inputs(3)
-    runner.run(3, inputs)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        runner.run(3, inputs)
-        torch.cuda.synchronize()
-    copies = [event.name for event in seen.events() if "Memcpy HtoD" in event.name]
-    fills = [event.name for event in seen.events() if "FillFunctor" in event.name]
-    assert (len(copies), fills) == (1, [])
+    assert staging_of(runner, 3, inputs) == ["multi_tensor_apply"]
+    inputs["tokens"] = inputs["tokens"].to(CUDA)
+    assert staging_of(runner, 3, inputs) == ["multi_tensor_apply"]
+
+
+def test_large_inputs_take_one_copy_of_a_copy_engine(step, make_runner):
+    runner = make_runner(step, max_batch=2**15)
+    runner.capture([2**15])
+    assert staging_of(runner, 3, toy_inputs(3)) == ["Memcpy HtoD"]
+
+
+def test_memory_that_torch_takes_for_another_gpus_is_copied_by_a_copy_engine(
+    step, make_runner, monkeypatch
+):
+    real = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda *args, **options: real(*args, **options).clone())
+    runner = make_runner(step)
+    monkeypatch.undo()
+    runner.capture([4])
+    inputs = toy_inputs(3)
+    assert staging_of(runner, 3, inputs) == ["Memcpy HtoD"]
+    out = runner.run(3, inputs)
+    assert torch.equal(out["tokens"].cpu(), 2 * inputs["tokens"] + 1)
 
 
 def test_many_batches_may_be_staged_while_the_device_is_busy(step, make_runner):

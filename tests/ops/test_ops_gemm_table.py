@@ -139,20 +139,31 @@ def test_examples_of_the_table() -> None:
 
 @pytest.mark.parametrize("row", gemm_table.IN_STEP, ids=str)
 def test_a_step_has_choices_of_its_own(row: gemm_table.InStep) -> None:
-    def chosen(m: int, dtype: str = "int8", n: int = row.n) -> Choice:
-        return choose(m, n, row.k, dtype, "bf16", packed=True)
+    def chosen(m: int, dtype: str = row.dtype, n: int = row.n) -> Choice:
+        return choose(m, n, row.k, dtype, "bf16", packed=True, batch_invariant=True)
 
     for m in (row.m[0], row.m[-1]):
         choice = chosen(m)
-        assert (choice.cluster, choice.share_weights, choice.split_k) == (2, 1, 0)
-        assert math.ceil(m / choice.tile_tokens) == 2
+        shared = row.dtype == "int8"
+        assert (choice.cluster, choice.share_weights) == ((2, 1) if shared else (1, 0))
+        assert choice.split_k == 0
+        assert math.ceil(m / choice.tile_tokens) == 1 + shared
         assert choice.tile_tokens <= row.tokens
-        assert gemm_table.serving(choice, m, row.n, True, False, False, 132) == choice
-        assert choice not in (chosen(m, dtype="e4m3"), chosen(m, n=row.n + 16))
-    assert row.choice(row.m[-1], "int8", "bf16") not in (
-        chosen(row.m[0] - 1),
-        chosen(row.m[-1] + 1),
-    )
+        assert choice.tile_channels <= row.channels
+        assert gemm_table.serving(choice, m, row.n, True, True, True, 132) == choice
+        other = {"int8": "e4m3", "e4m3": "int8"}[row.dtype]
+        assert choice not in (chosen(m, dtype=other), chosen(m, n=row.n + 16))
+    most = row.m[-1]
+    assert row.choice(most, row.dtype, "bf16") != chosen(most + 1)
+    if row.m[0] > 1:
+        assert row.choice(most, row.dtype, "bf16") != chosen(row.m[0] - 1)
+
+
+def test_fp8_rows_that_may_depend_on_m_stream_their_weights_in_a_step_too() -> None:
+    for n, k in ((4096, 4096), (4096, 14336)):
+        for m in (1, 16):
+            choice = choose(m, n, k, "e4m3", "bf16", packed=True, batch_invariant=False)
+            assert isinstance(choice.variant, GemmSmallM)
 
 
 @pytest.mark.parametrize("m", [17, 32, 33, 48])
