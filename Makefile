@@ -39,7 +39,7 @@ install: $(VENV)/.installed
 # that is when its folder's time stamp changes.
 SOURCE_FOLDERS := $(shell find runtime graphs csrc -type d -not -name __pycache__)
 # The loader that the install compiles; kernels are compiled on first use.
-LOADER := csrc/bindings.cpp $(wildcard csrc/*/params.h)
+LOADER := $(wildcard csrc/bindings*) $(wildcard csrc/*/*params.h)
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(LOADER) $(SOURCE_FOLDERS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,0 +1,50 @@
+"""What all variants have: a source, a name, macros; and the names of dtypes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar
+
+# The names that variants and the command line give to torch's dtypes; those of 8 bits first.
+OPERAND_DTYPES = ("int8", "e4m3")
+FLOAT_DTYPES = ("bf16", "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class Variant(ABC):
+    """What every family has: a source, a name, and the macros that choose the kernel.
+
+    `arch` is the compute capability of the GPU, with the suffix of its specific features.
+    """
+
+    family: ClassVar[str]
+    source: ClassVar[Path]
+
+    arch: str = "90a"
+
+    @property
+    def params(self) -> tuple[Path, ...]:
+        """The headers of the struct that its launch takes."""
+        return (self.source.with_name("params.h"),)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The family and the field values, unique among all variants."""
+
+    @abstractmethod
+    def defines(self) -> dict[str, str]:
+        """Return the macros, without -D."""
+
+    def dtypes(self) -> set[str]:
+        """Return the names of all dtypes that the kernel reads or writes."""
+        known = (*OPERAND_DTYPES, *FLOAT_DTYPES)
+        return {value for f in fields(self) if (value := getattr(self, f.name)) in known}
+
+
+def check(name: str, got: object, expected: tuple[object, ...]) -> None:
+    """Refuse a field's value that is not one of those expected."""
+    if got not in expected:
+        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, expected))}")

@@ -1,0 +1,132 @@
+"""Kernels that take rows one by one: quantisation, the paged cache's, merging, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from ostinato.kernels.sources import CSRC
+from ostinato.kernels.variants.base import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
+
+QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Variant):
+    """Rows of 16/32-bit values to 8-bit rows and scales, after an optional norm or activation.
+
+    Args:
+        kind: per_token (as they are), rms_norm (with a residual added before, if given) or
+            silu_mul (of [gate | up]).
+        in_dtype: of x and the residual.
+        out_dtype: int8 or e4m3.
+        weight_dtype: of the norm's weight: in_dtype, or fp32.
+    """
+
+    family: ClassVar[str] = "quantize"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize.cu"
+
+    kind: str
+    in_dtype: str
+    out_dtype: str
+    weight_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        check("kind", self.kind, QUANTIZE_KINDS)
+        check("in_dtype", self.in_dtype, FLOAT_DTYPES)
+        check("out_dtype", self.out_dtype, OPERAND_DTYPES)
+        if not self.weight_dtype:
+            object.__setattr__(self, "weight_dtype", self.in_dtype)
+        others = ("fp32",) if self.kind == "rms_norm" else ()
+        check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
+
+    @property
+    def name(self) -> str:
+        weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
+        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}"
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "OSTINATO_KIND": self.kind,
+            "OSTINATO_IN_DTYPE": self.in_dtype,
+            "OSTINATO_OUT_DTYPE": self.out_dtype,
+            "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendKV(Variant):
+    """Norm and rotation of q and k, and their way and that of v into the paged cache.
+
+    Args:
+        dtype: of q, k and v.
+        cache_dtype: of the cache: dtype, int8 or e4m3.
+    """
+
+    family: ClassVar[str] = "append_kv"
+    source: ClassVar[Path] = CSRC / "attention" / "append.cu"
+
+    dtype: str
+    cache_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        check("dtype", self.dtype, FLOAT_DTYPES)
+        if not self.cache_dtype:
+            object.__setattr__(self, "cache_dtype", self.dtype)
+        check("cache_dtype", self.cache_dtype, (self.dtype, *OPERAND_DTYPES))
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}-{self.cache_dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype, "OSTINATO_CACHE_DTYPE": self.cache_dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStates(Variant):
+    """Attention to some keys and attention to others, merged.
+
+    Args:
+        dtype: of the outputs.
+    """
+
+    family: ClassVar[str] = "merge_states"
+    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check("dtype", self.dtype, FLOAT_DTYPES)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Variant):
+    """Tokens from logits: greedy, or drawn after temperature, top-k, top-p and min-p.
+
+    Args:
+        dtype: of the logits.
+    """
+
+    family: ClassVar[str] = "sample"
+    source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
+
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check("dtype", self.dtype, FLOAT_DTYPES)
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype}
