@@ -138,17 +138,20 @@ def decode_kernels(
 ) -> list[AttentionDecode]:
     """Return what a model's steps of one query for each sequence take, whatever a page's size.
 
+    Without fixed splits the ends of prompts take these kernels, too: of up to 64 rows.
+
     Args:
         dtype: of the queries and the cache.
         dim: of a head.
         group: query heads of a KV head.
         batch_invariant: as of `paged_attention`.
     """
+    rows = [group] if batch_invariant else [group, *(c for c in _COLUMNS if c > group)]
     found = (
         kernel_for(
-            dtype, dtype, dim, group, copy_pages=copied, batch_invariant=batch_invariant, load=load
+            dtype, dtype, dim, count, copy_pages=copied, batch_invariant=batch_invariant, load=load
         )
-        for copied, load in product((True, False), get_args(DecodeLoad))
+        for count, copied, load in product(rows, (True, False), get_args(DecodeLoad))
     )
     return list(dict.fromkeys(kernel for kernel in found if kernel is not None))
 

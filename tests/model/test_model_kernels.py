@@ -65,14 +65,23 @@ def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "lengths"),
-    # In 16 bits a model's steps have one query a sequence, and its prompts as many as they have.
-    [(torch.float32, (1, 9, 30, 100)), (torch.bfloat16, (1, 100))],
+    ("dtype", "lengths", "batch_invariant"),
+    # In 16 bits a model's steps have one query a sequence, and its prompts as many as they have:
+    # few of these, with fixed splits, are for kernels that no step of the engine launches.
+    [
+        (torch.float32, (1, 9, 30, 100), True),
+        (torch.bfloat16, (1, 100), True),
+        (torch.bfloat16, (1, 9, 30, 100), False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("scheme", DTYPES)
 def test_no_kernel_is_launched_that_was_not_foreseen(
-    scheme: str, dtype: torch.dtype, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    scheme: str,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    batch_invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: set[Variant] = set()
 
@@ -83,6 +92,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
     for module in (append_launch, decode_launch, gemm, prefill_launch, quantize_launch):
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
+    model.batch_invariant = batch_invariant
     compile_kernels(model)
     for length in lengths:
         assert sequence_logits(model, [5] * length).isfinite().all()

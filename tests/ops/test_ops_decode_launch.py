@@ -45,13 +45,21 @@ def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
         "attention_decode-fp16-d96-c8-split1024-passes4",
         "attention_decode-fp16-d96-c8-any_page-split1024",
     ]
-    free = decode_kernels(FP16, 96, 12, batch_invariant=False)
-    assert [(kernel.copy_pages, kernel.cluster) for kernel in free] == [
-        *((True, 8), (True, 2), (True, 1), (False, 1))
-    ]
-    few_rows = decode_kernels(FP16, 96, 8, batch_invariant=False)
-    assert [kernel.cluster for kernel in few_rows] == [8, 2, 1, 1]
     assert decode_kernels(torch.float32, 96, 12) == []
+
+
+def test_without_fixed_splits_the_ends_of_prompts_take_kernels_of_more_rows() -> None:
+    def clusters(dim: int, group: int) -> dict[int, list[tuple[bool, int]]]:
+        found: dict[int, list[tuple[bool, int]]] = {}
+        for kernel in decode_kernels(FP16, dim, group, batch_invariant=False):
+            found.setdefault(kernel.columns, []).append((kernel.copy_pages, kernel.cluster))
+        return found
+
+    shared, alone = [(True, 8), (True, 2), (True, 1), (False, 1)], [(True, 1), (False, 1)]
+    assert clusters(96, 12) == {16: shared, 32: alone, 64: alone}
+    assert clusters(96, 8) == {8: shared, 16: shared, 32: alone, 64: alone}
+    assert set(clusters(256, 33)) == set()
+    assert set(clusters(256, 4)) == {8, 16, 32}
 
 
 @pytest.mark.parametrize("quantized", [True, False])
