@@ -8,7 +8,8 @@ PROMPTS := "Classes" \
            "A list display is" \
            "If an exception occurs in the try clause" \
            "The import statement combines two operations; it searches for the named module, then"
-CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' 2>/dev/null)
+CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
+             'tests/kernels/emulation/*' 2>/dev/null)
 
 .PHONY: demo test test-gpu lint format install
 

@@ -1,0 +1,149 @@
+// CUDA's words, as the host's compiler is to understand them: every thread is a fiber, and what the
+// hardware does in its own time (copies, stores to other CTAs) is done at a random one.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <type_traits>
+#include <utility>
+
+#undef __device__
+#undef __host__
+#undef __global__
+#undef __forceinline__
+#undef __grid_constant__
+#undef __launch_bounds__
+#undef __shared__
+#undef __align__
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+constexpr int kSharedBytes = 228 * 1024;
+
+struct Index {
+  int x;
+};
+extern int rank;      // of the CTA in its cluster
+extern char* shared;  // its shared memory
+
+using Words = uint32_t[4];
+
+char* shared_of(int rank);
+uint64_t random_number();
+// Lets other threads run. `where` and `what` are shown if nobody ever can.
+void yield(const char* where, uint64_t what = 0);
+// Says that some thread may have less to wait for than before.
+void progress();
+[[noreturn]] void fail(const char* why);
+// Of a warp: gives this lane's words, returns all lanes'.
+const Words* exchange(const Words& words);
+// Does something at some time, in any order.
+void defer(std::function<void()> what);
+void arrive_in_cluster();
+void wait_for_cluster();
+void arrive_at_named(int barrier, int threads);
+void sync_at_named(int barrier, int threads);
+bool any_thread(bool value);  // of the CTA; all of it meets
+
+}  // namespace emulator
+
+extern emulator::Index threadIdx, blockIdx, gridDim;
+
+namespace emulator {
+
+inline int lane() { return threadIdx.x % kLanes; }
+
+template <class T>
+T shuffle(T value, int source) {
+  Words words = {};
+  static_assert(sizeof(T) <= sizeof(Words));
+  std::memcpy(words, &value, sizeof(T));
+  std::memcpy(&value, exchange(words)[source % kLanes], sizeof(T));
+  return value;
+}
+
+}  // namespace emulator
+
+using std::max;
+using std::min;
+
+template <class T>
+T __shfl_sync(unsigned, T value, int source) {
+  return emulator::shuffle(value, source);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulator::shuffle(value, emulator::lane() ^ mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int delta) {
+  const int lane = emulator::lane();
+  return emulator::shuffle(value, lane >= delta ? lane - delta : lane);
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+  const emulator::Words* const all = emulator::exchange({value});
+  unsigned bits = 0;
+  for (int i = 0; i < emulator::kLanes; ++i) {
+    bits |= (all[i][0] != 0 ? 1u : 0u) << i;
+  }
+  return bits;
+}
+inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+inline int __reduce_max_sync(unsigned, int value) {
+  const emulator::Words* const all = emulator::exchange({static_cast<uint32_t>(value)});
+  for (int i = 0; i < emulator::kLanes; ++i) {
+    value = std::max(value, static_cast<int>(all[i][0]));
+  }
+  return value;
+}
+inline void __syncwarp() { emulator::exchange({}); }
+inline int __syncthreads_or(int value) { return emulator::any_thread(value != 0); }
+inline void __syncthreads() { emulator::any_thread(false); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selection) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  unsigned picked = 0;
+  for (int i = 0; i < 4; ++i) {
+    picked |= static_cast<unsigned>(bytes >> (8 * (selection >> (4 * i) & 7)) & 0xff) << (8 * i);
+  }
+  return picked;
+}
+template <class T>
+T __ldcg(const T* from) {
+  return *from;
+}
+// As atom.inc: to the bound, and then from zero again.
+inline unsigned atomicInc(unsigned* at, unsigned bound) {
+  const unsigned before = *at;
+  *at = before >= bound ? 0 : before + 1;
+  return before;
+}

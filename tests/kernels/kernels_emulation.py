@@ -1,0 +1,78 @@
+"""Kernels' own sources on the CPU: compiled by the host's compiler, with `emulation/` for CUDA.
+
+Threads are fibers that a random schedule runs; copies and stores to other CTAs land late and in
+any order. So what a GPU does once in a million launches happens here in every one: a missing
+barrier gives wrong rows, a wrong count of arrivals fails, a wait for nothing is a deadlock that is
+reported. What is not emulated: time, caches, the order of memory between proxies, the predecessor
+of a launch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from ostinato.kernels.sources import CSRC
+from ostinato.kernels.toolchain import require_nvcc
+
+_EMULATION = Path(__file__).with_name("emulation")
+# Instructions among C++: of a file and a function, what the host does instead.
+_INSTRUCTIONS = {
+    ("attention/decode_cluster.cuh", "arrive_in_cluster"): "emulator::arrive_in_cluster();",
+    ("attention/decode_cluster.cuh", "wait_for_cluster"): "emulator::wait_for_cluster();",
+    ("attention/decode_cluster.cuh", "send"): (
+        "char* const to = emulator::shared_of(rank) + shared_address(place);"
+        "const uint32_t at = shared_address(barrier);"
+        "emulator::defer([=] {"
+        "  std::memcpy(to, &value, sizeof(value)); tell_barrier(rank, at, 0, -16l); });"
+    ),
+    ("attention/decode_loader.cuh", "copy_word"): "std::memcpy(shared, global, 4);",
+    ("attention/decode_loader.cuh", "prefetch_line"): "",
+    ("attention/decode_merge.cuh", "arrive_last"): "before = atomicInc(counter, ctas - 1);",
+}
+_SHARED = "extern __shared__ __align__(1024) uint8_t storage[];"
+_FLAGS = (
+    "-x",
+    "c++",
+    "-std=c++20",
+    "-O2",
+    "-w",
+    "-DNDEBUG",
+    "-Xcompiler",
+    "-fno-strict-aliasing",
+    "-cudart",
+    "none",
+)
+
+
+def emulated_sources(folder: Path) -> Path:
+    """Copy csrc/ into a folder, with the host's versions of what only a GPU has."""
+    shutil.copytree(CSRC, folder)
+    for (name, function), code in _INSTRUCTIONS.items():
+        path = folder / name
+        path.write_text(_without_instruction(path.read_text(), function, code))
+    kernel = folder / "attention" / "decode_sm90.cu"
+    text = kernel.read_text()
+    assert text.count(_SHARED) == 1
+    here = "uint8_t* const storage = reinterpret_cast<uint8_t*>(emulator::shared);"
+    kernel.write_text(text.replace(_SHARED, here))
+    shutil.copytree(_EMULATION, folder, dirs_exist_ok=True)
+    return folder
+
+
+def compile_decode(sources: Path, program: Path, defines: Mapping[str, str]) -> None:
+    """Compile the random calls of one decode kernel (`emulation/decode_cases.cpp`)."""
+    files = [sources / "decode_cases.cpp", sources / "emulator.cpp"]
+    macros = [f"-D{name}={value}" for name, value in defines.items()]
+    command = [str(require_nvcc().path), *_FLAGS, *macros, f"-I{sources}", *map(str, files)]
+    subprocess.run([*command, "-o", str(program)], check=True, timeout=250)
+
+
+def _without_instruction(text: str, function: str, code: str) -> str:
+    """Put code in the place of the one `asm` of a function."""
+    begin = text.index(f" {function}(")
+    begin = text.index("asm volatile(", begin)
+    end = text.index(");\n", begin) + len(");")
+    return text[:begin] + code + text[end:]

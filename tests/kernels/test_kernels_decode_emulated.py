@@ -1,0 +1,86 @@
+"""Decode attention's sources on the CPU, under random schedules: right rows, and the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from kernels_emulation import compile_decode, emulated_sources
+
+from ostinato.kernels.variants import AttentionDecode
+
+pytestmark = pytest.mark.nvcc
+
+_CASES = 12
+
+
+def _variant(**fields: int | bool) -> AttentionDecode:
+    return AttentionDecode(head_dim=128, dtype="bf16", **fields)
+
+
+_INVARIANT = {
+    "cluster4": _variant(split_tokens=1024, cluster=4),
+    "cluster2-passes2": _variant(split_tokens=1024, cluster=2, passes=2),
+    "passes4": _variant(split_tokens=1024, passes=4),
+}
+_OTHERS = (
+    *(_variant(cluster=cluster) for cluster in (1, 2, 8)),
+    *(_variant(columns=columns) for columns in (16, 32, 64)),
+    _variant(copy_pages=False),
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emulated_sources(tmp_path_factory.mktemp("emulated") / "csrc")
+
+
+def _run(
+    sources: Path, variant: AttentionDecode, folder: Path
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run random calls of a kernel; return how that ended and where their results are."""
+    program, results = folder / variant.name, folder / f"{variant.name}.bin"
+    compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
+    command = [program, "0", str(_CASES), results]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280), results
+
+
+def _results(sources: Path, variant: AttentionDecode, folder: Path) -> bytes:
+    """Return what random calls of a kernel give, after they were found right."""
+    done, results = _run(sources, variant, folder)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return results.read_bytes()
+
+
+@pytest.mark.parametrize("variant", _OTHERS, ids=lambda variant: variant.name)
+def test_every_schedule_gives_the_right_rows(
+    sources: Path, variant: AttentionDecode, tmp_path: Path
+) -> None:
+    assert _results(sources, variant, tmp_path)
+
+
+def test_whoever_works_on_the_shares_of_a_split_gives_the_same_bits(
+    sources: Path, tmp_path: Path
+) -> None:
+    results = {name: _results(sources, variant, tmp_path) for name, variant in _INVARIANT.items()}
+    assert results["cluster4"] == results["cluster2-passes2"] == results["passes4"]
+
+
+@pytest.mark.parametrize(
+    ("file", "barrier"),
+    [
+        ("decode_output.cuh", "__syncthreads();\n      OSTINATO_DELAY(decode_sums_load"),
+        ("decode_exchange.cuh", "wait(&exchange_.arrived[warp], parity_);"),
+    ],
+    ids=["of a CTA", "of a cluster's stores"],
+)
+def test_a_missing_barrier_is_found(tmp_path: Path, file: str, barrier: str) -> None:
+    sources = emulated_sources(tmp_path / "csrc")
+    path = sources / "attention" / file
+    text = path.read_text()
+    assert text.count(barrier) == 1
+    call = barrier.split(";")[0] + ";"
+    path.write_text(text.replace(barrier, barrier.replace(call, "", 1)))
+    done, _ = _run(sources, _variant(cluster=2), tmp_path)
+    assert done.returncode != 0
