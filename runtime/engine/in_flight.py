@@ -134,13 +134,21 @@ class TokensInFlight:
                     accept(request, tokens[launch.taken])
                 launch.taken += 1
                 request.in_flight -= 1
-            self._launches.popleft()
-            if launch.copied is not None:
-                self._free.append((launch.host, launch.mapped))
+            self._retire()
 
     def clear(self) -> None:
-        """Forget all launches; their requests must not go on."""
-        self._launches.clear()
+        """Forget all launches, once their tokens have come; their requests must not go on."""
+        while self._launches:
+            copied = self._launches[0].copied
+            if copied is not None:  # torch does not know of the kernel that writes to the host
+                copied.synchronize()
+            self._retire()
+
+    def _retire(self) -> None:
+        """Drop the oldest launch, whose tokens have come."""
+        launch = self._launches.popleft()
+        if launch.copied is not None:
+            self._free.append((launch.host, launch.mapped))
 
     def _pinned(self, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return pinned memory for at least `count` tokens; see `pinned_words`."""
