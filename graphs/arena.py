@@ -40,7 +40,7 @@ class Arena:
         words: torch.Tensor | None = None,
     ) -> None:
         self._specs = specs
-        size = _end(specs, max_batch)
+        size = _layout(specs, max_batch)[1]
         if words is None:
             words = torch.zeros(size // _WORD, dtype=torch.int64, device=device)
         self._words = words
@@ -80,7 +80,7 @@ class Arena:
         packed = self._packed.get(size)
         if packed is None:
             with torch.inference_mode(False):
-                packed = self._packed[size] = self._bytes[: _end(self._specs, size)]
+                packed = self._packed[size] = self._bytes[: _layout(self._specs, size)[1]]
         return packed
 
     def pieces(self, size: int, n: int, without: tuple[str, ...]) -> list[torch.Tensor]:
@@ -108,28 +108,27 @@ class Arena:
         self.n_active.zero_()
 
     def _views(self, size: int) -> dict[str, torch.Tensor]:
-        views, offset = {}, _ALIGNMENT
-        for name, spec in self._specs.items():
-            end = offset + size * spec.row_bytes
-            rows = self._bytes[offset:end].view(spec.dtype)
+        views = {}
+        for name, offset in _layout(self._specs, size)[0].items():
+            spec = self._specs[name]
+            rows = self._bytes[offset : offset + size * spec.row_bytes].view(spec.dtype)
             views[name] = rows.view(size, *spec.shape)
-            offset = _aligned(end)
         return views
 
     def _ranges(self, size: int, n: int, without: tuple[str, ...]) -> Iterator[tuple[int, int]]:
         """Yield the first word of each piece and the one after its last."""
-        begin, offset = 0, _ALIGNMENT
-        for name, spec in self._specs.items():
+        offsets, end = _layout(self._specs, size)
+        begin = 0
+        for name, offset in offsets.items():
             if name in without:
                 yield from _cut(begin, offset // _WORD)
-                begin = (offset + n * spec.row_bytes) // _WORD
-            offset = _aligned(offset + size * spec.row_bytes)
-        yield from _cut(begin, offset // _WORD)
+                begin = (offset + n * self._specs[name].row_bytes) // _WORD
+        yield from _cut(begin, end // _WORD)
 
 
 def words_of(specs: Mapping[str, BufferSpec], max_batch: int) -> int:
     """Return how many 64-bit words the rows of all buffers take."""
-    return _end(specs, max_batch) // _WORD
+    return _layout(specs, max_batch)[1] // _WORD
 
 
 def is_whole_words(rows: torch.Tensor) -> bool:
@@ -147,8 +146,13 @@ def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + _PIECE, end)
 
 
-def _end(specs: Mapping[str, BufferSpec], size: int) -> int:
-    return _ALIGNMENT + sum(_aligned(size * spec.row_bytes) for spec in specs.values())
+def _layout(specs: Mapping[str, BufferSpec], size: int) -> tuple[dict[str, int], int]:
+    """Return where each buffer's rows of a batch of `size` begin, and their end, in bytes."""
+    offsets, end = {}, _ALIGNMENT
+    for name, spec in specs.items():
+        offsets[name] = end
+        end = _aligned(end + size * spec.row_bytes)
+    return offsets, end
 
 
 def _aligned(size: int) -> int:

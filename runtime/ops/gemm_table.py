@@ -99,8 +99,8 @@ class Tile:
 class InStep:
     """What a decode step is the fastest with, though the model or a product alone says otherwise.
 
-    It holds for w [n, k] of a dtype and tokens in `m`. In INT8 two tiles of half of them share
-    their weights; in FP8, where rows must not depend on m, one tile has them all.
+    It holds for w [n, k] of a dtype and tokens in `m`, which one tile has, or two that share their
+    weights.
     """
 
     dtype: str
@@ -109,8 +109,9 @@ class InStep:
     m: range
     channels: int
     tokens: int
+    tiles: int
     reason: str
-    tile_channels: int = 0
+    tile_channels: int = 0  # of those compiled; 0: all
 
     def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
         """Return whether the row counts for a product."""
@@ -119,18 +120,20 @@ class InStep:
 
     def choice(self, m: int, dtype: str, out_dtype: str) -> Choice:
         """Return the kernel, and how it cuts the output for m tokens."""
-        fp8 = dtype == "e4m3"
         variant = GemmTiled(
             dtype=dtype,
             out_dtype=out_dtype,
             channels=self.channels,
             tokens=self.tokens,
-            fast_accum=fp8,
+            fast_accum=dtype == "e4m3",
         )
-        channels, tokens = self.tile_channels or self.channels, modelled_m(m)
-        if fp8:
-            return Choice(variant, channels, tokens, cluster=1)
-        return Choice(variant, channels, ceil_div(tokens, 2), cluster=2, share_weights=1)
+        return Choice(
+            variant,
+            self.tile_channels or self.channels,
+            ceil_div(modelled_m(m), self.tiles),
+            cluster=self.tiles,
+            share_weights=self.tiles - 1,
+        )
 
 
 _MANY = range(6, 2**31)
@@ -138,10 +141,10 @@ _MANY = range(6, 2**31)
 # Measured with 32 tokens, and with 64 and 128; FP8 with 1 and 8 (docs/performance.md). Microseconds
 # of a layer are what a row gains.
 IN_STEP = (
-    InStep("int8", 4096, 4096, range(17, 33), 64, 32, "1.2 us less than 64 x 16"),
-    InStep("int8", 4096, 14336, range(33, 129), 64, 64, ".9 and .7 less than K in two halves"),
-    InStep("e4m3", 4096, 4096, range(1, 17), 64, 64, "1.8, 1.6 less than of 32", tile_channels=48),
-    InStep("e4m3", 4096, 14336, range(1, 17), 64, 64, "1.4, .5 less than of 32", tile_channels=48),
+    InStep("int8", 4096, 4096, range(17, 33), 64, 32, 2, "1.2 us less than 64 x 16"),
+    InStep("int8", 4096, 14336, range(33, 129), 64, 64, 2, ".9 and .7 less than K in two halves"),
+    InStep("e4m3", 4096, 4096, range(1, 17), 64, 64, 1, "1.8, 1.6 less than of 32", 48),
+    InStep("e4m3", 4096, 14336, range(1, 17), 64, 64, 1, "1.4, .5 less than of 32", 48),
 )
 
 # The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`

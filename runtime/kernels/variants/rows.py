@@ -85,15 +85,8 @@ class AppendKV(Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeStates(Variant):
-    """Attention to some keys and attention to others, merged.
-
-    Args:
-        dtype: of the outputs.
-    """
-
-    family: ClassVar[str] = "merge_states"
-    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+class _OfDtype(Variant):
+    """A family whose kernels differ in one dtype."""
 
     dtype: str
 
@@ -109,7 +102,19 @@ class MergeStates(Variant):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample(Variant):
+class MergeStates(_OfDtype):
+    """Attention to some keys and attention to others, merged.
+
+    Args:
+        dtype: of the outputs.
+    """
+
+    family: ClassVar[str] = "merge_states"
+    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(_OfDtype):
     """Tokens from logits: greedy, or drawn after temperature, top-k, top-p and min-p.
 
     Args:
@@ -118,15 +123,3 @@ class Sample(Variant):
 
     family: ClassVar[str] = "sample"
     source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
-
-    dtype: str
-
-    def __post_init__(self) -> None:
-        check("dtype", self.dtype, FLOAT_DTYPES)
-
-    @property
-    def name(self) -> str:
-        return f"{self.family}-{self.dtype}"
-
-    def defines(self) -> dict[str, str]:
-        return {"OSTINATO_DTYPE": self.dtype}

@@ -21,8 +21,12 @@ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::shared);
 }
 
+inline uint64_t barrier_key(int rank, uint32_t address) {
+  return static_cast<uint64_t>(rank) << 32 | address;
+}
+
 inline EmulatedBarrier& barrier_at(int rank, uint32_t address) {
-  const auto found = emulated_barriers.find(static_cast<uint64_t>(rank) << 32 | address);
+  const auto found = emulated_barriers.find(barrier_key(rank, address));
   if (found == emulated_barriers.end()) {
     emulator::fail("a barrier that nobody has initialised");
   }
@@ -45,11 +49,11 @@ inline void tell_barrier(int rank, uint32_t address, int arrivals, long bytes) {
 }
 
 inline void init_barrier(uint64_t* barrier, int arrivals) {
-  emulated_barriers[static_cast<uint64_t>(emulator::rank) << 32 | shared_address(barrier)] = {
-      arrivals, arrivals, 0, 0};
+  emulated_barriers[barrier_key(emulator::rank, shared_address(barrier))] = {arrivals, arrivals, 0,
+                                                                             0};
 }
 inline void forget_barrier(uint64_t* barrier) {
-  emulated_barriers.erase(static_cast<uint64_t>(emulator::rank) << 32 | shared_address(barrier));
+  emulated_barriers.erase(barrier_key(emulator::rank, shared_address(barrier)));
 }
 inline void fence_barrier_init() {}
 inline void arrive(uint64_t* barrier) {
