@@ -59,10 +59,6 @@ class Consumer : public ConsumerBase<Softmax> {
     }
     return softmax_.weigh_blindly(scores, Again{*this, item, n});
   }
-  __device__ __forceinline__ void weigh_first(const Item& item, float (&scores)[kScores]) {
-    softmax_.weigh(scores, item.tile(0) * kKeys, item.hiding_tiles() > 0,
-                   [&] { return find_seen(item); });
-  }
   struct Again {
     const Consumer& consumer;
     const Item& item;
@@ -74,27 +70,33 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   };
 
-  // Scores and weights of the first tile.
-  __device__ __forceinline__ void start(const Item& item, Fragments& r) {
-    softmax_.begin();
-    const Operand queries = await_queries(queries_);
-    const Operand keys(await<Keys>(keys_));
-    take_turn();
-    pin(r.scores);
-    begin_multiplying();
-    multiply_keys(queries, keys, r.scores);
-    give_turn();
-    wait_multiplied<0>();
+  // When the first product of an item has ended: its weights.
+  __device__ __forceinline__ void weigh_first(int tile, const Seen& seen, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
-    weigh_first(item, r.scores);
+    softmax_.weigh(r.scores, tile * kKeys, outline_.hiding > 0, [&] { return seen; });
     pack_weights(r.scores, r.weights);
   }
 
+  // Scores and weights of the first tile.
+  __device__ __forceinline__ void start(const Item& item, Fragments& r) {
+    softmax_.begin();
+    outline_ = outline_of(item, item);
+    const Operand queries = await_queries(queries_);
+    const Operand keys(await<Keys>(keys_));
+    pin(r.scores);
+    begin_multiplying();
+    multiply_keys(queries, keys, r.scores);
+    const Seen seen = find_seen(item);
+    const int first = item.tile(0);
+    wait_multiplied<0>();
+    weigh_first(first, seen, r);
+  }
+
   // The values of a tile, cleared where no query sees them.
-  __device__ __forceinline__ ValuesOperand await_values(const Item& item, int n, bool hiding) {
+  __device__ __forceinline__ ValuesOperand await_values(const Item& item, int n) {
     const uint8_t* const values = await<Values>(values_);
-    if (hiding) {
+    if (outline_.ragged && n < outline_.hiding) {
       clear_values(item, item.tile(n), values_);
     }
     return ValuesOperand(values, kKeyStrip);
@@ -102,9 +104,9 @@ class Consumer : public ConsumerBase<Softmax> {
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
   __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
-    const int tiles = item.tiles(), hiding = item.hiding_tiles();
+    const int tiles = outline_.tiles, hiding = outline_.hiding;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
-    ValuesOperand values = await_values(item, 0, hiding > 0);
+    ValuesOperand values = await_values(item, 0);
     if (tiles == 1) {
       return values;
     }
@@ -119,12 +121,11 @@ class Consumer : public ConsumerBase<Softmax> {
       multiply_keys(queries, keys, r.scores);
       multiply_values(r.weights, values, r.outputs, n > 1);
       give_turn();
-      if (n == 1) {
-        release_output();
-      }
       wait_multiplied<1>();
       pin(r.scores);
       release<Keys>(keys_);
+      // Values are released as soon as they may be: what follows them is copied in their place,
+      // and is due when the next scores are weighed.
       const bool raised = weigh(item, n, n < hiding, r.scores);
       wait_multiplied<0>();
       pin(r.outputs);
@@ -135,7 +136,7 @@ class Consumer : public ConsumerBase<Softmax> {
       if (n + 1 < tiles) {
         keys = Operand(await<Keys>(keys_));
       }
-      values = await_values(item, n, n < hiding);
+      values = await_values(item, n);
       if (raised) {
         softmax_.fade(r.outputs);
       }
@@ -146,60 +147,63 @@ class Consumer : public ConsumerBase<Softmax> {
     return values;
   }
 
-  // The values of an item's last tile, and the output.
-  __device__ __forceinline__ void finish(const Item& item, const ValuesOperand& values,
-                                         Fragments& r) {
-    const int tiles = item.tiles();
-    release_output();
+  // The values of an item's last tile, and the output; meanwhile the first tile of the next item,
+  // if that lies `after` it. Whether one has begun.
+  __device__ __forceinline__ bool finish(const Item& item, const RingPosition& after,
+                                         const ValuesOperand& values, Fragments& r) {
     if constexpr (!kShareOutput) {
       release_queries(queries_.slot);
     }
+    take_turn();
     pin(r.outputs);
     pin(r.weights);
     begin_multiplying();
-    multiply_values(r.weights, values, r.outputs, tiles > 1);
+    multiply_values(r.weights, values, r.outputs, outline_.tiles > 1);
+    if constexpr (kQueryBuffers == 2) {
+      const Item& next = await_item(after);
+      const Tiles& tiles = next;
+      const Queries& rows = next;
+      if (!tiles.is_last() && has_rows(rows) && tiles.tiles() > 0) {
+        end_and_start(item, tiles, rows, r);
+        return true;
+      }
+    }
+    give_turn();
     wait_multiplied<0>();
+    end(item, r);
+    release_output();
+    return false;
+  }
+
+  // When the last product has ended.
+  __device__ __forceinline__ void end(const Item& item, Fragments& r) {
     pin(r.outputs);
     pin(r.weights);
     release<Values>(values_);
-    if (tiles == item.hiding_tiles()) {
+    if (outline_.tiles == outline_.hiding) {
       mend(item, softmax_, r.outputs);
     }
-    store(item, softmax_, r.outputs);
-    release_output();
+    output_.store(item, queries_.slot, softmax_, r.outputs);
   }
 
-  // The same; meanwhile the first tile of the next item is multiplied.
-  __device__ __forceinline__ void finish_and_start(const Item& item, const Item& next,
-                                                   const ValuesOperand& values, Fragments& r) {
-    const int tiles = item.tiles();
-    release_output();
+  __device__ __forceinline__ void end_and_start(const Item& item, const Tiles& tiles,
+                                                const Queries& rows, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
     const Operand queries = await_queries(ahead);
     const Operand keys(await<Keys>(keys_));
-    take_turn();
     pin(r.scores);
-    pin(r.outputs);
-    pin(r.weights);
     begin_multiplying();
-    multiply_values(r.weights, values, r.outputs, tiles > 1);
     multiply_keys(queries, keys, r.scores);
     give_turn();
+    const Seen seen = find_seen(rows);
     wait_multiplied<1>();
-    pin(r.outputs);
-    pin(r.weights);
-    release<Values>(values_);
-    if (tiles == item.hiding_tiles()) {
-      mend(item, softmax_, r.outputs);
-    }
-    store(item, softmax_, r.outputs);
+    end(item, r);
     softmax_.begin();
+    outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
-    pin(r.scores);
-    release<Keys>(keys_);
-    weigh_first(next, r.scores);
-    pack_weights(r.scores, r.weights);
+    weigh_first(tiles.tile(0), seen, r);
+    release_output();
   }
 };
 

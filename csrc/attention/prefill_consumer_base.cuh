@@ -20,8 +20,8 @@ class ConsumerBase {
         output_(shared, args, out_map, warpgroup_) {}
 
  protected:
-  // All items, by the steps of `self`: start(), continue_item(), and finish() or
-  // finish_and_start().
+  // All items, by the steps of `self`: start(), continue_item() and finish(), which may start the
+  // next item.
   template <class Self>
   __device__ __forceinline__ void follow_items(Self& self) {
     if (warpgroup_ == kConsumers - 1) {
@@ -43,21 +43,11 @@ class ConsumerBase {
       bool more = true;
       while (more) {
         const auto values = self.continue_item(*item, fragments);
-        more = false;
-        if constexpr (kQueryBuffers == 2) {
-          RingPosition after = position;
-          after.advance(kItems);
-          const Item& next = await_item(after);
-          if (!next.is_last() && has_rows(next) && next.tiles() > 0) {
-            self.finish_and_start(*item, next, values, fragments);
-            item = &next;
-            more = true;
-          }
-        }
-        if (!more) {
-          self.finish(*item, values, fragments);
-        }
+        RingPosition after = position;
+        after.advance(kItems);
+        more = self.finish(*item, after, values, fragments);
         release_item(position);
+        item = &shared_.items[position.slot];
       }
     }
     if (warpgroup_ == 0) {
@@ -80,8 +70,8 @@ class ConsumerBase {
     }
     position.advance(kItems);
   }
-  __device__ __forceinline__ bool has_rows(const Item& item) const {
-    return warpgroup_ * args_.half_tokens < item.queries;
+  __device__ __forceinline__ bool has_rows(const Queries& rows) const {
+    return warpgroup_ * args_.half_tokens < rows.queries;
   }
 
   // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits.
@@ -149,31 +139,22 @@ class ConsumerBase {
     }
   }
 
-  // The place of an output that the copy engine was told to write is free for queries again.
+  // The place of the output that the copy engine was told to write last is free for queries again.
   __device__ __forceinline__ void release_output() {
-    if (unread_ >= 0) {
-      output_.wait_read();
-      release_queries(unread_);
-      unread_ = -1;
-    }
-  }
-
-  __device__ __forceinline__ void store(const Item& item, Softmax& softmax,
-                                        float (&outputs)[kOutputs]) {
-    output_.store(item, queries_.slot, softmax, outputs);
     if constexpr (kShareOutput) {
-      unread_ = queries_.slot;
+      output_.wait_read();
+      release_queries(queries_.slot);
     }
     queries_.advance(kQueryBuffers);
   }
 
-  __device__ __forceinline__ Seen find_seen(const Item& item) const {
-    const Sight sight{args_.params.left, args_.params.right, item.length};
+  __device__ __forceinline__ Seen find_seen(const Queries& rows) const {
+    const Sight sight{args_.params.left, args_.params.right, rows.length};
     Seen seen;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowOf row(args_, warpgroup_, row_of_thread(half));
-      const int position = item.position + min(row.query, item.queries - 1);
+      const int position = rows.position + min(row.query, rows.queries - 1);
       seen.first[half] = sight.first(position);
       seen.count[half] = static_cast<uint32_t>(max(sight.stop(position) - seen.first[half], 0));
     }
@@ -199,13 +180,22 @@ class ConsumerBase {
     }
   }
 
+  // What is asked of an item again and again.
+  struct Outline {
+    int tiles, hiding;
+    bool ragged;
+  };
+  __device__ __forceinline__ static Outline outline_of(const Tiles& tiles, const Queries& rows) {
+    return {tiles.tiles(), tiles.hiding_tiles(), rows.ragged != 0};
+  }
+
   SharedStorage& shared_;
   const Arguments& args_;
   const int warpgroup_;
   Softmax softmax_;
   Output output_;
   RingPosition keys_, values_, queries_;
-  int unread_ = -1;  // the buffer with an output that is not known to be read
+  Outline outline_;
 };
 
 }  // namespace ostinato::prefill

@@ -29,15 +29,15 @@ class Consumer : public ConsumerBase<Softmax> {
     float outputs[kOutputs];
   };
 
-  // While wgmma reads its operands, an answer from shared memory takes some hundred clocks. So
-  // which tile it is, is read only where it must be, and whether the next one has come is asked
-  // long before that matters.
+  // Which tile it is, is read only where it must be.
   __device__ __forceinline__ void find_reference(const Item& item, int n, bool hiding,
                                                  Fragments& r) {
     softmax_.find_reference(r.scores, hiding,
                             [&] { hide(r.scores, item.tile(n) * kKeys, find_seen(item)); });
   }
 
+  // While wgmma reads its operands, an answer from shared memory takes some hundred clocks: so
+  // whether a tile has come is asked long before that matters. (With 16 bits this is slower.)
   using ConsumerBase::await;
   template <class What>
   __device__ __forceinline__ bool has_come(const RingPosition& position) {
@@ -51,9 +51,14 @@ class Consumer : public ConsumerBase<Softmax> {
     return ring_of<What>(shared_).tiles[position.slot];
   }
 
-  // Scores and weights of the first tile.
-  __device__ __forceinline__ void weigh_first(const Item& item, Fragments& r) {
-    find_reference(item, 0, item.hiding_tiles() > 0, r);
+  // When the first product of an item has ended: its weights.
+  __device__ __forceinline__ void weigh_first(int tile, const Seen& seen, Fragments& r) {
+    pin(r.scores);
+    release<Keys>(keys_);
+    keys_have_come_ = has_come<Keys>(keys_);
+    values_have_come_ = has_come<Values>(values_);
+    softmax_.find_reference(r.scores, outline_.hiding > 0,
+                            [&] { hide(r.scores, tile * kKeys, seen); });
     softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
 #pragma unroll
@@ -63,16 +68,20 @@ class Consumer : public ConsumerBase<Softmax> {
   }
 
   __device__ __forceinline__ void start(const Item& item, Fragments& r) {
-    softmax_.begin(item);
+    softmax_.begin(Softmax::read_scale(args_, item.kv_head));
+    outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
     const Operand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
+    const Seen seen = find_seen(item);
+    const int first = item.tile(0);
     wait_multiplied<0>();
-    pin(r.scores);
-    release<Keys>(keys_);
-    weigh_first(item, r);
+    weigh_first(first, seen, r);
+  }
+  __device__ __forceinline__ float read_value_scale(const Item& item) const {
+    return args_.params.v_scale[item.kv_head * args_.params.v_scale_stride];
   }
 
   // Begins the product of a part of the values.
@@ -110,13 +119,13 @@ class Consumer : public ConsumerBase<Softmax> {
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
   __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
-    const int tiles = item.tiles(), hiding = item.hiding_tiles();
+    const int tiles = outline_.tiles, hiding = outline_.hiding;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
-    ValuesOperand values(await<Values>(values_));
+    ValuesOperand values(await<Values>(values_, values_have_come_));
     if (tiles == 1) {
       return values;
     }
-    Operand keys(await<Keys>(keys_));
+    Operand keys(await<Keys>(keys_, keys_have_come_));
 #pragma unroll 1
     for (int n = 1; n < tiles; ++n) {
       const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
@@ -137,10 +146,12 @@ class Consumer : public ConsumerBase<Softmax> {
       if constexpr (kParts == 1) {
         next_values.advance(kStages);
       }
-      const bool keys_have_come = has_come<Keys>(keys_);
-      const bool values_have_come = has_come<Values>(next_values);
+      keys_have_come_ = has_come<Keys>(keys_);
+      values_have_come_ = has_come<Values>(next_values);
       find_reference(item, n, n < hiding, r);
       softmax_.exponentiate(r.scores);
+      // ptxas makes this wait begin before most of the exponentials, and so it should be: where
+      // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
       if constexpr (kParts == 1) {
         wait_multiplied<0>();
         add_part<0>(fade, r);
@@ -149,9 +160,9 @@ class Consumer : public ConsumerBase<Softmax> {
       pack_weights(r.scores, r.weights);
       // What the next tile needs, before it is due.
       if (n + 1 < tiles) {
-        keys = Operand(await<Keys>(keys_, keys_have_come));
+        keys = Operand(await<Keys>(keys_, keys_have_come_));
       }
-      values = ValuesOperand(await<Values>(values_, values_have_come));
+      values = ValuesOperand(await<Values>(values_, values_have_come_));
       if (n == hiding) {
         softmax_.fade_now(r.outputs);
         mend(item, softmax_, r.outputs);
@@ -161,55 +172,71 @@ class Consumer : public ConsumerBase<Softmax> {
   }
 
   // What follows an item's last values: the output.
-  __device__ __forceinline__ void end_item(const Item& item, Fragments& r) {
+  __device__ __forceinline__ void end(const Item& item, float value_scale, Fragments& r) {
     release<Values>(values_);
-    if (item.tiles() == item.hiding_tiles()) {
+    if (outline_.tiles == outline_.hiding) {
       mend(item, softmax_, r.outputs);
     }
-    const float scale = args_.params.v_scale[item.kv_head * args_.params.v_scale_stride];
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
-      r.outputs[i] *= scale;
+      r.outputs[i] *= value_scale;
     }
-    store(item, softmax_, r.outputs);
+    output_.store(item, queries_.slot, softmax_, r.outputs);
   }
 
-  __device__ __forceinline__ void finish(const Item& item, const ValuesOperand& values,
-                                         Fragments& r) {
-    release_output();
+  // The values of an item's last tile, and the output; meanwhile the first tile of the next item,
+  // if that lies `after` it. Whether one has begun.
+  __device__ __forceinline__ bool finish(const Item& item, const RingPosition& after,
+                                         const ValuesOperand& values, Fragments& r) {
     if constexpr (!kShareOutput) {
       release_queries(queries_.slot);
     }
-    add_values(values, r);
-    end_item(item, r);
+    if constexpr (kQueryBuffers == 2) {
+      const float value_scale = read_value_scale(item);
+      begin_part<0>(values, r);
+      const Item& next = await_item(after);
+      const Tiles tiles = next;
+      const Queries rows = next;
+      if (!tiles.is_last() && has_rows(rows) && tiles.tiles() > 0) {
+        end_and_start(item, next, tiles, rows, value_scale, r);
+        return true;
+      }
+      wait_multiplied<0>();
+      const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+      add_part<0>(fade, r);
+      end(item, value_scale, r);
+    } else {
+      add_values(values, r);
+      end(item, read_value_scale(item), r);
+    }
     release_output();
+    return false;
   }
 
-  // The same; meanwhile the first tile of the next item is multiplied.
-  __device__ __forceinline__ void finish_and_start(const Item& item, const Item& next,
-                                                   const ValuesOperand& values, Fragments& r) {
-    release_output();
-    if constexpr (!kShareOutput) {
-      release_queries(queries_.slot);
-    }
+  __device__ __forceinline__ void end_and_start(const Item& item, const Item& next,
+                                                const Tiles& tiles, const Queries& rows,
+                                                float value_scale, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
     const Operand queries = await_queries(ahead);
-    const Operand keys(await<Keys>(keys_));
+    const Operand keys(await<Keys>(keys_, keys_have_come_));
     pin(r.scores);
-    begin_part<0>(values, r);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
+    const float scale = Softmax::read_scale(args_, next.kv_head);
+    const Seen seen = find_seen(rows);
     wait_multiplied<1>();
     const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
     add_part<0>(fade, r);
-    end_item(item, r);
-    softmax_.begin(next);
+    end(item, value_scale, r);
+    softmax_.begin(scale);
+    outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
-    pin(r.scores);
-    release<Keys>(keys_);
-    weigh_first(next, r);
+    weigh_first(tiles.tile(0), seen, r);
+    release_output();
   }
+
+  bool keys_have_come_, values_have_come_;  // the next
 };
 
 // What the producer warpgroup's other warps do.

@@ -21,20 +21,16 @@ struct Arguments {
   int tile_tokens;
   int units;       // tiles side by side: query heads / pack
   int box_tokens;  // that one copy from a page takes
+  int page_shift;  // log2 of the page size, -1 if that is no power of 2
 };
 
-// In order of use by the consumers. Tiles of keys are counted from the sequence's first key.
-struct Item {
+// Tiles of keys that an item reads, counted from the sequence's first key. What consumers ask of an
+// item when they begin it is read from shared memory 16 bytes at a time: while tensor cores read
+// their operands there, every answer takes some hundred clocks.
+struct alignas(16) Tiles {
   int begin,
-      end;                     // tiles of keys that some query sees; end < 0: no item is left
+      end;                     // that some query sees; end < 0: no item is left
   int whole_begin, whole_end;  // of them, those that all queries see wholly
-  int position;                // of the first query, among the keys
-  int queries;
-  int length;                      // keys of the sequence
-  int visible_begin, visible_end;  // keys that some query sees
-  int first_row;                   // of q and out
-  int first_head, kv_head;
-  int first_key;  // packed: row of k and v; paged: row of the page table
 
   __device__ __forceinline__ bool is_last() const { return end < 0; }
   __device__ __forceinline__ int tiles() const { return end - begin; }
@@ -52,6 +48,20 @@ struct Item {
     }
     return n < hiding_tiles() ? begin + n - after : whole_end - 1 - (n - hiding_tiles());
   }
+};
+
+struct alignas(16) Queries {
+  int position;  // of the first, among the keys
+  int queries;
+  int length;  // keys of the sequence
+  int ragged;  // whether tiles have keys that no query sees
+};
+
+struct Item : Tiles, Queries {
+  int visible_begin, visible_end;  // keys that some query sees
+  int first_row;                   // of q and out
+  int first_head, kv_head;
+  int first_key;  // packed: row of k and v; paged: row of the page table
 };
 
 // Of the queries at these positions in a sequence, as far as there are any.
@@ -73,9 +83,10 @@ __device__ __forceinline__ void look(const Sight& sight, Item& item) {
   item.visible_begin = sight.first(item.position);
   item.visible_end = sight.stop(last);
   if (item.visible_begin >= item.visible_end) {
-    item.begin = item.end = item.whole_begin = item.whole_end = 0;
+    item.begin = item.end = item.whole_begin = item.whole_end = item.ragged = 0;
     return;
   }
+  item.ragged = item.visible_begin % kKeys != 0 || item.visible_end % kKeys != 0 ? 1 : 0;
   item.begin = item.visible_begin / kKeys;
   item.end = ceil_div(item.visible_end, kKeys);
   item.whole_begin = max(ceil_div(sight.first(last), kKeys), item.begin);

@@ -66,8 +66,12 @@ class Output {
           finish_row(args_, item, valid ? row : RowOf(args_, 0, 0), valid && threadIdx.x % 4 == 0,
                      softmax.maximum(half), softmax.total(half));
     }
-    wait_read();
-    sync_warpgroup(warpgroup_);
+    // In the place of queries nothing is left to be read: a turn has begun since the item's last
+    // scores (prefill_consumer.cuh), for which all threads of the warpgroup met.
+    if constexpr (!kShareOutput || kFp8) {
+      wait_read();
+      sync_warpgroup(warpgroup_);
+    }
     write_rows(outputs, factor);
     fence_shared_for_tma();
     OSTINATO_DELAY(prefill_output_store, threadIdx.x % kWarpgroup / 32 == 1);

@@ -1,8 +1,8 @@
 // The producer: finds items, and copies their queries and tiles of keys and values.
 //
 // Packed rows are copied by the copy engine, by one warp; pages too, by four, since a page is a
-// copy for each strip; slots of pages of any size by the threads of a warpgroup. The first warp
-// finds the items.
+// copy for each strip, unless it holds whole tiles; slots of pages of any size by the threads of a
+// warpgroup. The first warp finds the items.
 #pragma once
 
 #include "common/ring.cuh"
@@ -13,9 +13,15 @@
 namespace ostinato::prefill {
 
 inline constexpr int kProducerWarps = kSource == Source::Packed ? 1 : 4;
+// Whether a tile lies in one page.
+__device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
+  return kSource == Source::Pages && args.box_tokens == kKeys;
+}
 // Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
 // copies.
-inline constexpr int kFilling = kSource == Source::Slots ? kWarpgroup : kProducerWarps;
+__device__ __forceinline__ int filling(const Arguments& args) {
+  return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kProducerWarps;
+}
 // The producer warpgroup's other warps turn 8-bit values (prefill_transpose.cuh).
 inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
 
@@ -106,6 +112,9 @@ class Producer {
     if (warp_ == 0) {
       copy_queries(item);
     }
+    if (has_whole_tiles(args_) && warp_ > 0) {
+      return;
+    }
     // Ids of pages are read one tile ahead.
     Pages pages = read_pages(item, item.tile(0)), before = pages;
     for (int n = 0; n <= tiles; ++n) {
@@ -159,7 +168,8 @@ class Producer {
       const int key = tile * kKeys + in_tile;
       pages.seen = in_tile < kKeys && key < item.visible_end && key + box > item.visible_begin;
       if (pages.seen) {
-        const int index = key / args_.params.page_size;
+        const int index =
+            args_.page_shift >= 0 ? key >> args_.page_shift : key / args_.params.page_size;
         pages.slot = key - index * args_.params.page_size;
         pages.page =
             args_.params.page_table[item.first_key * args_.params.page_table_stride + index];
@@ -222,9 +232,34 @@ class Producer {
     __syncwarp();
   }
 
+  // A tile in one page, whose lane is the first.
+  template <class What>
+  __device__ __forceinline__ void copy_page(const Item& item, const Pages& pages, uint8_t* to,
+                                            uint64_t* full) const {
+    const int page = __shfl_sync(0xffffffff, pages.page, 0);
+    const int slot = __shfl_sync(0xffffffff, pages.slot, 0);
+    if (elect_lane()) {
+      OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
+      arrive_expecting(full, kTileBytes<What>);
+      if constexpr (kAreWhole<What>) {
+        copy_box<What>(to, 0, slot, item.kv_head, page, full);
+      } else {
+#pragma unroll
+        for (int strip = 0; strip < kStripsOf<What>; ++strip) {
+          copy_box<What>(to + strip * kKeyStrip, strip, slot, item.kv_head, page, full);
+        }
+      }
+    }
+    __syncwarp();
+  }
+
   template <class What>
   __device__ __forceinline__ void copy_boxes(const Item& item, const Pages& pages, uint8_t* to,
                                              uint64_t* full) const {
+    if (has_whole_tiles(args_)) {
+      copy_page<What>(item, pages, to, full);
+      return;
+    }
     constexpr uint32_t kOwn = 0x11111111;  // boxes go round the warps
     const int box_bytes = args_.box_tokens * kStripBytes;
     const uint32_t boxes = __ballot_sync(0xffffffff, pages.seen) & kOwn << warp_;

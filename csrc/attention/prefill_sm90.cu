@@ -29,19 +29,19 @@ namespace ostinato::prefill {
 namespace {
 
 // A few by each warp's first lane.
-__device__ __forceinline__ void init_barriers(SharedStorage& shared) {
+__device__ __forceinline__ void init_barriers(SharedStorage& shared, const Arguments& args) {
   if (threadIdx.x % 32 != 0) {
     return;
   }
   const int warp = threadIdx.x / 32;
   if (warp < kStages) {
-    init_barrier(&shared.keys_barriers.full[warp], kFilling);
+    init_barrier(&shared.keys_barriers.full[warp], filling(args));
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
-    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTurningWarps : kFilling);
+    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTurningWarps : filling(args));
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
     if constexpr (kFp8) {
       auto& copied = barriers_of<CopiedValues>(shared);
-      init_barrier(&copied.full[warp], kFilling);
+      init_barrier(&copied.full[warp], filling(args));
       init_barrier(&copied.empty[warp], kTurningWarps);
     }
   } else if (warp < kStages + kConsumers) {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       prefetch_tensor_map(maps.values);
     }
   }
-  init_barriers(shared);
+  init_barriers(shared, args);
   wait_for_predecessor();
   read_lengths(shared, args);  // and all threads meet
   const int warp = warp_index();
@@ -171,7 +171,7 @@ cudaError_t encode_keys(CUtensorMap* map, const Slots& keys, const Arguments& ar
       {0, step<Type>(keys.stride, slots), kStripBytes, step<Type>(keys.head_stride, p.heads_kv),
        step<Type>(keys.page_stride, pages)},
       {kStripDim, static_cast<uint32_t>(packed ? kKeys : args.box_tokens),
-       static_cast<uint32_t>(packed ? kCount : 1), 1, 1}};
+       static_cast<uint32_t>(packed || args.box_tokens == kKeys ? kCount : 1), 1, 1}};
   return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<Type>);
 }
 
@@ -207,6 +207,10 @@ Arguments make_arguments(const Params& params) {
   args.tile_tokens = kConsumers * args.half_tokens;
   args.units = p.heads_q / args.pack;
   args.box_tokens = kSource == Source::Pages ? greatest_common_divisor(p.page_size, kKeys) : 0;
+  args.page_shift = -1;
+  for (int shift = 0; shift < 30; ++shift) {
+    args.page_shift = p.page_size == 1 << shift ? shift : args.page_shift;
+  }
   return args;
 }
 

@@ -16,11 +16,15 @@ class Softmax {
  public:
   __device__ explicit Softmax(const Arguments& args) : args_(args) {}
 
-  // Starts anew, for rows of the item's KV head.
-  __device__ __forceinline__ void begin(const Item& item) {
-    const Params& p = args_.params;
-    scale_ =
-        p.q_scale[item.kv_head * p.q_scale_stride] * p.k_scale[item.kv_head * p.k_scale_stride];
+  // The factor of a KV head's scores.
+  __device__ __forceinline__ static float read_scale(const Arguments& args, int kv_head) {
+    const Params& p = args.params;
+    return p.q_scale[kv_head * p.q_scale_stride] * p.k_scale[kv_head * p.k_scale_stride];
+  }
+
+  // Starts anew, with that factor.
+  __device__ __forceinline__ void begin(float scale) {
+    scale_ = scale;
     // With a scale that is not above 0, or a cap, a greater score need not be a greater logit.
     direct_ = args_.direct != 0 && scale_ > 0;
     factor_ = direct_ ? args_.logit_scale * scale_ : 1.0f;
