@@ -7,8 +7,8 @@
 namespace ostinato::decode {
 
 // Whether the kernel may follow numbers that are not final: only the copy engine survives any page
-// id, and warps of a team, which might read different ones, would wait for each other's copies.
-inline constexpr bool kMayGuess = kCopyPages && kTeamWarps == 1;
+// id, and warps that might read different ones must not wait for each other's copies.
+inline constexpr bool kMayGuess = kCopyPages && kArrivalWarps == 1;
 
 // Whether each token has scales of its own.
 __host__ __device__ __forceinline__ bool has_token_scales(const Slots& keys, const Slots& values) {

@@ -10,9 +10,11 @@ namespace ostinato::decode {
 __device__ __forceinline__ int rank_in_cluster() {
   return kClusterCtas == 1 ? 0 : static_cast<int>(blockIdx.x) % kClusterCtas;
 }
-// Of a tile, what this CTA takes in a pass.
-__device__ __forceinline__ int share_of(int pass) {
-  return kPasses == 1 ? rank_in_cluster() : pass * kClusterCtas + rank_in_cluster();
+// Where one of the CTA's blocks begins in a tile. With fixed cuts a CTA of a cluster has those that
+// a lone one's warp of its rank has.
+__device__ __forceinline__ int block_offset(int block) {
+  return kChainPerCta ? block * kShareTokens + rank_in_cluster() * kBlockTokens
+                      : rank_in_cluster() * kShareTokens + block * kBlockTokens;
 }
 __device__ __forceinline__ int cluster_index() {
   return static_cast<int>(blockIdx.x) / kClusterCtas;

@@ -18,9 +18,9 @@
 //                                    0: by threads, pages of any size
 // -DOSTINATO_FIXED_TILES=0|n         n: cut every sequence after n times 64 tokens, whatever the
 //                                    load, so that a result depends on its own sequence alone
-// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (decode_exchange.cuh)
-// -DOSTINATO_PASSES=1|2|4            of each of them over it: results are, bit by bit, those of so
-//                                    many times as many CTAs
+// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (decode_exchange.cuh); of
+// fixed
+//                                    cuts 4 or 1, with the same bits
 namespace ostinato::decode {
 
 using Type = OSTINATO_TYPE;
@@ -36,36 +36,49 @@ inline constexpr int kElementBytes = kQuantized ? 1 : 2;       // of the cache
 inline constexpr int kDim = OSTINATO_HEAD_DIM;
 inline constexpr int kColumns = OSTINATO_COLUMNS;
 inline constexpr int kClusterCtas = OSTINATO_CLUSTER;
-inline constexpr int kPasses = OSTINATO_PASSES;
-inline constexpr int kShares = kClusterCtas * kPasses;  // of a tile
 inline constexpr bool kCopyPages = OSTINATO_COPY_PAGES != 0;
 inline constexpr bool kFixedCuts = OSTINATO_FIXED_TILES > 0;
 static_assert(kClusterCtas >= 1 && kClusterCtas <= 8, "a cluster has at most 8 CTAs");
-static_assert(kPasses >= 1, "a CTA passes over its pieces");
 static_assert(8 % kClusterCtas == 0, "the CTAs of a cluster divide 8 lines of an MMA");
 static_assert(kDim % 16 == 0 && kDim >= 16 && kDim <= 256, "an MMA takes 16 of the head dim");
 static_assert(kColumns == 8 || kColumns == 16 || kColumns == 32 || kColumns == 64,
               "an MMA takes 8 columns, and four warps of 16 hold no more than 64");
 
 // A block is what one warp loads at a time, and what one step of the softmax takes: 16 tokens of a
-// page, the rows of an MMA. A tile is a block for each warp of the CTA; or for each pass of each
-// warp of the cluster, and then the schedule says CTA of a cluster.
+// page, the rows of an MMA. A tile is a block for each warp of the CTA; or of the cluster, and then
+// the schedule says CTA of a cluster.
 inline constexpr int kWarps = 4;
 inline constexpr int kThreads = kWarps * 32;
 inline constexpr int kBlockTokens = 16;
 inline constexpr int kShareTokens = kWarps * kBlockTokens;
-inline constexpr int kTileTokens = kShares * kShareTokens;
+inline constexpr int kTileTokens = kClusterCtas * kShareTokens;
 inline constexpr int kUnitTiles =  // if cuts are fixed
-    kFixedCuts ? OSTINATO_FIXED_TILES / kShares : 1;
-static_assert(!kFixedCuts || kUnitTiles * kShares == OSTINATO_FIXED_TILES, "cuts are at tiles");
+    kFixedCuts ? OSTINATO_FIXED_TILES / kClusterCtas : 1;
+static_assert(!kFixedCuts || kUnitTiles * kClusterCtas == OSTINATO_FIXED_TILES,
+              "cuts are at tiles");
 
-// A team of warps shares its blocks and divides the columns; a warp alone shares nothing. A warp's
-// registers hold the output of 16 columns, or of 8 if rows are long (but four warps make a team).
+// Each warp of a CTA adds up a chain of blocks, every fourth one, and then the chains are added up.
+// For the same bits a CTA of a cluster with fixed cuts takes one chain, and its warps divide the
+// head dim. Both count tiles from where one of the cluster begins.
+inline constexpr bool kChainPerCta = kFixedCuts && kClusterCtas > 1;
+inline constexpr int kFirstTileTokens = kFixedCuts ? kWarps * kShareTokens : kTileTokens;
+static_assert(!kChainPerCta || (kClusterCtas == kWarps && kColumns == 8 && !kQuantized),
+              "a CTA for each chain, and each of its warps has all columns");
+
+// A team of warps shares its blocks and divides the columns, or the head dim; a warp alone shares
+// nothing. A warp's registers hold the output of 16 columns, or of 8 if rows are long (but four
+// warps make a team).
 inline constexpr int kWarpColumns = kColumns == 8 || (kDim > 128 && kColumns <= 32) ? 8 : 16;
-inline constexpr int kTeamWarps = kColumns / kWarpColumns;
+inline constexpr int kColumnWarps = kColumns / kWarpColumns;
+inline constexpr int kTeamWarps = kChainPerCta ? kWarps : kColumnWarps;
 inline constexpr int kTeams = kWarps / kTeamWarps;
 inline constexpr int kColumnTiles = kWarpColumns / 8;
 static_assert(kTeamWarps * kTeams == kWarps, "teams must divide the warps");
+
+// Warps that wait at the same barrier for copies: a team. But each warp of a chain has its own: as
+// long as numbers are guessed (decode_sm90.cu) the others may copy other blocks, or none.
+inline constexpr int kArrivalWarps = kChainPerCta ? 1 : kTeamWarps;
+inline constexpr int kArrivals = kWarps / kArrivalWarps;
 
 // In shared memory a block lies as strips of 128 bytes of each token, swizzled as the copy engine
 // does.
@@ -78,16 +91,21 @@ inline constexpr int kBlockBytes = kStrips * kStripBytes * kBlockTokens;
 // Bytes in flight are what fills the memory system: up to 192 KB on an SM, in two CTAs that hide
 // each other's starts and ends, unless the accumulators of a long row need the registers of both.
 inline constexpr int kCtasPerSm = kStrips <= 2 ? 2 : 1;
-// Where shares are added up there is a stage less: the exchange takes its place. Nor has a third
-// stage helped where copies are large and each warp has few products to do.
-inline constexpr bool kTwoStages = kShares > 1 || (kColumns == 8 && kCopyPages && kStrips == 2);
+// Where a cluster adds up its shares there is a stage less: the exchange takes its place. Nor has a
+// third stage helped where copies are large and each warp has few products to do.
+inline constexpr bool kTwoStages =
+    !kChainPerCta && (kClusterCtas > 1 || (kColumns == 8 && kCopyPages && kStrips == 2));
 inline constexpr int kRingBytes = (kQuantized || kTwoStages ? 160 : 192) * 1024 / kCtasPerSm;
 inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
 // Teams add up their outputs: each becomes the owner of some of the 16-wide steps of the head dim.
+// Warps that divide it have no others.
 inline constexpr int kSteps = kDim / 16;
-inline constexpr int kOwnedSteps = ceil_div(kSteps, kTeams);
+inline constexpr int kOwners = kChainPerCta ? kWarps : kTeams;
+inline constexpr int kOwnedSteps = ceil_div(kSteps, kOwners);
+inline constexpr int kHeldSteps = kChainPerCta ? kOwnedSteps : kSteps;  // of a warp's accumulators
+static_assert(!kChainPerCta || 4 % kOwnedSteps == 0, "a warp's steps lie in one strip");
 
 // Sequences of one launch; their tables live in shared memory.
 inline constexpr int kMaxBatch = 512;

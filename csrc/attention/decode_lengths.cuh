@@ -23,7 +23,9 @@ class Lengths {
   __device__ __forceinline__ int& length(int b) { return shared_.length[base_ + b]; }
   __device__ __forceinline__ int start(int b) const { return shared_.start[base_ + b]; }
   __device__ __forceinline__ int length(int b) const { return shared_.length[base_ + b]; }
-  __device__ __forceinline__ int tiles(int b) const { return visible(b).tiles(kTileTokens); }
+  __device__ __forceinline__ int tiles(int b) const {
+    return visible(b).tiles(kTileTokens, kFirstTileTokens);
+  }
 
   __device__ __forceinline__ int queries(int b) const {
     if (cu_seqlens_q_ == nullptr) {

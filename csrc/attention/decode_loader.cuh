@@ -1,4 +1,5 @@
-// What a warp loads, block by block and ahead of its use: its 16 tokens of each tile of the CTA.
+// What a warp loads, block by block and ahead of its use: 16 tokens of each tile of the CTA, or of
+// the cluster.
 //
 // Page ids are read up to 32 at a time, and always one batch of them (of this piece or the next)
 // before it is needed, since reading one takes as long as reading a block.
@@ -20,17 +21,18 @@ struct CacheMaps {
 struct TileRange {
   int begin, end;
 
-  // Of the tiles `first` to `last`, counted from the first visible one, in a pass.
-  __device__ TileRange(const Visible& visible, int first, int last, int team, int pass) {
-    const int first_tile = visible.first_tile(kTileTokens);
-    const int tokens = kTeamWarps * kBlockTokens;
-    const int offset = share_of(pass) * kShareTokens + team * tokens;  // of the team in a tile
+  // Of the tiles `first` to `last`, counted from the first visible one.
+  __device__ TileRange(const Visible& visible, int first, int last, int team) {
+    const int first_tile = visible.first_tile(kTileTokens, kFirstTileTokens);
+    const int block = team * kTeamWarps;  // the team's first
     begin = first_tile + first;
     end = first_tile + last;
-    if (begin * kTileTokens + offset + tokens <= visible.begin) {
-      ++begin;
+    // Fixed cuts may leave some tiles before the first token.
+    const int hidden = visible.begin - block_offset(block + kTeamWarps - 1) - kBlockTokens;
+    if (hidden >= 0) {
+      begin = max(begin, hidden / kTileTokens + 1);
     }
-    if ((end - 1) * kTileTokens + offset >= visible.end) {
+    if ((end - 1) * kTileTokens + block_offset(block) >= visible.end) {
       --end;
     }
   }
@@ -51,18 +53,18 @@ template <class What>
 __device__ __forceinline__ int count_arrivals(const Arguments& params) {
   constexpr bool kKeys = std::is_same_v<What, Keys>;
   const int threads = !kCopyPages || (kKeys && has_token_scales(params)) ? 32 : 0;
-  return kTeamWarps * ((kCopyPages ? 1 : 0) + threads);
+  return kArrivalWarps * ((kCopyPages ? 1 : 0) + threads);
 }
 
-// A team's barriers, by its first warp.
+// The barriers of a team, each by its first warp.
 __device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments& params) {
   const int warp = warp_index();
-  if (warp % kTeamWarps == 0 && elect_lane()) {
+  if (warp % kArrivalWarps == 0 && elect_lane()) {
+    const int i = arrival_of(warp);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(&shared.keys_arrived.full[stage][team_of(warp)], count_arrivals<Keys>(params));
-      init_barrier(&shared.values_arrived.full[stage][team_of(warp)],
-                   count_arrivals<Values>(params));
+      init_barrier(&shared.keys_arrived.full[stage][i], count_arrivals<Keys>(params));
+      init_barrier(&shared.values_arrived.full[stage][i], count_arrivals<Values>(params));
     }
     fence_barrier_init();
   }
@@ -84,7 +86,6 @@ class Loader {
   __device__ __forceinline__ void begin(const Cuts::Walk& walk, bool early) {
     walk_ = walk;
     tile_ = end_ = 0;
-    pass_ = kPasses - 1;
     next_ = Batch();
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
@@ -143,18 +144,18 @@ class Loader {
 
   // Waits for what start() and fill() have loaded, and has the barriers as they were before.
   __device__ __forceinline__ void drop() {
-    const int team = team_of(warp_);
+    const int arrival = arrival_of(warp_);
 #pragma unroll 1
     for (int stage = 0; stage < loaded_; ++stage) {
-      wait(&shared_.keys_arrived.full[stage][team], 0);
-      wait(&shared_.values_arrived.full[stage][team], 0);
+      wait(&shared_.keys_arrived.full[stage][arrival], 0);
+      wait(&shared_.values_arrived.full[stage][arrival], 0);
     }
     sync_team(warp_);
-    if (warp_ % kTeamWarps == 0 && elect_lane()) {
+    if (warp_ % kArrivalWarps == 0 && elect_lane()) {
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
-        retire_barrier(&shared_.keys_arrived.full[stage][team]);
-        retire_barrier(&shared_.values_arrived.full[stage][team]);
+        retire_barrier(&shared_.keys_arrived.full[stage][arrival]);
+        retire_barrier(&shared_.values_arrived.full[stage][arrival]);
       }
     }
     init_team(shared_, params_);
@@ -207,7 +208,7 @@ class Loader {
 
   template <class What>
   __device__ __forceinline__ uint64_t* barrier_of(int stage) const {
-    return &arrivals_of<What>(shared_).full[stage][team_of(warp_)];
+    return &arrivals_of<What>(shared_).full[stage][arrival_of(warp_)];
   }
 
   // The queries of a piece that is ahead, so that its start does not wait for memory.
@@ -231,27 +232,22 @@ class Loader {
     next_.left = 0;
     Cuts::Piece ahead{-1};
     while (tile_ >= end_) {
-      const bool again = kPasses > 1 && pass_ + 1 < kPasses;
-      if (!again && !walk_.next(lengths_, &piece_)) {
+      if (!walk_.next(lengths_, &piece_)) {
         return;
       }
-      pass_ = again ? pass_ + 1 : 0;
       const Visible visible = lengths_.visible(piece_.sequence);
-      const TileRange range(visible, piece_.begin, piece_.end, team_of(warp_), pass_);
+      const TileRange range(visible, piece_.begin, piece_.end, team_of(warp_));
       tile_ = range.begin;
       end_ = range.end;
       first_token_ = visible.begin;
       end_token_ = visible.end;
       page_table_ = params_.page_table + piece_.sequence * params_.page_table_stride;
-      if (!again) {
-        ahead = piece_;
-      }
+      ahead = piece_;
     }
     next_.head = piece_.head;
     next_.left = min(end_ - tile_, kBatch);
     next_.index = 0;
-    const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens +
-                      share_of(pass_) * kShareTokens + warp_ * kBlockTokens;
+    const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + block_offset(warp_);
     const int token = block + lane_ % kLanesPerBlock;
     const int last = kCopyPages ? token + kBlockTokens - 1 : token;
     const bool seen =
@@ -370,7 +366,6 @@ class Loader {
   const Lengths& lengths_;
   Cuts::Walk walk_;
   Cuts::Piece piece_;  // whose page ids are read
-  int pass_ = 0;       // over it
   int warp_, lane_;
   Batch current_, next_;
   const int* page_table_ = nullptr;

@@ -16,7 +16,7 @@ __device__ __forceinline__ void hand_over(SharedStorage& shared, const Attention
                                           int member, float4 (&owned)[kOwnedSteps]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
+  for (int s = 0; s < kHeldSteps; ++s) {
     const int owner = s / kOwnedSteps;
     if (owner == kTeam) {
       owned[s % kOwnedSteps] = attention.out(s, t);
@@ -27,27 +27,24 @@ __device__ __forceinline__ void hand_over(SharedStorage& shared, const Attention
   }
 }
 
-// Adds up the teams' outputs of a pass over a piece; all threads of the CTA. They go to the
-// exchange, or, if nothing else is to be added, where `part` is, or out if that is null.
+// Adds up the teams' outputs of a piece; all threads of the CTA. They go to the exchange, or, if
+// nothing else is to be added, where `part` is, or out if that is null.
 __device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& exchanger,
                                             const Arguments& params, Attention& attention,
-                                            const Rows& rows, float4* part, bool first_piece,
-                                            int pass) {
+                                            const Rows& rows, float4* part, bool first_piece) {
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const int team = team_of(warp), member = warp % kTeamWarps;
   attention.end();
-  if (pass == 0) {
-    exchanger.wait_for_others();
-  }
+  exchanger.wait_for_others();
 #pragma unroll
   for (int t = 0; t < kColumnTiles; ++t) {
     const int pair = t * 4 + lane % 4;
-    const int column = Attention::first_column() + pair * 2;
-    PairWeights weights{
-        {{attention.max(t, 0), attention.sum(t, 0)}, {attention.max(t, 1), attention.sum(t, 1)}}};
+    const int column = Queries::first_column() + pair * 2;
+    const auto &max = attention.max().of[t], &sum = attention.sum().of[t];
+    PairWeights weights{{{max[0], sum[0]}, {max[1], sum[1]}}};
     float4 owned[kOwnedSteps] = {};
     PairOutputs outputs[kOwnedSteps];
-    if (t > 0 || pass > 0 || !first_piece) {
+    if (kTeams > 1 && (t > 0 || !first_piece)) {
       __syncthreads();  // what was handed over before has been added
     }
     switch (team) {
@@ -111,8 +108,8 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& ex
     if (column >= rows.count) {
       continue;
     }
-    if constexpr (kShares > 1) {
-      exchanger.send_pair(share_of(pass), pair, outputs, weights);
+    if constexpr (kClusterCtas > 1) {
+      exchanger.send_pair(pair, outputs, weights);
       continue;
     }
     const int first_step = team * kOwnedSteps;
@@ -145,7 +142,7 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& ex
       }
     }
   }
-  if constexpr (kShares > 1) {
+  if constexpr (kClusterCtas > 1) {
     OSTINATO_DELAY(decode_shares_store, warp == 1);
     __syncwarp();
   }

@@ -146,7 +146,7 @@ __device__ __forceinline__ void write_out(const FinalRow& row, int step, int par
 
 // How many of this warp's pairs of columns have rows.
 __device__ __forceinline__ int count_pairs(const Rows& rows) {
-  const int columns = min(rows.count - Attention::first_column(), kWarpColumns);
+  const int columns = min(rows.count - Queries::first_column(), kWarpColumns);
   return columns > 0 ? ceil_div(columns, 2) : 0;
 }
 
@@ -157,7 +157,7 @@ struct PairPlaces {
 
   PairPlaces() = default;
   __device__ __forceinline__ PairPlaces(const Arguments& params, const Rows& all, int pair) {
-    const int column = Attention::first_column() + pair * 2;
+    const int column = Queries::first_column() + pair * 2;
     rows = min(all.count - column, 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -171,8 +171,8 @@ __device__ __forceinline__ void write_pair(const Arguments& params, const PairPl
                                            int vector, const PairOutputs& sum,
                                            const PairWeights& weights) {
   const int owned = rank_in_cluster() * kRankVectors + vector;
-  const int step = team_of(threadIdx.x / 32) * kOwnedSteps + owned / 8, part = owned % 8;
-  if (kSteps != kTeams * kOwnedSteps && step >= kSteps) {
+  const int step = owner_of(threadIdx.x / 32) * kOwnedSteps + owned / 8, part = owned % 8;
+  if (kSteps != kOwners * kOwnedSteps && step >= kSteps) {
     return;
   }
 #pragma unroll

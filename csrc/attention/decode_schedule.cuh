@@ -155,9 +155,12 @@ struct Visible {
     }
   }
 
-  __host__ __device__ int first_tile(int tile_tokens) const { return begin / tile_tokens; }
-  __host__ __device__ int tiles(int tile_tokens) const {
-    return end <= 0 ? 0 : (end - 1) / tile_tokens + 1 - first_tile(tile_tokens);
+  // The first one begins at a multiple of so many tokens.
+  __host__ __device__ int first_tile(int tile_tokens, int multiple) const {
+    return begin / multiple * (multiple / tile_tokens);
+  }
+  __host__ __device__ int tiles(int tile_tokens, int multiple) const {
+    return end <= 0 ? 0 : (end - 1) / tile_tokens + 1 - first_tile(tile_tokens, multiple);
   }
 };
 

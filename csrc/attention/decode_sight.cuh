@@ -31,6 +31,11 @@ struct Sight {
   // The tokens that any query sees are those from here to `length`.
   __device__ __forceinline__ int begin() const { return first(0); }
 
+  // Whether some query may see some token of the block.
+  __device__ __forceinline__ bool reaches(int token) const {
+    return token < length && token + kBlockTokens > begin();
+  }
+
   // Whether some query does not see some token of the block.
   __device__ __forceinline__ bool hides_some(int token) const {
     return token + kBlockTokens > all_end || token < all_begin;

@@ -1,10 +1,11 @@
 // Attention of up to 64 rows (queries times heads of a group) to a paged cache: decode, and the
 // verification of speculated tokens. Cache bytes are read once, at memory speed.
 //
-// A fixed grid of persistent CTAs; each reads all lengths and finds its own share of the tiles
-// (decode_schedule.cuh), so neither the host nor another kernel plans anything, and no size of the
-// launch depends on a length. In a CTA each team of warps has rings of blocks of its own, refills
-// what it has used itself, and shares nothing until the end of a piece.
+// A grid of persistent CTAs, or of clusters of them ("CTA" stands for both); each reads all lengths
+// and finds its own share of the tiles (decode_schedule.cuh), so neither the host nor another kernel
+// plans anything, and no size of the launch depends on a length. In a CTA each team of warps has
+// rings of blocks of its own, refills what it has used itself, and shares nothing until the end of a
+// piece.
 //
 // With params.pdl the predecessor may write any of the inputs: append_kv writes the cache. The
 // workspace must be zero before its first launch, and after a launch that was aborted; it serves
@@ -14,6 +15,7 @@
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
+#include "decode_chain.cuh"
 #include "decode_grid.cuh"
 #include "decode_loader.cuh"
 #include "decode_merge.cuh"
@@ -21,32 +23,45 @@
 namespace ostinato::decode {
 namespace {
 
-// This warp's part of a piece, in a pass.
+// A team's tile of keys and values in a stage of its rings: block after block.
+template <bool kSeveral>
+__device__ __forceinline__ void attend_tile(SharedStorage& shared, Attention& attention,
+                                            const Sight& sight, const RingPosition& position,
+                                            int tile, bool token_scales) {
+  const int warp = warp_index(), team = team_of(warp), stage = position.slot;
+  const int first_block = team * kTeamWarps;
+  wait(&shared.keys_arrived.full[stage][team], position.parity);
+  OSTINATO_DELAY(decode_keys_load, warp == 1);
+#pragma unroll 1
+  for (int block = first_block; block < first_block + kTeamWarps; ++block) {
+    const int token = tile * kTileTokens + block_offset(block);
+    if (kTeamWarps > 1 && !sight.reaches(token)) {
+      continue;
+    }
+    const Scores scores = attention.multiply_keys(shared.keys.blocks[stage][block]);
+    const TokenScales token_scale =
+        token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
+    const bool hides_some = sight.hides_some(token);
+    attention.weigh(scores, sight, token, hides_some, token_scale);
+    wait(&shared.values_arrived.full[stage][team], position.parity);
+    OSTINATO_DELAY(decode_values_load, warp == 2);
+    attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
+                                        hides_some);
+  }
+}
+
+// This warp's part of a piece.
 template <bool kSeveral>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        RingPosition& position, const Sight& sight,
-                                       const TileRange& range, int pass, bool token_scales) {
-  const int warp = warp_index(), team = team_of(warp);
-  const int first_block = team * kTeamWarps;
+                                       const TileRange& range, bool token_scales) {
+  const int warp = warp_index();
   for (int tile = range.begin; tile < range.end; ++tile) {
     const int stage = position.slot;
-    wait(&shared.keys_arrived.full[stage][team], position.parity);
-    OSTINATO_DELAY(decode_keys_load, warp == 1);
-#pragma unroll 1
-    for (int block = first_block; block < first_block + kTeamWarps; ++block) {
-      const int token = tile * kTileTokens + share_of(pass) * kShareTokens + block * kBlockTokens;
-      if (kTeamWarps > 1 && (token >= sight.length || token + kBlockTokens <= sight.begin())) {
-        continue;
-      }
-      attention.multiply_keys(shared.keys.blocks[stage][block]);
-      const TokenScales scales =
-          token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
-      const bool hides_some = sight.hides_some(token);
-      attention.weigh(sight, token, hides_some, scales);
-      wait(&shared.values_arrived.full[stage][team], position.parity);
-      OSTINATO_DELAY(decode_values_load, warp == 2);
-      attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
-                                          hides_some);
+    if constexpr (kChainPerCta) {
+      attend_chain<kSeveral>(shared, attention, sight, position, tile);
+    } else {
+      attend_tile<kSeveral>(shared, attention, sight, position, tile, token_scales);
     }
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
@@ -56,10 +71,10 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
   }
 }
 
-__device__ __forceinline__ void locate_queries(Attention& attention, const Arguments& params,
-                                               const Lengths& lengths, const Cuts::Piece& piece) {
-  attention.locate(params, lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
-                   piece.head);
+__device__ __forceinline__ void locate_queries(Attention& attention, const Lengths& lengths,
+                                               const Cuts::Piece& piece) {
+  attention.queries.locate(lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
+                           piece.head);
 }
 
 // Into the L2 cache, what every CTA reads first: the lengths, and page ids by the line. Before the
@@ -114,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     loader.begin(walk, guesses);
     more = walk.next(lengths, &piece);
     if (more) {
-      locate_queries(attention, params, lengths, piece);
+      locate_queries(attention, lengths, piece);
     }
     int raw_length = 0;
     Loader::Ids ids = {};
@@ -132,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if (more) {
       loader.start();
       // The first block needs the queries, which would wait behind the blocks of all stages.
-      attention.fetch();
+      attention.queries.fetch();
       loader.fill();
     }
     let_successor_start();
@@ -164,12 +179,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const auto find_next = [&] {
       more = walk.next(lengths, &piece);
       if (more) {
-        locate_queries(attention, params, lengths, piece);
+        locate_queries(attention, lengths, piece);
       }
     };
     const auto fetch_next = [&] {
       if (more) {
-        attention.fetch();
+        attention.queries.fetch();
       }
     };
     // What the end and the next piece need is found early if there are registers for it.
@@ -181,19 +196,12 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if constexpr (Attention::kFetchesAhead) {
       fetch_next();
     }
-#pragma unroll 1
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (pass > 0) {
-        attention.restart();
-      }
-      const TileRange range(visible, first_tile, last_tile, team_of(warp_index()), pass);
-      attend<kSeveral>(shared, attention, loader, position, sight, range, pass,
-                       has_token_scales(params));
-      if constexpr (!Attention::kFetchesAhead) {
-        find_output();
-      }
-      store_piece(shared, exchanger, params, attention, rows, part, first, pass);
+    const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
+    attend<kSeveral>(shared, attention, loader, position, sight, range, has_token_scales(params));
+    if constexpr (!Attention::kFetchesAhead) {
+      find_output();
     }
+    store_piece(shared, exchanger, params, attention, rows, part, first);
     exchanger.receive(params, rows, part);
     if constexpr (!Attention::kFetchesAhead) {
       find_next();

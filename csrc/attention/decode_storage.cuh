@@ -15,22 +15,31 @@ struct Blocks {
   alignas(1024) uint8_t blocks[kStages][kWarps][kBlockBytes];  // the swizzle repeats every 1024
 };
 
-// A team waits for its blocks of a stage.
+// For the blocks of a stage.
 template <class What>
 struct Arrivals {
-  uint64_t full[kStages][kTeams];
+  uint64_t full[kStages][kArrivals];
 };
 
-// What warps get from those of the cluster's CTAs that own the same, of each of their shares: of
-// each pair of columns the vectors that are theirs, and the weights.
-template <int kParts>
+// What warps get from those of the cluster's CTAs that own the same, by rank: of each pair of
+// columns the vectors that are theirs, and the weights.
+template <int kCtas>
 struct Exchange {
-  float4 outputs[kWarps][kParts][kWarpPairs][kRankVectors];
-  float4 weights[kWarps][kParts][kWarpPairs];
+  float4 outputs[kWarps][kCtas][kWarpPairs][kRankVectors];
+  float4 weights[kWarps][kCtas][kWarpPairs];
   uint64_t arrived[kWarps];
 };
 template <>
 struct Exchange<1> {};
+
+// Where the warps of a chain hand what they have of their blocks to each other.
+template <bool kUsed>
+struct Chain {
+  float2 tops[kWarps][4];     // of a block's columns, by pairs
+  uint4 weights[kWarps][32];  // of a block, lane by lane: P and the sums of two columns
+};
+template <>
+struct Chain<false> {};
 
 struct SharedStorage {
   Blocks<Keys> keys;
@@ -43,7 +52,8 @@ struct SharedStorage {
   // of each column the maximum and the sum of weights.
   float4 sums[kTeams][kTeams > 1 ? kTeams - 1 : 1][kTeamWarps][kTeams > 1 ? kOwnedSteps : 1][32];
   alignas(16) float2 weights[kTeams][kColumns];
-  Exchange<kShares> exchange;
+  Exchange<kClusterCtas> exchange;
+  Chain<kChainPerCta> chain;
   // The lengths, once for the CTA or, if they are few, for each warp.
   int4 load[kWarps];
   int start[kMaxBatch + 1];
@@ -78,6 +88,12 @@ __device__ __forceinline__ int warp_index() {
 
 // Of warps that load and multiply the same blocks.
 __device__ __forceinline__ int team_of(int warp) { return warp / kTeamWarps; }
+
+// Of the barriers at which a warp's copies arrive.
+__device__ __forceinline__ int arrival_of(int warp) { return warp / kArrivalWarps; }
+
+// Of steps of the head dim.
+__device__ __forceinline__ int owner_of(int warp) { return kChainPerCta ? warp : team_of(warp); }
 
 // All lanes of the team's warps have come here.
 __device__ __forceinline__ void sync_team(int warp) {

@@ -94,14 +94,13 @@ ATTENTION_DECODE = tuple(
         copy_pages=copy_pages,
         split_tokens=split_tokens,
         cluster=cluster,
-        passes=passes,
     )
     for split_tokens, all_columns in ((0, (8, 16, 32, 64)), (SPLIT_TOKENS, (8, 16)))
     for head_dim, dtype, columns, copy_pages in product(
         (64, 128, 256), ("bf16", "fp16"), all_columns, (True, False)
     )
     for kv_dtype in (dtype, *OPERAND_DTYPES)
-    for cluster, passes in dict.fromkeys(
+    for cluster in dict.fromkeys(
         decode_cluster(
             load,
             head_dim=head_dim,

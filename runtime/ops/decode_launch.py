@@ -113,7 +113,7 @@ def kernel_for(
     ):
         return None
     columns = next(columns for columns in _COLUMNS if columns >= rows)
-    cluster, passes = decode_cluster(
+    cluster = decode_cluster(
         load,
         head_dim=dim,
         columns=columns,
@@ -129,7 +129,6 @@ def kernel_for(
         copy_pages=copy_pages,
         split_tokens=SPLIT_TOKENS if batch_invariant else 0,
         cluster=cluster,
-        passes=passes,
     )
 
 

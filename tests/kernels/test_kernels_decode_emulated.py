@@ -20,9 +20,8 @@ def _variant(**fields: int | bool) -> AttentionDecode:
 
 
 _INVARIANT = {
-    "cluster4": _variant(split_tokens=1024, cluster=4),
-    "cluster2-passes2": _variant(split_tokens=1024, cluster=2, passes=2),
-    "passes4": _variant(split_tokens=1024, passes=4),
+    "cluster": _variant(split_tokens=1024, cluster=4),
+    "alone": _variant(split_tokens=1024),
 }
 _OTHERS = (
     *(_variant(cluster=cluster) for cluster in (1, 2, 8)),
@@ -60,11 +59,11 @@ def test_every_schedule_gives_the_right_rows(
     assert _results(sources, variant, tmp_path)
 
 
-def test_whoever_works_on_the_shares_of_a_split_gives_the_same_bits(
+def test_whoever_works_on_the_chains_of_a_split_gives_the_same_bits(
     sources: Path, tmp_path: Path
 ) -> None:
     results = {name: _results(sources, variant, tmp_path) for name, variant in _INVARIANT.items()}
-    assert results["cluster4"] == results["cluster2-passes2"] == results["passes4"]
+    assert results["cluster"] == results["alone"]
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,10 @@ _ALONE = tuple(
     for columns, split_tokens in ((8, 0), (32, 0), (64, 0), (8, 512))
     for copy_pages in (True, False)
 )
-# Clusters, and several passes.
+# Clusters, that share each tile or its chains of blocks.
 _SHARED = tuple(
-    AttentionDecode(
-        head_dim=128, dtype="bf16", split_tokens=split_tokens, cluster=cluster, passes=passes
-    )
-    for split_tokens, cluster, passes in ((0, 8, 1), (512, 2, 2))
+    AttentionDecode(head_dim=128, dtype="bf16", split_tokens=split_tokens, cluster=cluster)
+    for split_tokens, cluster in ((0, 8), (512, 4))
 )
 _VARIANTS = (*_ALONE, *_SHARED)
 _DELAYED = tuple(

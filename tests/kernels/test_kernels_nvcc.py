@@ -66,9 +66,7 @@ def test_kernels_are_within_their_budgets() -> None:
     """One of each family that leaves few registers free; a serialised wgmma is an excess, too."""
     variants = [
         AppendKV(dtype="bf16", cache_dtype="e4m3"),
-        AttentionDecode(
-            head_dim=128, dtype="bf16", columns=8, split_tokens=1024, cluster=2, passes=2
-        ),
+        AttentionDecode(head_dim=128, dtype="bf16", columns=8, split_tokens=1024, cluster=4),
         AttentionDecode(head_dim=256, dtype="fp16", kv_dtype="int8", columns=32, copy_pages=False),
         AttentionPrefill(head_dim=128, dtype="bf16"),
         AttentionPrefill(head_dim=64, dtype="fp16", keys="pages"),

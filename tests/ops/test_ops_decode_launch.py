@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from ostinato.kernels.variants import DecodeLoad, decode_cluster
+from ostinato.kernels.variants import (
+    SPLIT_TOKENS,
+    AttentionDecode,
+    DecodeLoad,
+    decode_cluster,
+)
 from ostinato.ops import decode_launch
 from ostinato.ops.decode_launch import decode_kernels, kernel_for
 
@@ -41,8 +46,7 @@ def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
     names = [kernel.name for kernel in decode_kernels(FP16, 96, 8)]
     assert names == [
         "attention_decode-fp16-d96-c8-split1024-cluster4",
-        "attention_decode-fp16-d96-c8-split1024-cluster2-passes2",
-        "attention_decode-fp16-d96-c8-split1024-passes4",
+        "attention_decode-fp16-d96-c8-split1024",
         "attention_decode-fp16-d96-c8-any_page-split1024",
     ]
     assert decode_kernels(torch.float32, 96, 12) == []
@@ -66,50 +70,63 @@ def test_without_fixed_splits_the_ends_of_prompts_take_kernels_of_more_rows() ->
 @pytest.mark.parametrize("copy_pages", [True, False])
 @pytest.mark.parametrize("columns", [8, 16, 32, 64])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 144, 256])
-def test_a_load_changes_no_bit_that_it_may_not_change(
-    dim: int, columns: int, copy_pages: bool, quantized: bool
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_every_load_has_a_kernel(
+    dim: int, columns: int, copy_pages: bool, quantized: bool, batch_invariant: bool
 ) -> None:
-    shares = {
-        cluster * passes
-        for cluster, passes in (
-            decode_cluster(
-                load,
-                head_dim=dim,
-                columns=columns,
-                copy_pages=copy_pages,
-                quantized=quantized,
-                batch_invariant=True,
-            )
-            for load in get_args(DecodeLoad)
+    for load in get_args(DecodeLoad):
+        cluster = decode_cluster(
+            load,
+            head_dim=dim,
+            columns=columns,
+            copy_pages=copy_pages,
+            quantized=quantized,
+            batch_invariant=batch_invariant,
         )
-    }
-    assert len(shares) == 1
+        kernel = AttentionDecode(
+            head_dim=dim,
+            dtype="bf16",
+            kv_dtype="int8" if quantized else "bf16",
+            columns=columns,
+            copy_pages=copy_pages,
+            split_tokens=SPLIT_TOKENS if batch_invariant else 0,
+            cluster=cluster,
+        )
+        assert not batch_invariant or kernel.cluster in (1, 4)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"cluster": 2}, {"cluster": 4, "columns": 16}, {"cluster": 4, "kv_dtype": "int8"}]
+)
+def test_a_cluster_of_other_bits_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"cluster: got {fields['cluster']}, expected 1"):
+        AttentionDecode(head_dim=128, dtype="bf16", split_tokens=SPLIT_TOKENS, **fields)
 
 
 @pytest.mark.parametrize(
     ("batch", "heads_kv", "tokens", "free", "split"),
     [
-        (1, 8, 512, (8, 1), (4, 1)),
-        (1, 8, 2048, (8, 1), (4, 1)),
-        (1, 8, 2064, (2, 1), (4, 1)),
-        (1, 8, 7168, (2, 1), (4, 1)),
-        (1, 8, 7184, (2, 1), (2, 2)),
-        (1, 1, 16384, (8, 1), (4, 1)),
-        (2, 8, 1024, (8, 1), (4, 1)),
-        (17, 1, 64, (2, 1), (4, 1)),
-        (16, 8, 512, (2, 1), (2, 2)),
-        (17, 8, 512, (1, 1), (1, 4)),
-        (17, 8, 2048, (1, 1), (1, 4)),
-        (17, 8, 2064, (2, 1), (1, 4)),
-        (600, 1, 16, (1, 1), (1, 4)),
+        (1, 8, 512, 8, 4),
+        (1, 8, 2048, 8, 4),
+        (1, 8, 2064, 2, 4),
+        (1, 8, 7168, 2, 4),
+        (1, 8, 7184, 2, 1),
+        (1, 1, 16384, 8, 4),
+        (2, 8, 1024, 8, 4),
+        (17, 1, 64, 2, 4),
+        (16, 8, 512, 2, 1),
+        (17, 8, 512, 1, 1),
+        (17, 8, 2048, 1, 1),
+        (17, 8, 2064, 2, 1),
+        (600, 1, 16, 1, 1),
     ],
 )
 def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
     batch: int,
     heads_kv: int,
     tokens: int,
-    free: tuple[int, int],
-    split: tuple[int, int],
+    free: int,
+    split: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
@@ -121,7 +138,7 @@ def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
             q, cache, cache, table, 1, batch_invariant, torch.empty_like(q)
         )
         assert kernel is not None
-        assert (kernel.cluster, kernel.passes) == expected
+        assert kernel.cluster == expected
 
 
 @pytest.mark.parametrize(("first", "then"), [(373_000, 4_600_000), (18_110_000, 18_880_000)])

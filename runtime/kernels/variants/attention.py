@@ -12,7 +12,7 @@ from ostinato.kernels.variants.base import OPERAND_DTYPES, Variant, check
 # Of batch-invariant attention: few enough that one long sequence keeps most SMs busy, so many that
 # the partial results of a large batch stay small.
 SPLIT_TOKENS = 1024
-_DECODE_TILE = 64  # tokens, of a pass of a CTA (csrc: kShareTokens)
+_DECODE_TILE = 64  # tokens, of a CTA (csrc: kShareTokens)
 _MOST_COLUMNS_OF_CLUSTERS = 16
 
 
@@ -30,9 +30,8 @@ class AttentionDecode(Variant):
         split_tokens: 0 shares sequences as it suits the load; else SMs share them in splits of so
             many tokens, a multiple of 64, and a result does not depend on other sequences.
         cluster: CTAs, 1, 2, 4 or 8, that share what is one's otherwise, and add up their results
-            in each other's shared memory.
-        passes: 1, 2 or 4 of each of them: results are, bit by bit, those of so many times as many
-            CTAs. Splits are of a multiple of 64 tokens for each pass of each CTA.
+            in each other's shared memory. With splits 1, or 4 with the same bits: for 8 columns of
+            up to 128 and a cache of `dtype`.
     """
 
     family: ClassVar[str] = "attention_decode"
@@ -45,12 +44,10 @@ class AttentionDecode(Variant):
     copy_pages: bool = True
     split_tokens: int = 0
     cluster: int = 1
-    passes: int = 1
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, ("bf16", "fp16"))
         check("cluster", self.cluster, (1, 2, 4, 8))
-        check("passes", self.passes, (1, 2, 4))
         if not self.kv_dtype:
             object.__setattr__(self, "kv_dtype", self.dtype)
         check("kv_dtype", self.kv_dtype, (self.dtype, *OPERAND_DTYPES))
@@ -59,7 +56,10 @@ class AttentionDecode(Variant):
             raise ValueError(
                 f"head_dim: got {self.head_dim}, expected a multiple of 16 from 16 to 256"
             )
-        tile = self.cluster * self.passes * _DECODE_TILE
+        if self.split_tokens:
+            shared = self.columns == 8 and self.head_dim <= 128 and self.kv_dtype == self.dtype
+            check("cluster", self.cluster, (1, 4) if shared else (1,))
+        tile = self.cluster * _DECODE_TILE
         if self.split_tokens < 0 or self.split_tokens % tile:
             raise ValueError(
                 f"split_tokens: got {self.split_tokens}, expected a multiple of {tile}"
@@ -71,8 +71,7 @@ class AttentionDecode(Variant):
         cache = "" if self.kv_dtype == self.dtype else f"-{self.kv_dtype}_kv"
         split = f"-split{self.split_tokens}" if self.split_tokens else ""
         cluster = f"-cluster{self.cluster}" if self.cluster > 1 else ""
-        passes = f"-passes{self.passes}" if self.passes > 1 else ""
-        shape = f"d{self.head_dim}-c{self.columns}{pages}{split}{cluster}{passes}"
+        shape = f"d{self.head_dim}-c{self.columns}{pages}{split}{cluster}"
         return f"{self.family}-{self.dtype}{cache}-{shape}"
 
     def defines(self) -> dict[str, str]:
@@ -84,7 +83,6 @@ class AttentionDecode(Variant):
             "OSTINATO_COPY_PAGES": str(int(self.copy_pages)),
             "OSTINATO_FIXED_TILES": str(self.split_tokens // _DECODE_TILE),
             "OSTINATO_CLUSTER": str(self.cluster),
-            "OSTINATO_PASSES": str(self.passes),
         }
 
 
@@ -103,26 +101,24 @@ def decode_cluster(
     copy_pages: bool,
     quantized: bool,
     batch_invariant: bool,
-) -> tuple[int, int]:
-    """Return the cluster and the passes of the fastest kernel (docs/decode.md).
+) -> int:
+    """Return the CTAs of a cluster of the fastest kernel (docs/decode.md).
 
-    With `batch_invariant` the load changes no bit: all have as many passes of CTAs.
+    With `batch_invariant` the load changes no bit.
     """
-    alone = (1, 1)
+    alone = 1
     if not copy_pages or columns > _MOST_COLUMNS_OF_CLUSTERS:
         return alone
     least_work = columns == 8 and not quantized  # for a byte of the cache
     if batch_invariant:
-        if not least_work or not 64 < head_dim <= 128:
-            return alone
-        return {"few": (4, 1), "some": (2, 2), "many": (1, 4), "many_long": (1, 4)}[load]
+        return 4 if load == "few" and least_work and 64 < head_dim <= 128 else alone
     if head_dim > 128:
-        return (2, 1) if least_work and load in ("few", "some") else alone
+        return 2 if least_work and load in ("few", "some") else alone
     if load == "many":
         return alone
     if load == "many_long":
-        return (2, 1) if least_work and head_dim > 64 else alone
-    return (8, 1) if load == "few" else (2, 1)
+        return 2 if least_work and head_dim > 64 else alone
+    return 8 if load == "few" else 2
 
 
 @dataclass(frozen=True, kw_only=True)

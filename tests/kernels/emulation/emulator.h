@@ -119,6 +119,8 @@ inline int __syncthreads_or(int value) { return emulator::any_thread(value != 0)
 inline void __syncthreads() { emulator::any_thread(false); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));

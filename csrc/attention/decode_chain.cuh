@@ -1,0 +1,83 @@
+// A tile of a CTA that takes one chain: four blocks, one after the other, as a warp of a lone CTA
+// takes them, bit by bit.
+//
+// Only outputs wait for the block before: they fade as the maximum rises. The maximum after a block
+// is the highest of all up to it, so each warp weighs one block, once all know all tops; and adds
+// up its part of the head dim from all four.
+#pragma once
+
+#include "common/debug.cuh"
+#include "common/ring.cuh"
+#include "decode_attend.cuh"
+#include "decode_cluster.cuh"
+
+namespace ostinato::decode {
+
+template <bool kSeveral, class Storage>
+__device__ __forceinline__ void attend_chain(Storage& shared, Attention& attention,
+                                             const Sight& sight, const RingPosition& position,
+                                             int tile) {
+  auto& chain = shared.chain;
+  const int warp = warp_index(), lane = threadIdx.x % 32, stage = position.slot;
+  const int first_token = tile * kTileTokens + block_offset(0);
+  const int own_token = first_token + warp * kShareTokens;
+  wait(&shared.keys_arrived.full[stage][warp], position.parity);
+  OSTINATO_DELAY(decode_keys_load, warp == 1);
+  // Keys of no token are whatever was there; their scores are hidden.
+  const Scores scores =
+      attention.scale(attention.multiply_keys(shared.keys.blocks[stage][warp]), sight, own_token,
+                      sight.hides_some(own_token), TokenScales());
+  const Columns own_tops = highest(scores);
+  if (lane < 4) {
+    chain.tops[warp][lane] = make_float2(own_tops.of[0][0], own_tops.of[0][1]);
+  }
+  OSTINATO_DELAY(decode_sums_store, warp == 1);
+  sync_team(warp);
+  OSTINATO_DELAY(decode_sums_load, warp == 2);
+  Columns maximum = attention.max();
+#pragma unroll
+  for (int block = 0; block < kWarps; ++block) {
+    const float2 top = chain.tops[block][lane % 4];
+    if (block <= warp) {
+      maximum.of[0][0] = fmaxf(top.x, maximum.of[0][0]);
+      maximum.of[0][1] = fmaxf(top.y, maximum.of[0][1]);
+    }
+  }
+  const Columns own_sums = attention.weigh_by(maximum, scores, TokenScales());
+  const uint2 own_weights = attention.weights();
+  chain.weights[warp][lane] =
+      make_uint4(own_weights.x, own_weights.y, __float_as_uint(own_sums.of[0][0]),
+                 __float_as_uint(own_sums.of[0][1]));
+  sync_team(warp);
+  const auto add_block = [&](int block, bool hides_some) {
+    const float2 top = chain.tops[block][lane % 4];
+    const uint4 weights = chain.weights[block][lane];
+    attention.raise({{{top.x, top.y}}});
+    attention.add_sums({{{__uint_as_float(weights.z), __uint_as_float(weights.w)}}});
+    attention.set_weights({weights.x, weights.y});
+    attention.template multiply_values<kSeveral>(shared.values.blocks[stage][block], sight,
+                                                 first_token + block * kShareTokens, hides_some);
+  };
+#pragma unroll
+  for (int block = 0; block < kWarps; ++block) {
+    wait(&shared.values_arrived.full[stage][block], position.parity);
+  }
+  OSTINATO_DELAY(decode_values_load, warp == 2);
+  if (!sight.hides_some(first_token) && !sight.hides_some(first_token + 3 * kShareTokens)) {
+#pragma unroll
+    for (int block = 0; block < kWarps; ++block) {
+      add_block(block, false);
+    }
+    return;
+  }
+  // Not unrolled: code that has not run is waited for longer than what it does takes.
+#pragma unroll 1
+  for (int block = 0; block < kWarps; ++block) {
+    const int token = first_token + block * kShareTokens;
+    if (sight.reaches(token)) {
+      add_block(block, sight.hides_some(token));
+    }
+  }
+}
+
+}  // namespace ostinato::decode

@@ -1,0 +1,41 @@
+// What a warp has of a block's scores and of their columns, as an MMA accumulates them: columns are
+// queries times heads of the group, a lane's 8 t + 2 (lane % 4) and the next one; tokens are its
+// lane / 4 and the one 8 later.
+#pragma once
+
+#include <limits>
+
+#include "decode_config.cuh"
+
+namespace ostinato::decode {
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the maximum of no scores
+
+struct Scores {
+  float values[kColumnTiles][4];
+};
+
+struct Columns {
+  float of[kColumnTiles][2];
+};
+
+// The highest of each column.
+__device__ __forceinline__ Columns highest(const Scores& scores) {
+  Columns tops;
+#pragma unroll
+  for (int t = 0; t < kColumnTiles; ++t) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float top = fmaxf(scores.values[t][e], scores.values[t][e + 2]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
+      }
+      tops.of[t][e] = top;
+    }
+  }
+  return tops;
+}
+
+}  // namespace ostinato::decode
