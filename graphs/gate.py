@@ -16,7 +16,7 @@ from ostinato.graphs.errors import (
     InvalidatedError,
     NotCapturedError,
 )
-from ostinato.graphs.guards import ProcessGuard
+from ostinato.graphs.guards import ProcessGuard, Turn
 
 _Refusal = tuple[type[GraphError], str]
 _NOT_CAPTURED: _Refusal = (
@@ -46,7 +46,7 @@ class Gate:
     @property
     def is_fork(self) -> bool:
         """Whether this is a fork of the process that the gate was made in."""
-        return self._process.is_fork()
+        return self._process.is_fork
 
     @property
     def is_closed(self) -> bool:
@@ -58,19 +58,38 @@ class Gate:
         """Whether `sleep` was called last."""
         return self._refusal is _ASLEEP
 
-    def enter(self, what: str, timeout_s: float = 0.0) -> None:
-        """Take the turn for the call `what`; `leave` must follow.
+    def enter(self, what: str, timeout_s: float = 0.0) -> Turn:
+        """Take the turn for the call `what`, and return it; `leave`, or its `end`, must follow.
 
         Raises:
             ForkedError, BusyError: when the call may not proceed.
         """
-        self._process.check()
-        self._backend.turn.begin(self._owner, what, timeout_s)
+        if self._process.is_fork:
+            self._process.check()
+        backend = self._backend
+        turn = backend.turn
+        turn.begin(self._owner, what, timeout_s)
         try:
-            self._backend.check_idle()
+            backend.check_idle()
         except BaseException:
-            self._backend.turn.end()
+            turn.end()
             raise
+        return turn
+
+    def admit(self, what: str) -> Turn:
+        """Take the turn for the call `what`, which needs graphs; the turn's `end` must follow.
+
+        Raises:
+            GraphError: when the call may not proceed, or there is nothing to run.
+        """
+        turn = self.enter(what)
+        if self._refusal is not None or self._closing:
+            try:
+                self.require_ready()
+            except BaseException:
+                turn.end()
+                raise
+        return turn
 
     def leave(self) -> None:
         """Give the turn back."""
