@@ -58,37 +58,38 @@ class Gate:
         """Whether `sleep` was called last."""
         return self._refusal is _ASLEEP
 
-    def enter(self, what: str, timeout_s: float = 0.0) -> Turn:
-        """Take the turn for the call `what`, and return it; `leave`, or its `end`, must follow.
+    def enter(self, what: str, timeout_s: float = 0.0) -> None:
+        """Take the turn for the call `what`; `leave` must follow.
 
         Raises:
             ForkedError, BusyError: when the call may not proceed.
+        """
+        self._process.check()
+        self._backend.turn.begin(self._owner, what, timeout_s)
+        try:
+            self._backend.check_idle()
+        except BaseException:
+            self._backend.turn.end()
+            raise
+
+    def admit(self, what: str) -> Turn:
+        """Do what `enter` and `require_ready` do, in fewer calls; the turn's `end` must follow.
+
+        Raises:
+            GraphError: when the call may not proceed, or there is nothing to run.
         """
         if self._process.is_fork:
             self._process.check()
         backend = self._backend
         turn = backend.turn
-        turn.begin(self._owner, what, timeout_s)
+        turn.begin(self._owner, what)
         try:
             backend.check_idle()
+            if self._refusal is not None or self._closing:
+                self.require_ready()
         except BaseException:
             turn.end()
             raise
-        return turn
-
-    def admit(self, what: str) -> Turn:
-        """Take the turn for the call `what`, which needs graphs; the turn's `end` must follow.
-
-        Raises:
-            GraphError: when the call may not proceed, or there is nothing to run.
-        """
-        turn = self.enter(what)
-        if self._refusal is not None or self._closing:
-            try:
-                self.require_ready()
-            except BaseException:
-                turn.end()
-                raise
         return turn
 
     def leave(self) -> None:

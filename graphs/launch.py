@@ -21,6 +21,11 @@ class Launch:
         library: libcuda.
     """
 
+    __slots__ = (
+        *("_executable", "_graph", "_handle", "_index", "_is_direct", "_is_only_device"),
+        *("_launch", "_stream"),
+    )
+
     def __init__(
         self, graph: torch.cuda.CUDAGraph, device: torch.device, library: ctypes.CDLL
     ) -> None:

@@ -32,9 +32,6 @@ from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
 
-# Of the declared tensors. One whose turn comes is not in the CPU's caches, so that it takes as long
-# as a fifth of all else that a run does itself.
-_WATCHED_PER_RUN = 1
 
 
 class GraphRunner(Generic[OutputT]):
@@ -248,8 +245,10 @@ class GraphRunner(Generic[OutputT]):
         turn = self._gate.admit("run")
         try:
             captured = self._captured
-            if captured.watch.moved(_WATCHED_PER_RUN) is not None:
-                self._require_unmoved()
+            watch = captured.watch
+            watch.runs_to_look -= 1
+            if watch.runs_to_look <= 0:
+                self._require_unmoved(watch.look())
             return captured.run(n if type(n) is int else as_integer("n", n), inputs, variant)
         except CaptureError as error:
             self._gate.raise_own(error)
@@ -293,7 +292,7 @@ class GraphRunner(Generic[OutputT]):
             self._gate.require_ready()
             if self._bursts is None:
                 raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
-            self._require_unmoved(_WATCHED_PER_RUN)
+            self._require_unmoved(self._captured.watch.look())
             n = as_integer("n", n)
             asked = self._bursts.check(n, steps, limits, stops)
             key, graph, inputs = self._captured.graph_for(n, inputs, variant)
@@ -350,7 +349,7 @@ class GraphRunner(Generic[OutputT]):
         """
         with self._gate.exclusively("check_memory"):
             self._gate.require_ready()
-            self._require_unmoved()
+            self._require_unmoved(self._captured.watch.moved())
 
     def observe(self, *, replay_times: bool = False, nvtx: bool = False) -> None:
         """Choose what is measured of runs from now on; by default nothing, at no cost.
@@ -439,8 +438,7 @@ class GraphRunner(Generic[OutputT]):
         self._gate.open()
         return report
 
-    def _require_unmoved(self, count: int | None = None) -> None:
-        moved = self._captured.watch.moved(count)
+    def _require_unmoved(self, moved: str | None) -> None:
         if moved is not None:
             why = f"{moved} has moved since the capture, which has its address"
             raise self._gate.invalidate(why)

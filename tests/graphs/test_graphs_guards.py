@@ -143,15 +143,33 @@ def test_a_cache_that_is_resized_is_noticed():
         runner.run(1, ONE_ROW)
 
 
-def test_every_run_looks_at_a_tensor_and_so_at_all_in_turn():
+def test_runs_look_at_two_tensors_each_on_average_and_so_at_all_in_turn():
     weights = [torch.zeros(4) for _ in range(100)]
     runner = cpu_runner(ToyStep(), memory={"weights": weights})
     runner.capture([2])
     weights[99].data = torch.zeros(4)
-    for _ in range(99):
-        runner.run(1, ONE_ROW)
+    runs = 0
     with pytest.raises(InvalidatedError, match="tensor 99"):
-        runner.run(1, ONE_ROW)
+        for _ in range(100):
+            runs += 1
+            runner.run(1, ONE_ROW)
+    assert 100 // 2 - 8 < runs <= 100 // 2 + 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 40])
+def test_no_more_runs_than_half_the_tensors_and_a_look_pass_by_what_has_moved(count):
+    weights = [torch.zeros(4) for _ in range(count)]
+    runner = cpu_runner(ToyStep(), memory={"weights": weights})
+    runner.capture([2])
+    most = -(-count // 2) + min(max(count // 4, 1), 8)
+    for moved in (0, count // 2, count - 1):
+        for _ in range(5):
+            runner.run(1, ONE_ROW)
+        weights[moved].data = torch.zeros(4)
+        with pytest.raises(InvalidatedError, match=f"tensor {moved} has moved"):
+            for _ in range(most):
+                runner.run(1, ONE_ROW)
+        runner.recapture()
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.data())
