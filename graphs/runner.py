@@ -33,7 +33,6 @@ from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
 
 
-
 class GraphRunner(Generic[OutputT]):
     """Runs a step function from graphs captured once per batch size.
 
@@ -340,7 +339,7 @@ class GraphRunner(Generic[OutputT]):
             Path(path).write_text(drawing, encoding="utf-8")
 
     def check_memory(self) -> None:
-        """Look at all declared memory; each run looks at a few tensors of it in turn.
+        """Look at all declared memory; runs look at a few tensors of it in turn.
 
         Raises:
             InvalidatedError: when a tensor is not where it was at the capture. Runs are refused
