@@ -102,7 +102,7 @@ class Burst:
             BurstError: when the device failed.
             BusyError: from inside the step; nothing is changed then.
         """
-        if self._process.is_fork():
+        if self._process.is_fork:
             return
         self.check_outside()
         self.cancel()

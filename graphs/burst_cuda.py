@@ -132,7 +132,7 @@ def _destroy(
     cu: Any, executable: Any, graph: Any, ended: torch.cuda.Event, process: ProcessGuard
 ) -> None:
     """Give both back to the driver after the last burst; in a fork they are the parent's."""
-    if process.is_fork():
+    if process.is_fork:
         return
     with suppress(RuntimeError):  # of a device that has failed
         ended.synchronize()

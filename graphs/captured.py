@@ -113,15 +113,16 @@ class CapturedStep(Generic[OutputT]):
             TypeError, ValueError: for a bad `n`, variant or input.
             GraphError: when a graph that is missed cannot be captured.
         """
-        bucket = self.table.find(n, variant)
+        table = self.table
+        bucket = table.find_again(n, variant)
         graph = bucket.graph
         if graph is None:
             return self._run_missed(bucket, n, inputs)
         foreign = self._backend.follow()  # as `_given`, without what a generator costs every run
         try:
             self._buffers.stage(inputs, n, bucket.key.batch_size)
-            if self.table.limit is not None:
-                self.table.use(bucket.key)
+            if table.limit is not None:
+                table.use(bucket.key)
             if self._observer is None:
                 graph.replay()
             else:

@@ -26,6 +26,7 @@ from ostinato.graphs.driver import GraphDriver
 from ostinato.graphs.driver_log import DriverLog
 from ostinato.graphs.errors import BusyError, GraphError
 from ostinato.graphs.guards import only_capture, turn_of
+from ostinato.graphs.launch import Launch
 from ostinato.graphs.outputs import Outputs, Step
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.spec import BufferSpec
@@ -64,6 +65,7 @@ class CudaBackend:
         _check_stream(stream, device)
         self.name = torch.cuda.get_device_name(device)
         self._device = device
+        self._is_only_device = torch.cuda.device_count() == 1
         self._given_pool = pool
         self._pool: PoolHandle | None = pool
         self._anchor: torch.cuda.CUDAGraph | None = None
@@ -81,7 +83,7 @@ class CudaBackend:
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        if torch._C._cuda_getDevice() == self._device.index:
+        if self._is_only_device or torch._C._cuda_getDevice() == self._device.index:
             # As torch.cuda.is_current_stream_capturing, without what every run need not ask.
             capturing = torch._C._cuda_isCurrentStreamCapturing()
         else:
@@ -137,7 +139,8 @@ class CudaBackend:
         started = time.perf_counter()
         graph.instantiate()
         instantiate_ms = 1e3 * (time.perf_counter() - started)
-        return _CudaGraph(graph, self._borrowed(outputs), instantiate_ms)
+        replay = Launch(graph, self._device, self._library)
+        return _CudaGraph(graph, replay, self._borrowed(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:
         """Return the driver's log of the failed capture, and watch the step unless Python failed.
@@ -327,13 +330,13 @@ class CudaBackend:
 
 class _CudaGraph:
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, outputs: Outputs, instantiate_ms: float
+        self, graph: torch.cuda.CUDAGraph, replay: Launch, outputs: Outputs, instantiate_ms: float
     ) -> None:
         self.outputs = outputs
         self.instantiate_ms = instantiate_ms
         self.loop: BurstLoop | None = None
         self._graph = graph
-        self.replay = graph.replay  # a call less in a run
+        self.replay = replay.__call__  # bound: a call less in a run
 
     @property
     def handle(self) -> int:
@@ -344,6 +347,7 @@ class _CudaGraph:
             self.loop.release()
             self.loop = None
         self._graph.reset()
+        self.replay = self._graph.replay  # which refuses; the driver would take what is gone
 
 
 def _empty_cache() -> None:

@@ -16,7 +16,7 @@ from ostinato.graphs.errors import (
     InvalidatedError,
     NotCapturedError,
 )
-from ostinato.graphs.guards import ProcessGuard
+from ostinato.graphs.guards import ProcessGuard, Turn
 
 _Refusal = tuple[type[GraphError], str]
 _NOT_CAPTURED: _Refusal = (
@@ -46,7 +46,7 @@ class Gate:
     @property
     def is_fork(self) -> bool:
         """Whether this is a fork of the process that the gate was made in."""
-        return self._process.is_fork()
+        return self._process.is_fork
 
     @property
     def is_closed(self) -> bool:
@@ -71,6 +71,26 @@ class Gate:
         except BaseException:
             self._backend.turn.end()
             raise
+
+    def admit(self, what: str) -> Turn:
+        """Do what `enter` and `require_ready` do, in fewer calls; the turn's `end` must follow.
+
+        Raises:
+            GraphError: when the call may not proceed, or there is nothing to run.
+        """
+        if self._process.is_fork:
+            self._process.check()
+        backend = self._backend
+        turn = backend.turn
+        turn.begin(self._owner, what)
+        try:
+            backend.check_idle()
+            if self._refusal is not None or self._closing:
+                self.require_ready()
+        except BaseException:
+            turn.end()
+            raise
+        return turn
 
     def leave(self) -> None:
         """Give the turn back."""

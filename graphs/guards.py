@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from weakref import WeakValueDictionary
+from functools import partial
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -43,18 +44,21 @@ def only_capture() -> Iterator[None]:
 
 
 class ProcessGuard:
-    """Tells the process it was made in from forks of it, to which no GPU memory belongs."""
+    """Tells the process it was made in from forks of it, to which no GPU memory belongs.
+
+    Attributes:
+        is_fork: whether this is a child of the process that it was made in. Noted when a child
+            begins, since asking the system in every run would be felt.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-
-    def is_fork(self) -> bool:
-        """Return whether this is a child of the process that it was made in."""
-        return os.getpid() != self._process
+        self.is_fork = False
+        _guards.add(self)
 
     def check(self) -> None:
         """Raise ForkedError in a child."""
-        if os.getpid() != self._process:
+        if self.is_fork:
             raise ForkedError(
                 f"the runner was made in process {self._process}, and this is a fork of it: the "
                 "device cannot be used across a fork; make the runner in this process, or start "
@@ -62,11 +66,30 @@ class ProcessGuard:
             )
 
 
+_WATCHED_PER_RUN = 2  # tensors of the declared memory, on average
+_MOST_RUNS_PER_LOOK = 8
+
+_guards: WeakSet[ProcessGuard] = WeakSet()
+
+
+def _note_fork() -> None:
+    for guard in _guards:
+        guard.is_fork = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class MemoryWatch:
     """Notices when declared memory is not where it was when the watch was made, or told to `note`.
 
     Values may change in place. Each parameter and buffer is looked up by its name in the module
     that had it, so that one which was replaced is noticed; a module that was replaced is not.
+
+    Attributes:
+        runs_to_look: counted down by runs. At 0 `look` is due. A tensor whose turn comes is not in
+            the CPU's caches, nor its page among those it knows: alone it took a seventh of all that
+            a run does itself, and those beside it are near then.
     """
 
     def __init__(self, memory: DeclaredMemory | None) -> None:
@@ -77,6 +100,14 @@ class MemoryWatch:
         """Take the places where everything is now for the right ones."""
         self._places = [] if self._memory is None else list(_places(self._memory))
         self._next = 0
+        self.runs_to_look = 1
+
+    def look(self) -> str | None:
+        """Look at a few tensors on behalf of the runs since the last look; as `moved`."""
+        # Of few tensors, one that has moved is found by the next run.
+        runs = len(self._places) // (2 * _WATCHED_PER_RUN)
+        runs = self.runs_to_look = min(max(runs, 1), _MOST_RUNS_PER_LOOK)
+        return self.moved(runs * _WATCHED_PER_RUN)
 
     def moved(self, count: int | None = None) -> str | None:
         """Return the name of a tensor that has moved; None if none has.
@@ -86,16 +117,15 @@ class MemoryWatch:
         """
         start = 0 if count is None else self._next
         stop = None if count is None else start + count
-        for holder, key, address, name in self._places[start:stop]:
-            tensor = holder.get(key)
-            if tensor is None or tensor.data_ptr() != address:
+        for look, address, name in self._places[start:stop]:
+            if look() != address:
                 return name
         self._next = 0 if stop is None or stop >= len(self._places) else stop
         return None
 
 
-# Where a tensor is looked up, its address, and what it is called. A tuple, since runs unpack it.
-_Place = tuple[Mapping[str, torch.Tensor | None], str, int, str]
+# What tells where a tensor is, where it was, and what it is called. A tuple, since runs unpack it.
+_Place = tuple[Callable[[], int | None], int, str]
 
 
 def _places(memory: DeclaredMemory) -> Iterator[_Place]:
@@ -107,11 +137,17 @@ def _places(memory: DeclaredMemory) -> Iterator[_Place]:
                     for key, tensor in tensors.items():
                         if tensor is not None:
                             label = f"memory[{name!r}], {prefix}{key}"
-                            yield tensors, key, tensor.data_ptr(), label
+                            yield partial(_address, tensors, key), tensor.data_ptr(), label
             continue
         for index, tensor in enumerate([holder] if isinstance(holder, torch.Tensor) else holder):
             label = f"memory[{name!r}], tensor {index}"
-            yield {"": tensor}, "", tensor.data_ptr(), label
+            # The method itself: a run finds little of all this in the CPU's caches.
+            yield tensor.data_ptr, tensor.data_ptr(), label
+
+
+def _address(tensors: Mapping[str, torch.Tensor | None], key: str) -> int | None:
+    tensor = tensors.get(key)
+    return None if tensor is None else tensor.data_ptr()
 
 
 class Turn:
@@ -147,7 +183,7 @@ class Turn:
         Raises:
             BusyError: when it is taken, also by this thread.
         """
-        if not self._lock.acquire(blocking=False) and not self._wait(timeout_s):
+        if not self._lock.acquire(False) and not self._wait(timeout_s):
             who = "the runner" if self._owner is owner else "another runner of the same pool"
             raise BusyError(
                 f"{what}: {who} is in the middle of {self._what}; "

@@ -32,8 +32,6 @@ from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
 
-_WATCHED_PER_RUN = 2  # of the declared tensors, half a microsecond
-
 
 class GraphRunner(Generic[OutputT]):
     """Runs a step function from graphs captured once per batch size.
@@ -241,17 +239,21 @@ class GraphRunner(Generic[OutputT]):
             CaptureError, AuditError, VerificationError: when a graph that is missed cannot be
                 captured; what is captured can still be run.
         """
-        gate, captured = self._gate, self._captured
-        gate.enter("run")
+        # No call more than it takes, here and below: a program that has waited for the device, or
+        # worked on something else, finds little of this in the CPU's caches.
+        turn = self._gate.admit("run")
         try:
-            gate.require_ready()
-            self._require_unmoved(_WATCHED_PER_RUN)
-            return captured.run(as_integer("n", n), inputs, variant)
+            captured = self._captured
+            watch = captured.watch
+            watch.runs_to_look -= 1
+            if watch.runs_to_look <= 0:
+                self._require_unmoved(watch.look())
+            return captured.run(n if type(n) is int else as_integer("n", n), inputs, variant)
         except CaptureError as error:
-            gate.raise_own(error)
+            self._gate.raise_own(error)
             raise
         finally:
-            gate.leave()
+            turn.end()
 
     def burst(
         self,
@@ -289,7 +291,7 @@ class GraphRunner(Generic[OutputT]):
             self._gate.require_ready()
             if self._bursts is None:
                 raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
-            self._require_unmoved(_WATCHED_PER_RUN)
+            self._require_unmoved(self._captured.watch.look())
             n = as_integer("n", n)
             asked = self._bursts.check(n, steps, limits, stops)
             key, graph, inputs = self._captured.graph_for(n, inputs, variant)
@@ -337,7 +339,7 @@ class GraphRunner(Generic[OutputT]):
             Path(path).write_text(drawing, encoding="utf-8")
 
     def check_memory(self) -> None:
-        """Look at all declared memory; each run looks at a few tensors of it in turn.
+        """Look at all declared memory; runs look at a few tensors of it in turn.
 
         Raises:
             InvalidatedError: when a tensor is not where it was at the capture. Runs are refused
@@ -346,7 +348,7 @@ class GraphRunner(Generic[OutputT]):
         """
         with self._gate.exclusively("check_memory"):
             self._gate.require_ready()
-            self._require_unmoved()
+            self._require_unmoved(self._captured.watch.moved())
 
     def observe(self, *, replay_times: bool = False, nvtx: bool = False) -> None:
         """Choose what is measured of runs from now on; by default nothing, at no cost.
@@ -435,8 +437,7 @@ class GraphRunner(Generic[OutputT]):
         self._gate.open()
         return report
 
-    def _require_unmoved(self, count: int | None = None) -> None:
-        moved = self._captured.watch.moved(count)
+    def _require_unmoved(self, moved: str | None) -> None:
         if moved is not None:
             why = f"{moved} has moved since the capture, which has its address"
             raise self._gate.invalidate(why)

@@ -28,6 +28,11 @@ def cpu_runner(step, **options):
     return GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"), **options)
 
 
+def run_times(runner, count):
+    for _ in range(count):
+        runner.run(1, ONE_ROW)
+
+
 def in_a_fork(function):
     """Run `function` in a forked child; return the name of the exception that it raised there."""
     read, write = os.pipe()
@@ -79,7 +84,7 @@ def test_the_refusal_of_a_fork_says_what_to_do(step, monkeypatch):
     runner = cpu_runner(step)
     runner.capture([2])
     here = os.getpid()
-    monkeypatch.setattr("os.getpid", lambda: here + 1)
+    monkeypatch.setattr(runner._gate._process, "is_fork", True)
     with pytest.raises(ForkedError, match=f"made in process {here}, and this is a fork of it"):
         runner.run(1, ONE_ROW)
 
@@ -143,15 +148,28 @@ def test_a_cache_that_is_resized_is_noticed():
         runner.run(1, ONE_ROW)
 
 
-def test_every_run_looks_at_a_few_tensors_and_so_at_all_in_turn():
+def test_runs_look_at_two_tensors_each_on_average_and_so_at_all_in_turn():
     weights = [torch.zeros(4) for _ in range(100)]
     runner = cpu_runner(ToyStep(), memory={"weights": weights})
     runner.capture([2])
     weights[99].data = torch.zeros(4)
-    for _ in range(100 // 2 - 1):
-        runner.run(1, ONE_ROW)
     with pytest.raises(InvalidatedError, match="tensor 99"):
-        runner.run(1, ONE_ROW)
+        run_times(runner, 100 // 2 + 8)
+    assert 100 // 2 - 8 <= runner.stats().hits <= 100 // 2 + 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 40])
+def test_no_more_runs_than_half_the_tensors_and_a_look_pass_by_what_has_moved(count):
+    weights = [torch.zeros(4) for _ in range(count)]
+    runner = cpu_runner(ToyStep(), memory={"weights": weights})
+    runner.capture([2])
+    most = -(-count // 2) + min(max(count // 4, 1), 8)
+    for moved in (0, count // 2, count - 1):
+        run_times(runner, 5)
+        weights[moved].data = torch.zeros(4)
+        with pytest.raises(InvalidatedError, match=f"tensor {moved} has moved"):
+            run_times(runner, most)
+        runner.recapture()
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.data())
