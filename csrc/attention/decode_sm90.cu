@@ -2,10 +2,10 @@
 // verification of speculated tokens. Cache bytes are read once, at memory speed.
 //
 // A grid of persistent CTAs, or of clusters of them ("CTA" stands for both); each reads all lengths
-// and finds its own share of the tiles (decode_schedule.cuh), so neither the host nor another kernel
-// plans anything, and no size of the launch depends on a length. In a CTA each team of warps has
-// rings of blocks of its own, refills what it has used itself, and shares nothing until the end of a
-// piece.
+// and finds its own share of the tiles (decode_schedule.cuh), so neither the host nor another
+// kernel plans anything, and no size of the launch depends on a length. In a CTA each team of warps
+// has rings of blocks of its own, refills what it has used itself, and shares nothing until the end
+// of a piece.
 //
 // With params.pdl the predecessor may write any of the inputs: append_kv writes the cache. The
 // workspace must be zero before its first launch, and after a launch that was aborted; it serves

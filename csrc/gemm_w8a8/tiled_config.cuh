@@ -15,7 +15,7 @@
 // -DOSTINATO_OPERAND=int8|e4m3      x and w
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias
 // -DOSTINATO_CHANNELS=64...256      most channels of a tile
-// -DOSTINATO_TOKENS=16|32|64|128|256   most tokens of a tile
+// -DOSTINATO_TOKENS=8|16|32|64|128|256   most tokens of a tile
 // -DOSTINATO_PINGPONG=0|1           1: two warpgroups with a tile each take turns
 // -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: sums stay in the tensor cores (about 13 fraction
 //                                   bits); 0: they are added in fp32 every 128 products
@@ -42,6 +42,10 @@ inline constexpr bool kPingPong = OSTINATO_PINGPONG;
 #define OSTINATO_TOKEN_ROWS \
   ((OSTINATO_TOKENS == 64 || OSTINATO_TOKENS == 128) && !OSTINATO_PINGPONG)
 inline constexpr bool kTokenRows = OSTINATO_TOKEN_ROWS;
+// So few tokens that a thread's results are stored as they are, and that one warpgroup has time for
+// all of a tile's channels: it waits for weights.
+#define OSTINATO_FEW_TOKENS (OSTINATO_TOKENS <= 16)
+inline constexpr bool kFewTokens = OSTINATO_FEW_TOKENS;
 
 inline constexpr int kChannels = OSTINATO_CHANNELS;
 inline constexpr int kTokens = OSTINATO_TOKENS;
@@ -50,17 +54,14 @@ inline constexpr int kTileColumns = kTokenRows ? kChannels : kTokens;
 inline constexpr int kMmaRows = 64;
 inline constexpr int kMmaDepth = 32;
 inline constexpr int kWarpgroup = 128;  // threads
-inline constexpr int kConsumers = kPingPong || kTileRows > kMmaRows ? 2 : 1;
+inline constexpr int kConsumers = kPingPong || (kTileRows > kMmaRows && !kFewTokens) ? 2 : 1;
 inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups of a tile
 __device__ __forceinline__ int part_of_tile(int warpgroup) { return kPingPong ? 0 : warpgroup; }
 inline constexpr int kBlocks = kTileRows / (kMmaRows * kSharers);  // of 64 rows, a warpgroup
 inline constexpr int kSums = kTileColumns / 2;                     // per thread and block
-// A product waits for the one before it that has the same sums. Where few columns leave the tensor
-// core idle meanwhile, two sets of sums take turns.
-inline constexpr int kChains = kTileColumns <= 32 && !kPromote ? 2 : 1;
 static_assert(kTileRows == 64 || kTileRows == 128, "one warpgroup of 64 rows, or two");
-static_assert(kTileColumns % 16 == 0 && kTileColumns <= 256,
-              "an INT8 MMA has a multiple of 16 columns");
+static_assert(kTileColumns == 8 || (kTileColumns % 16 == 0 && kTileColumns <= 256),
+              "an INT8 MMA has 8 columns, or a multiple of 16");
 static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the registers");
 
 // One consumer leaves registers for all: its producers are two warps. Otherwise a warpgroup gives
@@ -69,9 +70,9 @@ inline constexpr int kProducerThreads = kConsumers == 1 ? 64 : kWarpgroup;
 inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 
 // A stage of the ring holds this much of K of the tile's tokens and channels. Small tiles take two
-// units of 128, since each stage costs a round of barriers.
+// or four units of 128, since each stage costs a round of barriers.
 inline constexpr int kUnitDepth = 128;
-inline constexpr int kUnits = kChannels + kTokens <= 160 ? 2 : 1;
+inline constexpr int kUnits = kChannels + kTokens <= 80 ? 4 : kChannels + kTokens <= 160 ? 2 : 1;
 inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
@@ -102,13 +103,16 @@ inline constexpr bool kDeferStores =
 inline constexpr int kStoredChannels = 16;
 // Two CTAs can share the K of a tile where each is left with whole ones of these.
 inline constexpr int kStoredColumns = kTokenRows ? kStoredChannels : kChunkTokens;
-inline constexpr bool kCanSplit = !kPingPong && kTileColumns / 2 % kStoredColumns == 0;
+inline constexpr bool kCanSplit =
+    !kPingPong && !kFewTokens && kTileColumns / 2 % kStoredColumns == 0;
 
 struct TurnedStorage {
   uint8_t chunk[kConsumers][kChunks][kPieces][kChunkTokens][kPieceBytes];
   float x_scale[kConsumers][kTokens];
   int32_t x_zero_point[kConsumers][kTokens];
 };
+
+struct NoStorage {};
 
 struct DirectStorage {
   float w_scale[kConsumers][kChannels];
@@ -117,7 +121,9 @@ struct DirectStorage {
 };
 
 struct alignas(1024) FixedStorage {
-  std::conditional_t<kTokenRows, DirectStorage, TurnedStorage> epilogue;
+  std::conditional_t<kTokenRows, DirectStorage,
+                     std::conditional_t<kFewTokens, NoStorage, TurnedStorage>>
+      epilogue;
   uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kPaced
   uint64_t full_tokens[kMaxStages];  // if kPaced
   uint64_t empty[kMaxStages];

@@ -6,6 +6,8 @@
 #include "common/ring.cuh"
 #if OSTINATO_TOKEN_ROWS
 #include "tiled_epilogue_direct.cuh"
+#elif OSTINATO_FEW_TOKENS
+#include "tiled_epilogue_few.cuh"
 #else
 #include "tiled_epilogue_turned.cuh"
 #endif
@@ -46,15 +48,11 @@ class Consumer {
       } else {
         sum(item.steps, sums, position, epilogue);
       }
-      // Computed again: while a tile is summed, every register is needed for sums.
-      item = item_at(plan_, forget(index), rank());
-      if (kCanSplit && item.shared) {
-        Sum half[kBlocks][kSums / 2];
-        exchange(sums, half);
-        epilogue.store<kTileColumns / 2>(item, rank() * (kTileColumns / 2), half);
-      } else {
-        epilogue.store_tile(item, sums);
+      if (!kFewTokens) {
+        // Computed again: while a tile is summed, every register is needed for sums.
+        item = item_at(plan_, forget(index), rank());
       }
+      store(epilogue, item, sums);
       if (kPingPong) {
         position.advance(plan_.stages, plan_.depth_steps);
       }
@@ -70,6 +68,21 @@ class Consumer {
   }
 
   __device__ __forceinline__ int rank() const { return plan_.cluster > 1 ? cluster_rank() : 0; }
+
+  // A template, so that an epilogue of tiles that are never shared need not store parts of them.
+  template <class AnyEpilogue>
+  __device__ __forceinline__ void store(AnyEpilogue& epilogue, const Item& item,
+                                        Sum (&sums)[kBlocks][kSums]) {
+    if constexpr (kCanSplit) {
+      if (item.shared) {
+        Sum half[kBlocks][kSums / 2];
+        exchange(sums, half);
+        epilogue.template store<kTileColumns / 2>(item, rank() * (kTileColumns / 2), half);
+        return;
+      }
+    }
+    epilogue.store_tile(item, sums);
+  }
 
   // Where this warpgroup's channels and tokens of a stage begin.
   __device__ __forceinline__ Channels channels_of(int slot) const {
@@ -90,17 +103,16 @@ class Consumer {
   }
 
   // Enqueues the products of a unit of a stage.
-  template <int kSets>
   __device__ __forceinline__ void multiply_unit(Channels channels, Tokens tokens, int unit,
                                                 bool accumulate,
-                                                Sum (&sums)[kSets][kBlocks][kSums]) const {
+                                                Sum (&sums)[kBlocks][kSums]) const {
     tiled::multiply_unit(channels, unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes,
                          tokens, unit * plan_.token_rows * kUnitDepth, accumulate, sums);
   }
 
   // Enqueues the products of a stage, as one group.
   __device__ __forceinline__ void multiply_stage(int slot, bool accumulate,
-                                                 Sum (&sums)[kChains][kBlocks][kSums]) {
+                                                 Sum (&sums)[kBlocks][kSums]) {
     const Channels channels = channels_of(slot);
     const Tokens tokens = tokens_of(slot);
     cute::warpgroup_arrive();
@@ -142,14 +154,13 @@ class Consumer {
 
   __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums],
                                       RingPosition& position, Epilogue& epilogue) {
-    Sum chains[kChains][kBlocks][kSums];
-    pin(chains);
+    pin(sums);
     int previous = 0;
     wait_turn();
     for (int step = 0; step < steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
       wait_full(position);
-      multiply_stage(position.slot, step > 0, chains);
+      multiply_stage(position.slot, step > 0, sums);
       epilogue.store_deferred(step);
       // The products of this stage go on while those of the one before are known to have ended.
       cute::warpgroup_wait<1>();
@@ -162,15 +173,8 @@ class Consumer {
     give_turn();
     epilogue.store_deferred_from(steps);
     cute::warpgroup_wait<0>();
-    pin(chains);
+    pin(sums);
     release(previous);
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        sums[b][i] = kChains == 1 ? chains[0][b][i] : chains[0][b][i] + chains[kChains - 1][b][i];
-      }
-    }
   }
 
   // Sums of 128 products, added in fp32.
@@ -190,7 +194,7 @@ class Consumer {
       const Tokens tokens = tokens_of(position.slot);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        Sum part[1][kBlocks][kSums];
+        Sum part[kBlocks][kSums];
         pin(part);
         cute::warpgroup_arrive();
         multiply_unit(channels, tokens, unit, false, part);
@@ -201,7 +205,7 @@ class Consumer {
         for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
           for (int i = 0; i < kSums; ++i) {
-            sums[b][i] += part[0][b][i];
+            sums[b][i] += part[b][i];
           }
         }
       }

@@ -69,16 +69,12 @@ __device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns, Sum (&
 }
 
 // Keeps the compiler from moving accesses of the sums across the asynchronous multiplications.
-template <int kSets>
-__device__ __forceinline__ void pin(Sum (&sums)[kSets][kBlocks][kSums]) {
+__device__ __forceinline__ void pin(Sum (&sums)[kBlocks][kSums]) {
 #pragma unroll
-  for (auto& set : sums) {
+  for (auto& block : sums) {
 #pragma unroll
-    for (auto& block : set) {
-#pragma unroll
-      for (Sum& sum : block) {
-        cute::warpgroup_fence_operand(sum);
-      }
+    for (Sum& sum : block) {
+      cute::warpgroup_fence_operand(sum);
     }
   }
 }
@@ -88,15 +84,13 @@ using Tokens = Operand<kUnitDepth>;
 
 // Enqueues sums += channels · tokensᵀ, or its transpose, over the depth of one unit, which begins
 // `channel_offset` and `token_offset` bytes behind the operands. Blocks of K of channels are
-// `block_bytes` apart. With two chains the products add to one and the other in turn.
-template <int kSets>
+// `block_bytes` apart. All tiles add along K in this order, so that FP8 sums are the same in each.
 __device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
                                               int block_bytes, Tokens tokens, int token_offset,
-                                              bool accumulate, Sum (&sums)[kSets][kBlocks][kSums]) {
+                                              bool accumulate, Sum (&sums)[kBlocks][kSums]) {
 #pragma unroll
   for (int depth = 0; depth < kUnitDepth; depth += kMmaDepth) {
     const uint32_t in_block = depth / kPackedDepth * block_bytes + depth % kPackedDepth;
-    const int step = depth / kMmaDepth;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const uint64_t of_channels = channels.descriptor(
@@ -104,8 +98,7 @@ __device__ __forceinline__ void multiply_unit(Channels channels, int channel_off
       const uint64_t of_tokens = tokens.descriptor(
           token_offset + depth + (kTokenRows ? block * kMmaRows * kUnitDepth : 0));
       multiply(kTokenRows ? of_tokens : of_channels, kTokenRows ? of_channels : of_tokens,
-               sums[step % kSets][block], accumulate || step >= kSets,
-               std::make_integer_sequence<int, kSums>());
+               sums[block], accumulate || depth > 0, std::make_integer_sequence<int, kSums>());
     }
   }
 }

@@ -136,7 +136,7 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->block_bytes = plan->tile_channels * kPackedDepth;
   plan->depth_steps = ceil_div(params.k, kStageDepth);
   plan->store_shift = 0;  // chunks of a tile spread over the sum of the next one
-  while (kTileChunks << (plan->store_shift + 1) <= plan->depth_steps) {
+  while (kDeferStores && kTileChunks << (plan->store_shift + 1) <= plan->depth_steps) {
     ++plan->store_shift;
   }
   plan->token_tiles = ceil_div(params.m, plan->tile_tokens);

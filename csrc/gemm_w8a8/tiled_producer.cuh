@@ -3,6 +3,7 @@
 // copy has a loop of its own.
 #pragma once
 
+#include "common/cache_policy.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -55,6 +56,16 @@ class Producer {
   int rank_;
 };
 
+// tma_load with a policy of how long the L2 shall keep what is read.
+__device__ __forceinline__ void tma_load_kept(void* shared, const CUtensorMap& map, int x, int y,
+                                              int z, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
 class WeightProducer : Producer {
  public:
   __device__ WeightProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
@@ -82,6 +93,13 @@ class WeightProducer : Producer {
       fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
         tma_load_multicast(stage + offset, map_, 0, item.channel / kPackedRows,
                            step * kStageBlocks + first, full, kBothCtas);
+      });
+    } else if (packed && plan_.token_tiles == 1) {
+      // Each is read by one CTA, once: what the kernels around this one read shall stay in the L2.
+      const uint64_t policy = evict_first_policy();
+      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+        tma_load_kept(stage, map_, 0, item.channel / kPackedRows, step * kStageBlocks, full,
+                      policy);
       });
     } else if (packed) {
       fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
@@ -137,9 +155,13 @@ class TokenProducer : Producer {
 
   // Each CTA of a cluster that shares tokens reads some of them for all, unless the CTAs share K.
   __device__ void run() {
-    wait_for_predecessor();
-    bool announced = false;
+    bool waited = false, announced = false;
     const auto announce = [&](uint64_t* full) {
+      if (!waited) {
+        // Here, where all is known that the first copies need.
+        wait_for_predecessor();
+        waited = true;
+      }
       OSTINATO_DELAY(tokens, true);
       if (kPaced) {
         arrive_expecting(full, plan_.stage_bytes - plan_.weight_bytes);

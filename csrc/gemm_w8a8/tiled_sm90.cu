@@ -4,7 +4,7 @@
 // stages full, one or two consumer warpgroups multiply. A tile may use less of both than what was
 // compiled, whence tiles fit the SMs and time grows evenly with m. The pieces: tiled_config.cuh
 // (macros, shared memory), tiled_plan.cuh (tiles and their order), tiled_producer.cuh,
-// tiled_mma.cuh, tiled_consumer.cuh, tiled_epilogue_{direct,turned}.cuh, tiled_output.cuh.
+// tiled_mma.cuh, tiled_consumer.cuh, tiled_epilogue_{direct,few,turned}.cuh, tiled_output.cuh.
 // docs/gemm_tiled.md has the reasons and the measurements.
 //
 // Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or

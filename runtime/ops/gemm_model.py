@@ -44,6 +44,8 @@ _AT_ONCE, _AT_ONCE_M = 0.86, 257
 # So few tokens are not worth waiting for the other CTA of a cluster, the less so where some of them
 # lie beyond the last: 8.2 µs became 9.0 (docs/results/h200/lab/bench-edges.txt, 17 tokens).
 _LONELY_TOKENS = 48
+# Weights that are read once have nobody to share them with: so few tokens are in one tile.
+_ONE_TILE = 8
 # Tiles are cut to no less than this, as there are smaller ones. With many tokens the card is at its
 # power limit, and multiplying what nobody looks at takes power: tiles stay whole.
 _LEAST_PART = 2
@@ -68,7 +70,9 @@ def cuts(variant: GemmTiled, m: int, n: int, sms: int) -> Iterator[Cut]:
     whole = variant.channels // TILE_CHANNELS
     part = _LEAST_PART if m <= _CUT_M else _LEAST_PART_LARGE_M if m < _WHOLE_M else 1
     token_tiles = ceil_div(m, variant.tokens)
-    for tiles in (token_tiles, token_tiles + 1) if m < _WHOLE_M else (token_tiles,):
+    if variant.tokens <= _ONE_TILE < m:
+        return
+    for tiles in (token_tiles, token_tiles + 1) if _ONE_TILE < m < _WHOLE_M else (token_tiles,):
         tokens = ceil_div(m, tiles)
         if ceil_div(m, tokens) < tiles:
             continue

@@ -20,7 +20,6 @@ from ostinato.ops.sizes import ceil_div, round_up
 GemmVariant = GemmSmallM | GemmTiled
 
 H200_SMS = 132
-ORDERED_TOKENS = 64  # tiles compiled for fewer add along K in two chains
 
 
 @dataclass(frozen=True)
@@ -143,8 +142,8 @@ _MANY = range(6, 2**31)
 IN_STEP = (
     InStep("int8", 4096, 4096, range(17, 33), 64, 32, 2, "1.2 us less than 64 x 16"),
     InStep("int8", 4096, 14336, range(33, 129), 64, 64, 2, ".9 and .7 less than K in two halves"),
-    InStep("e4m3", 4096, 4096, range(1, 17), 64, 64, 1, "1.8, 1.6 less than of 32", 48),
-    InStep("e4m3", 4096, 14336, range(1, 17), 64, 64, 1, "1.4, .5 less than of 32", 48),
+    InStep("e4m3", 4096, 4096, range(1, 9), 64, 8, 1, ".9, 1.2 less than of 32 on all SMs"),
+    InStep("e4m3", 4096, 4096, range(9, 17), 64, 16, 1, "as with fewer tokens"),
 )
 
 # The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`
@@ -155,7 +154,10 @@ TABLE: tuple[Streaming | InStep | Tile, ...] = (
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=(1, 2, 4)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=_MANY, dtypes=("int8",)),
     *IN_STEP,
+    Tile(64, 8, "FP8: no more columns than tokens"),
+    Tile(128, 8, "FP8: likewise; an SM's share of larger N in one tile"),
     Tile(64, 16, "no more columns than tokens"),
+    Tile(128, 16, "FP8: likewise; an SM's share of larger N in one tile"),
     Tile(64, 32, "no more columns than tokens; an SM's share of N <= 8192"),
     Tile(128, 32, "an SM's share of larger N in one tile"),
     Tile(64, 64, "N = 4096 has 64 of them, or 128 for 128 tokens"),
@@ -217,7 +219,7 @@ def choose(
 
 
 # The model is asked for these only, so that few calls wait for it: (up to m, in steps of).
-_MODELLED = ((256, 16), (1024, 64), (4096, 256), (16384, 1024))
+_MODELLED = ((8, 8), (256, 16), (1024, 64), (4096, 256), (16384, 1024))
 
 
 def modelled_m(m: int) -> int:
@@ -277,9 +279,8 @@ def serving(
 ) -> Choice | None:
     """Return a choice, with K left whole if need be, if it may be used for a call of its dtypes.
 
-    The tiled kernels of one kind of accumulation for tiles of 64 tokens and more add along K in one
-    order, unless they split K; all others add in orders of their own. FP8 results that must not
-    depend on m are left to those.
+    The tiled kernels of one kind of accumulation add along K in one order, unless they split K; all
+    others add in orders of their own. FP8 results that must not depend on m are left to those.
     """
     variant = choice.variant
     if variant not in _COMPILED:
@@ -290,8 +291,6 @@ def serving(
     if not exact and variant.fast_accum != fast_accum:
         return None
     in_order = not exact and batch_invariant
-    if in_order and variant.tokens < ORDERED_TOKENS:
-        return None
     if choice.split_k > 1 and (in_order or not can_split(choice, m, n, sms)):
         return replace(choice, split_k=0)
     return choice
@@ -312,6 +311,6 @@ def largest_ms() -> list[int]:
     streaming = {row.max_m for row in TABLE if isinstance(row, Streaming)}
     modelled, last = set[int](), 0
     for most, step in _MODELLED:
-        modelled.update(range(last + step, most + 1, step))
+        modelled.update(range(round_up(last + 1, step), most + 1, step))
         last = most
     return sorted(streaming | modelled)

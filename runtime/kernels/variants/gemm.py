@@ -67,7 +67,7 @@ class GemmTiled(Variant):
         out_dtype: of the output and the bias.
         channels: most channels of a CTA's tile: a multiple of 32 up to 256 where `token_rows`,
             otherwise 64 or 128.
-        tokens: most tokens of a tile: 16, 32, 64, 128 or 256.
+        tokens: most tokens of a tile: 8, 16, 32, 64, 128 or 256.
         pingpong: two warpgroups take turns, one multiplies a tile while the other stores one.
         fast_accum: e4m3 sums stay in the tensor cores; otherwise they are added in fp32 every 128
             products.
@@ -86,7 +86,7 @@ class GemmTiled(Variant):
     def __post_init__(self) -> None:
         check("dtype", self.dtype, OPERAND_DTYPES)
         check("out_dtype", self.out_dtype, FLOAT_DTYPES)
-        check("tokens", self.tokens, (16, 32, 64, 128, 256))
+        check("tokens", self.tokens, (8, 16, 32, 64, 128, 256))
         check(
             "channels", self.channels, tuple(range(64, 257, 32)) if self.token_rows else (64, 128)
         )
