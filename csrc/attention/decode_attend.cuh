@@ -11,7 +11,7 @@ namespace ostinato::decode {
 
 class Attention {
  public:
-  __device__ explicit Attention(const Arguments& params) : queries(params), params_(params) {}
+  __device__ explicit Attention(const Arguments& params) : params_(params) {}
 
   Queries queries;
 
@@ -27,11 +27,11 @@ class Attention {
     const int first = kChainPerCta ? static_cast<int>(threadIdx.x) / 32 * kOwnedSteps : 0;  // step
     value_offset_ = keep(value_row * kStripBytes + first / 4 * (kStripBytes * kBlockTokens) +
                          ((lane / 8 % 2 ^ lane % 8) * 16 ^ first % 4 * 32));
-    queries.take(key_scale);
+    queries.take(params_, key_scale);
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
-      max_.of[t][0] = max_.of[t][1] = kNothing;
-      sum_.of[t][0] = sum_.of[t][1] = 0;
+      max_[t] = {{kNothing, kNothing}};
+      sum_[t] = {{0, 0}};
 #pragma unroll
       for (int s = 0; s < kHeldSteps; ++s) {
 #pragma unroll
@@ -43,7 +43,7 @@ class Attention {
   }
 
   // S of a block of keys.
-  __device__ __forceinline__ Scores multiply_keys(const uint8_t* block) const {
+  __device__ __forceinline__ void multiply_keys(const uint8_t* block) {
     const uint32_t base = shared_address(block) + key_offset_;
     // Products into one accumulator wait for each other, so there are some.
     constexpr int kChains = kColumnTiles == 1 ? 4 : kQuantized ? 1 : 2;
@@ -64,25 +64,22 @@ class Attention {
         }
       }
     }
-    Scores scores;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores.values[t][i] = chains[0][t][i] + (kChains > 1 ? chains[kChains / 2][t][i] : 0.0f);
+        score_.values[t][i] = chains[0][t][i] + (kChains > 1 ? chains[kChains / 2][t][i] : 0.0f);
         if constexpr (kChains > 2) {
-          scores.values[t][i] += chains[1][t][i] + chains[3][t][i];
+          score_.values[t][i] += chains[1][t][i] + chains[3][t][i];
         }
       }
     }
-    return scores;
   }
 
-  // A block's scores as powers of 2, with the exponents of the values' scales. `hides_some`: of the
-  // block.
-  __device__ __forceinline__ Scores scale(const Scores& scores, const Sight& sight, int token,
-                                          bool hides_some, const TokenScales& scales) {
-    score_ = scores;
+  // The block's scores as powers of 2, with the exponents of the values' scales. `hides_some`: of
+  // the block.
+  __device__ __forceinline__ Scores scale(const Sight& sight, int token, bool hides_some,
+                                          const TokenScales& scales) {
     scale_scores(scales);
     if (hides_some) {
       hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
@@ -99,87 +96,85 @@ class Attention {
     return shifted;
   }
 
-  // P of a block's scores, after all that came before.
-  __device__ __forceinline__ void weigh(const Scores& scores, const Sight& sight, int token,
-                                        bool hides_some, const TokenScales& scales) {
-    const Scores shifted = scale(scores, sight, token, hides_some, scales);
+  // P of the block's scores, after all that came before.
+  __device__ __forceinline__ void weigh(const Sight& sight, int token, bool hides_some,
+                                        const TokenScales& scales) {
+    const Scores shifted = scale(sight, token, hides_some, scales);
     bool rises = false;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        rises |= fmaxf(shifted.values[t][e], shifted.values[t][e + 2]) > max_.of[t][e];
+        rises |= fmaxf(shifted.values[t][e], shifted.values[t][e + 2]) > max_[t].of[e];
       }
     }
     if (__any_sync(0xffffffff, rises)) {
-      raise(highest(shifted));
+#pragma unroll
+      for (int t = 0; t < kColumnTiles; ++t) {
+        raise(t, highest(shifted.values[t]));
+      }
     }
-    add_sums(weigh_by(max_, shifted, scales));
-  }
-
-  // P relative to these maxima. Returns the sums of this lane's weights.
-  __device__ __forceinline__ Columns weigh_by(const Columns& tops, const Scores& shifted,
-                                              const TokenScales& scales) {
-    Columns sums;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
-      float weight[4];
+      add_sums(t, weigh_tile(t, max_[t], shifted.values[t], scales));
+    }
+  }
+
+  // P of a tile of columns, relative to these maxima. Returns the sums of this lane's weights.
+  __device__ __forceinline__ Columns weigh_tile(int t, const Columns& tops,
+                                                const float (&shifted)[4],
+                                                const TokenScales& scales) {
+    const float (&scores)[4] = score_.values[t];
+    float weight[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      weight[i] = power_of_2(shifted[i] - tops.of[i % 2]);
+    }
+    Columns sums;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      sums.of[e] = kQuantized && scales.own
+                       ? power_of_2(scores[e] - tops.of[e]) + power_of_2(scores[e + 2] - tops.of[e])
+                       : weight[e] + weight[e + 2];
+    }
+    if (kQuantized && scales.spoilt) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        weight[i] = power_of_2(shifted.values[t][i] - tops.of[t][i % 2]);
+        const bool seen = scores[i] != -INFINITY;
+        weight[i] = seen && scales.value_exponent[i / 2] == kNoExponent ? NAN : weight[i];
       }
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        sums.of[t][e] = kQuantized && scales.own
-                            ? power_of_2(score_.values[t][e] - tops.of[t][e]) +
-                                  power_of_2(score_.values[t][e + 2] - tops.of[t][e])
-                            : weight[e] + weight[e + 2];
-      }
-      if (kQuantized && scales.spoilt) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool seen = score_.values[t][i] != -INFINITY;
-          weight[i] = seen && scales.value_exponent[i / 2] == kNoExponent ? NAN : weight[i];
-        }
-      }
-      // The tokens become the MMA's depth.
-      weight_[t][0] = transpose(pack_pair<Operand>(weight[0], weight[1]));
-      weight_[t][1] = transpose(pack_pair<Operand>(weight[2], weight[3]));
     }
+    // The tokens become the MMA's depth.
+    weight_[t][0] = transpose(pack_pair<Operand>(weight[0], weight[1]));
+    weight_[t][1] = transpose(pack_pair<Operand>(weight[2], weight[3]));
     return sums;
   }
 
-  // Brings outputs and sums to maxima that are at least so high. It must not wait until a score is
-  // far above the old one: the largest weight is to be exactly 1, since its rounding is felt where
-  // one token outweighs all. Sums are rounded at each step: kernels of the same bits must not
-  // differ in what the compiler fuses.
-  __device__ __forceinline__ void raise(const Columns& tops) {
+  // Brings a tile's outputs and sums to maxima that are at least so high. It must not wait until a
+  // score is far above the old one: the largest weight is to be exactly 1, since its rounding is
+  // felt where one token outweighs all. Sums are rounded at each step: kernels of the same bits
+  // must not differ in what the compiler fuses.
+  __device__ __forceinline__ void raise(int t, const Columns& tops) {
+    float fade[2];
 #pragma unroll
-    for (int t = 0; t < kColumnTiles; ++t) {
-      float fade[2];
+    for (int e = 0; e < 2; ++e) {
+      const float top = fmaxf(tops.of[e], max_[t].of[e]);
+      fade[e] = power_of_2(max_[t].of[e] - top);
+      sum_[t].of[e] = __fmul_rn(sum_[t].of[e], fade[e]);
+      max_[t].of[e] = top;
+    }
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float top = fmaxf(tops.of[t][e], max_.of[t][e]);
-        fade[e] = power_of_2(max_.of[t][e] - top);
-        sum_.of[t][e] = __fmul_rn(sum_.of[t][e], fade[e]);
-        max_.of[t][e] = top;
-      }
+    for (int s = 0; s < kHeldSteps; ++s) {
 #pragma unroll
-      for (int s = 0; s < kHeldSteps; ++s) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          out_[s][t][i] *= fade[i % 2];
-        }
+      for (int i = 0; i < 4; ++i) {
+        out_[s][t][i] *= fade[i % 2];
       }
     }
   }
-  __device__ __forceinline__ void add_sums(const Columns& sums) {
+  __device__ __forceinline__ void add_sums(int t, const Columns& sums) {
 #pragma unroll
-    for (int t = 0; t < kColumnTiles; ++t) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        sum_.of[t][e] = __fadd_rn(sum_.of[t][e], sums.of[t][e]);
-      }
+    for (int e = 0; e < 2; ++e) {
+      sum_[t].of[e] = __fadd_rn(sum_[t].of[e], sums.of[e]);
     }
   }
 
@@ -205,14 +200,14 @@ class Attention {
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) {
-          sum_.of[t][e] += __shfl_xor_sync(0xffffffff, sum_.of[t][e], step);
+          sum_[t].of[e] += __shfl_xor_sync(0xffffffff, sum_[t].of[e], step);
         }
       }
     }
   }
 
-  __device__ __forceinline__ const Columns& max() const { return max_; }
-  __device__ __forceinline__ const Columns& sum() const { return sum_; }
+  __device__ __forceinline__ const Columns& max(int t) const { return max_[t]; }
+  __device__ __forceinline__ const Columns& sum(int t) const { return sum_[t]; }
   // P of the first tile of columns, which another warp may have weighed.
   __device__ __forceinline__ uint2 weights() const { return {weight_[0][0], weight_[0][1]}; }
   __device__ __forceinline__ void set_weights(const uint2& weights) {
@@ -330,7 +325,7 @@ class Attention {
   Scores score_;
   uint32_t weight_[kColumnTiles][2];
   float out_[kHeldSteps][kColumnTiles][4];
-  Columns max_, sum_;  // of scores as powers of 2
+  Columns max_[kColumnTiles], sum_[kColumnTiles];  // of scores as powers of 2
 };
 
 }  // namespace ostinato::decode

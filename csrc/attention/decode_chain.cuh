@@ -24,36 +24,36 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
   wait(&shared.keys_arrived.full[stage][warp], position.parity);
   OSTINATO_DELAY(decode_keys_load, warp == 1);
   // Keys of no token are whatever was there; their scores are hidden.
+  attention.multiply_keys(shared.keys.blocks[stage][warp]);
   const Scores scores =
-      attention.scale(attention.multiply_keys(shared.keys.blocks[stage][warp]), sight, own_token,
-                      sight.hides_some(own_token), TokenScales());
-  const Columns own_tops = highest(scores);
+      attention.scale(sight, own_token, sight.hides_some(own_token), TokenScales());
+  const Columns own_tops = highest(scores.values[0]);
   if (lane < 4) {
-    chain.tops[warp][lane] = make_float2(own_tops.of[0][0], own_tops.of[0][1]);
+    chain.tops[warp][lane] = make_float2(own_tops.of[0], own_tops.of[1]);
   }
   OSTINATO_DELAY(decode_sums_store, warp == 1);
   sync_team(warp);
   OSTINATO_DELAY(decode_sums_load, warp == 2);
-  Columns maximum = attention.max();
+  Columns maximum = attention.max(0);
 #pragma unroll
   for (int block = 0; block < kWarps; ++block) {
     const float2 top = chain.tops[block][lane % 4];
     if (block <= warp) {
-      maximum.of[0][0] = fmaxf(top.x, maximum.of[0][0]);
-      maximum.of[0][1] = fmaxf(top.y, maximum.of[0][1]);
+      maximum.of[0] = fmaxf(top.x, maximum.of[0]);
+      maximum.of[1] = fmaxf(top.y, maximum.of[1]);
     }
   }
-  const Columns own_sums = attention.weigh_by(maximum, scores, TokenScales());
+  const Columns own_sums = attention.weigh_tile(0, maximum, scores.values[0], TokenScales());
   const uint2 own_weights = attention.weights();
   chain.weights[warp][lane] =
-      make_uint4(own_weights.x, own_weights.y, __float_as_uint(own_sums.of[0][0]),
-                 __float_as_uint(own_sums.of[0][1]));
+      make_uint4(own_weights.x, own_weights.y, __float_as_uint(own_sums.of[0]),
+                 __float_as_uint(own_sums.of[1]));
   sync_team(warp);
   const auto add_block = [&](int block, bool hides_some) {
     const float2 top = chain.tops[block][lane % 4];
     const uint4 weights = chain.weights[block][lane];
-    attention.raise({{{top.x, top.y}}});
-    attention.add_sums({{{__uint_as_float(weights.z), __uint_as_float(weights.w)}}});
+    attention.raise(0, {{top.x, top.y}});
+    attention.add_sums(0, {{__uint_as_float(weights.z), __uint_as_float(weights.w)}});
     attention.set_weights({weights.x, weights.y});
     attention.template multiply_values<kSeveral>(shared.values.blocks[stage][block], sight,
                                                  first_token + block * kShareTokens, hides_some);

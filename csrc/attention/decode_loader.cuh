@@ -27,10 +27,13 @@ struct TileRange {
     const int block = team * kTeamWarps;  // the team's first
     begin = first_tile + first;
     end = first_tile + last;
-    // Fixed cuts may leave some tiles before the first token.
-    const int hidden = visible.begin - block_offset(block + kTeamWarps - 1) - kBlockTokens;
-    if (hidden >= 0) {
-      begin = max(begin, hidden / kTileTokens + 1);
+    // Where the team's last block of a first tile ends.
+    const int first_end = block_offset(block + kTeamWarps - 1) + kBlockTokens;
+    if constexpr (kFirstTileTokens > kTileTokens) {  // some tiles may be before the first token
+      begin = visible.begin < first_end ? begin
+                                        : max(begin, (visible.begin - first_end) / kTileTokens + 1);
+    } else if (begin * kTileTokens + first_end <= visible.begin) {
+      ++begin;
     }
     if ((end - 1) * kTileTokens + block_offset(block) >= visible.end) {
       --end;

@@ -40,11 +40,11 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& ex
   for (int t = 0; t < kColumnTiles; ++t) {
     const int pair = t * 4 + lane % 4;
     const int column = Queries::first_column() + pair * 2;
-    const auto &max = attention.max().of[t], &sum = attention.sum().of[t];
+    const auto &max = attention.max(t).of, &sum = attention.sum(t).of;
     PairWeights weights{{{max[0], sum[0]}, {max[1], sum[1]}}};
     float4 owned[kOwnedSteps] = {};
     PairOutputs outputs[kOwnedSteps];
-    if (kTeams > 1 && (t > 0 || !first_piece)) {
+    if (!kChainPerCta && (t > 0 || !first_piece)) {
       __syncthreads();  // what was handed over before has been added
     }
     switch (team) {

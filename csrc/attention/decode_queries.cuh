@@ -11,26 +11,25 @@ namespace ostinato::decode {
 
 class Queries {
  public:
-  __device__ explicit Queries(const Arguments& params) : params_(params) {}
-
   static __device__ __forceinline__ int first_column() {
     return threadIdx.x / 32 % kColumnWarps * kWarpColumns;
   }
 
   // Finds those of a segment.
-  __device__ __forceinline__ void locate(int first_row, int queries, int head) {
+  __device__ __forceinline__ void locate(const Arguments& params, int first_row, int queries,
+                                         int head) {
     const int lane = threadIdx.x % 32;
-    const int group = params_.group;
+    const int group = params.group;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       const int column = first_column() + t * 8 + lane / 4;
       // What is no row may be anything: a copy of the first.
-      const int query = params_.by.group.divide(column);
+      const int query = params.by.group.divide(column);
       const int row = query < queries ? query : 0;
       const int of_group = query < queries ? column - query * group : 0;
-      located_[t] = static_cast<const Type*>(params_.q.data) + lane % 4 * kQueryPairStride +
-                    (first_row + row) * params_.q.stride +
-                    (head * group + of_group) * params_.q.head_stride;
+      located_[t] = static_cast<const Type*>(params.q.data) + lane % 4 * kQueryPairStride +
+                    (first_row + row) * params.q.stride +
+                    (head * group + of_group) * params.q.head_stride;
     }
   }
 
@@ -50,9 +49,8 @@ class Queries {
   }
 
   // Those that were fetched from now on. `key_scale` is that of all keys.
-  __device__ __forceinline__ void take(float key_scale) {
-    const float scale =
-        params_.softcap > 0 ? params_.scale / params_.softcap : params_.scale * kLog2E;
+  __device__ __forceinline__ void take(const Arguments& params, float key_scale) {
+    const float scale = params.softcap > 0 ? params.scale / params.softcap : params.scale * kLog2E;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
@@ -108,7 +106,6 @@ class Queries {
     }
   }
 
-  const Arguments& params_;
   const Type* located_[kColumnTiles];
   uint32_t q_[kSteps][kColumnTiles][2], fetched_[kSteps][kColumnTiles][2];
   float factor_[kColumnTiles][2];

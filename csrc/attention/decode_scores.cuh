@@ -16,24 +16,22 @@ struct Scores {
   float values[kColumnTiles][4];
 };
 
+// Of a lane's two columns of a tile.
 struct Columns {
-  float of[kColumnTiles][2];
+  float of[2];
 };
 
-// The highest of each column.
-__device__ __forceinline__ Columns highest(const Scores& scores) {
+// The highest score of each column of a tile.
+__device__ __forceinline__ Columns highest(const float (&scores)[4]) {
   Columns tops;
 #pragma unroll
-  for (int t = 0; t < kColumnTiles; ++t) {
+  for (int e = 0; e < 2; ++e) {
+    float top = fmaxf(scores[e], scores[e + 2]);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float top = fmaxf(scores.values[t][e], scores.values[t][e + 2]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
-      }
-      tops.of[t][e] = top;
+    for (int step = 4; step < 32; step *= 2) {
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, step));
     }
+    tops.of[e] = top;
   }
   return tops;
 }

@@ -23,45 +23,36 @@
 namespace ostinato::decode {
 namespace {
 
-// A team's tile of keys and values in a stage of its rings: block after block.
-template <bool kSeveral>
-__device__ __forceinline__ void attend_tile(SharedStorage& shared, Attention& attention,
-                                            const Sight& sight, const RingPosition& position,
-                                            int tile, bool token_scales) {
-  const int warp = warp_index(), team = team_of(warp), stage = position.slot;
-  const int first_block = team * kTeamWarps;
-  wait(&shared.keys_arrived.full[stage][team], position.parity);
-  OSTINATO_DELAY(decode_keys_load, warp == 1);
-#pragma unroll 1
-  for (int block = first_block; block < first_block + kTeamWarps; ++block) {
-    const int token = tile * kTileTokens + block_offset(block);
-    if (kTeamWarps > 1 && !sight.reaches(token)) {
-      continue;
-    }
-    const Scores scores = attention.multiply_keys(shared.keys.blocks[stage][block]);
-    const TokenScales token_scale =
-        token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
-    const bool hides_some = sight.hides_some(token);
-    attention.weigh(scores, sight, token, hides_some, token_scale);
-    wait(&shared.values_arrived.full[stage][team], position.parity);
-    OSTINATO_DELAY(decode_values_load, warp == 2);
-    attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
-                                        hides_some);
-  }
-}
-
 // This warp's part of a piece.
 template <bool kSeveral>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        RingPosition& position, const Sight& sight,
                                        const TileRange& range, bool token_scales) {
-  const int warp = warp_index();
+  const int warp = warp_index(), team = team_of(warp);
+  const int first_block = team * kTeamWarps;
   for (int tile = range.begin; tile < range.end; ++tile) {
     const int stage = position.slot;
     if constexpr (kChainPerCta) {
       attend_chain<kSeveral>(shared, attention, sight, position, tile);
     } else {
-      attend_tile<kSeveral>(shared, attention, sight, position, tile, token_scales);
+      wait(&shared.keys_arrived.full[stage][team], position.parity);
+      OSTINATO_DELAY(decode_keys_load, warp == 1);
+#pragma unroll 1
+      for (int block = first_block; block < first_block + kTeamWarps; ++block) {
+        const int token = tile * kTileTokens + block_offset(block);
+        if (kTeamWarps > 1 && !sight.reaches(token)) {
+          continue;
+        }
+        attention.multiply_keys(shared.keys.blocks[stage][block]);
+        const TokenScales scales =
+            token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
+        const bool hides_some = sight.hides_some(token);
+        attention.weigh(sight, token, hides_some, scales);
+        wait(&shared.values_arrived.full[stage][team], position.parity);
+        OSTINATO_DELAY(decode_values_load, warp == 2);
+        attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
+                                            hides_some);
+      }
     }
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
@@ -71,10 +62,10 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
   }
 }
 
-__device__ __forceinline__ void locate_queries(Attention& attention, const Lengths& lengths,
-                                               const Cuts::Piece& piece) {
-  attention.queries.locate(lengths.first_row(piece.sequence), lengths.queries(piece.sequence),
-                           piece.head);
+__device__ __forceinline__ void locate_queries(Attention& attention, const Arguments& params,
+                                               const Lengths& lengths, const Cuts::Piece& piece) {
+  attention.queries.locate(params, lengths.first_row(piece.sequence),
+                           lengths.queries(piece.sequence), piece.head);
 }
 
 // Into the L2 cache, what every CTA reads first: the lengths, and page ids by the line. Before the
@@ -129,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     loader.begin(walk, guesses);
     more = walk.next(lengths, &piece);
     if (more) {
-      locate_queries(attention, lengths, piece);
+      locate_queries(attention, params, lengths, piece);
     }
     int raw_length = 0;
     Loader::Ids ids = {};
@@ -179,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const auto find_next = [&] {
       more = walk.next(lengths, &piece);
       if (more) {
-        locate_queries(attention, lengths, piece);
+        locate_queries(attention, params, lengths, piece);
       }
     };
     const auto fetch_next = [&] {
