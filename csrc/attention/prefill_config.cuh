@@ -50,6 +50,9 @@ static_assert(kConsumers == 2 || kConsumers == 3, "two or three warpgroups multi
 // A warpgroup has 64 rows: queries of one head, or of some heads of a group side by side.
 inline constexpr int kRows = 64;
 inline constexpr int kWarpgroup = 128;  // threads
+// Where an item has more queries than a tile keys, its last tiles may be behind all that a
+// warpgroup sees: it leaves them out.
+inline constexpr bool kLeavesOut = kConsumers * kRows > kKeys;
 inline constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 inline constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 inline constexpr int kScores = kKeys / 2;       // of a thread, in two rows
@@ -61,7 +64,13 @@ inline constexpr int kKeySteps = kKeys / kMmaDepth;
 inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
 
-using Registers = RegisterTable<kConsumers, kDebugPrint>;
+// Three warpgroups, which multiply head dims up to 64, can spare some for warps that copy pages.
+struct Registers {
+  static constexpr bool kSpares = kSource == Source::Pages && kConsumers == 3 && !kDebugPrint;
+  static constexpr RegisterSplit kSplit =
+      kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
+};
+static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
 static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? kPartOutputs + 20 : 32) <=
                   Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
@@ -110,6 +119,8 @@ inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 4;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
+static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kStages,
+              "keys that a warpgroup leaves out all come before its first product");
 static_assert(!kShareOutput || kOutputBytes <= kQueryBytes, "the output must fit in its place");
 
 // Tiles of queries whose description is ready before they are.

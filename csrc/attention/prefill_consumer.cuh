@@ -74,7 +74,7 @@ class Consumer : public ConsumerBase<Softmax> {
   __device__ __forceinline__ void weigh_first(int tile, const Seen& seen, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
-    softmax_.weigh(r.scores, tile * kKeys, outline_.hiding > 0, [&] { return seen; });
+    softmax_.weigh(r.scores, tile * kKeys, outline_.hiding > outline_.first, [&] { return seen; });
     pack_weights(r.scores, r.weights);
   }
 
@@ -83,20 +83,24 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.begin();
     outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
+    leave_out<Keys>(outline_.first, keys_);
     const Operand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
+    pass_turns(min(outline_.first, 1));
+    leave_out<Values>(outline_.first, values_);
     const Seen seen = find_seen(item);
-    const int first = item.tile(0);
+    const int first = item.tile(outline_.first);
     wait_multiplied<0>();
     weigh_first(first, seen, r);
+    pass_turns(outline_.first - 1);
   }
 
   // The values of a tile, cleared where no query sees them.
   __device__ __forceinline__ ValuesOperand await_values(const Item& item, int n) {
     const uint8_t* const values = await<Values>(values_);
-    if (outline_.ragged && n < outline_.hiding) {
+    if (n < outline_.ragged) {
       clear_values(item, item.tile(n), values_);
     }
     return ValuesOperand(values, kKeyStrip);
@@ -104,22 +108,22 @@ class Consumer : public ConsumerBase<Softmax> {
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
   __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
-    const int tiles = outline_.tiles, hiding = outline_.hiding;
+    const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
-    ValuesOperand values = await_values(item, 0);
-    if (tiles == 1) {
+    ValuesOperand values = await_values(item, first);
+    if (tiles == first + 1) {
       return values;
     }
     Operand keys(await<Keys>(keys_));
 #pragma unroll 1
-    for (int n = 1; n < tiles; ++n) {
+    for (int n = first + 1; n < tiles; ++n) {
       take_turn();
       pin(r.scores);
       pin(r.outputs);
       pin(r.weights);
       begin_multiplying();
       multiply_keys(queries, keys, r.scores);
-      multiply_values(r.weights, values, r.outputs, n > 1);
+      multiply_values(r.weights, values, r.outputs, n > first + 1);
       give_turn();
       wait_multiplied<1>();
       pin(r.scores);
@@ -158,12 +162,12 @@ class Consumer : public ConsumerBase<Softmax> {
     pin(r.outputs);
     pin(r.weights);
     begin_multiplying();
-    multiply_values(r.weights, values, r.outputs, outline_.tiles > 1);
+    multiply_values(r.weights, values, r.outputs, outline_.tiles > outline_.first + 1);
     if constexpr (kQueryBuffers == 2) {
       const Item& next = await_item(after);
       const Tiles& tiles = next;
       const Queries& rows = next;
-      if (!tiles.is_last() && has_rows(rows) && tiles.tiles() > 0) {
+      if (begins_early(tiles, rows)) {
         end_and_start(item, tiles, rows, r);
         return true;
       }
@@ -190,19 +194,30 @@ class Consumer : public ConsumerBase<Softmax> {
                                                 const Queries& rows, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
+    const int first = rows.unseen(warpgroup_);
     const Operand queries = await_queries(ahead);
+    // What comes after tiles that are left out may wait for others to have had their turns.
+    if (first > 0) {
+      give_turn();
+      leave_out<Keys>(first, keys_);
+    }
     const Operand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
-    give_turn();
+    if (first == 0) {
+      give_turn();
+    }
     const Seen seen = find_seen(rows);
     wait_multiplied<1>();
     end(item, r);
+    pass_turns(min(first, 1));
+    leave_out<Values>(first, values_);
     softmax_.begin();
     outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
-    weigh_first(tiles.tile(0), seen, r);
+    weigh_first(tiles.tile(first), seen, r);
+    pass_turns(first - 1);
     release_output();
   }
 };

@@ -104,8 +104,27 @@ class ConsumerBase {
     position.advance(kStages);
   }
 
-  // The item has no query for this warpgroup, or no key. What products do otherwise, barriers do
-  // here: nothing is released before all threads have seen that it has come.
+  // Tiles that this warpgroup does not multiply. What products do otherwise, barriers do here:
+  // nothing is released before all threads have seen that it has come.
+  template <class What>
+  __device__ __forceinline__ void leave_out(int tiles, RingPosition& position) {
+#pragma unroll 1
+    for (int n = 0; n < tiles; ++n) {
+      wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
+      sync_warpgroup(warpgroup_);
+      release<What>(position);
+    }
+  }
+  // Their turns, of which the first is due when another warpgroup has multiplied the first.
+  __device__ __forceinline__ void pass_turns(int turns) const {
+#pragma unroll 1
+    for (int n = 0; n < turns; ++n) {
+      take_turn();
+      give_turn();
+    }
+  }
+
+  // The item has no query for this warpgroup, or no key.
   __device__ __forceinline__ void pass(const Item& item) {
     if (item.tiles() == 0) {
       if (has_rows(item)) {
@@ -114,14 +133,9 @@ class ConsumerBase {
       return;
     }
     for (int n = 0; n < item.tiles(); ++n) {
-      wait(&barriers_of<Keys>(shared_).full[keys_.slot], keys_.parity);
-      sync_warpgroup(warpgroup_);
-      release<Keys>(keys_);
-      take_turn();
-      give_turn();
-      wait(&barriers_of<Values>(shared_).full[values_.slot], values_.parity);
-      sync_warpgroup(warpgroup_);
-      release<Values>(values_);
+      leave_out<Keys>(1, keys_);
+      pass_turns(1);
+      leave_out<Values>(1, values_);
     }
     await_queries(queries_);
     sync_warpgroup(warpgroup_);
@@ -175,18 +189,25 @@ class ConsumerBase {
                                        float (&outputs)[kOutputs]) const {
     if (__any_sync(0xffffffff, is_broken(outputs))) {
       const Seen seen = find_seen(item);
-      mend_row<0>(args_.params, item, softmax, seen, find_query(item, 0), outputs);
-      mend_row<1>(args_.params, item, softmax, seen, find_query(item, 1), outputs);
+      mend_row<0>(args_.params, item, softmax, seen, outline_.hiding, find_query(item, 0), outputs);
+      mend_row<1>(args_.params, item, softmax, seen, outline_.hiding, find_query(item, 1), outputs);
     }
   }
 
-  // What is asked of an item again and again.
+  // What is asked of an item again and again: its tiles from the first that the warpgroup sees on,
+  // and from the first that it sees wholly on.
   struct Outline {
-    int tiles, hiding;
-    bool ragged;
+    int tiles, first, hiding;
+    int ragged;  // so many tiles may have keys that no query sees
   };
-  __device__ __forceinline__ static Outline outline_of(const Tiles& tiles, const Queries& rows) {
-    return {tiles.tiles(), tiles.hiding_tiles(), rows.ragged != 0};
+  __device__ __forceinline__ Outline outline_of(const Tiles& tiles, const Queries& rows) const {
+    const int hiding = tiles.hiding_tiles() - rows.seen(warpgroup_);
+    return {tiles.tiles(), rows.unseen(warpgroup_), hiding, rows.is_ragged() ? hiding : 0};
+  }
+  // Whether the item may begin before the one before it has ended. With a single tile that is
+  // slower.
+  __device__ __forceinline__ bool begins_early(const Tiles& tiles, const Queries& rows) const {
+    return !tiles.is_last() && has_rows(rows) && tiles.tiles() > 1;
   }
 
   SharedStorage& shared_;

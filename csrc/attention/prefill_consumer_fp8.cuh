@@ -57,7 +57,7 @@ class Consumer : public ConsumerBase<Softmax> {
     release<Keys>(keys_);
     keys_have_come_ = has_come<Keys>(keys_);
     values_have_come_ = has_come<Values>(values_);
-    softmax_.find_reference(r.scores, outline_.hiding > 0,
+    softmax_.find_reference(r.scores, outline_.hiding > outline_.first,
                             [&] { hide(r.scores, tile * kKeys, seen); });
     softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
@@ -71,12 +71,14 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.begin(Softmax::read_scale(args_, item.kv_head));
     outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
+    leave_out<Keys>(outline_.first, keys_);
     const Operand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
+    leave_out<Values>(outline_.first, values_);
     const Seen seen = find_seen(item);
-    const int first = item.tile(0);
+    const int first = item.tile(outline_.first);
     wait_multiplied<0>();
     weigh_first(first, seen, r);
   }
@@ -119,15 +121,15 @@ class Consumer : public ConsumerBase<Softmax> {
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
   __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
-    const int tiles = outline_.tiles, hiding = outline_.hiding;
+    const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
     ValuesOperand values(await<Values>(values_, values_have_come_));
-    if (tiles == 1) {
+    if (tiles == first + 1) {
       return values;
     }
     Operand keys(await<Keys>(keys_, keys_have_come_));
 #pragma unroll 1
-    for (int n = 1; n < tiles; ++n) {
+    for (int n = first + 1; n < tiles; ++n) {
       const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
       if constexpr (kParts > 1) {
         add_values(values, r);
@@ -197,7 +199,7 @@ class Consumer : public ConsumerBase<Softmax> {
       const Item& next = await_item(after);
       const Tiles tiles = next;
       const Queries rows = next;
-      if (!tiles.is_last() && has_rows(rows) && tiles.tiles() > 0) {
+      if (begins_early(tiles, rows)) {
         end_and_start(item, next, tiles, rows, value_scale, r);
         return true;
       }
@@ -218,8 +220,10 @@ class Consumer : public ConsumerBase<Softmax> {
                                                 float value_scale, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
+    const int first = rows.unseen(warpgroup_);
     const Operand queries = await_queries(ahead);
-    const Operand keys(await<Keys>(keys_, keys_have_come_));
+    leave_out<Keys>(first, keys_);
+    const Operand keys(await<Keys>(keys_, keys_have_come_ && first == 0));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
@@ -229,10 +233,11 @@ class Consumer : public ConsumerBase<Softmax> {
     const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
     add_part<0>(fade, r);
     end(item, value_scale, r);
+    leave_out<Values>(first, values_);
     softmax_.begin(scale);
     outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
-    weigh_first(tiles.tile(0), seen, r);
+    weigh_first(tiles.tile(first), seen, r);
     release_output();
   }
 

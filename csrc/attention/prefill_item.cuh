@@ -8,6 +8,10 @@ namespace ostinato::prefill {
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
+__device__ __forceinline__ int clamp(int value, int low, int high) {
+  return min(max(value, low), high);
+}
+
 // What the launch is given.
 struct Arguments {
   Params params;
@@ -19,6 +23,7 @@ struct Arguments {
   int reciprocal;     // 2^16 / pack, rounded up, with which rows are divided by pack
   int half_tokens;    // queries of a warpgroup
   int tile_tokens;
+  int from_first;  // whether they begin at multiples of that, wherever the queries end
   int units;       // tiles side by side: query heads / pack
   int box_tokens;  // that one copy from a page takes
   int page_shift;  // log2 of the page size, -1 if that is no power of 2
@@ -54,7 +59,18 @@ struct alignas(16) Queries {
   int position;  // of the first, among the keys
   int queries;
   int length;  // keys of the sequence
-  int ragged;  // whether tiles have keys that no query sees
+  int marks;   // what mark() has found
+
+  // Whether tiles have keys that no query sees.
+  __device__ __forceinline__ bool is_ragged() const { return marks < 0; }
+  // Of the item's tiles, those at the front of which the warpgroup sees nothing.
+  __device__ __forceinline__ int unseen(int warpgroup) const {
+    return kLeavesOut ? marks >> 8 * warpgroup & 0xf : 0;
+  }
+  // Of the tiles that hide some key from some query, those that the warpgroup sees wholly.
+  __device__ __forceinline__ int seen(int warpgroup) const {
+    return kLeavesOut ? marks >> (8 * warpgroup + 4) & 0xf : 0;
+  }
 };
 
 struct Item : Tiles, Queries {
@@ -77,16 +93,33 @@ struct Sight {
   }
 };
 
+// What each warpgroup need not look at, four bits a number.
+__device__ __forceinline__ int mark(const Sight& sight, int half_tokens, const Item& item) {
+  int marks = item.visible_begin % kKeys != 0 || item.visible_end % kKeys != 0 ? INT32_MIN : 0;
+  const int last = item.position + item.queries - 1;
+  const bool sees_first = sight.first(last) <= item.begin * kKeys;
+#pragma unroll
+  for (int warpgroup = 0; kLeavesOut && warpgroup < kConsumers; ++warpgroup) {
+    const int first = item.position + warpgroup * half_tokens;
+    const int stop = sight.stop(min(first + half_tokens - 1, last));
+    // One tile is left for what is written of rows that see nothing.
+    const int unseen = item.end - max(ceil_div(stop, kKeys), item.begin + 1);
+    const int seen = sees_first ? sight.stop(min(first, last)) / kKeys - item.whole_end : 0;
+    marks |= clamp(unseen, 0, 15) << 8 * warpgroup;
+    marks |= clamp(min(seen, item.end - item.whole_end), 0, 15) << (8 * warpgroup + 4);
+  }
+  return marks;
+}
+
 // Fills in which keys the item's queries see.
-__device__ __forceinline__ void look(const Sight& sight, Item& item) {
+__device__ __forceinline__ void look(const Sight& sight, int half_tokens, Item& item) {
   const int last = item.position + item.queries - 1;
   item.visible_begin = sight.first(item.position);
   item.visible_end = sight.stop(last);
   if (item.visible_begin >= item.visible_end) {
-    item.begin = item.end = item.whole_begin = item.whole_end = item.ragged = 0;
+    item.begin = item.end = item.whole_begin = item.whole_end = item.marks = 0;
     return;
   }
-  item.ragged = item.visible_begin % kKeys != 0 || item.visible_end % kKeys != 0 ? 1 : 0;
   item.begin = item.visible_begin / kKeys;
   item.end = ceil_div(item.visible_end, kKeys);
   item.whole_begin = max(ceil_div(sight.first(last), kKeys), item.begin);
@@ -94,6 +127,7 @@ __device__ __forceinline__ void look(const Sight& sight, Item& item) {
   if (item.whole_begin >= item.whole_end) {
     item.whole_begin = item.whole_end = item.begin;
   }
+  item.marks = mark(sight, half_tokens, item);
 }
 
 // The keys that the thread's rows see.

@@ -33,11 +33,11 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
   return sum + __shfl_xor_sync(0xffffffff, sum, 2);
 }
 
-// Sums a row anew, over the keys of hiding tiles. By a warp: for those lanes of it whose row is
-// `broken`, the others go along.
+// Sums a row anew, over the keys of the item's first tiles. By a warp: for those lanes of it whose
+// row is `broken`, the others go along.
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void sum_again(const Params& p, const Item& item, const Softmax& softmax,
-                                          const Seen& seen, const Type* q, bool broken,
+                                          const Seen& seen, int tiles, const Type* q, bool broken,
                                           float (&outputs)[kOutputs]) {
   if (broken) {
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void sum_again(const Params& p, const Item& item, con
     }
   }
 #pragma unroll 1
-  for (int n = 0; n < item.hiding_tiles() * kKeys; ++n) {
+  for (int n = 0; n < tiles * kKeys; ++n) {
     const int key = item.tile(n / kKeys) * kKeys + n % kKeys;
     if (key < item.visible_begin || key >= item.visible_end) {
       continue;
@@ -95,7 +95,7 @@ __device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) 
 // By a warp. `rows` are the items' rows of the thread, if they are queries: q of each, else null.
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void mend_row(const Params& p, const Item& item, const Softmax& softmax,
-                                         const Seen& seen, const Type* q,
+                                         const Seen& seen, int tiles, const Type* q,
                                          float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found = __ballot_sync(0xffffffff, q != nullptr && is_row_broken<kHalf>(outputs));
@@ -106,7 +106,7 @@ __device__ __forceinline__ void mend_row(const Params& p, const Item& item, cons
   // Lanes without a query go along with what another one reads.
   const Type* const some = static_cast<const Type*>(p.q.data) + item.first_row * p.q.stride +
                            item.first_head * p.q.head_stride;
-  sum_again<kHalf>(p, item, softmax, seen, q == nullptr ? some : q, broken, outputs);
+  sum_again<kHalf>(p, item, softmax, seen, tiles, q == nullptr ? some : q, broken, outputs);
 }
 
 }  // namespace ostinato::prefill

@@ -10,10 +10,6 @@
 
 namespace ostinato::prefill {
 
-__device__ __forceinline__ int clamp(int value, int low, int high) {
-  return min(max(value, low), high);
-}
-
 __device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) {
   const Params& p = args.params;
   Sequence sequence;
@@ -130,12 +126,18 @@ __device__ __forceinline__ void describe_item(const SharedStorage& shared, const
   item.first_head = unit * args.pack;
   item.kv_head = unit / units_of_head;
   item.first_key = sequence.first_key;
-  const int first_query = (tiles - 1 - before) * args.tile_tokens;
+  // Whole warpgroups that do not fill a tile are missing from the first, which has the fewest keys.
+  const int rest = sequence.queries % args.tile_tokens;
+  const int of_first = rest == 0 || args.from_first != 0
+                           ? args.tile_tokens
+                           : ceil_div(rest, args.half_tokens) * args.half_tokens;
+  const int end = of_first + (tiles - 1 - before) * args.tile_tokens;
+  const int first_query = max(end - args.tile_tokens, 0);
   item.first_row = sequence.first_row + first_query;
-  item.queries = min(args.tile_tokens, sequence.queries - first_query);
+  item.queries = min(end, sequence.queries) - first_query;
   item.length = sequence.length;
   item.position = sequence.length - sequence.queries + first_query;
-  look(Sight{p.left, p.right, sequence.length}, item);
+  look(Sight{p.left, p.right, sequence.length}, args.half_tokens, item);
 }
 
 // Finds the item at a place in the order. By a warp, for which `item` is shared.

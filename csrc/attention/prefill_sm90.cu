@@ -205,6 +205,9 @@ Arguments make_arguments(const Params& params) {
   args.reciprocal = ((1 << 16) + args.pack - 1) / args.pack;
   args.half_tokens = kRows / args.pack;
   args.tile_tokens = kConsumers * args.half_tokens;
+  // Otherwise where tiles begin follows from the number of queries, and with longer tiles of keys
+  // more of them are seen in part.
+  args.from_first = p.pack > 0 || kRows % kKeys != 0 ? 1 : 0;
   args.units = p.heads_q / args.pack;
   args.box_tokens = kSource == Source::Pages ? greatest_common_divisor(p.page_size, kKeys) : 0;
   args.page_shift = -1;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ostinato.ops.launch import (
     KERNEL_NAMES,
     address_of,
     current_stream,
+    gpu,
     has_kernels,
     heads_of,
     on_device,
@@ -25,6 +27,11 @@ _PAGE = 16  # tokens; TMA copies pages of a multiple of it
 _MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
 _MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
 _FP8_DIMS = (64, 128, 256)
+# Of 128 columns there are tiles of two sizes. The cost is that of a query and key in the larger
+# ones, beside the others' (docs/prefill.md); with so many for each multiprocessor none waits long.
+_ROWS, _MANY_ROWS = 128, 192
+_MANY_ROWS_COST = 0.94
+_MANY_TILES = 4
 _VECTOR_BYTES = 16
 _WORKSPACE_BYTES = 8
 # Heads of a group whose queries share tiles. The kernel chooses by the average of the queries, and
@@ -35,15 +42,44 @@ _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def packed_variant(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    batch: int = 1,
+    max_seqlen_q: int = 0,
 ) -> AttentionPrefill | None:
     """Return the kernel that attends to packed keys and values, None where none does.
 
-    The arguments are those of `varlen_attention`, checked.
+    The arguments are those of `varlen_attention`, checked; `batch` is the number of sequences.
     """
     if max(q.size(0), k.size(0)) >= _MOST_TOKENS or not _serves(q, k, v, out):
         return None
-    return kernel_for(q.dtype, q.size(2), "packed")
+    kernel = kernel_for(q.dtype, q.size(2), "packed")
+    if kernel is not None and kernel.head_dim == 128:
+        tiles, larger_tiles = (
+            q.size(1) * min(batch * -(-max_seqlen_q // rows), q.size(0) // rows + batch)
+            for rows in (_ROWS, _MANY_ROWS)
+        )
+        if prefers_many_rows(tiles, larger_tiles, gpu(q.get_device())[1]):
+            return replace(kernel, warpgroups=3)
+    return kernel
+
+
+def prefers_many_rows(tiles: int, larger_tiles: int, sms: int) -> bool:
+    """Return whether tiles of 192 queries, each of which is faster for its size, are done sooner.
+
+    With few tiles what counts is the multiprocessor that has the most of them.
+
+    Args:
+        tiles: of 128 queries, of all sequences and heads.
+        larger_tiles: of 192 queries.
+        sms: multiprocessors, which take a tile each.
+    """
+    if larger_tiles >= _MANY_TILES * sms:
+        return True
+    rounds, larger_rounds = -(-tiles // sms), -(-larger_tiles // sms)
+    return larger_rounds * _MANY_ROWS * _MANY_ROWS_COST < rounds * _ROWS
 
 
 def paged_variant(

@@ -187,7 +187,7 @@ def _varlen_attention(
         lengths = [stop - start for start, stop in pairwise(k_bounds)]
         attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
         return
-    kernel = prefill_launch.packed_variant(q, k, v, out)
+    kernel = prefill_launch.packed_variant(q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q)
     if kernel is not None:
         prefill_launch.attend_packed(kernel, q, *how)
         return

@@ -24,6 +24,7 @@ _SITES = (
 _VARIANTS = (
     *(AttentionPrefill(head_dim=dim, dtype="bf16") for dim in (64, 128, 256)),
     *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys) for keys in ("pages", "slots")),
+    AttentionPrefill(head_dim=128, dtype="bf16", warpgroups=3),
     AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16"),
 )
 _CASES = [

@@ -106,6 +106,16 @@ def test_tiles_of_prefill_fit_in_shared_memory_and_registers(dim: int) -> None:
     assert keys // 2 + keys // 4 + dim // 2 + 32 <= {2: 232, 3: 160}[warpgroups]
 
 
+def test_prefill_of_head_dim_128_has_tiles_of_two_sizes() -> None:
+    kernel = AttentionPrefill(dtype="bf16", head_dim=128, warpgroups=3)
+    assert kernel.name == "attention_prefill-bf16-d128-packed-w3"
+    macros = kernel.defines()
+    assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("64", "3")
+    for other in ({"head_dim": 96}, {"head_dim": 128, "keys": "pages"}):
+        with pytest.raises(ValueError, match="warpgroups: got 3, expected 0"):
+            AttentionPrefill(dtype="bf16", **other, warpgroups=3)
+
+
 def test_8_bit_prefill_has_an_output_of_another_dtype() -> None:
     kernel = AttentionPrefill(dtype="e4m3", out_dtype="fp16", head_dim=128)
     assert kernel.name == "attention_prefill-e4m3-fp16-d128-packed"

@@ -56,6 +56,13 @@ def attend(args: list[Any], **options: Any) -> Any:
     return ops.varlen_attention(*args, **options)
 
 
+@pytest.fixture(params=["tiles of 128", "tiles of 192"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of packed keys with head dims of 128, whose kernels are two."""
+    larger = request.param == "tiles of 192"
+    monkeypatch.setattr(prefill_launch, "prefers_many_rows", lambda *_: larger)
+
+
 def check(out: torch.Tensor, lse: torch.Tensor, twin: Any, dtype: torch.dtype) -> None:
     """Demand at most twice torch's error in the same dtype, of all elements and of the worst."""
     exact, exact_lse = twin(torch.float64)
@@ -90,6 +97,7 @@ def check_paged(case: PagedCase) -> None:
     check(out, lse, twin, case.dtype)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("k_lens", [None, K_LENS], ids=["all", "chunks"])
@@ -97,12 +105,14 @@ def test_dims_and_dtypes(k_lens: tuple[int, ...] | None, dim: int, dtype: torch.
     check_packed(packed(k_lens=k_lens, dim=dim, dtype=dtype))
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (32, 8), (8, 8), (12, 1)], ids=str)
 @pytest.mark.parametrize("q_lens", [(300, 20, 1), (40, 9)], ids=str)
 def test_groups(q_lens: tuple[int, ...], heads: tuple[int, int]) -> None:
     check_packed(packed(q_lens, heads=heads))
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules(rule: dict[str, Any]) -> None:
     rule = dict(rule)
@@ -111,6 +121,7 @@ def test_rules(rule: dict[str, Any]) -> None:
     check_packed(packed((300, 129, 64), (310, 500, 64)), **rule)
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("scale", [0.8, 3.0, -5.0, 50.0])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_scores_far_above_all_before(dtype: torch.dtype, scale: float) -> None:
@@ -118,10 +129,12 @@ def test_scores_far_above_all_before(dtype: torch.dtype, scale: float) -> None:
     check_packed(packed((300, 70), (900, 400), dtype=dtype), scale=scale)
 
 
+@pytest.mark.usefixtures("tiles")
 def test_long_sequences_beside_short_ones() -> None:
     check_packed(packed((2048, 1, 777, 0, 3000, 64), heads=(8, 2)))
 
 
+@pytest.mark.usefixtures("tiles")
 def test_more_sequences_than_one_launch_takes() -> None:
     check_packed(packed(tuple(b * 7 % 90 for b in range(700)), heads=(2, 1)))
 
@@ -163,6 +176,7 @@ def test_rules_and_layouts_of_pages(rule: dict[str, Any], page_size: int, layout
     )
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("where", ["k", "v", "infinite v"])
 def test_nan_reaches_only_those_that_see_it(where: str) -> None:
     args = packed((200, 100), (330, 100), heads=(2, 1))
@@ -176,6 +190,7 @@ def test_nan_reaches_only_those_that_see_it(where: str) -> None:
     assert_same_bits(out[200:], expected[200:])
 
 
+@pytest.mark.usefixtures("tiles")
 def test_a_thousand_repeats_give_the_same_bits() -> None:
     args = packed((2048, 30, 700, 1300), heads=(16, 4))
     expected = attend(args)
@@ -186,6 +201,7 @@ def test_a_thousand_repeats_give_the_same_bits() -> None:
         assert_same_bits(out, expected)
 
 
+@pytest.mark.usefixtures("tiles")
 def test_one_graph_serves_hundreds_of_length_vectors() -> None:
     batch, most = 6, 600
     args = packed((most,) * batch, heads=(8, 2))

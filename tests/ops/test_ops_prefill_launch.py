@@ -17,6 +17,7 @@ from ostinato.ops.prefill_launch import (
     kernel_for,
     packed_variant,
     paged_variant,
+    prefers_many_rows,
     prefill_kernels,
 )
 
@@ -26,6 +27,7 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_launch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 132))
 
 
 def packed(tokens: int = 5, dim: int = 64, **options: Any) -> list[torch.Tensor]:
@@ -61,6 +63,33 @@ def test_8_bit_keys_are_left_to_torch() -> None:
     q, k, v, out = packed()
     assert packed_variant(q, k, v, out) is not None
     assert packed_variant(q, k.to(torch.int8), v.to(torch.int8), out) is None
+
+
+@pytest.mark.parametrize(
+    ("tiles", "larger", "preferred"),
+    [
+        (4096, 3072, True),  # 16 texts of 1024, 32 heads
+        (128, 96, False),  # 512 queries: a part of the GPU, for longer
+        (256, 192, False),
+        (2112, 1408, True),
+        (132, 66, False),
+        (140, 132, True),  # a second round beside one
+    ],
+)
+def test_larger_tiles_are_for_many(tiles: int, larger: int, preferred: bool) -> None:
+    assert prefers_many_rows(tiles, larger, 132) is preferred
+
+
+@pytest.mark.parametrize(
+    ("dim", "queries", "warpgroups"), [(128, 4096, 3), (128, 100, 0), (96, 4096, 0), (64, 4096, 0)]
+)
+def test_many_queries_have_a_kernel_of_larger_tiles(
+    monkeypatch: pytest.MonkeyPatch, dim: int, queries: int, warpgroups: int
+) -> None:
+    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 4))
+    kernel = packed_variant(*packed(4 * queries, dim), 4, queries)
+    assert kernel is not None
+    assert kernel.warpgroups == warpgroups
 
 
 def fp8(dim: int = 128, out_dtype: torch.dtype = BF16) -> list[torch.Tensor]:

@@ -132,6 +132,8 @@ class AttentionPrefill(Variant):
         keys: where they and values lie: `packed`, one sequence after the other; `pages` of a
             multiple of 16 tokens, copied by TMA; `slots` of pages of any size, gathered by threads.
         value_dim: of values and the output; `head_dim` unless told, and always of e4m3.
+        warpgroups: that multiply, each 64 queries: 3 of 16-bit packed keys with head dims of 128,
+            which is faster where tiles are many; 0 for the usual number.
     """
 
     family: ClassVar[str] = "attention_prefill"
@@ -142,6 +144,7 @@ class AttentionPrefill(Variant):
     out_dtype: str = ""
     keys: str = "packed"
     value_dim: int = 0
+    warpgroups: int = 0
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, ("bf16", "fp16", "e4m3"))
@@ -159,6 +162,8 @@ class AttentionPrefill(Variant):
         if fp8:
             check("head_dim", self.head_dim, (64, 128, 256))
             check("value_dim", self.value_dim, (self.head_dim,))
+        some_are_wide = self.keys == "packed" and not fp8 and self.head_dim == self.value_dim == 128
+        check("warpgroups", self.warpgroups, (0, 3) if some_are_wide else (0,))
 
     @property
     def params(self) -> tuple[Path, ...]:
@@ -170,7 +175,8 @@ class AttentionPrefill(Variant):
             "" if self.value_dim == self.head_dim else f"v{self.value_dim}"
         )
         out = "" if self.out_dtype == self.dtype else f"-{self.out_dtype}"
-        return f"{self.family}-{self.dtype}{out}-{dims}-{self.keys}"
+        wide = f"-w{self.warpgroups}" if self.warpgroups else ""
+        return f"{self.family}-{self.dtype}{out}-{dims}-{self.keys}{wide}"
 
     def defines(self) -> dict[str, str]:
         tile_keys, warpgroups = self._tile()
@@ -196,6 +202,8 @@ class AttentionPrefill(Variant):
             return {64: (96, 3), 128: (128, 2), 256: (64, 2)}[self.head_dim]
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
             return 96, 3
+        if self.warpgroups == 3:
+            return 64, 3
         if max(dims) <= 128:
             return 128, 2
         if self.head_dim <= 192 and self.value_dim <= 128:
