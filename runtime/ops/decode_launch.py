@@ -39,7 +39,9 @@ _VECTOR_BYTES = 16
 # Few leave most SMs without work unless CTAs share them; where they are split, each split gets one
 # of the 62 clusters of four that an H200 runs. Many are half as many as its CTAs, or more: CTAs of
 # their own end a segment sooner, clusters read long ones faster.
-_FEW_SEGMENTS, _FEW_TOKENS, _FEW_SPLITS = 16, 16384, 56
+_FEW_SEGMENTS, _FEW_TOKENS = 16, 16384
+# Fixed splits take a power of two, so that a batch and the bucket it is padded to have one kernel.
+_FEW_SPLIT_SEGMENTS, _FEW_SPLITS = 32, 56
 _SOME_SEGMENTS = 128
 _LONG_TOKENS = 2048
 
@@ -235,7 +237,8 @@ def attend(
 def _load_of(segments: int, tokens: int, *, batch_invariant: bool) -> DecodeLoad:
     """Return how much there may be to do for sequences times KV heads, of up to so many tokens."""
     if batch_invariant:
-        few = segments * -(-tokens // SPLIT_TOKENS) <= _FEW_SPLITS
+        splits = segments * -(-tokens // SPLIT_TOKENS)
+        few = segments <= _FEW_SPLIT_SEGMENTS and splits <= _FEW_SPLITS
     else:
         few = segments <= _FEW_SEGMENTS and segments * tokens <= _FEW_TOKENS
     if segments > _SOME_SEGMENTS:
