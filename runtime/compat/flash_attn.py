@@ -9,7 +9,8 @@ theirs, but for three things: there is no backward pass, queries that see no key
   or about the backward pass: they are taken and do nothing.
 - What would change the result and is not built raises a ValueError that names the argument:
   dropout, ALiBi slopes, `qv`, descales (8-bit inputs), `attention_chunk`, `cache_leftpad`,
-  `seqused_q`, `cu_seqlens_k_new`, `rotary_seqlens`, and values of another dim than the keys.
+  `seqused_q`, `cu_seqlens_k_new`, `rotary_seqlens`, and k and v to be written to a cache whose
+  values have another dim than its keys.
 
 All of it can be captured in a graph, with lengths and tables that change between replays, where
 `cache_seqlens` is a tensor. How much runs on our kernels, `docs/prefill.md` and `docs/decode.md`
@@ -60,7 +61,7 @@ def flash_attn_func(
     Args:
         q: [batch, seqlen_q, heads_q, dim] bf16, fp16 or fp32.
         k: [batch, seqlen_k, heads_kv, dim] of q's dtype; heads_kv divides heads_q.
-        v: like k.
+        v: [batch, seqlen_k, heads_kv, value_dim], else like k; the value dim is any.
         dropout_p: 0.
         softmax_scale: factor of q·k; None is 1/sqrt(dim).
         causal: hide the keys after a query's position, the last query's being the last key's.
@@ -79,7 +80,7 @@ def flash_attn_func(
         sm_margin: likewise.
 
     Returns:
-        out [batch, seqlen_q, heads_q, dim], or (out, lse [batch, heads_q, seqlen_q], None).
+        out [batch, seqlen_q, heads_q, value_dim], or (out, lse [batch, heads_q, seqlen_q], None).
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -104,7 +105,7 @@ def flash_attn_func(
         softcap=softcap,
         return_lse=True,
     )
-    out = out.view(q.shape)
+    out = out.view(*q.shape[:3], v.size(3))
     return (out, _by_sequence(lse, batch, seqlen_q), None) if return_attn_probs else out
 
 
@@ -141,8 +142,8 @@ def flash_attn_varlen_func(
 
     Arguments are those of `flash_attn_func`, but for these:
 
-    - q: [total_q, heads_q, dim]; k, v: [total_k, heads_kv, dim], packed, or with `block_table`
-      pages [blocks, block_size, heads_kv, dim] of any size.
+    - q: [total_q, heads_q, dim]; k, v: [total_k, heads_kv, dim or value_dim], packed, or with
+      `block_table` pages [blocks, block_size, heads_kv, dim or value_dim] of any size.
     - cu_seqlens_q, cu_seqlens_k: [batch + 1] int32, where each sequence begins and ends. With
       `block_table` the differences of the second count, and it may be None if `seqused_k` is given.
     - max_seqlen_q, max_seqlen_k: the most rows that one sequence may have.
@@ -151,7 +152,7 @@ def flash_attn_varlen_func(
     - seqused_q: None.
 
     Returns:
-        out [total_q, heads_q, dim], or (out, lse [heads_q, total_q], None).
+        out [total_q, heads_q, value_dim], or (out, lse [heads_q, total_q], None).
     """
     _refuse_others(dropout_p, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk)
     _refuse("seqused_q", seqused_q)
@@ -228,7 +229,8 @@ def flash_attn_with_kvcache(
 
     - q: [batch, seqlen_q, heads_q, dim], or [total_q, heads_q, dim] with `cu_seqlens_q`.
     - k_cache, v_cache: [rows, capacity, heads_kv, dim], or with `block_table` pages [blocks,
-      block_size, heads_kv, dim] of any size; written if there are k and v.
+      block_size, heads_kv, dim] of any size; written if there are k and v. Without these v_cache
+      may have another dim.
     - k, v: [batch, seqlen_new, heads_kv, dim], written after the `cache_seqlens` tokens of each
       sequence; of tokens for which a cache has no room nothing is written.
     - rotary_cos, rotary_sin: [positions, rotary_dim / 2], at least as many positions as a sequence
@@ -244,8 +246,8 @@ def flash_attn_with_kvcache(
     - cache_leftpad, cu_seqlens_k_new, rotary_seqlens: None.
 
     Returns:
-        out, of q's shape, or (out, lse): lse is [batch, heads_q, seqlen_q], or [heads_q, total_q]
-        with `cu_seqlens_q`.
+        out, of q's shape but for the dim, which is v_cache's, or (out, lse): lse is
+        [batch, heads_q, seqlen_q], or [heads_q, total_q] with `cu_seqlens_q`.
     """
     _refuse_others(0.0, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk)
     _refuse("cache_leftpad", cache_leftpad)
@@ -283,7 +285,9 @@ def flash_attn_with_kvcache(
             attention_checks.paged(
                 rows, k_cache, v_cache, cache.table, lengths, cu_seqlens_q, seqlen_q
             )
-        attention_checks.options(rows, scale, causal, window, softcap, None, None, None)
+        attention_checks.options(
+            rows, v_cache.size(-1), scale, causal, window, softcap, None, None, None
+        )
         local = causal or window is not None
         rows = cache.append(
             rows, _dense(k), _dense(v), rotary_cos, rotary_sin, rotary_interleaved, local
@@ -292,7 +296,8 @@ def flash_attn_with_kvcache(
     else:
         _refuse("rotary_cos", rotary_cos, "without k")
     if seqlen_q == 0:
-        out, lse = torch.empty_like(rows), rows.new_empty(rows.shape[:2], dtype=torch.float32)
+        out = rows.new_empty(*rows.shape[:2], v_cache.size(-1))
+        lse = rows.new_empty(rows.shape[:2], dtype=torch.float32)
     else:
         out, lse = ops.paged_attention(
             *(rows, k_cache, v_cache, cache.table, lengths),
@@ -304,7 +309,7 @@ def flash_attn_with_kvcache(
             softcap=softcap,
             return_lse=True,
         )
-    out = out.view(q.shape)
+    out = out.view(*q.shape[:-1], v_cache.size(-1))
     if not return_softmax_lse:
         return out
     return out, _by_sequence(lse, batch, seqlen_q) if cu_seqlens_q is None else lse.t()

@@ -118,7 +118,7 @@ def append_kv(
     device, dtype = k.device, k.dtype
     tokens, _, dim = k.shape
     checks.int32_sizes("k", k.shape, "tokens", "heads_kv", "dim")
-    attention_checks.caches(k_cache, v_cache, dtype, dim, device)
+    attention_checks.caches(k_cache, v_cache, dtype, dim, device, value_dim=dim)
     checks.int32_sizes("k_cache", k_cache.shape[1:2], "page_size")
     checks.tensor("k", k, (dtype,), (tokens, k_cache.size(2), dim))
     checks.tensor("v", v, (dtype,), k.shape, device)

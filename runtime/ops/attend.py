@@ -45,6 +45,7 @@ class LogitRule(NamedTuple):
 def attend(
     q: torch.Tensor,
     tiles: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    value_dim: int,
     rule: LogitRule,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,15 +53,16 @@ def attend(
 
     Args:
         q: [rows, heads_q, dim] fp32.
-        tiles: (keys, values, seen): keys and values [T, heads_kv, dim] fp32, and which of them
-            each row sees, [rows, T] bool or None for all. What a row does not see leaves no trace
-            in its result, not even NaN.
+        tiles: (keys, values, seen): keys [T, heads_kv, dim] and values [T, heads_kv, value_dim]
+            fp32, and which of them each row sees, [rows, T] bool or None for all. What a row does
+            not see leaves no trace in its result, not even NaN.
+        value_dim: that of values, for where there are no tiles.
         rule: how logits are formed; its visibility is already in `seen`.
         sinks: [heads_q] fp32, or None.
 
     Returns:
-        (out [rows, heads_q, dim], lse [rows, heads_q]), fp32, arbitrary for rows that see no key.
-        The LSE is the natural logarithm of the softmax denominator, the sink included.
+        (out [rows, heads_q, value_dim], lse [rows, heads_q]), fp32, arbitrary for rows that see no
+        key. The LSE is the natural logarithm of the softmax denominator, the sink included.
     """
     rows, heads_q, dim = q.shape
     by_head = q.transpose(0, 1)
@@ -71,7 +73,7 @@ def attend(
     else:
         maximum = sinks.view(-1, 1, 1).expand(heads_q, rows, 1)
         total = q.new_ones(heads_q, rows, 1)
-    acc = q.new_zeros(heads_q, rows, dim)
+    acc = q.new_zeros(heads_q, rows, value_dim)
     for k, v, seen in tiles:
         heads_kv = k.size(1)
         logits = torch.bmm(by_head.reshape(heads_kv, -1, dim), k.permute(1, 2, 0))

@@ -29,7 +29,7 @@ def paged(
     """Check the tensors of `paged_attention` and how their shapes agree."""
     checks.tensor("q", q, checks.FLOAT_DTYPES, ("tokens", "heads_q", "dim"))
     device = q.device
-    caches(k_cache, v_cache, q.dtype, q.size(2), device)
+    caches(k_cache, v_cache, q.dtype, q.size(2), device, value_dim="value_dim")
     _groups(q, k_cache.size(2))
     checks.tensor("page_table", page_table, _INT32, ("batch", "max_pages"), device)
     checks.not_empty("page_table", page_table, "max_pages")
@@ -60,7 +60,8 @@ def varlen(
     dtypes = (FP8,) if q.dtype is FP8 else (q.dtype, *checks.QUANTIZED_DTYPES)
     checks.tensor("k", k, dtypes, ("total_k", "heads_kv", q.size(2)), device)
     checks.not_empty("k", k, "heads_kv", "dim")
-    checks.tensor("v", v, (k.dtype,), k.shape, device)
+    checks.tensor("v", v, (k.dtype,), (*k.shape[:2], "value_dim"), device)
+    checks.not_empty("v", v, "value_dim")
     _groups(q, k.size(1))
     checks.tensor("cu_seqlens_q", cu_seqlens_q, _INT32, ("batch + 1",), device)
     checks.not_empty("cu_seqlens_q", cu_seqlens_q, "batch + 1")
@@ -75,13 +76,18 @@ def caches(
     dtype: torch.dtype,
     dim: int,
     device: torch.device,
+    value_dim: int | str,
 ) -> None:
-    """Check a paged cache: of `dtype` or quantised, both parts alike, with at least one page."""
+    """Check a paged cache: of `dtype` or quantised, both parts alike, with at least one page.
+
+    Values have `value_dim` elements where keys have `dim`; a name stands for any number.
+    """
     dtypes = (dtype, *checks.QUANTIZED_DTYPES)
     shape = ("pages", "page_size", "heads_kv", dim)
     checks.tensor("k_cache", k_cache, dtypes, shape, device)
     checks.not_empty("k_cache", k_cache, "pages", "page_size", "heads_kv", "dim")
-    checks.tensor("v_cache", v_cache, (k_cache.dtype,), k_cache.shape, device)
+    checks.tensor("v_cache", v_cache, (k_cache.dtype,), (*k_cache.shape[:3], value_dim), device)
+    checks.not_empty("v_cache", v_cache, "value_dim")
 
 
 def scales(keys: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
@@ -129,6 +135,7 @@ def output_dtype(q: torch.Tensor, out: torch.Tensor | None) -> torch.dtype:
 
 def options(
     q: torch.Tensor,
+    value_dim: int,
     scale: float | None,
     causal: bool,
     window: tuple[int, int] | None,
@@ -137,7 +144,10 @@ def options(
     out: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> LogitRule:
-    """Check what both attention ops take beside their tensors; return how logits are formed."""
+    """Check what both attention ops take beside their tensors; return how logits are formed.
+
+    `q` and `value_dim`, the last dimension of the values and of `out`, are checked already.
+    """
     if scale is None:
         scale = q.size(2) ** -0.5
     checks.number("scale", scale)
@@ -153,7 +163,7 @@ def options(
     if sinks is not None:
         checks.tensor("sinks", sinks, _FLOAT32, (q.size(1),), q.device)
     if out is not None:
-        checks.output("out", out, (output_dtype(q, out),), q.shape, q.device)
+        checks.output("out", out, (output_dtype(q, out),), (*q.shape[:2], value_dim), q.device)
     if workspace is not None:
         checks.tensor("workspace", workspace, (torch.uint8,), ("bytes",), q.device)
     left, right = min(left, _WIDEST_WINDOW), min(right, _WIDEST_WINDOW)

@@ -70,6 +70,7 @@ def variant(
     pages, page_size, heads_kv = k_cache.shape[:3]
     if (
         pages == 0
+        or v_cache.size(3) != dim
         or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
         or not _within_limits(page_table, page_size, heads_kv)
         or not has_kernels(q.get_device())

@@ -17,7 +17,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class KV(ABC):
     """Keys and values of a batch of sequences, in a layout that the subclass knows.
 
-    Keys and values are [..., heads, dim] and of one shape; their scales are as in
+    Keys and values are [..., heads, dim], of one shape but for the dim; their scales are as in
     `paged_attention`.
     """
 

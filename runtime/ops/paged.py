@@ -105,7 +105,8 @@ def paged_attention(
     Args:
         q: [tokens, heads_q, dim] bf16, fp16 or fp32.
         k_cache: [pages, page_size, heads_kv, dim] of q's dtype, int8 or e4m3.
-        v_cache: like k_cache.
+        v_cache: [pages, page_size, heads_kv, value_dim], else like k_cache; the value dim is any,
+            mostly dim.
         page_table: [batch, max_pages] int32, the page ids of each sequence.
         seq_lens: [batch] int32, each sequence's tokens in the cache, those of this call's q
             included; clamped to 0 .. max_pages * page_size.
@@ -120,7 +121,7 @@ def paged_attention(
         k_scale: fp32 factor of an int8 or e4m3 k_cache, and only then: a scalar, [heads_kv] or
             [pages, page_size, heads_kv].
         v_scale: likewise of v_cache.
-        out: [tokens, heads_q, dim] of q's dtype, written and returned; allocated when None.
+        out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
             zero before its first use; one stream at a time may use it. None: one that is kept for
@@ -149,12 +150,15 @@ def paged_attention(
     """
     attention_checks.paged(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q)
     attention_checks.scales(k_cache, k_scale, v_scale)
-    rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
+    value_dim = v_cache.size(3)
+    rule = attention_checks.options(
+        q, value_dim, scale, causal, window, softcap, sinks, out, workspace
+    )
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
         if out is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
             if cu_seqlens_q is not None:  # some rows may belong to no sequence
                 out.zero_()
         lse = None

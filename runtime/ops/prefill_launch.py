@@ -55,8 +55,8 @@ def packed_variant(
     """
     if max(q.size(0), k.size(0)) >= _MOST_TOKENS or not _serves(q, k, v, out):
         return None
-    kernel = kernel_for(q.dtype, q.size(2), "packed")
-    if kernel is not None and kernel.head_dim == 128:
+    kernel = kernel_for(q.dtype, q.size(2), "packed", v.size(2))
+    if kernel is not None and kernel.head_dim == kernel.value_dim == 128:
         tiles, larger_tiles = (
             q.size(1) * min(batch * -(-max_seqlen_q // rows), q.size(0) // rows + batch)
             for rows in (_ROWS, _MANY_ROWS)
@@ -100,14 +100,29 @@ def paged_variant(
         or not _serves(q, k_cache, v_cache, out)
     ):
         return None
-    return kernel_for(q.dtype, q.size(2), "slots" if page_size % _PAGE else "pages")
+    keys = "slots" if page_size % _PAGE else "pages"
+    return kernel_for(q.dtype, q.size(2), keys, v_cache.size(3))
 
 
-def kernel_for(dtype: torch.dtype, dim: int, keys: str) -> AttentionPrefill | None:
-    """Return the kernel for keys that lie so (`AttentionPrefill`), None where there is none."""
-    if dtype not in (torch.bfloat16, torch.float16) or dim % 16 or not 16 <= dim <= 256:
+def kernel_for(
+    dtype: torch.dtype, dim: int, keys: str, value_dim: int | None = None
+) -> AttentionPrefill | None:
+    """Return the kernel for keys that lie so (`AttentionPrefill`), None where there is none.
+
+    Args:
+        dtype: of queries, keys and values.
+        dim: of queries and keys.
+        keys: where they lie.
+        value_dim: of values and the output; None is `dim`.
+    """
+    value_dim = dim if value_dim is None else value_dim
+    if (
+        dtype not in (torch.bfloat16, torch.float16)
+        or any(size % 16 or not 16 <= size <= 256 for size in (dim, value_dim))
+        or value_dim > AttentionPrefill.widest_values(dim)
+    ):
         return None
-    return AttentionPrefill(head_dim=dim, dtype=KERNEL_NAMES[dtype], keys=keys)
+    return AttentionPrefill(head_dim=dim, value_dim=value_dim, dtype=KERNEL_NAMES[dtype], keys=keys)
 
 
 class Fp8Scales(NamedTuple):
@@ -129,6 +144,7 @@ def fp8_variant(
         max(q.size(0), k.size(0)) >= _MOST_TOKENS
         or q.dtype is not torch.float8_e4m3fn
         or q.size(2) not in _FP8_DIMS
+        or v.size(2) != q.size(2)
         or any(scale.ndim > 1 for scale in scales)
         or not _serves(q, k, v, out)
     ):

@@ -29,14 +29,17 @@ def attention(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from q [Lq, heads_q, dim], the last Lq tokens, to k and v [Lk, heads_kv, dim]."""
+    """Attend from q [Lq, heads_q, dim], the last Lq tokens, to k [Lk, heads_kv, dim].
+
+    v is [Lk, heads_kv, value_dim], and so is the last dimension of the output.
+    """
     q_len, heads_q, dim = q.shape
     k_len, heads_kv, _ = k.shape
     group = heads_q // heads_kv
     k = k.to(dtype).repeat_interleave(group, dim=1)
     v = v.to(dtype).repeat_interleave(group, dim=1)
     left, right = (-1, -1) if window is None else window
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    out = torch.zeros(q_len, heads_q, v.size(2), dtype=dtype, device=q.device)
     lse = torch.full((q_len, heads_q), -math.inf, dtype=dtype, device=q.device)
     for i in range(q_len):
         position = k_len - q_len + i
@@ -82,7 +85,7 @@ def paged_attention(
     capacity = page_table.size(1) * page_size
     keys = _dequantized(k_cache, k_scale, dtype)
     values = _dequantized(v_cache, v_scale, dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    out = torch.zeros(*q.shape[:2], v_cache.size(3), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
     for b, length in enumerate(seq_lens.tolist()):
         length = min(max(length, 0), capacity)
@@ -129,7 +132,7 @@ def varlen_attention(
         heads = q_scale.to(dtype).expand(k.size(1)).repeat_interleave(q.size(1) // k.size(1))
         q = q.to(dtype) * heads.unsqueeze(1)
     keys, values = _dequantized(k, k_scale, dtype), _dequantized(v, v_scale, dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    out = torch.zeros(*q.shape[:2], v.size(2), dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=dtype, device=q.device)
     for b in range(cu_seqlens_q.numel() - 1):
         rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))

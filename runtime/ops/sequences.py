@@ -58,7 +58,7 @@ def attend_live(
                 out[row] = _scaled_dot_product(query, k, v, rule.scale)
                 if lse is None:
                     continue
-            result, logsumexp = attend(query.unsqueeze(0), [(k, v, None)], rule, sinks)
+            result, logsumexp = attend(query.unsqueeze(0), [(k, v, None)], v.size(2), rule, sinks)
             if not fused:
                 out[row] = result[0]
             if lse is not None:
@@ -68,11 +68,15 @@ def attend_live(
 def _scaled_dot_product(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return the attention of q [heads_q, dim] to all of k and v [T, heads_kv, dim]."""
+    """Return the attention [heads_q, value_dim] of q [heads_q, dim] to all of k and v.
+
+    These are [T, heads_kv, dim] and [T, heads_kv, value_dim].
+    """
     # The heads that share a KV head are the rows of one matrix.
     group = q.view(1, k.size(1), -1, q.size(1))
     keys, values = k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
-    return functional.scaled_dot_product_attention(group, keys, values, scale=scale).view(q.shape)
+    out = functional.scaled_dot_product_attention(group, keys, values, scale=scale)
+    return out.view(q.size(0), v.size(2))
 
 
 def attend_capacity(
@@ -109,7 +113,7 @@ def attend_capacity(
             first, stop = rule.spans(k_len - q_len + index, k_len)
             stop = stop.masked_fill(surplus, 0)
             tiles = _tiles(kv, b, first, stop, max_seqlen_k)
-            result, logsumexp = attend(queries, tiles, rule, sinks)
+            result, logsumexp = attend(queries, tiles, out.size(2), rule, sinks)
             empty = (stop <= first).unsqueeze(1)
             row = (begin + index).masked_fill_(surplus, tokens)
             result = result.masked_fill(empty.unsqueeze(2), 0.0)

@@ -94,7 +94,9 @@ def varlen_attention(
     are a sequence's lengths in q and in k. So are the arguments, but for these:
 
     - q: [total_q, heads_q, dim] bf16, fp16, fp32, or e4m3 with keys and values of e4m3 only.
-    - k, v: [total_k, heads_kv, dim] of q's dtype, int8 or e4m3.
+    - k: [total_k, heads_kv, dim] of q's dtype, int8 or e4m3.
+    - v: [total_k, heads_kv, value_dim] of k's dtype; the value dim is any, such as 128 beside keys
+      of 192 in DeepSeek-V2 (arXiv:2405.04434).
     - cu_seqlens_q, cu_seqlens_k: [batch + 1] int32, where each sequence begins and ends.
     - max_seqlen_q, max_seqlen_k: capacities, the most rows that one sequence may have.
     - q_scale: fp32 factors of e4m3 queries, and only of them: a scalar or [heads_kv], of the
@@ -105,7 +107,7 @@ def varlen_attention(
     - check_bounds: check the offsets, which reads them on the host; the CPU always does.
 
     Returns:
-        out [total_q, heads_q, dim], or (out, lse) with lse [total_q, heads_q] fp32.
+        out [total_q, heads_q, value_dim], or (out, lse) with lse [total_q, heads_q] fp32.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
@@ -113,12 +115,15 @@ def varlen_attention(
     attention_checks.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     attention_checks.query_scale(q, q_scale, k.size(1))
     attention_checks.scales(k, k_scale, v_scale)
-    rule = attention_checks.options(q, scale, causal, window, softcap, sinks, out, workspace)
+    value_dim = v.size(2)
+    rule = attention_checks.options(
+        q, value_dim, scale, causal, window, softcap, sinks, out, workspace
+    )
     checks.flag("check_bounds", check_bounds)
     with checks.launch_stream(stream, q.device):
         if out is None:
             dtype = attention_checks.output_dtype(q, out)
-            out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+            out = torch.zeros((*q.shape[:2], value_dim), dtype=dtype, device=q.device)
         lse = None
         if return_lse:
             lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)

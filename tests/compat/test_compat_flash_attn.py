@@ -141,6 +141,36 @@ def test_varying_lengths_in_blocks(block_size: int, told: str, device: torch.dev
         check(out[rows], exact(q[rows], keys, values, causal=True)[0])
 
 
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_values_of_another_dim(rule: dict[str, Any], device: torch.device) -> None:
+    """As DeepSeek's prompts have them."""
+    q, k, v = (randn(device, 2, 70, h, d) for h, d in ((4, 192), (2, 192), (2, 128)))
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **rule)
+    offsets = [int32([0, 70, 140], device)] * 2
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    varlen = flash_attn_varlen_func(*flat, *offsets, 70, 70, **rule)
+    cached = flash_attn_with_kvcache(q, k, v, cache_seqlens=70, **rule)
+    table = int32([[0], [1]], device)
+    paged = flash_attn_varlen_func(*(flat[0], k, v, *offsets, 70, 70), block_table=table, **rule)
+    for b in range(2):
+        expected, expected_lse = exact(q[b], k[b], v[b], **rule)
+        rows = slice(70 * b, 70 * (b + 1))
+        for got in (out[b], varlen[rows], cached[b], paged[rows]):
+            check(got, expected)
+        check(lse[b].t(), expected_lse)
+
+
+def test_a_cache_whose_values_have_another_dim_is_not_written() -> None:
+    q, new, new_values = (torch.randn(2, 1, 2, d) for d in (24, 24, 16))
+    caches = [torch.randn(2, 5, 2, d) for d in (24, 16)]
+    old = [cache.clone() for cache in caches]
+    with pytest.raises(ValueError, match=r"^v.*: got shape"):
+        flash_attn_with_kvcache(q, *caches, new, new_values, cache_seqlens=3)
+    assert all(torch.equal(*pair) for pair in zip(caches, old, strict=True))
+    none = torch.zeros(2, 0, 2, 24)
+    assert flash_attn_with_kvcache(none, *caches).shape == (2, 0, 2, 16)
+
+
 class Cached:
     """A cache of either kind, and its contents sequence by sequence."""
 
@@ -383,7 +413,8 @@ REFUSED: list[tuple[Callable[..., Any], Callable[[], Arguments], Arguments, str]
     *((flash_attn_func, of_func, change, "") for change in ({"dropout_p": 0.1}, *EVERYWHERE)),
     (flash_attn_func, of_func, {"q": torch.zeros(3, 4, 8)}, ""),
     (flash_attn_func, of_func, {"k": torch.zeros(3, 5, 2, 8)}, ""),
-    (flash_attn_func, of_func, {"v": torch.zeros(2, 5, 2, 6)}, ""),
+    (flash_attn_func, of_func, {"v": torch.zeros(2, 4, 2, 8)}, ""),
+    (flash_attn_func, of_func, {"v": torch.zeros(2, 5, 2, 0)}, ""),
     (flash_attn_func, of_func, {"v": None}, ""),
     *((flash_attn_varlen_func, of_varlen, change, "") for change in EVERYWHERE),
     (flash_attn_varlen_func, of_varlen, {"dropout_p": 0.5}, ""),

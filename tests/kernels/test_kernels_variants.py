@@ -98,12 +98,17 @@ def test_values_have_the_dim_of_the_keys_unless_told() -> None:
 
 @pytest.mark.parametrize("dim", range(16, 257, 16))
 def test_tiles_of_prefill_fit_in_shared_memory_and_registers(dim: int) -> None:
-    macros = AttentionPrefill(dtype="bf16", head_dim=dim).defines()
-    keys, warpgroups = int(macros["OSTINATO_KEYS"]), int(macros["OSTINATO_CONSUMERS"])
-    strips = -(-dim // 64)
-    queries, stages = warpgroups * strips * 64 * 128, 2 * 2 * strips * keys * 128
-    assert queries + stages <= 213 * 1024
-    assert keys // 2 + keys // 4 + dim // 2 + 32 <= {2: 232, 3: 160}[warpgroups]
+    widest = AttentionPrefill.widest_values(dim)
+    assert widest >= dim
+    for value_dim in range(16, widest + 1, 16):
+        macros = AttentionPrefill(dtype="bf16", head_dim=dim, value_dim=value_dim).defines()
+        keys, warpgroups = int(macros["OSTINATO_KEYS"]), int(macros["OSTINATO_CONSUMERS"])
+        strips, value_strips = -(-dim // 64), -(-value_dim // 64)
+        # An output takes the place of its queries, unless it is larger.
+        outputs = value_strips if value_strips > strips else 0
+        rows = warpgroups * (strips + outputs) * 64 * 128
+        assert rows + 2 * (strips + value_strips) * keys * 128 <= 213 * 1024
+        assert keys // 2 + keys // 4 + value_dim // 2 + 32 <= {2: 232, 3: 160}[warpgroups]
 
 
 def test_prefill_of_head_dim_128_has_tiles_of_two_sizes() -> None:
@@ -160,6 +165,12 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
         (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),
         (AttentionPrefill, _PREFILL, {"value_dim": 272}, "value_dim: got 272, expected a multiple"),
+        (
+            AttentionPrefill,
+            _PREFILL,
+            {"value_dim": 208},
+            "value_dim: got 208, expected at most 192",
+        ),
         (AttentionPrefill, _PREFILL, {"out_dtype": "fp16"}, "out_dtype: got 'fp16', expected"),
         (AttentionPrefill, _PREFILL_FP8, {"out_dtype": ""}, "out_dtype: got 'e4m3', expected"),
         (AttentionPrefill, _PREFILL_FP8, {"keys": "pages"}, "keys: got 'pages', expected 'packed'"),

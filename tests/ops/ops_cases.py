@@ -89,6 +89,7 @@ class PagedCase:
     heads_q: int = 4
     heads_kv: int = 2
     dim: int = 16
+    value_dim: int | None = None
     page_size: int = 8
     scale: float | None = None
     causal: bool = True
@@ -123,9 +124,9 @@ class PagedCase:
             unused[own] = (slot < first) | (slot >= length)
 
         cache_dtype = self.cache_dtype or self.dtype
-        shape = (pages, page_size, self.heads_kv, self.dim)
         caches, scales = [], {}
-        for name in ("k_scale", "v_scale"):
+        for name, dim in (("k_scale", self.dim), ("v_scale", self.value_dim or self.dim)):
+            shape = (pages, page_size, self.heads_kv, dim)
             cache = quantized_randn(shape, cache_dtype)
             if cache_dtype is torch.int8:
                 cache[unused] = -128

@@ -42,6 +42,18 @@ def test_there_is_no_kernel_for_others(dtype: torch.dtype, dim: int, rows: int) 
     assert found is None
 
 
+@pytest.mark.parametrize(("value_dim", "served"), [(128, True), (64, False), (192, False)])
+def test_values_of_another_dim_are_not_for_decode_kernels(
+    monkeypatch: pytest.MonkeyPatch, value_dim: int, served: bool
+) -> None:
+    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    q, out = torch.empty(4, 2, 128, dtype=BF16), torch.empty(4, 2, value_dim, dtype=BF16)
+    k_cache, v_cache = (torch.empty(3, 16, 2, dim, dtype=BF16) for dim in (128, value_dim))
+    table = torch.zeros(4, 3, dtype=torch.int32)
+    found = decode_launch.variant(q, k_cache, v_cache, table, 1, False, out)
+    assert (found is not None) is served
+
+
 def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
     names = [kernel.name for kernel in decode_kernels(FP16, 96, 8)]
     assert names == [

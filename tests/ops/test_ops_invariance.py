@@ -178,6 +178,7 @@ def attention_cases(draw: st.DrawFn) -> PagedCase:
         heads_kv=draw(st.integers(1, 3)),
         heads_q=6,
         dim=draw(st.sampled_from([5, 16, 64])),
+        value_dim=draw(st.sampled_from([None, 24])),
         page_size=draw(st.sampled_from([1, 4, 16])),
         dtype=draw(st.sampled_from(FLOATS)),
         cache_dtype=draw(st.sampled_from([None, torch.int8, E4M3])),

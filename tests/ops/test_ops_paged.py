@@ -26,6 +26,7 @@ FEATURES = [
     *(PagedCase(heads_q=q, heads_kv=kv) for q, kv in [(1, 1), (3, 1), (6, 2), (5, 5), (8, 1)]),
     *(PagedCase(page_size=size) for size in (1, 2, 5, 16, 64)),
     *(PagedCase(dim=dim) for dim in (1, 7, 64, 80)),
+    *(PagedCase(dim=dim, value_dim=value_dim) for dim, value_dim in [(24, 16), (8, 40), (5, 1)]),
     PagedCase(k_lens=(0, 1, 0, 3)),
     PagedCase(k_lens=(0, 0)),
     PagedCase(k_lens=(300,), page_size=16),
@@ -44,6 +45,7 @@ FEATURES = [
     *(replace(MIXED, window=window) for window in [(4, -1), (0, 0), (2, 3), (9, 0)]),
     *(replace(MIXED, causal=False, window=window) for window in [(2, 3), (-1, 1), (4, -1)]),
     replace(MIXED, softcap=1.5, sinks=True, window=(5, -1), dtype=torch.bfloat16),
+    replace(MIXED, softcap=1.5, sinks=True, window=(5, -1), value_dim=9, layout="strided"),
     PagedCase(k_lens=(4, 1), q_lens=(6, 3)),
     PagedCase(k_lens=(9, 20), q_lens=(0, 3), window=(5, -1)),
     PagedCase(k_lens=(4, 1), q_lens=(6, 3), sinks=True, causal=False, window=(2, 1)),
@@ -54,6 +56,7 @@ FEATURES = [
     ),
     replace(MIXED, cache_dtype=E4M3, scale_kind="token", layout="strided", window=(6, -1)),
     replace(MIXED, cache_dtype=torch.int8, scale_kind="token", heads_kv=1, heads_q=3),
+    replace(MIXED, cache_dtype=E4M3, scale_kind="token", dim=24, value_dim=16),
 ]
 
 
@@ -87,6 +90,7 @@ def test_random_combinations(data: st.DataObject) -> None:
         heads_kv=heads_kv,
         heads_q=heads_kv * draw(st.integers(1, 5)),
         dim=draw(st.sampled_from([3, 8, 32])),
+        value_dim=draw(st.sampled_from([None, 4, 24])),
         page_size=draw(st.sampled_from([1, 3, 4, 16])),
         causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(st.integers(-1, 9), st.integers(-1, 9))),
@@ -115,7 +119,7 @@ def by_capacities(
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(len(lens) + 1, device=q.device) * capacity
     scale = case.dim**-0.5 if case.scale is None else case.scale
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(*q.shape[:2], v_cache.size(3), dtype=q.dtype, device=q.device)
     lse = torch.zeros(q.shape[:2], device=q.device)
     attend_capacity(
         q,
@@ -230,7 +234,7 @@ def test_a_window_may_be_wider_than_any_sequence(
 def test_the_widest_window_does_not_overflow(device: torch.device) -> None:
     q = torch.zeros(1, 1, 1, device=device)
     rule = attention_checks.options(
-        q, None, False, (sys.maxsize, sys.maxsize), 0.0, None, None, None
+        q, 1, None, False, (sys.maxsize, sys.maxsize), 0.0, None, None, None
     )
     position = torch.tensor([0, 2**31 - 2], device=device)
     first, stop = rule.spans(position, torch.tensor(2**31 - 1, device=device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -33,14 +34,19 @@ def packed(
     *,
     heads: tuple[int, int] = (4, 2),
     dim: int = 128,
+    value_dim: int | None = None,
     dtype: torch.dtype = BF16,
 ) -> list[Any]:
     """Return the arguments of `varlen_attention`; rows that no sequence owns are NaN."""
     k_lens = q_lens if k_lens is None else k_lens
     tensors = []
-    for lens, count in ((q_lens, heads[0]), (k_lens, heads[1]), (k_lens, heads[1])):
-        rows = torch.full((sum(lens) + 3, 2 * count, dim), math.nan, dtype=dtype, device=CUDA)
-        rows[: sum(lens), :count] = torch.randn(sum(lens), count, dim, device=CUDA)
+    for lens, count, size in (
+        (q_lens, heads[0], dim),
+        (k_lens, heads[1], dim),
+        (k_lens, heads[1], value_dim or dim),
+    ):
+        rows = torch.full((sum(lens) + 3, 2 * count, size), math.nan, dtype=dtype, device=CUDA)
+        rows[: sum(lens), :count] = torch.randn(sum(lens), count, size, device=CUDA)
         tensors.append(rows[:, :count])
     tensors[0] = tensors[0][: sum(q_lens)]
     offsets = [
@@ -52,7 +58,8 @@ def packed(
 def attend(args: list[Any], **options: Any) -> Any:
     """Call the op after seeing that our kernel serves it."""
     q, k, v = args[:3]
-    assert prefill_launch.packed_variant(q, k, v, torch.empty_like(q)) is not None
+    out = q.new_empty(*q.shape[:2], v.size(2))
+    assert prefill_launch.packed_variant(q, k, v, out) is not None
     return ops.varlen_attention(*args, **options)
 
 
@@ -86,9 +93,9 @@ def check_paged(case: PagedCase) -> None:
     args, options = case.build(CUDA)
     q, k_cache, v_cache, table, _ = args
     queries = options["max_seqlen_q"]
-    kernel = decode_launch.variant(q, k_cache, v_cache, table, queries, False, torch.empty_like(q))
-    assert kernel is None
-    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, torch.empty_like(q)) is not None
+    out = q.new_empty(*q.shape[:2], v_cache.size(3))
+    assert decode_launch.variant(q, k_cache, v_cache, table, queries, False, out) is None
+    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, out) is not None
     out, lse = ops.paged_attention(*args, **options, return_lse=True)
 
     def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +144,79 @@ def test_long_sequences_beside_short_ones() -> None:
 @pytest.mark.usefixtures("tiles")
 def test_more_sequences_than_one_launch_takes() -> None:
     check_packed(packed(tuple(b * 7 % 90 for b in range(700)), heads=(2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "dtype"),
+    # DeepSeek's; then others' tiles, and outputs larger than their queries.
+    [(192, 128, BF16), (192, 128, FP16), (96, 64, BF16), (64, 128, BF16)],
+)
+@pytest.mark.parametrize("k_lens", [None, K_LENS], ids=["all", "chunks"])
+def test_values_of_another_dim(
+    k_lens: tuple[int, ...] | None, dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    check_packed(packed(k_lens=k_lens, dim=dim, value_dim=value_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rules_with_values_of_another_dim(rule: dict[str, Any], dtype: torch.dtype) -> None:
+    rule = dict(rule)
+    if rule.pop("sinks", False):
+        rule["sinks"] = torch.randn(4, device=CUDA)
+    lens = ((300, 129, 64), (310, 500, 64))
+    check_packed(packed(*lens, dim=192, value_dim=128, dtype=dtype), **rule)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (16, 16), (12, 1)], ids=str)
+@pytest.mark.parametrize("q_lens", [(300, 20, 1), (40, 9)], ids=str)
+def test_groups_with_values_of_another_dim(q_lens: tuple[int, ...], heads: tuple[int, int]) -> None:
+    check_packed(packed(q_lens, heads=heads, dim=192, value_dim=128))
+
+
+@pytest.mark.parametrize("scale", [3.0, 50.0])
+def test_scores_far_above_all_before_with_values_of_another_dim(scale: float) -> None:
+    check_packed(packed((300, 70), (900, 400), dim=192, value_dim=128), scale=scale)
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_nan_with_values_of_another_dim_reaches_only_those_that_see_it(where: str) -> None:
+    args = packed((200, 100), (330, 100), heads=(2, 1), dim=192, value_dim=128)
+    expected = attend(args)
+    args[1 if where == "k" else 2][270] = math.nan
+    out = attend(args)
+    assert not out[140:200].isfinite().any()
+    torch.testing.assert_close(out[:140], expected[:140], rtol=2e-2, atol=2e-2)
+    assert_same_bits(out[200:], expected[200:])
+
+
+def test_only_the_output_of_values_of_another_dim_is_written() -> None:
+    """Neighbours of a strided output, and rows of no sequence, stay as they are."""
+    args = packed((129, 70), dim=192, value_dim=128)
+    expected = attend(args)
+    args[0] = torch.cat([args[0], args[0][:2]])
+    wide = torch.full((201, 8, 136), math.nan, dtype=BF16, device=CUDA)
+    out = wide[:, 2:6, :128]
+    attend(args, out=out)
+    assert_same_bits(out[:199], expected)
+    wide[:199, 2:6, :128] = math.nan
+    assert wide.isnan().all()
+
+
+@pytest.mark.parametrize("rule", [{}, {"causal": False}, {"window": (90, -1)}], ids=str)
+@pytest.mark.parametrize("page_size", [16, 48, 256, 7])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_pages_with_values_of_another_dim(
+    dtype: torch.dtype, page_size: int, rule: dict[str, Any]
+) -> None:
+    case = PagedCase(K_LENS, q_lens=Q_LENS, max_seqlen_q=200, page_size=page_size, **rule)
+    check_paged(replace(case, dim=192, value_dim=128, dtype=dtype))
+
+
+def test_few_queries_with_values_of_another_dim_are_not_for_the_decode_kernel() -> None:
+    check_paged(
+        PagedCase((300, 1, 64), max_seqlen_q=1, dim=192, value_dim=128, page_size=16, dtype=BF16)
+    )
 
 
 @pytest.mark.parametrize("page_size", [16, 48, 64, 256, 1, 7])
@@ -261,9 +341,11 @@ def test_packed_and_paged_keys_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("rule", [{}, {"window": (200, 0)}], ids=str)
 @pytest.mark.parametrize("page_size", [16, 7])
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(64, None), (128, None), (192, None), (192, 128), (256, None)]
+)
 def test_batch_invariant_rows_do_not_depend_on_neighbours_or_chunks(
-    dim: int, page_size: int, rule: dict[str, Any]
+    dim: int, value_dim: int | None, page_size: int, rule: dict[str, Any]
 ) -> None:
     """Nor on the capacities; cuts are at multiples of 384 tokens, of 128 where dim is above 64."""
     long, others = 1300, (1, 130, 40, 9)
@@ -272,12 +354,14 @@ def test_batch_invariant_rows_do_not_depend_on_neighbours_or_chunks(
         q_lens=(long, *others),
         heads_q=6,
         dim=dim,
+        value_dim=value_dim,
         page_size=page_size,
         dtype=BF16,
         **rule,
     )
     (q, k_cache, v_cache, table, lens), options = case.build(CUDA)
-    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, torch.empty_like(q)) is not None
+    out = q.new_empty(*q.shape[:2], v_cache.size(3))
+    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, out) is not None
     options |= {"batch_invariant": True, "return_lse": True}
     whole = ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
     for cuts in ((0, long), (0, 384, 1152, long), (0, 384, 512, 640, long)):

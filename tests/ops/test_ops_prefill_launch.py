@@ -12,6 +12,7 @@ from ostinato.ops import prefill_launch
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.prefill_launch import (
     Fp8Scales,
+    attend_packed,
     attend_paged,
     fp8_variant,
     kernel_for,
@@ -57,6 +58,43 @@ def test_pages_of_a_multiple_of_16_tokens_are_copied(page_size: int, keys: str) 
     kernel = paged_variant(q, k_cache, v_cache, table, out)
     assert kernel is not None
     assert kernel.keys == keys
+
+
+@pytest.mark.parametrize("keys", ["packed", "pages", "slots"])
+@pytest.mark.parametrize("dims", [(192, 128), (96, 64), (64, 128), (256, 16)], ids=str)
+def test_values_may_have_another_dim(dims: tuple[int, int], keys: str) -> None:
+    kernel = kernel_for(BF16, dims[0], keys, dims[1])
+    assert kernel is not None
+    assert (kernel.head_dim, kernel.value_dim, kernel.keys) == (*dims, keys)
+
+
+@pytest.mark.parametrize("dims", [(192, 120), (192, 272), (192, 8), (192, 208), (200, 128)])
+def test_there_is_no_kernel_for_other_values(dims: tuple[int, int]) -> None:
+    assert kernel_for(BF16, dims[0], "packed", dims[1]) is None
+
+
+def test_the_dim_of_values_is_theirs() -> None:
+    q, k, _, _ = packed(dim=192)
+    _, _, v, out = packed(dim=128)
+    kernel = packed_variant(q, k, v, out)
+    assert kernel is not None
+    assert kernel.name == "attention_prefill-bf16-d192v128-packed"
+    k_cache, v_cache = (torch.empty(3, 16, 2, dim, dtype=BF16) for dim in (192, 128))
+    kernel = paged_variant(q, k_cache, v_cache, torch.zeros(1, 3, dtype=torch.int32), out)
+    assert kernel is not None
+    assert kernel.name == "attention_prefill-bf16-d192v128-pages"
+
+
+@pytest.mark.parametrize("dims", [(128, 64), (64, 128)])
+def test_larger_tiles_are_not_for_values_of_another_dim(
+    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(prefill_launch, "prefers_many_rows", lambda *_: True)
+    q, k, _, _ = packed(dim=dims[0])
+    _, _, v, out = packed(dim=dims[1])
+    kernel = packed_variant(q, k, v, out, 1, 5)
+    assert kernel is not None
+    assert kernel.warpgroups == 0
 
 
 def test_8_bit_keys_are_left_to_torch() -> None:
@@ -120,6 +158,11 @@ def test_fp8_kernels_do_not_take_everything() -> None:
     assert fp8_variant(odd, k[..., :64], v[..., :64], out[..., :64], scales()) is None
 
 
+def test_fp8_values_of_another_dim_are_left_to_torch() -> None:
+    q, k, v, out = fp8()
+    assert fp8_variant(q, k, v[..., :64], out[..., :64], scales()) is None
+
+
 def test_fp8_queries_are_not_for_the_16_bit_kernels() -> None:
     assert packed_variant(*fp8()) is None
 
@@ -154,11 +197,9 @@ class Recorder:
         self.launches.append(arguments)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
-    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel chooses by the average of the queries, and adds up in another order."""
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Have launches recorded, with no GPU."""
     recorder = Recorder()
     for name, value in {
         "on_device": lambda device: nullcontext(),
@@ -167,6 +208,27 @@ def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
         "_workspace": lambda device, stream: torch.zeros(8, dtype=torch.uint8),
     }.items():
         monkeypatch.setattr(prefill_launch, name, value)
+    return recorder.launches
+
+
+def test_a_launch_has_the_strides_of_values_of_another_dim(launches: list[dict[str, Any]]) -> None:
+    q, k, _, _ = packed(dim=192)
+    v, out = (torch.empty(5, 6, 128, dtype=BF16)[:, :2] for _ in range(2))
+    kernel = packed_variant(q, k, v, out)
+    assert kernel is not None
+    offsets, rule = torch.tensor([0, 5], dtype=torch.int32), LogitRule(1.0, True, -1, -1, 0.0)
+    attend_packed(kernel, q, k, v, offsets, offsets, 5, 5, rule, None, out, None)
+    (launch,) = launches
+    assert launch["k"] == (k.data_ptr(), 0, 2 * 192, 192)
+    assert launch["v"] == (v.data_ptr(), 0, 6 * 128, 128)
+    assert launch["out"] == (out.data_ptr(), 6 * 128, 128)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
+    batch_invariant: bool, launches: list[dict[str, Any]]
+) -> None:
+    """The kernel chooses by the average of the queries, and adds up in another order."""
     q, *_, out = packed(600)
     k_cache = torch.empty(3, 16, 2, 64, dtype=BF16)
     table, lens = torch.zeros(600, 3, dtype=torch.int32), torch.ones(600, dtype=torch.int32)
@@ -176,6 +238,6 @@ def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
     attend_paged(
         kernel, q, k_cache, k_cache, table, lens, None, 1, rule, None, batch_invariant, out, None
     )
-    assert [launch["pack"] for launch in recorder.launches] == [int(batch_invariant)] * 2
-    assert [launch["batch"] for launch in recorder.launches] == [512, 88]
-    assert recorder.launches[1]["q"][0] == q[512].data_ptr()
+    assert [launch["pack"] for launch in launches] == [int(batch_invariant)] * 2
+    assert [launch["batch"] for launch in launches] == [512, 88]
+    assert launches[1]["q"][0] == q[512].data_ptr()

@@ -32,16 +32,17 @@ def build(
     *,
     heads: tuple[int, int] = (4, 2),
     dim: int = 16,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
     layout: str = "dense",
 ) -> tuple[Any, ...]:
     """Return q, k, v and both cu_seqlens; k and v end in rows of NaN that no sequence owns."""
     q = torch.randn(sum(q_lens), heads[0], dim).to(dtype)
-    spare = torch.full((3, heads[1], dim), 127 if kv_dtype is torch.int8 else math.nan)
     tensors = []
-    for _ in range(2):
-        live = quantized_randn((sum(k_lens), heads[1], dim), kv_dtype or dtype)
+    for size in (dim, value_dim or dim):
+        spare = torch.full((3, heads[1], size), 127 if kv_dtype is torch.int8 else math.nan)
+        live = quantized_randn((sum(k_lens), heads[1], size), kv_dtype or dtype)
         x = torch.cat([live.float(), spare]).to(kv_dtype or dtype)
         tensors.append(laid_out(x.to(device), layout))
     cu_seqlens = [
@@ -90,6 +91,55 @@ def test_error_is_within_twice_torchs(
 @pytest.mark.parametrize("layout", ["dense", "heads first", "strided"])
 def test_groups_and_strides(heads: tuple[int, int], layout: str, device: torch.device) -> None:
     check(build([5, 2], [7, 2], device, heads=heads, dim=6, layout=layout), (5, 7))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dims", [(24, 16), (6, 10), (16, 1)], ids=str)
+def test_values_of_another_dim(
+    dims: tuple[int, int], options: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    dim, value_dim = dims
+    args = build([9, 0, 1, 5, 3], [9, 4, 12, 2, 0], device, dim=dim, value_dim=value_dim)
+    args = (*(x.to(dtype) for x in args[:3]), *args[3:])
+    assert ops.varlen_attention(*args, 9, 12, **options).shape == (18, 4, value_dim)
+    check(args, (9, 12), **options)
+
+
+@pytest.mark.parametrize("layout", ["dense", "heads first", "strided"])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, E4M3], ids=str)
+def test_quantized_values_of_another_dim(
+    kv_dtype: torch.dtype, layout: str, device: torch.device
+) -> None:
+    args = build([3, 6], [11, 6], device, dim=24, value_dim=16, kv_dtype=kv_dtype, layout=layout)
+    k_scale, v_scale = (torch.rand(20, 2).to(device) / 32 + 0.01 for _ in "kv")
+    check(args, (6, 11), k_scale=k_scale, v_scale=v_scale)
+
+
+def test_fp8_queries_of_another_dim_than_the_values(device: torch.device) -> None:
+    q, *rest = build([3, 6], [11, 6], device, dim=192, value_dim=128, kv_dtype=E4M3)
+    q = (q * 16).to(E4M3)
+    scales = {f"{x}_scale": torch.rand(2).to(device) / 16 + 0.03 for x in "qkv"}
+    got = ops.varlen_attention(q, *rest, 6, 11, **scales)
+
+    def twin(dtype: torch.dtype) -> torch.Tensor:
+        return reference.varlen_attention(q, *rest, **scales, dtype=dtype)[0]
+
+    assert_close(got, twin)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_reference_of_values_of_another_dim_is_a_plain_softmax(causal: bool) -> None:
+    q, k, v = (torch.randn(n, h, d).double() for n, h, d in ((5, 4, 24), (9, 2, 24), (9, 2, 16)))
+    got, lse = reference.attention(q, k, v, causal=causal, dtype=torch.float64)
+    logits = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, dim=1)) / math.sqrt(24)
+    if causal:
+        hidden = torch.arange(9) > torch.arange(4, 9).unsqueeze(1)
+        logits = logits.masked_fill(hidden, -math.inf)
+    values = v.repeat_interleave(2, dim=1)
+    expected = torch.einsum("hij,jhd->ihd", logits.softmax(dim=-1), values)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(lse, logits.logsumexp(dim=-1).t())
 
 
 def test_sinks(device: torch.device) -> None:
@@ -145,6 +195,9 @@ def test_no_keys_at_all(device: torch.device) -> None:
     none = int32([0, 0, 0], device)
     out, lse = ops.varlen_attention(q, k[:0], v[:0], cu_q, none, 2, 1, return_lse=True)
     assert (out == 0).all()
+    out = ops.varlen_attention(q, k[:0], v[:0, :, :7], cu_q, none, 2, 1)
+    assert out.shape == (3, 4, 7)
+    assert (out == 0).all()
     assert (lse == -math.inf).all()
     scale = torch.ones(0, 2, device=device)
     k8 = torch.zeros(0, 2, 16, dtype=torch.int8, device=device)
@@ -152,14 +205,17 @@ def test_no_keys_at_all(device: torch.device) -> None:
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize("value_dim", [16, 8])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, E4M3], ids=str)
 def test_working_through_capacities_needs_no_lengths(
-    kv_dtype: torch.dtype | None, device: torch.device
+    kv_dtype: torch.dtype | None, value_dim: int, device: torch.device
 ) -> None:
     """The way of CUDA, which reads nothing on the host, also runs where the CPU can check it."""
-    q, k, v, cu_q, cu_k = build([3, 0, 6], [11, 4, 6], device, kv_dtype=kv_dtype)
+    q, k, v, cu_q, cu_k = build(
+        [3, 0, 6], [11, 4, 6], device, value_dim=value_dim, kv_dtype=kv_dtype
+    )
     scale = None if kv_dtype is None else torch.rand(k.shape[:2]).to(device)
-    out = torch.zeros_like(q)
+    out = torch.zeros(9, 4, value_dim, device=device)
     kv = PackedKV(k, v, scale, scale, cu_k)
     rule = LogitRule(0.25, True, -1, -1, 0.0)
     attend_capacity(q, cu_q, 9, cu_k.diff(), 20, kv, rule, None, out, None)
@@ -183,6 +239,7 @@ def test_no_queries_and_no_sequences(device: torch.device) -> None:
     assert ops.varlen_attention(q, k, v, int32([0, 0, 0], device), cu_k, 1, 3).shape == (0, 4, 16)
     q, k, v, _, cu_k = build([], [], device)
     assert ops.varlen_attention(q, k, v, cu_k, cu_k, 1, 1).shape == (0, 4, 16)
+    assert ops.varlen_attention(q, k, v[..., :3], cu_k, cu_k, 1, 1).shape == (0, 4, 3)
 
 
 def test_rows_of_no_sequence_are_left_alone(device: torch.device) -> None:

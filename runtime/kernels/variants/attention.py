@@ -131,7 +131,8 @@ class AttentionPrefill(Variant):
         out_dtype: of the output, bf16 or fp16: `dtype` unless that is e4m3.
         keys: where they and values lie: `packed`, one sequence after the other; `pages` of a
             multiple of 16 tokens, copied by TMA; `slots` of pages of any size, gathered by threads.
-        value_dim: of values and the output; `head_dim` unless told, and always of e4m3.
+        value_dim: of values and the output, a multiple of 16 up to `widest_values`; `head_dim`
+            unless told, and always of e4m3.
         warpgroups: that multiply, each 64 queries: 3 of 16-bit packed keys with head dims of 128,
             which is faster where tiles are many; 0 for the usual number.
     """
@@ -159,11 +160,24 @@ class AttentionPrefill(Variant):
             got = getattr(self, name)
             if got % 16 or not 16 <= got <= 256:
                 raise ValueError(f"{name}: got {got}, expected a multiple of 16 from 16 to 256")
+        if self.value_dim > (widest := self.widest_values(self.head_dim)):
+            raise ValueError(
+                f"value_dim: got {self.value_dim}, expected at most {widest} with head_dim = "
+                f"{self.head_dim}"
+            )
         if fp8:
             check("head_dim", self.head_dim, (64, 128, 256))
             check("value_dim", self.value_dim, (self.head_dim,))
         some_are_wide = self.keys == "packed" and not fp8 and self.head_dim == self.value_dim == 128
         check("warpgroups", self.warpgroups, (0, 3) if some_are_wide else (0,))
+
+    @staticmethod
+    def widest_values(head_dim: int) -> int:
+        """Return the largest `value_dim` for which shared memory has room.
+
+        Outputs larger than their queries need a place of their own beside these and the rings.
+        """
+        return 192 if 128 < head_dim <= 192 else 256
 
     @property
     def params(self) -> tuple[Path, ...]:
