@@ -60,8 +60,7 @@ def varlen(
     dtypes = (FP8,) if q.dtype is FP8 else (q.dtype, *checks.QUANTIZED_DTYPES)
     checks.tensor("k", k, dtypes, ("total_k", "heads_kv", q.size(2)), device)
     checks.not_empty("k", k, "heads_kv", "dim")
-    checks.tensor("v", v, (k.dtype,), (*k.shape[:2], "value_dim"), device)
-    checks.not_empty("v", v, "value_dim")
+    _values("v", v, k, "value_dim")
     _groups(q, k.size(1))
     checks.tensor("cu_seqlens_q", cu_seqlens_q, _INT32, ("batch + 1",), device)
     checks.not_empty("cu_seqlens_q", cu_seqlens_q, "batch + 1")
@@ -86,8 +85,7 @@ def caches(
     shape = ("pages", "page_size", "heads_kv", dim)
     checks.tensor("k_cache", k_cache, dtypes, shape, device)
     checks.not_empty("k_cache", k_cache, "pages", "page_size", "heads_kv", "dim")
-    checks.tensor("v_cache", v_cache, (k_cache.dtype,), (*k_cache.shape[:3], value_dim), device)
-    checks.not_empty("v_cache", v_cache, "value_dim")
+    _values("v_cache", v_cache, k_cache, value_dim)
 
 
 def scales(keys: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
@@ -211,6 +209,15 @@ def offsets(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) ->
     if bounds[-1] > total:
         raise ValueError(f"{name}: got {bounds[-1]} last, expected at most {total} rows")
     return bounds
+
+
+def _values(name: str, v: torch.Tensor, k: torch.Tensor, value_dim: int | str) -> None:
+    """Check that values are like their keys, which are checked, but for the last dimension."""
+    # Steps of decoding wait for the host: where shapes are equal it makes no other.
+    equal = isinstance(v, torch.Tensor) and v.shape == k.shape
+    checks.tensor(name, v, (k.dtype,), k.shape if equal else (*k.shape[:-1], value_dim), k.device)
+    if not equal:
+        checks.not_empty(name, v, "value_dim")
 
 
 def _groups(q: torch.Tensor, heads_kv: int) -> None:
