@@ -63,7 +63,8 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
     wait(&shared.values_arrived.full[stage][block], position.parity);
   }
   OSTINATO_DELAY(decode_values_load, warp == 2);
-  if (!sight.hides_some(first_token) && !sight.hides_some(first_token + 3 * kShareTokens)) {
+  const int last_token = first_token + (kWarps - 1) * kShareTokens;
+  if (!sight.hides_some(first_token) && !sight.hides_some(last_token)) {
 #pragma unroll
     for (int block = 0; block < kWarps; ++block) {
       add_block(block, false);

@@ -18,9 +18,8 @@
 //                                    0: by threads, pages of any size
 // -DOSTINATO_FIXED_TILES=0|n         n: cut every sequence after n times 64 tokens, whatever the
 //                                    load, so that a result depends on its own sequence alone
-// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (decode_exchange.cuh); of
-// fixed
-//                                    cuts 4 or 1, with the same bits
+// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (decode_exchange.cuh); 4 or 1
+//                                    of fixed cuts, with the same bits
 namespace ostinato::decode {
 
 using Type = OSTINATO_TYPE;

@@ -87,16 +87,9 @@ class ExchangerOf {
       for (int cta = 0; cta < kCtas; ++cta) {
         const float factors[2] = {merger.factor(others[cta], 0), merger.factor(others[cta], 1)};
         weights.add(others[cta], factors);
-        if constexpr (!kChainPerCta) {
-          sum.add(values[cta], factors[0], factors[1]);
-        }
-      }
-      if constexpr (kChainPerCta) {
-#pragma unroll
-        for (int i = 0; i < kCtas; ++i) {
-          const PairWeights of_value = PairWeights::of(exchange_.weights[warp][turn(i)][pair]);
-          sum.add(values[i], merger.factor(of_value, 0), merger.factor(of_value, 1));
-        }
+        const PairWeights of_value =
+            kChainPerCta ? PairWeights::of(exchange_.weights[warp][turn(cta)][pair]) : others[cta];
+        sum.add(values[cta], merger.factor(of_value, 0), merger.factor(of_value, 1));
       }
       if (part == nullptr) {
         if (i >= 32) {
