@@ -47,9 +47,7 @@ class Epilogue {
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int token = token_of_thread(item, block, half);
-        x_scale_[block][half] =
-            token < params_.m ? params_.x_scale[int64_t(token) * params_.x_scale_stride] : 0.0F;
+        x_scale_[block][half] = x_scale_of(params_, token_of_thread(item, block, half));
       }
     }
   }

@@ -24,10 +24,8 @@ class Epilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int channel = channel_of_thread(item, block, half);
-        const bool inside = channel < params_.n;
-        w_scale_[block][half] =
-            inside ? params_.w_scale[int64_t(channel) * params_.w_scale_stride] : 0.0F;
-        bias_[block][half] = inside && params_.bias != nullptr
+        w_scale_[block][half] = w_scale_of(params_, channel);
+        bias_[block][half] = channel < params_.n && params_.bias != nullptr
                                  ? static_cast<const Output*>(params_.bias)[channel]
                                  : Output(0.0F);
       }
@@ -40,9 +38,7 @@ class Epilogue {
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int token = token_of_thread(item, group) + i;
-        x_scale_[group][i] =
-            token < params_.m ? params_.x_scale[int64_t(token) * params_.x_scale_stride] : 0.0F;
+        x_scale_[group][i] = x_scale_of(params_, token_of_thread(item, group) + i);
       }
     }
   }
@@ -139,7 +135,7 @@ class Epilogue {
   const Plan& plan_;
   const int warp_, lane_;
   float w_scale_[kBlocks][2], x_scale_[kGroups][2];
-  Output bias_[kBlocks][2];
+  Output bias_[kBlocks][2];  // as it is read: converting it would wait for it
 };
 
 }  // namespace ostinato::tiled

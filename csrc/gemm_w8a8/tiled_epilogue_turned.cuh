@@ -39,10 +39,8 @@ class Epilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int channel = channel_of_thread(item, block, half);
-        const bool inside = channel < params_.n;
-        w_scale_[block][half] =
-            inside ? params_.w_scale[int64_t(channel) * params_.w_scale_stride] : 0.0F;
-        bias_[block][half] = inside && params_.bias != nullptr
+        w_scale_[block][half] = w_scale_of(params_, channel);
+        bias_[block][half] = channel < params_.n && params_.bias != nullptr
                                  ? to_float(static_cast<const Output*>(params_.bias)[channel])
                                  : 0.0F;
       }

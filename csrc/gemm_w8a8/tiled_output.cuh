@@ -1,4 +1,4 @@
-// What both epilogues of the tiled GEMM are made of. They compute
+// What the epilogues of the tiled GEMM are made of. They compute
 //   out = x_scale · (w_scale · (sum − x_zero_point · w_sum)) + bias
 // in fp32, and round once.
 #pragma once
@@ -19,6 +19,14 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat
 // A sum of an INT8 MMA, which CuTe keeps as the bits of an int32.
 __device__ __forceinline__ float to_float(uint32_t int32_bits) {
   return static_cast<float>(static_cast<int32_t>(int32_bits));
+}
+
+// The scale of a channel or a token; zero behind the last one.
+__device__ __forceinline__ float w_scale_of(const W8A8GemmParams& params, int channel) {
+  return channel < params.n ? params.w_scale[int64_t(channel) * params.w_scale_stride] : 0.0F;
+}
+__device__ __forceinline__ float x_scale_of(const W8A8GemmParams& params, int token) {
+  return token < params.m ? params.x_scale[int64_t(token) * params.x_scale_stride] : 0.0F;
 }
 
 // Copies 4 bytes to shared memory, or zero where there is none, past the registers.
