@@ -139,7 +139,7 @@ class CudaBackend:
         started = time.perf_counter()
         graph.instantiate()
         instantiate_ms = 1e3 * (time.perf_counter() - started)
-        replay = Launch(graph, self._device, self._library)
+        replay = Launch(graph, self._device)
         return _CudaGraph(graph, replay, self._borrowed(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:

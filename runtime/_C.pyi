@@ -9,6 +9,13 @@ _Slots = tuple[int, int, int, int]
 def is_capturing(stream: int) -> bool:
     """Return whether launches on the stream are being captured into a CUDA graph."""
 
+def launch_graph(executable: int, stream: int) -> int:
+    """Launch an instantiated graph of the current device, and return the driver's CUresult.
+
+    Raises:
+        RuntimeError: without a CUDA driver; an `executable` that is none crashes.
+    """
+
 class W8A8Gemm:
     """A loaded library whose launch takes `W8A8GemmParams` (csrc/gemm_w8a8/params.h)."""
 
