@@ -2,6 +2,7 @@
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdint>
 #include <tuple>
 
@@ -306,21 +307,27 @@ void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr
 bool is_capturing(std::uintptr_t stream) {
   constexpr int kNotCapturing = 0;
   constexpr int kCaptureImplicit = 906;  // the legacy stream, while another one is capturing
-  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (driver == nullptr) {
-    return false;
-  }
-  const auto ask = reinterpret_cast<int (*)(void*, int*)>(dlsym(driver, "cuStreamIsCapturing"));
+  using Ask = int (*)(void*, int*);
+  static std::atomic<Ask> found = nullptr;  // every run of a graph asks
+  Ask ask = found.load(std::memory_order_relaxed);
   if (ask == nullptr) {
-    throw std::runtime_error("libcuda.so.1 has no cuStreamIsCapturing");
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (driver == nullptr) {
+      return false;
+    }
+    ask = reinterpret_cast<Ask>(dlsym(driver, "cuStreamIsCapturing"));
+    if (ask == nullptr) {
+      throw std::runtime_error("libcuda.so.1 has no cuStreamIsCapturing");
+    }
+    found.store(ask, std::memory_order_relaxed);
   }
   int status = kNotCapturing;
   const int error = ask(pointer(stream), &status);
   return error == kCaptureImplicit || (error == 0 && status != kNotCapturing);
 }
 
-// Launches an instantiated graph. By this call, since one through ctypes takes a microsecond more of
-// every step of a decode loop. Returns the driver's CUresult: 0 if the graph was launched.
+// Launches an instantiated graph. By this call, since one through ctypes takes a microsecond more
+// of every step of a decode loop. Returns the driver's CUresult: 0 if the graph was launched.
 int launch_graph(std::uintptr_t executable, std::uintptr_t stream) {
   using Launch = int (*)(void*, void*);
   static const Launch launch = [] {
