@@ -122,7 +122,7 @@ def test_tokens_are_those_of_whole_logits(dtype: torch.dtype, m: int, n: int, gr
     whole, logits, expected, got = chosen(arguments, row, torch.rand(m, n, device=CUDA) < 0.3)
     assert_same_bits(got, expected)
     parts = best_parts(arguments["x"], n, arguments["w"].data, True)
-    # Other kernels are chosen for up to 16 tokens, few channels, and many tokens of so few features.
+    # Others are chosen for up to 16 tokens, few channels, and many tokens of so few features.
     assert (logits.best is None) == (parts == 0)
     assert parts > 0 or m < 17 or m > 128 or n < 32000
     read = (row["temperature"] > 0) | (row["repetition_penalty"] != 1)
