@@ -20,7 +20,8 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
                       std::int32_t x_zero_point_stride, std::uintptr_t w_sum,
                       std::uintptr_t n_active, std::int32_t tile_channels, std::int32_t tile_tokens,
                       std::int32_t cluster, std::int32_t share_weights, std::int32_t split_k,
-                      std::int32_t band, bool pdl) {
+                      std::int32_t band, bool pdl, std::uintptr_t best, std::int64_t best_stride,
+                      std::uintptr_t temperature, std::uintptr_t repetition_penalty) {
   W8A8GemmParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
@@ -37,6 +38,10 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
   params.n_active = pointer<std::int32_t>(n_active);
   params.out = pointer(out);
   params.out_stride = out_stride;
+  params.best = pointer<std::uint64_t>(best);
+  params.best_stride = best_stride;
+  params.temperature = pointer<float>(temperature);
+  params.repetition_penalty = pointer<float>(repetition_penalty);
   params.m = m;
   params.n = n;
   params.k = k;
@@ -258,7 +263,8 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
                    std::uintptr_t seeds, std::uintptr_t counters, std::uintptr_t out,
                    std::int32_t rows, std::int32_t vocabulary, std::uintptr_t stream,
                    std::uintptr_t repetition_penalty, std::uintptr_t seen, std::int64_t seen_stride,
-                   std::uintptr_t seen_rows, bool pdl) {
+                   std::uintptr_t seen_rows, bool pdl, std::uintptr_t best,
+                   std::int64_t best_stride, std::int32_t parts) {
   SampleParams params = {};
   params.logits = pointer(logits);
   params.logits_stride = logits_stride;
@@ -273,6 +279,9 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
   params.seen = pointer<std::uint8_t>(seen);
   params.seen_stride = seen_stride;
   params.seen_rows = pointer<std::int64_t>(seen_rows);
+  params.best = pointer<std::uint64_t>(best);
+  params.best_stride = best_stride;
+  params.parts = parts;
   params.out = pointer<std::int64_t>(out);
   params.rows = rows;
   params.vocabulary = vocabulary;
@@ -377,7 +386,8 @@ PYBIND11_MODULE(_C, module) {
            arg("stream"), arg("bias") = 0, arg("x_zero_point") = 0, arg("x_zero_point_stride") = 0,
            arg("w_sum") = 0, arg("n_active") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0,
            arg("cluster") = 0, arg("share_weights") = 0, arg("split_k") = 0, arg("band") = 0,
-           arg("pdl") = false);
+           arg("pdl") = false, arg("best") = 0, arg("best_stride") = 0, arg("temperature") = 0,
+           arg("repetition_penalty") = 0);
 
   py::class_<PagedDecodeLibrary>(module, "PagedDecode")
       .def(py::init<const std::string&>(), arg("path"))
@@ -450,5 +460,6 @@ PYBIND11_MODULE(_C, module) {
            arg("temperature"), arg("top_k"), arg("top_k_is_int64"), arg("top_p"), arg("min_p"),
            arg("seeds"), arg("counters"), arg("out"), arg("rows"), arg("vocabulary"), arg("stream"),
            arg("repetition_penalty") = 0, arg("seen") = 0, arg("seen_stride") = 0,
-           arg("seen_rows") = 0, arg("pdl") = false);
+           arg("seen_rows") = 0, arg("pdl") = false, arg("best") = 0, arg("best_stride") = 0,
+           arg("parts") = 0);
 }

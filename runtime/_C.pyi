@@ -50,6 +50,10 @@ class W8A8Gemm:
         split_k: int = 0,
         band: int = 0,
         pdl: bool = False,
+        best: int = 0,
+        best_stride: int = 0,
+        temperature: int = 0,
+        repetition_penalty: int = 0,
     ) -> None: ...
 
 class FusedLinear:
@@ -271,4 +275,7 @@ class Sample:
         seen_stride: int = 0,
         seen_rows: int = 0,
         pdl: bool = False,
+        best: int = 0,
+        best_stride: int = 0,
+        parts: int = 0,
     ) -> None: ...
