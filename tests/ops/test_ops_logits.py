@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from ops_cases import E4M3, assert_same_bits
+from ops_kernels import LOGITS_FEATURES, LOGITS_TOKENS, VOCABULARIES
 
 from ostinato import ops
 from ostinato.ops.gemm import best_parts
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EPS = 1e-5
@@ -111,11 +114,11 @@ def test_bad_places_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.nvcc
 @pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("n", [1003, 32000])
-@pytest.mark.parametrize("m", [1, 16, 17, 32, 48, 64, 100, 128, 200, 256])
+@pytest.mark.parametrize("n", VOCABULARIES)
+@pytest.mark.parametrize("m", LOGITS_TOKENS)
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
 def test_tokens_are_those_of_whole_logits(dtype: torch.dtype, m: int, n: int, greedy: bool) -> None:
-    arguments, row = layer(m, n, 512, dtype, CUDA), columns(m, CUDA, greedy=greedy)
+    arguments, row = layer(m, n, LOGITS_FEATURES, dtype, CUDA), columns(m, CUDA, greedy=greedy)
     arguments["x"][m // 2], arguments["residual"][m // 2] = 0, 0  # all logits are equal
     if m > 4:
         arguments["x"][4] = math.nan
