@@ -102,11 +102,11 @@ class ClaimsOf<false> {
 using Claims = ClaimsOf<kMayClaim>;
 
 // The pieces of a CTA, in order: those of its share, or of what it claims, turn by turn.
-class Turns {
+class ClaimedTurns {
  public:
-  Turns() = default;
-  __device__ Turns(const Claims& claims, const Arguments& params, const Lengths& lengths,
-                   const Cuts::Shares& shares)
+  ClaimedTurns() = default;
+  __device__ ClaimedTurns(const Claims& claims, const Arguments& params, const Lengths& lengths,
+                          const Cuts::Shares& shares)
       : shares_(shares) {
     walk_ = claims.segments() > 0
                 ? Cuts::walk(params, lengths, heads_of(params, on_line(params)), shares, {0, 0}, 0)
@@ -140,5 +140,25 @@ class Turns {
   int turn_ = 0;
   bool ended_ = false;
 };
+
+// Where nothing is claimed. (Not the same with parts of it unused: kernels that have no register
+// left would have other ones to spare, and spill.)
+class OwnTurns {
+ public:
+  OwnTurns() = default;
+  __device__ OwnTurns(const Claims& /*claims*/, const Arguments& params, const Lengths& lengths,
+                      const Cuts::Shares& shares)
+      : walk_(walk_places<Cuts>(params, lengths, shares)) {}
+
+  __device__ __forceinline__ bool next(Claims& /*claims*/, const Arguments& /*params*/,
+                                       const Lengths& lengths, Cuts::Piece* piece) {
+    return walk_.next(lengths, piece);
+  }
+
+ private:
+  Cuts::Walk walk_;
+};
+
+using Turns = std::conditional_t<kMayClaim, ClaimedTurns, OwnTurns>;
 
 }  // namespace ostinato::decode
