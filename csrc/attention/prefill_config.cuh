@@ -64,9 +64,11 @@ inline constexpr int kKeySteps = kKeys / kMmaDepth;
 inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
 
-// Three warpgroups, which multiply head dims up to 64, can spare some for warps that copy pages.
+// Of three warpgroups, those that multiply head dims up to 64 can spare some for warps that copy
+// pages.
 struct Registers {
-  static constexpr bool kSpares = kSource == Source::Pages && kConsumers == 3 && !kDebugPrint;
+  static constexpr bool kSpares =
+      kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit =
       kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
@@ -85,6 +87,17 @@ inline constexpr bool kWholeStrips = kDim % kStripDim == 0;
 inline constexpr bool kWholeValueStrips = kValueDim % kStripDim == 0;
 inline constexpr int kRowStrip = kRows * kStripBytes;  // a warpgroup's rows, one strip
 inline constexpr int kKeyStrip = kKeys * kStripBytes;
+// A page of few tokens is a copy for each strip, since strips are a tile apart, unless those of 8
+// tokens lie side by side: the swizzle repeats after 8, and an MMA takes groups of 8 at any
+// distance. Heads then have to begin at multiples of 128 bytes.
+inline constexpr bool kSideBySide = kSource == Source::Pages && kWholeStrips && kWholeValueStrips &&
+                                    (kStrips > 1 || kValueStrips > 1);
+inline constexpr int kGroup = 8;  // tokens
+inline constexpr int kGroupBytes = kGroup * kStripBytes;
+// How far groups of 8 keys are from each other, and strips.
+inline constexpr int kKeyGroupStep = kSideBySide ? kStrips * kGroupBytes : kGroupBytes;
+inline constexpr int kStripStep = kSideBySide ? kGroupBytes : kKeyStrip;
+inline constexpr int kValueGroupStep = kSideBySide ? kValueStrips * kGroupBytes : kGroupBytes;
 inline constexpr int kQueryBytes = kStrips * kRowStrip;  // of a warpgroup
 inline constexpr int kOutputStripDim = kStripBytes / static_cast<int>(sizeof(OutType));
 inline constexpr int kOutputStrips = ceil_div(kValueDim, kOutputStripDim);
@@ -116,8 +129,12 @@ inline constexpr bool kShareOutput =
 inline constexpr int kRingRoom =
     kSmemLimit - kConsumers * (kQueryBuffers * kQueryBytes + (kShareOutput ? 0 : kOutputBytes));
 inline constexpr int kStagesFit = kRingRoom / kStageBytes;
-inline constexpr int kMaxStages = kDebugPrint ? 2 : 4;
+inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
+// What is left may have room for one more tile of values, which are held for longer than keys.
+inline constexpr int kValueStages =
+    kStages +
+    (!kFp8 && kStages < kMaxStages && kRingRoom - kStages * kStageBytes >= kValueBytes ? 1 : 0);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kStages,
               "keys that a warpgroup leaves out all come before its first product");

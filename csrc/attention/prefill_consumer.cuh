@@ -41,7 +41,7 @@ class Consumer : public ConsumerBase<Softmax> {
       if (first + row < item.visible_begin || first + row >= item.visible_end) {
 #pragma unroll
         for (int strip = 0; strip < kValueStrips; ++strip) {
-          *reinterpret_cast<uint4*>(values + strip * kKeyStrip + row * kStripBytes +
+          *reinterpret_cast<uint4*>(values + strip * kStripStep + value_row(row) +
                                     thread % kRowVectors * 16) = make_uint4(0, 0, 0, 0);
         }
       }
@@ -66,7 +66,7 @@ class Consumer : public ConsumerBase<Softmax> {
 
     template <int kHalf>
     __device__ __forceinline__ Rescore<kHalf> rows() const {
-      return {consumer.args_.params, item, n, consumer.find_query(item, kHalf)};
+      return {consumer.args_, item, n, consumer.find_query(item, kHalf)};
     }
   };
 
@@ -84,7 +84,7 @@ class Consumer : public ConsumerBase<Softmax> {
     outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
     leave_out<Keys>(outline_.first, keys_);
-    const Operand keys(await<Keys>(keys_));
+    const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
@@ -103,7 +103,7 @@ class Consumer : public ConsumerBase<Softmax> {
     if (n < outline_.ragged) {
       clear_values(item, item.tile(n), values_);
     }
-    return ValuesOperand(values, kKeyStrip);
+    return ValuesOperand(values, kStripStep);
   }
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
@@ -114,7 +114,7 @@ class Consumer : public ConsumerBase<Softmax> {
     if (tiles == first + 1) {
       return values;
     }
-    Operand keys(await<Keys>(keys_));
+    KeysOperand keys(await<Keys>(keys_));
 #pragma unroll 1
     for (int n = first + 1; n < tiles; ++n) {
       take_turn();
@@ -138,7 +138,7 @@ class Consumer : public ConsumerBase<Softmax> {
       pack_weights(r.scores, r.weights);
       // What the next turn needs, before it is due.
       if (n + 1 < tiles) {
-        keys = Operand(await<Keys>(keys_));
+        keys = KeysOperand(await<Keys>(keys_));
       }
       values = await_values(item, n);
       if (raised) {
@@ -201,7 +201,7 @@ class Consumer : public ConsumerBase<Softmax> {
       give_turn();
       leave_out<Keys>(first, keys_);
     }
-    const Operand keys(await<Keys>(keys_));
+    const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);

@@ -74,8 +74,9 @@ class ConsumerBase {
     return warpgroup_ * args_.half_tokens < rows.queries;
   }
 
-  // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits.
-  static constexpr bool kTurns = !kFp8;
+  // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits, nor do
+  // three warpgroups of short rows, whose products are short.
+  static constexpr bool kTurns = !kFp8 && (kConsumers == 2 || kDim > 64 || kValueDim > 64);
   __device__ __forceinline__ void take_turn() const {
     if constexpr (kTurns) {
       sync_named(turn_barrier(warpgroup_), 2 * kWarpgroup);
@@ -101,7 +102,7 @@ class ConsumerBase {
     if (threadIdx.x % kWarpgroup == 0) {
       arrive(&barriers_of<What>(shared_).empty[position.slot]);
     }
-    position.advance(kStages);
+    position.advance(kStagesOf<What>);
   }
 
   // Tiles that this warpgroup does not multiply. What products do otherwise, barriers do here:
@@ -189,8 +190,8 @@ class ConsumerBase {
                                        float (&outputs)[kOutputs]) const {
     if (__any_sync(0xffffffff, is_broken(outputs))) {
       const Seen seen = find_seen(item);
-      mend_row<0>(args_.params, item, softmax, seen, outline_.hiding, find_query(item, 0), outputs);
-      mend_row<1>(args_.params, item, softmax, seen, outline_.hiding, find_query(item, 1), outputs);
+      mend_row<0>(args_, item, softmax, seen, outline_.hiding, find_query(item, 0), outputs);
+      mend_row<1>(args_, item, softmax, seen, outline_.hiding, find_query(item, 1), outputs);
     }
   }
 

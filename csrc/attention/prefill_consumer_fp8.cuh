@@ -3,8 +3,8 @@
 // The tensor cores keep about 14 bits of a sum of 8-bit products, so the products of a tile's
 // weights and values are summed anew and then added to the output in fp32. They are enqueued with
 // the products of the next tile's keys. For value dims above 128 registers are too few for that:
-// there 64 columns of the value dim are multiplied and added at a time, before the next tile's
-// keys. Warpgroups take no turns: with 8 bits they are faster without.
+// there 64 columns of the value dim are multiplied and added at a time, the last but one beside the
+// next tile's keys. Warpgroups take no turns: with 8 bits they are faster without.
 #pragma once
 
 #include "prefill_consumer_base.cuh"
@@ -72,7 +72,7 @@ class Consumer : public ConsumerBase<Softmax> {
     outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
     leave_out<Keys>(outline_.first, keys_);
-    const Operand keys(await<Keys>(keys_));
+    const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
@@ -107,15 +107,15 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
-  // Multiplies a tile's weights and values, and adds them: part kPart and all after it.
-  template <int kPart = 0>
+  // Multiplies a tile's weights and values, and adds them: parts kPart to kEnd - 1.
+  template <int kPart = 0, int kEnd = kParts>
   __device__ __forceinline__ void add_values(const ValuesOperand& values, Fragments& r) {
-    const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-    begin_part<kPart>(values, r);
-    wait_multiplied<0>();
-    add_part<kPart>(fade, r);
-    if constexpr (kPart + 1 < kParts) {
-      add_values<kPart + 1>(values, r);
+    if constexpr (kPart < kEnd) {
+      const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+      begin_part<kPart>(values, r);
+      wait_multiplied<0>();
+      add_part<kPart>(fade, r);
+      add_values<kPart + 1, kEnd>(values, r);
     }
   }
 
@@ -127,42 +127,41 @@ class Consumer : public ConsumerBase<Softmax> {
     if (tiles == first + 1) {
       return values;
     }
-    Operand keys(await<Keys>(keys_, keys_have_come_));
+    KeysOperand keys(await<Keys>(keys_, keys_have_come_));
 #pragma unroll 1
     for (int n = first + 1; n < tiles; ++n) {
       const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+      // All parts but two before the next keys, one beside them and one beside the softmax.
       if constexpr (kParts > 1) {
-        add_values(values, r);
-        release<Values>(values_);
+        add_values<0, kParts - 2>(values, r);
+        begin_part<kParts - 2>(values, r);
       }
       pin(r.scores);
       begin_multiplying();
       multiply_keys(queries, keys, r.scores);
-      if constexpr (kParts == 1) {
-        begin_part<0>(values, r);
+      if constexpr (kParts > 1) {
+        wait_multiplied<1>();
+        add_part<kParts - 2>(fade, r);
       }
-      wait_multiplied<kParts == 1 ? 1 : 0>();
+      begin_part<kParts - 1>(values, r);
+      wait_multiplied<1>();
       pin(r.scores);
       release<Keys>(keys_);
       RingPosition next_values = values_;
-      if constexpr (kParts == 1) {
-        next_values.advance(kStages);
-      }
+      next_values.advance(kStagesOf<Values>);
       keys_have_come_ = has_come<Keys>(keys_);
       values_have_come_ = has_come<Values>(next_values);
       find_reference(item, n, n < hiding, r);
       softmax_.exponentiate(r.scores);
       // ptxas makes this wait begin before most of the exponentials, and so it should be: where
       // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
-      if constexpr (kParts == 1) {
-        wait_multiplied<0>();
-        add_part<0>(fade, r);
-        release<Values>(values_);
-      }
+      wait_multiplied<0>();
+      add_part<kParts - 1>(fade, r);
+      release<Values>(values_);
       pack_weights(r.scores, r.weights);
       // What the next tile needs, before it is due.
       if (n + 1 < tiles) {
-        keys = Operand(await<Keys>(keys_, keys_have_come_));
+        keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
       }
       values = ValuesOperand(await<Values>(values_, values_have_come_));
       if (n == hiding) {
@@ -223,7 +222,7 @@ class Consumer : public ConsumerBase<Softmax> {
     const int first = rows.unseen(warpgroup_);
     const Operand queries = await_queries(ahead);
     leave_out<Keys>(first, keys_);
-    const Operand keys(await<Keys>(keys_, keys_have_come_ && first == 0));
+    const KeysOperand keys(await<Keys>(keys_, keys_have_come_ && first == 0));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);

@@ -23,10 +23,21 @@ struct Arguments {
   int reciprocal;     // 2^16 / pack, rounded up, with which rows are divided by pack
   int half_tokens;    // queries of a warpgroup
   int tile_tokens;
-  int from_first;  // whether they begin at multiples of that, wherever the queries end
-  int units;       // tiles side by side: query heads / pack
-  int box_tokens;  // that one copy from a page takes
-  int page_shift;  // log2 of the page size, -1 if that is no power of 2
+  int from_first;   // whether they begin at multiples of that, wherever the queries end
+  int units;        // tiles side by side: query heads / pack
+  int box_tokens;   // that one copy from a page takes
+  int boxes;        // of a tile that a warp copies, at most
+  int tiles_ahead;  // whose pages it has at once
+  // 2^(29 + page_shift) / page_size, rounded up, where 2^page_shift is not less than page_size.
+  uint32_t page_reciprocal;
+  int page_shift;
+  int key_head, value_head;  // from head to head of a page, in strips
+
+  // In which page of its sequence a key is, of less than 2^29.
+  __device__ __forceinline__ int page_of(int key) const {
+    return static_cast<int>(__umulhi(static_cast<uint32_t>(key) << 3, page_reciprocal) >>
+                            page_shift);
+  }
 };
 
 // Tiles of keys that an item reads, counted from the sequence's first key. What consumers ask of an

@@ -36,9 +36,9 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
 // Sums a row anew, over the keys of the item's first tiles. By a warp: for those lanes of it whose
 // row is `broken`, the others go along.
 template <int kHalf, class Softmax>
-__device__ __forceinline__ void sum_again(const Params& p, const Item& item, const Softmax& softmax,
-                                          const Seen& seen, int tiles, const Type* q, bool broken,
-                                          float (&outputs)[kOutputs]) {
+__device__ __forceinline__ void sum_again(const Arguments& args, const Item& item,
+                                          const Softmax& softmax, const Seen& seen, int tiles,
+                                          const Type* q, bool broken, float (&outputs)[kOutputs]) {
   if (broken) {
 #pragma unroll
     for (int group = 0; group < kOutputs / 4; ++group) {
@@ -52,9 +52,9 @@ __device__ __forceinline__ void sum_again(const Params& p, const Item& item, con
     if (key < item.visible_begin || key >= item.visible_end) {
       continue;
     }
-    const Place place(p, item, key);
-    const Type* const k = place.key(p, item);
-    const Type* const v = place.value(p, item);
+    const Place place(args, item, key);
+    const Type* const k = place.key(args.params, item);
+    const Type* const v = place.value(args.params, item);
     // As in the MMA, weights have the type of the values.
     const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
     if (broken && seen.sees(kHalf, key)) {
@@ -94,19 +94,20 @@ __device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) 
 
 // By a warp. `rows` are the items' rows of the thread, if they are queries: q of each, else null.
 template <int kHalf, class Softmax>
-__device__ __forceinline__ void mend_row(const Params& p, const Item& item, const Softmax& softmax,
-                                         const Seen& seen, int tiles, const Type* q,
-                                         float (&outputs)[kOutputs]) {
+__device__ __forceinline__ void mend_row(const Arguments& args, const Item& item,
+                                         const Softmax& softmax, const Seen& seen, int tiles,
+                                         const Type* q, float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found = __ballot_sync(0xffffffff, q != nullptr && is_row_broken<kHalf>(outputs));
   if (found == 0) {
     return;
   }
   const bool broken = (found >> quad & 0xf) != 0;
+  const Params& p = args.params;
   // Lanes without a query go along with what another one reads.
   const Type* const some = static_cast<const Type*>(p.q.data) + item.first_row * p.q.stride +
                            item.first_head * p.q.head_stride;
-  sum_again<kHalf>(p, item, softmax, seen, tiles, q == nullptr ? some : q, broken, outputs);
+  sum_again<kHalf>(args, item, softmax, seen, tiles, q == nullptr ? some : q, broken, outputs);
 }
 
 }  // namespace ostinato::prefill

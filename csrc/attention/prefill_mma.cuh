@@ -9,11 +9,10 @@ namespace ostinato::prefill {
 // How wgmma finds an operand in strips of rows of 128 (or 64) bytes, swizzled as by TMA (PTX ISA,
 // "matrix descriptor"): the address, the distance of groups of 8 rows, that of strips, and the
 // swizzle.
-template <int kRowBytes>
+template <int kRowBytes, int kGroupStep = 8 * kRowBytes>
 class OperandOf {
   static constexpr int kUnit = 16;  // bytes in which a descriptor counts
-  static constexpr uint32_t kGroup = 8 * kRowBytes / kUnit;
-  static constexpr uint32_t kHigh = kGroup | (kRowBytes == 128 ? 1u : 2u) << 30;
+  static constexpr uint32_t kHigh = kGroupStep / kUnit | (kRowBytes == 128 ? 1u : 2u) << 30;
   static_assert(kRowBytes == 128 || kRowBytes == 64, "two swizzles");
 
  public:
@@ -32,6 +31,7 @@ class OperandOf {
   uint32_t low_;
 };
 using Operand = OperandOf<kStripBytes>;
+using KeysOperand = OperandOf<kStripBytes, kKeyGroupStep>;
 
 // Where the elements of the head dim that one MMA sums begin, in rows of strips.
 __device__ __forceinline__ constexpr uint32_t dim_offset(int step, int strip_bytes) {
@@ -41,24 +41,25 @@ __device__ __forceinline__ constexpr uint32_t dim_offset(int step, int strip_byt
 }
 
 // Enqueues scores = queries · keysᵀ.
-__device__ __forceinline__ void multiply_keys(const Operand& queries, const Operand& keys,
+__device__ __forceinline__ void multiply_keys(const Operand& queries, const KeysOperand& keys,
                                               float (&scores)[kScores]) {
 #pragma unroll
   for (int step = 0; step < kDimSteps; ++step) {
     multiply_keys_step(queries.descriptor(dim_offset(step, kRowStrip)),
-                       keys.descriptor(dim_offset(step, kKeyStrip)), scores, step > 0);
+                       keys.descriptor(dim_offset(step, kStripStep)), scores, step > 0);
   }
   commit_multiplication();
 }
 
 // Enqueues products (+)= weights · values of a part of the value dim. Values have keys along the
 // columns of their rows where they have been turned, otherwise a row for each key.
-using ValuesOperand = OperandOf<kValueRowBytes>;
+using ValuesOperand =
+    std::conditional_t<kFp8, OperandOf<kValueRowBytes>, OperandOf<kStripBytes, kValueGroupStep>>;
 template <int kPart = 0>
 __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeySteps][4],
                                                 const ValuesOperand& values,
                                                 float (&products)[kPartOutputs], bool accumulate) {
-  constexpr uint32_t kStep = kFp8 ? kMmaDepth * kElement : kMmaDepth * kStripBytes;
+  constexpr uint32_t kStep = kFp8 ? kMmaDepth * kElement : kMmaDepth / kGroup * kValueGroupStep;
   constexpr uint32_t kPartBytes = kValueDim / kParts * kValueRowBytes;
   static_assert(kPart < kParts, "parts are counted from 0");
 #pragma unroll

@@ -9,13 +9,15 @@ namespace ostinato::prefill {
 struct Place {
   int64_t page, slot;
 
-  __device__ __forceinline__ Place(const Params& p, const Item& item, int key) {
+  __device__ __forceinline__ Place(const Arguments& args, const Item& item, int key) {
     if constexpr (kSource == Source::Packed) {
       page = 0;
       slot = item.first_key + key;
     } else {
-      page = p.page_table[item.first_key * p.page_table_stride + key / p.page_size];
-      slot = key % p.page_size;
+      const Params& p = args.params;
+      const int index = args.page_of(key);
+      page = p.page_table[item.first_key * p.page_table_stride + index];
+      slot = key - index * p.page_size;
     }
   }
 

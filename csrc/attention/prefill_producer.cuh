@@ -1,8 +1,8 @@
 // The producer: finds items, and copies their queries and tiles of keys and values.
 //
-// Packed rows are copied by the copy engine, by one warp; pages too, by four, since a page is a
-// copy for each strip, unless it holds whole tiles; slots of pages of any size by the threads of a
-// warpgroup. The first warp finds the items.
+// Packed rows are copied by the copy engine, by one warp; pages too, by two warps for keys and two
+// for values, since a page is a copy (or one for each strip), unless it holds whole tiles; slots of
+// pages of any size by the threads of a warpgroup. The first warp finds the items.
 #pragma once
 
 #include "common/ring.cuh"
@@ -13,6 +13,10 @@
 namespace ostinato::prefill {
 
 inline constexpr int kProducerWarps = kSource == Source::Packed ? 1 : 4;
+// Neither keys nor values wait for places of the others.
+inline constexpr int kPageWarps = 2;
+// Boxes of a tile that one of them copies, at most: of 16 tokens.
+inline constexpr int kMostBoxes = ceil_div(kKeys, 16 * kPageWarps);
 // Whether a tile lies in one page.
 __device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
   return kSource == Source::Pages && args.box_tokens == kKeys;
@@ -20,7 +24,9 @@ __device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
 // Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
 // copies.
 __device__ __forceinline__ int filling(const Arguments& args) {
-  return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kProducerWarps;
+  return kSource == Source::Slots                             ? kWarpgroup
+         : kSource == Source::Pages && !has_whole_tiles(args) ? kPageWarps
+                                                              : 1;
 }
 // The producer warpgroup's other warps turn 8-bit values (prefill_transpose.cuh).
 inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
@@ -104,23 +110,33 @@ class Producer {
   // Calls `then` once the first copies are on their way.
   template <class Then>
   __device__ __forceinline__ void copy_item(const Item& item, Then then) {
-    const int tiles = item.tiles();
-    if (tiles == 0) {
+    if (item.tiles() == 0) {
       then();
       return;
     }
     if (warp_ == 0) {
       copy_queries(item);
     }
-    if (has_whole_tiles(args_) && warp_ > 0) {
-      return;
+    if constexpr (kSource == Source::Pages) {
+      if (warp_ < kPageWarps) {
+        copy_pages<Keys>(item, keys_, then);
+      } else {
+        copy_pages<Values>(item, values_, [] {});
+      }
+    } else {
+      copy_tiles(item, then);
     }
+  }
+
+  template <class Then>
+  __device__ __forceinline__ void copy_tiles(const Item& item, Then then) {
+    const int tiles = item.tiles();
     // Ids of pages are read one tile ahead.
-    Pages pages = read_pages(item, item.tile(0)), before = pages;
+    Place place = find_slot(item, item.tile(0)), before = place;
     for (int n = 0; n <= tiles; ++n) {
-      const Pages ahead = n + 1 < tiles ? read_pages(item, item.tile(n + 1)) : pages;
+      const Place ahead = n + 1 < tiles ? find_slot(item, item.tile(n + 1)) : place;
       if (n < tiles) {
-        copy_tile<Keys>(item, item.tile(n), pages, keys_);
+        copy_tile<Keys>(item, item.tile(n), place, keys_);
       }
       if (n > 0) {
         copy_tile<CopiedValues>(item, item.tile(n - 1), before, values_);
@@ -128,8 +144,8 @@ class Producer {
       if (n == 1) {
         then();
       }
-      before = pages;
-      pages = ahead;
+      before = place;
+      place = ahead;
     }
   }
 
@@ -153,33 +169,33 @@ class Producer {
     queries_.advance(kQueryBuffers);
   }
 
-  // Of a tile, the page and the slot where the lane's box begins, or the lane's key is, if it is to
-  // be copied.
-  struct Pages {
+  // Where a key lies, if it is to be copied.
+  struct Place {
     int page, slot;
     bool seen;
   };
 
-  __device__ __forceinline__ Pages read_pages(const Item& item, int tile) const {
-    Pages pages = {};
-    if constexpr (kSource != Source::Packed) {
-      const int box = kSource == Source::Pages ? args_.box_tokens : 1;
-      const int in_tile = (kSource == Source::Pages ? lane_ : warp_ * 32 + lane_) * box;
-      const int key = tile * kKeys + in_tile;
-      pages.seen = in_tile < kKeys && key < item.visible_end && key + box > item.visible_begin;
-      if (pages.seen) {
-        const int index =
-            args_.page_shift >= 0 ? key >> args_.page_shift : key / args_.params.page_size;
-        pages.slot = key - index * args_.params.page_size;
-        pages.page =
-            args_.params.page_table[item.first_key * args_.params.page_table_stride + index];
+  __device__ __forceinline__ void find_page(const Item& item, int key, Place& place) const {
+    const int index = args_.page_of(key);
+    place.slot = key - index * args_.params.page_size;
+    place.page = args_.params.page_table[item.first_key * args_.params.page_table_stride + index];
+  }
+
+  // The thread's slot of a tile.
+  __device__ __forceinline__ Place find_slot(const Item& item, int tile) const {
+    Place place = {};
+    if constexpr (kSource == Source::Slots) {
+      const int in_tile = warp_ * 32 + lane_, key = tile * kKeys + in_tile;
+      place.seen = in_tile < kKeys && key < item.visible_end && key >= item.visible_begin;
+      if (place.seen) {
+        find_page(item, key, place);
       }
     }
-    return pages;
+    return place;
   }
 
   template <class What>
-  __device__ __forceinline__ void copy_tile(const Item& item, int tile, const Pages& pages,
+  __device__ __forceinline__ void copy_tile(const Item& item, int tile, const Place& place,
                                             RingPosition& position) {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
@@ -187,12 +203,10 @@ class Producer {
     wait(&barriers.empty[position.slot], position.parity ^ 1);
     if constexpr (kSource == Source::Packed) {
       copy_rows<What>(item, tile, to, full);
-    } else if constexpr (kSource == Source::Pages) {
-      copy_boxes<What>(item, pages, to, full);
     } else {
-      gather_slots<What>(item, pages, to, full);
+      gather_slots<What>(item, place, to, full);
     }
-    position.advance(kStages);
+    position.advance(kStagesOf<What>);
   }
 
   template <class What>
@@ -206,8 +220,8 @@ class Producer {
 
   // One strip of a box.
   template <class What>
-  __device__ __forceinline__ void copy_box(uint8_t* to, int strip, int slot, int head, int page,
-                                           uint64_t* full) const {
+  __device__ __forceinline__ void copy_strip(uint8_t* to, int strip, int slot, int head, int page,
+                                             uint64_t* full) const {
     const int x = kAreWhole<What> ? 0 : strip * kStripDim;
     const int of_map = kAreWhole<What> ? strip : 0;
     tma_load(to, map_of<What>(), {x, slot, of_map, head, page}, full);
@@ -225,68 +239,120 @@ class Producer {
       } else {  // past the end of the row it reads zeros
 #pragma unroll
         for (int strip = 0; strip < kStripsOf<What>; ++strip) {
-          copy_box<What>(to + strip * kKeyStrip, strip, row, item.kv_head, 0, full);
+          copy_strip<What>(to + strip * kKeyStrip, strip, row, item.kv_head, 0, full);
         }
       }
     }
     __syncwarp();
   }
 
-  // A tile in one page, whose lane is the first.
-  template <class What>
-  __device__ __forceinline__ void copy_page(const Item& item, const Pages& pages, uint8_t* to,
-                                            uint64_t* full) const {
-    const int page = __shfl_sync(0xffffffff, pages.page, 0);
-    const int slot = __shfl_sync(0xffffffff, pages.slot, 0);
-    if (elect_lane()) {
-      OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
-      arrive_expecting(full, kTileBytes<What>);
-      if constexpr (kAreWhole<What>) {
-        copy_box<What>(to, 0, slot, item.kv_head, page, full);
-      } else {
-#pragma unroll
-        for (int strip = 0; strip < kStripsOf<What>; ++strip) {
-          copy_box<What>(to + strip * kKeyStrip, strip, slot, item.kv_head, page, full);
-        }
+  // Of some tiles the boxes that this warp copies, one for each lane. Pages are asked for long
+  // before their tiles are, since a place in the ring is free only shortly before it is due.
+  struct Boxes {
+    int page, slot;
+    uint32_t seen;  // whether to be copied, a bit for each
+  };
+
+  // Of the item's n-th tile and those after it.
+  __device__ __forceinline__ Boxes read_boxes(const Item& item, int n) const {
+    const int tile = lane_ / args_.boxes;
+    const int in_tile = box_in_tile(lane_ - tile * args_.boxes) * args_.box_tokens;
+    Place place = {};
+    if (tile < args_.tiles_ahead && n + tile < item.tiles() && in_tile < kKeys) {
+      const int key = item.tile(n + tile) * kKeys + in_tile;
+      place.seen = key < item.visible_end && key + args_.box_tokens > item.visible_begin;
+      if (place.seen) {
+        find_page(item, key, place);
       }
     }
-    __syncwarp();
+    return {place.page, place.slot, __ballot_sync(0xffffffff, place.seen)};
+  }
+  // They go round the warps.
+  __device__ __forceinline__ int box_in_tile(int own) const {
+    return own * kPageWarps + warp_ % kPageWarps;
   }
 
-  template <class What>
-  __device__ __forceinline__ void copy_boxes(const Item& item, const Pages& pages, uint8_t* to,
-                                             uint64_t* full) const {
-    if (has_whole_tiles(args_)) {
-      copy_page<What>(item, pages, to, full);
+  template <class What, class Then>
+  __device__ __forceinline__ void copy_pages(const Item& item, RingPosition& position, Then then) {
+    if (has_whole_tiles(args_) && warp_ % kPageWarps > 0) {
       return;
     }
-    constexpr uint32_t kOwn = 0x11111111;  // boxes go round the warps
+    const int tiles = item.tiles(), head = item.kv_head;
+    Boxes boxes = read_boxes(item, 0), ahead = {};
+    int first = 0;  // of the tile
+    for (int n = 0; n < tiles; ++n) {
+      if (first == 0 && n + args_.tiles_ahead < tiles) {
+        ahead = read_boxes(item, n + args_.tiles_ahead);
+      }
+      copy_boxes<What>(head, boxes, first, position);
+      first += args_.boxes;
+      if (first == args_.boxes * args_.tiles_ahead) {
+        first = 0;
+        boxes = ahead;
+      }
+      if (n == min(1, tiles - 1)) {
+        then();
+      }
+    }
+  }
+
+  // The boxes from `first` on are the tile's.
+  template <class What>
+  __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
+                                             RingPosition& position) {
+    RingBarriers<What>& barriers = barriers_of<What>(shared_);
+    uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
+    uint64_t* const full = &barriers.full[position.slot];
     const int box_bytes = args_.box_tokens * kStripBytes;
-    const uint32_t boxes = __ballot_sync(0xffffffff, pages.seen) & kOwn << warp_;
+    const uint32_t seen = boxes.seen >> first & ((1u << args_.boxes) - 1);
+    // Nothing that takes long stands between a free place and its copies, if registers suffice.
+    constexpr int kFound = kSideBySide ? kMostBoxes : 0;
+    Place found[kFound + 1];
+#pragma unroll
+    for (int i = 0; i < kFound; ++i) {
+      found[i] = of_lane(boxes, first + i);
+    }
+    wait(&barriers.empty[position.slot], position.parity ^ 1);
     if (elect_lane()) {
       OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
-      arrive_expecting(full, __popc(boxes) * kStripsOf<What> * box_bytes);
+      arrive_expecting(full, __popc(seen) * kStripsOf<What> * box_bytes);
     }
     __syncwarp();
-#pragma unroll 1
-    for (uint32_t left = boxes; left != 0; left &= left - 1) {
-      const int box = __ffs(static_cast<int>(left)) - 1;
-      const int page = __shfl_sync(0xffffffff, pages.page, box);
-      const int slot = __shfl_sync(0xffffffff, pages.slot, box);
-      if (elect_lane()) {
 #pragma unroll
-        for (int strip = 0; strip < kStripsOf<What>; ++strip) {
-          copy_box<What>(to + strip * kKeyStrip + box * box_bytes, strip, slot, item.kv_head, page,
-                         full);
-        }
+    for (int i = 0; i < kMostBoxes; ++i) {
+      const Place place = i < kFound ? found[i] : of_lane(boxes, first + i);
+      if ((seen >> i & 1) != 0 && elect_lane()) {
+        copy_box<What>(to, box_in_tile(i) * box_bytes, place.slot, head, place.page, full);
       }
-      __syncwarp();
+    }
+    __syncwarp();
+    position.advance(kStagesOf<What>);
+  }
+  __device__ __forceinline__ static Place of_lane(const Boxes& boxes, int lane) {
+    return {__shfl_sync(0xffffffff, boxes.page, lane), __shfl_sync(0xffffffff, boxes.slot, lane)};
+  }
+
+  // A box of a page, with `before` bytes of a strip in front of it.
+  template <class What>
+  __device__ __forceinline__ void copy_box(uint8_t* to, int before, int slot, int head, int page,
+                                           uint64_t* full) const {
+    if constexpr (kSideBySide) {
+      const int strips = std::is_same_v<What, Keys> ? args_.key_head : args_.value_head;
+      tma_load(to + before * kStripsOf<What>, map_of<What>(),
+               {0, 0, head * strips, slot / kGroup, page}, full);
+    } else if (kAreWhole<What> && has_whole_tiles(args_)) {
+      copy_strip<What>(to, 0, slot, head, page, full);
+    } else {
+#pragma unroll
+      for (int strip = 0; strip < kStripsOf<What>; ++strip) {
+        copy_strip<What>(to + strip * kKeyStrip + before, strip, slot, head, page, full);
+      }
     }
   }
 
   // Each warp copies 32 rows.
   template <class What>
-  __device__ __forceinline__ void gather_slots(const Item& item, const Pages& pages, uint8_t* to,
+  __device__ __forceinline__ void gather_slots(const Item& item, const Place& place, uint8_t* to,
                                                uint64_t* full) const {
     static_assert(kSource != Source::Slots || kKeys <= kWarpgroup, "a key for each thread");
     constexpr bool kIsKeys = std::is_same_v<What, Keys>;
@@ -294,13 +360,13 @@ class Producer {
     const Params& p = args_.params;
     const Slots& slots = kIsKeys ? p.k : p.v;
     const Type* const from = static_cast<const Type*>(slots.data) +
-                             item.kv_head * slots.head_stride + pages.page * slots.page_stride +
-                             pages.slot * slots.stride;
+                             item.kv_head * slots.head_stride + place.page * slots.page_stride +
+                             place.slot * slots.stride;
     OSTINATO_DELAY(prefill_tile_load, kIsKeys && warp_ == 2);
 #pragma unroll 2
     for (int i = 0; i < kVectors; ++i) {
       const int of_warp = (i * 32 + lane_) / kVectors, vector = (i * 32 + lane_) % kVectors;
-      const bool seen = __shfl_sync(0xffffffff, pages.seen, of_warp);
+      const bool seen = __shfl_sync(0xffffffff, place.seen, of_warp);
       const Type* const row_from = reinterpret_cast<const Type*>(
           __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), of_warp));
       const int row = warp_ * 32 + of_warp;

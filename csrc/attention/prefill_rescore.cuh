@@ -10,7 +10,7 @@ namespace ostinato::prefill {
 // The scores of a tile, all of whose keys there are: of the thread's row `kHalf`.
 template <int kHalf>
 struct Rescore {
-  const Params& params;
+  const Arguments& args;
   const Item& item;
   int n;
   const Type* q;  // or null
@@ -18,8 +18,8 @@ struct Rescore {
   // Of 8 keys the thread's two.
   __device__ __forceinline__ float2 scores(int group) const {
     const int lane = threadIdx.x % 32;
-    const Place place(params, item, item.tile(n) * kKeys + group * 8 + lane / 4);
-    const Type* const k = place.key(params, item) + lane % 4 * 2;
+    const Place place(args, item, item.tile(n) * kKeys + group * 8 + lane / 4);
+    const Type* const k = place.key(args.params, item) + lane % 4 * 2;
     float sums[4] = {};
 #pragma unroll 1
     for (int step = 0; step < kDimSteps; ++step) {

@@ -86,6 +86,13 @@ __device__ __forceinline__ void read_lengths(SharedStorage& shared, const Argume
   __syncthreads();
 }
 
+// The same number, of which the compiler does not know that it is: what follows from it is not kept
+// in registers from item to item, of which a warp that copies has few.
+__device__ __forceinline__ int found_anew(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // The rank of the sequence that an item belongs to: the last one that starts at or before it, of at
 // most 32 * 32. By a warp.
 __device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch, int place) {
@@ -143,8 +150,9 @@ __device__ __forceinline__ void describe_item(const SharedStorage& shared, const
 // Finds the item at a place in the order. By a warp, for which `item` is shared.
 __device__ __forceinline__ void find_item(const SharedStorage& shared, const Arguments& args,
                                           int place, Item& item) {
-  const bool exists = place < shared.start[args.params.batch];
-  const int rank = exists ? find_rank(shared, args.params.batch, place) : 0;
+  const int batch = found_anew(args.params.batch);
+  const bool exists = place < shared.start[batch];
+  const int rank = exists ? find_rank(shared, batch, place) : 0;
   if (threadIdx.x % 32 == 0) {
     if (exists) {
       describe_item(shared, args, place, rank, item);

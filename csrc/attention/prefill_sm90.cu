@@ -37,6 +37,8 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
   if (warp < kStages) {
     init_barrier(&shared.keys_barriers.full[warp], filling(args));
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
+  }
+  if (warp < kValueStages) {
     init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTurningWarps : filling(args));
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
     if constexpr (kFp8) {
@@ -44,12 +46,13 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
       init_barrier(&copied.full[warp], filling(args));
       init_barrier(&copied.empty[warp], kTurningWarps);
     }
-  } else if (warp < kStages + kConsumers) {
+  }
+  if (warp >= kValueStages && warp < kValueStages + kConsumers) {
     for (int buffer = 0; buffer < kQueryBuffers; ++buffer) {
-      init_barrier(&shared.queries_full[buffer][warp - kStages], 1);
-      init_barrier(&shared.queries_empty[buffer][warp - kStages], 1);
+      init_barrier(&shared.queries_full[buffer][warp - kValueStages], 1);
+      init_barrier(&shared.queries_empty[buffer][warp - kValueStages], 1);
     }
-  } else if (warp == kStages + kConsumers) {
+  } else if (warp == kValueStages + kConsumers) {
     for (int i = 0; i < kItems; ++i) {
       init_barrier(&shared.item_full[i], 1);
       init_barrier(&shared.item_empty[i], kConsumers * 4 + kProducerWarps - 1 + kTurningWarps);
@@ -57,7 +60,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
   }
   fence_barrier_init();
 }
-static_assert(kStages + kConsumers < kThreads / 32, "each warp initialises some barriers");
+static_assert(kValueStages + kConsumers < kThreads / 32, "each warp initialises some barriers");
 
 __global__ void __launch_bounds__(kThreads, 1)
     prefill(const __grid_constant__ Arguments args, const __grid_constant__ Maps maps) {
@@ -127,6 +130,9 @@ bool is_supported(const Params& p) {
   if (!has_scales(p)) {
     return false;
   }
+  if (kSideBySide && p.heads_kv > 1 && (p.k.head_stride | p.v.head_stride) % kStripDim != 0) {
+    return false;
+  }
   const int64_t strides = p.q.stride | p.q.head_stride | p.k.page_stride | p.k.stride |
                           p.k.head_stride | p.v.page_stride | p.v.stride | p.v.head_stride;
   const int64_t out_strides = p.out.stride | p.out.head_stride;
@@ -156,6 +162,21 @@ cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Argu
       {kStripBytes / sizeof(T), static_cast<uint32_t>(args.pack),
        static_cast<uint32_t>(args.half_tokens)}};
   return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<T>);
+}
+
+// Strips of groups of tokens (kSideBySide). Heads are a number of strips apart, pages anything.
+template <int kWidth>
+cudaError_t encode_groups(CUtensorMap* map, const Slots& keys, int head_strips,
+                          const Arguments& args) {
+  constexpr int kCount = kWidth / kStripDim;
+  const Params& p = args.params;
+  const TensorMapShape<5> shape = {
+      {kStripDim, kGroup, static_cast<uint64_t>((p.heads_kv - 1) * head_strips + kCount),
+       static_cast<uint64_t>(p.page_size / kGroup), static_cast<uint64_t>(p.pages)},
+      {0, step<Type>(keys.stride, kGroup), kStripBytes, step<Type>(kGroup * keys.stride, kGroup),
+       step<Type>(keys.page_stride, p.pages)},
+      {kStripDim, kGroup, kCount, static_cast<uint32_t>(args.box_tokens / kGroup), 1}};
+  return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<Type>);
 }
 
 template <int kWidth>
@@ -210,9 +231,18 @@ Arguments make_arguments(const Params& params) {
   args.from_first = p.pack > 0 || kRows % kKeys != 0 ? 1 : 0;
   args.units = p.heads_q / args.pack;
   args.box_tokens = kSource == Source::Pages ? greatest_common_divisor(p.page_size, kKeys) : 0;
-  args.page_shift = -1;
-  for (int shift = 0; shift < 30; ++shift) {
-    args.page_shift = p.page_size == 1 << shift ? shift : args.page_shift;
+  if (kSource == Source::Pages) {
+    args.boxes = ceil_div(kKeys / args.box_tokens, kPageWarps);
+    args.tiles_ahead = 32 / args.boxes;
+    args.key_head = static_cast<int>(p.k.head_stride / kStripDim);
+    args.value_head = static_cast<int>(p.v.head_stride / kStripDim);
+  }
+  if (kSource != Source::Packed) {
+    while (1 << args.page_shift < p.page_size) {
+      ++args.page_shift;
+    }
+    args.page_reciprocal = static_cast<uint32_t>(
+        ((uint64_t{1} << (29 + args.page_shift)) + p.page_size - 1) / p.page_size);
   }
   return args;
 }
@@ -236,6 +266,9 @@ cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   OSTINATO_RETURN_IF_ERROR(encode_rows<OutType>(&maps.out, p.out, kValueDim, args));
   if (kSource == Source::Packed && p.tokens_k == 0) {
     maps.keys = maps.values = maps.queries;  // prefetched, but never used
+  } else if (kSideBySide) {
+    OSTINATO_RETURN_IF_ERROR(encode_groups<kDim>(&maps.keys, p.k, args.key_head, args));
+    OSTINATO_RETURN_IF_ERROR(encode_groups<kValueDim>(&maps.values, p.v, args.value_head, args));
   } else if (kSource != Source::Slots) {
     OSTINATO_RETURN_IF_ERROR(encode_keys<kDim>(&maps.keys, p.k, args));
     OSTINATO_RETURN_IF_ERROR(encode_keys<kValueDim>(&maps.values, p.v, args));

@@ -19,14 +19,17 @@ inline constexpr int kTileBytes = std::is_same_v<What, Keys>     ? kKeyBytes
                                                                  : kCopiedValueBytes;
 
 template <class What>
+inline constexpr int kStagesOf = std::is_same_v<What, Values> ? kValueStages : kStages;
+
+template <class What>
 struct Ring {
-  alignas(1024) uint8_t tiles[kStages][kTileBytes<What>];
+  alignas(1024) uint8_t tiles[kStagesOf<What>][kTileBytes<What>];
 };
 
 template <class What>
 struct RingBarriers {
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
+  uint64_t full[kStagesOf<What>];
+  uint64_t empty[kStagesOf<What>];
 };
 
 // A sequence with what is counted before it on the line of items.
@@ -88,6 +91,12 @@ __device__ __forceinline__ uint8_t* output_of(SharedStorage& shared, int buffer,
   } else {
     return shared.output[warpgroup];
   }
+}
+
+// Where a value's row begins in its tile, of 16 bits.
+__device__ __forceinline__ constexpr int value_row(int row) {
+  return kSideBySide ? row / kGroup * kValueGroupStep + row % kGroup * kStripBytes
+                     : row * kStripBytes;
 }
 
 // As a value that the compiler knows to be the warp's. By all lanes.

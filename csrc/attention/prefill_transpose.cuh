@@ -65,8 +65,8 @@ class Transposer {
       arrive(&from_barriers.empty[from_.slot]);
       arrive(&to_barriers.full[to_.slot]);
     }
-    from_.advance(kStages);
-    to_.advance(kStages);
+    from_.advance(kStagesOf<ValuesToTurn>);
+    to_.advance(kStagesOf<Values>);
   }
 
   // `kClears`: where no query of the item sees a key.

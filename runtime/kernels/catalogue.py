@@ -126,7 +126,10 @@ ATTENTION_PREFILL = (
             ("packed", "pages", "slots"),
         )
     ),
-    *(AttentionPrefill(head_dim=128, dtype=dtype, warpgroups=3) for dtype in ("bf16", "fp16")),
+    *(
+        AttentionPrefill(head_dim=128, dtype=dtype, keys=keys, warpgroups=3)
+        for dtype, keys in product(("bf16", "fp16"), ("packed", "pages"))
+    ),
     *(
         AttentionPrefill(head_dim=head_dim, dtype="e4m3", out_dtype=out_dtype)
         for head_dim, out_dtype in product((64, 128, 256), ("bf16", "fp16"))

@@ -63,6 +63,6 @@ def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) ->
     return [
         append_kernel(dtype, dtype),
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
-        *prefill_kernels(dtype, config.head_dim),
+        *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
         sample_kernel(torch.float32),  # what `Llama` returns
     ]

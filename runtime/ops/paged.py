@@ -235,7 +235,9 @@ def _paged_attention(
         if decode is not None:
             decode_launch.attend(decode, *given, k_scale, v_scale, out, lse, workspace)
             return
-    prefill = prefill_launch.paged_variant(q, k_cache, v_cache, page_table, out)
+    prefill = prefill_launch.paged_variant(
+        q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
+    )
     if prefill is not None:
         prefill_launch.attend_paged(prefill, *given, batch_invariant, out, lse)
         return

@@ -27,12 +27,14 @@ _PAGE = 16  # tokens; TMA copies pages of a multiple of it
 _MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
 _MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
 _FP8_DIMS = (64, 128, 256)
-# Of 128 columns there are tiles of two sizes. The cost is that of a query and key in the larger
-# ones, beside the others' (docs/prefill.md); with so many for each multiprocessor none waits long.
+# Of 128 columns, packed or in pages, there are tiles of two sizes. The cost is that of a query and
+# key in the larger ones, beside the others' (docs/prefill.md); with so many for each multiprocessor
+# none waits long.
 _ROWS, _MANY_ROWS = 128, 192
 _MANY_ROWS_COST = 0.94
 _MANY_TILES = 4
 _VECTOR_BYTES = 16
+_STRIP_BYTES = 128  # of a row, that are copied together
 _WORKSPACE_BYTES = 8
 # Heads of a group whose queries share tiles. The kernel chooses by the average of the queries, and
 # with it in which order a query's keys are added up.
@@ -56,7 +58,14 @@ def packed_variant(
     if max(q.size(0), k.size(0)) >= _MOST_TOKENS or not _serves(q, k, v, out):
         return None
     kernel = kernel_for(q.dtype, q.size(2), "packed", v.size(2))
-    if kernel is not None and kernel.head_dim == kernel.value_dim == 128:
+    return None if kernel is None else _with_rows(kernel, q, batch, max_seqlen_q)
+
+
+def _with_rows(
+    kernel: AttentionPrefill, q: torch.Tensor, batch: int, max_seqlen_q: int
+) -> AttentionPrefill:
+    """Return the kernel, or that of larger tiles where there is one and it is done sooner."""
+    if kernel.head_dim == kernel.value_dim == 128:
         tiles, larger_tiles = (
             q.size(1) * min(batch * -(-max_seqlen_q // rows), q.size(0) // rows + batch)
             for rows in (_ROWS, _MANY_ROWS)
@@ -88,10 +97,13 @@ def paged_variant(
     v_cache: torch.Tensor,
     page_table: torch.Tensor,
     out: torch.Tensor,
+    max_seqlen_q: int = 0,
+    batch_invariant: bool = True,
 ) -> AttentionPrefill | None:
     """Return the kernel that attends to a paged cache, None where none does.
 
-    The arguments are those of `paged_attention`, checked.
+    The arguments are those of `paged_attention`, checked. With `batch_invariant` it does not depend
+    on how many queries there are.
     """
     page_size = k_cache.size(1)
     if (
@@ -100,8 +112,12 @@ def paged_variant(
         or not _serves(q, k_cache, v_cache, out)
     ):
         return None
-    keys = "slots" if page_size % _PAGE else "pages"
-    return kernel_for(q.dtype, q.size(2), keys, v_cache.size(3))
+    copied = page_size % _PAGE == 0 and _has_copied_heads(k_cache, v_cache)
+    keys = "pages" if copied else "slots"
+    kernel = kernel_for(q.dtype, q.size(2), keys, v_cache.size(3))
+    if kernel is None or batch_invariant or keys == "slots":
+        return kernel
+    return _with_rows(kernel, q, page_table.size(0), max_seqlen_q)
 
 
 def kernel_for(
@@ -152,15 +168,21 @@ def fp8_variant(
     return AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
 
 
-def prefill_kernels(dtype: torch.dtype, dim: int) -> list[AttentionPrefill]:
-    """Return what a model's prompts take, whatever a page's size.
+def prefill_kernels(
+    dtype: torch.dtype, dim: int, *, batch_invariant: bool = True
+) -> list[AttentionPrefill]:
+    """Return what a model's prompts take, whatever a page's size and however many there are.
 
     Args:
         dtype: of the queries and the cache.
         dim: of a head.
+        batch_invariant: as `paged_attention` is called.
     """
-    found = (kernel_for(dtype, dim, keys) for keys in ("pages", "slots"))
-    return [kernel for kernel in found if kernel is not None]
+    pages, slots = (kernel_for(dtype, dim, keys) for keys in ("pages", "slots"))
+    many = None
+    if pages is not None and dim == 128 and not batch_invariant:
+        many = replace(pages, warpgroups=3)
+    return [kernel for kernel in (pages, many, slots) if kernel is not None]
 
 
 def attend_packed(
@@ -290,6 +312,16 @@ def _serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
         has_kernels(q.get_device())
         and k.dtype == q.dtype
         and all(_in_vectors(x) for x in (q, k, v, out))
+    )
+
+
+def _has_copied_heads(*caches: torch.Tensor) -> bool:
+    """Return whether heads begin where pages are copied from (csrc: kSideBySide)."""
+    widths = [cache.size(3) * cache.element_size() for cache in caches]
+    if max(widths) <= _STRIP_BYTES or any(width % _STRIP_BYTES for width in widths):
+        return True
+    return caches[0].size(2) == 1 or all(
+        cache.stride(2) * cache.element_size() % _STRIP_BYTES == 0 for cache in caches
     )
 
 

@@ -20,11 +20,13 @@ _SITES = (
     *("prefill_queries_load", "prefill_tile_load", "prefill_item_publish", "prefill_item_release"),
     *("prefill_release", "prefill_output_store"),
 )
+_COPIED = ("packed", "pages")
 # Items that overlap and those that do not; three warpgroups; copied and gathered pages.
 _VARIANTS = (
     *(AttentionPrefill(head_dim=dim, dtype="bf16") for dim in (64, 128, 256)),
     *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys) for keys in ("pages", "slots")),
-    AttentionPrefill(head_dim=128, dtype="bf16", warpgroups=3),
+    AttentionPrefill(head_dim=64, dtype="bf16", keys="pages"),
+    *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys, warpgroups=3) for keys in _COPIED),
     AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16"),
 )
 _CASES = [

@@ -112,11 +112,12 @@ def test_tiles_of_prefill_fit_in_shared_memory_and_registers(dim: int) -> None:
 
 
 def test_prefill_of_head_dim_128_has_tiles_of_two_sizes() -> None:
-    kernel = AttentionPrefill(dtype="bf16", head_dim=128, warpgroups=3)
-    assert kernel.name == "attention_prefill-bf16-d128-packed-w3"
-    macros = kernel.defines()
-    assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("64", "3")
-    for other in ({"head_dim": 96}, {"head_dim": 128, "keys": "pages"}):
+    for keys in ("packed", "pages"):
+        kernel = AttentionPrefill(dtype="bf16", head_dim=128, keys=keys, warpgroups=3)
+        assert kernel.name == f"attention_prefill-bf16-d128-{keys}-w3"
+        macros = kernel.defines()
+        assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("64", "3")
+    for other in ({"head_dim": 96}, {"head_dim": 128, "keys": "slots"}):
         with pytest.raises(ValueError, match="warpgroups: got 3, expected 0"):
             AttentionPrefill(dtype="bf16", **other, warpgroups=3)
 

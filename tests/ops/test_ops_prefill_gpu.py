@@ -65,7 +65,7 @@ def attend(args: list[Any], **options: Any) -> Any:
 
 @pytest.fixture(params=["tiles of 128", "tiles of 192"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of packed keys with head dims of 128, whose kernels are two."""
+    """Of keys with head dims of 128, packed or in pages, whose kernels are two."""
     larger = request.param == "tiles of 192"
     monkeypatch.setattr(prefill_launch, "prefers_many_rows", lambda *_: larger)
 
@@ -219,8 +219,9 @@ def test_few_queries_with_values_of_another_dim_are_not_for_the_decode_kernel() 
     )
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("page_size", [16, 48, 64, 256, 1, 7])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_pages(dim: int, page_size: int) -> None:
     check_paged(
         PagedCase(
@@ -234,6 +235,7 @@ def test_pages(dim: int, page_size: int) -> None:
     )
 
 
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("layout", ["dense", "heads first"])
 @pytest.mark.parametrize("page_size", [16, 7])
 @pytest.mark.parametrize(
@@ -317,6 +319,29 @@ def test_a_capture_without_a_workspace_says_so() -> None:
         torch.cuda.graph(graph, stream=stream),
     ):
         attend(args)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_heads_of_pages_that_lie_apart(dtype: torch.dtype) -> None:
+    """By 256 bytes, and by 16, where pages are gathered."""
+    (q, *caches, table, lens), options = PagedCase(
+        K_LENS, q_lens=Q_LENS, max_seqlen_q=200, dim=128, page_size=32, dtype=dtype
+    ).build(CUDA)
+    expected = ops.paged_attention(q, *caches, table, lens, **options)
+    for gap, keys in ((128, "pages"), (8, "slots")):
+        apart = []
+        for cache in caches:
+            wide = cache.new_full((*cache.shape[:3], 128 + gap), math.nan)
+            wide[..., :128] = cache
+            apart.append(wide[..., :128])
+        kernel = prefill_launch.paged_variant(q, *apart, table, torch.empty_like(q), 200, False)
+        assert kernel is not None
+        assert kernel.keys == keys
+        out = ops.paged_attention(q, *apart, table, lens, **options)
+        if keys == "pages":
+            assert_same_bits(out, expected)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
 
 
 def test_packed_and_paged_keys_give_the_same_bits() -> None:

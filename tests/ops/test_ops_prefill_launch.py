@@ -130,6 +130,49 @@ def test_many_queries_have_a_kernel_of_larger_tiles(
     assert kernel.warpgroups == warpgroups
 
 
+@pytest.mark.parametrize(
+    ("dim", "queries", "page_size", "batch_invariant", "warpgroups"),
+    [
+        *((128, 4096, 16, False, 3), (128, 4096, 16, True, 0), (128, 4096, 20, False, 0)),
+        *((128, 100, 16, False, 0), (96, 4096, 16, False, 0), (64, 4096, 16, False, 0)),
+    ],
+)
+def test_pages_of_many_queries_have_a_kernel_of_larger_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    queries: int,
+    page_size: int,
+    batch_invariant: bool,
+    warpgroups: int,
+) -> None:
+    """Unless a row's bits may not depend on how many there are."""
+    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 4))
+    q, *_, out = packed(4 * queries, dim)
+    k_cache, v_cache = (torch.empty(3, page_size, 2, dim, dtype=BF16) for _ in "kv")
+    table = torch.zeros(4, 3, dtype=torch.int32)
+    kernel = paged_variant(q, k_cache, v_cache, table, out, queries, batch_invariant)
+    assert kernel is not None
+    assert kernel.warpgroups == warpgroups
+
+
+@pytest.mark.parametrize(
+    ("dim", "gap", "heads", "keys"),
+    [
+        *((128, 8, 2, "slots"), (128, 64, 2, "pages"), (128, 8, 1, "pages")),
+        *((64, 8, 2, "pages"), (96, 8, 2, "pages"), (256, 32, 2, "slots")),
+    ],
+)
+def test_pages_are_copied_where_heads_begin_at_multiples_of_128_bytes(
+    dim: int, gap: int, heads: int, keys: str
+) -> None:
+    """Those of at most 64 elements, and those that do not fill 128 bytes, anywhere."""
+    q, *_, out = packed(dim=dim)
+    k_cache, v_cache = (torch.empty(3, 16, heads, dim + gap, dtype=BF16)[..., :dim] for _ in "kv")
+    kernel = paged_variant(q, k_cache, v_cache, torch.zeros(1, 3, dtype=torch.int32), out)
+    assert kernel is not None
+    assert kernel.keys == keys
+
+
 def fp8(dim: int = 128, out_dtype: torch.dtype = BF16) -> list[torch.Tensor]:
     return [*packed(dim=dim, dtype=E4M3)[:3], torch.empty(5, 2, dim, dtype=out_dtype)]
 
@@ -187,6 +230,11 @@ def test_a_cache_without_pages_is_left_to_torch() -> None:
 def test_a_model_needs_the_kernels_of_pages_and_of_slots() -> None:
     assert [kernel.keys for kernel in prefill_kernels(BF16, 64)] == ["pages", "slots"]
     assert prefill_kernels(torch.float32, 64) == []
+    assert [kernel.warpgroups for kernel in prefill_kernels(BF16, 128)] == [0, 0]
+    many = prefill_kernels(BF16, 128, batch_invariant=False)
+    assert [(kernel.keys, kernel.warpgroups) for kernel in many] == [
+        *(("pages", 0), ("pages", 3), ("slots", 0))
+    ]
 
 
 class Recorder:
