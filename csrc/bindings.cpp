@@ -1,11 +1,9 @@
 // ostinato._C: loads kernel libraries and passes them pointers, strides, sizes and a stream. It is
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
-#include <dlfcn.h>
-
-#include <atomic>
 #include <cstdint>
 #include <tuple>
 
+#include "bindings_driver.h"
 #include "bindings_library.h"
 
 namespace ostinato {
@@ -309,45 +307,6 @@ void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr
   params.k = k;
   params.pdl = pdl ? 1 : 0;
   library.launch(params, stream);
-}
-
-// Whether launches on the stream are being captured. The driver is asked only where the process
-// has loaded it already: without it nothing can be capturing.
-bool is_capturing(std::uintptr_t stream) {
-  constexpr int kNotCapturing = 0;
-  constexpr int kCaptureImplicit = 906;  // the legacy stream, while another one is capturing
-  using Ask = int (*)(void*, int*);
-  static std::atomic<Ask> found = nullptr;  // every run of a graph asks
-  Ask ask = found.load(std::memory_order_relaxed);
-  if (ask == nullptr) {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    if (driver == nullptr) {
-      return false;
-    }
-    ask = reinterpret_cast<Ask>(dlsym(driver, "cuStreamIsCapturing"));
-    if (ask == nullptr) {
-      throw std::runtime_error("libcuda.so.1 has no cuStreamIsCapturing");
-    }
-    found.store(ask, std::memory_order_relaxed);
-  }
-  int status = kNotCapturing;
-  const int error = ask(pointer(stream), &status);
-  return error == kCaptureImplicit || (error == 0 && status != kNotCapturing);
-}
-
-// Launches an instantiated graph. By this call, since one through ctypes takes a microsecond more
-// of every step of a decode loop. Returns the driver's CUresult: 0 if the graph was launched.
-int launch_graph(std::uintptr_t executable, std::uintptr_t stream) {
-  using Launch = int (*)(void*, void*);
-  static const Launch launch = [] {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-    void* const found = driver == nullptr ? nullptr : dlsym(driver, "cuGraphLaunch");
-    if (found == nullptr) {
-      throw std::runtime_error("libcuda.so.1 with cuGraphLaunch: got none, expected a CUDA driver");
-    }
-    return reinterpret_cast<Launch>(found);
-  }();
-  return launch(pointer(executable), pointer(stream));
 }
 
 }  // namespace
