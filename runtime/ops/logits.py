@@ -13,8 +13,7 @@ from ostinato.ops.library import register
 from ostinato.ops.linear import check_active, check_weight, multiply
 from ostinato.ops.norm import check_norm, normalize_and_quantize
 from ostinato.ops.packing import PackedWeight
-
-_WORD = (1 << 32) - 1
+from ostinato.ops.places import best_places
 
 
 @dataclass(frozen=True)
@@ -125,16 +124,7 @@ def _rms_norm_w8a8_logits(
     to_sample = ToSample(best, temperature, repetition_penalty) if x.is_cuda else None
     multiply(*operands, True, batch_invariant, False, out, to_sample)
     if to_sample is None:
-        best.copy_(_best_places(out))
-
-
-def _best_places(logits: torch.Tensor) -> torch.Tensor:
-    """Return the places of the best of each row, [M, 1] (csrc/common/place.cuh)."""
-    token = logits.argmax(dim=1, keepdim=True)
-    logit = logits.gather(1, token) + 0.0
-    bits = logit.view(torch.int32).long() & _WORD
-    falling = torch.where(bits >> 31 == 0, ~bits ^ (1 << 31), bits) & _WORD
-    return torch.where(logit.isnan(), 0, falling) << 32 | token
+        best.copy_(best_places(out))
 
 
 _rms_norm_w8a8_logits_op = register(

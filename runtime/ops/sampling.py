@@ -7,9 +7,7 @@ import torch
 from ostinato.ops import checks, sample_launch
 from ostinato.ops.library import register
 from ostinato.ops.philox import uniform
-
-# Of 64 bits: to compare them as if they had no sign, and of a place the token.
-_SIGN, _LOWER_HALF = -(1 << 63), (1 << 32) - 1
+from ostinato.ops.places import best_tokens
 
 
 def sample(
@@ -126,7 +124,7 @@ def _sample(
     logits = _penalized(logits, repetition_penalty, seen)
     greedy = logits.argmax(dim=1)
     if best is not None:
-        token = ((best ^ _SIGN).amin(dim=1)) & _LOWER_HALF
+        token = best_tokens(best)
         if repetition_penalty is not None:
             token = torch.where(repetition_penalty == 1, token, greedy)
         greedy = token
