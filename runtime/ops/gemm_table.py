@@ -110,7 +110,6 @@ class Measured:
     tokens: int
     tiles: int
     reason: str
-    tile_channels: int = 0  # of those compiled; 0: all
     split_k: int = 0
 
     def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
@@ -129,7 +128,7 @@ class Measured:
         )
         return Choice(
             variant,
-            self.tile_channels or self.channels,
+            self.channels,
             ceil_div(modelled_m(m), self.tiles),
             cluster=2 if self.split_k else self.tiles,
             share_weights=0 if self.split_k else self.tiles - 1,
