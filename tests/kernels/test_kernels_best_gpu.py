@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernels_gemm import load, random_codes
+from kernels_gemm import launch, load, random_codes
 
 from ostinato import _C, ops
 from ostinato.kernels.mode import RELEASE, BuildMode
@@ -50,7 +50,6 @@ def check(
     """See that the best are those of the logits, which are stored where they are sampled from."""
     x, w = random_codes(m, n, k)
     w[n // 2 :] = w[: n - n // 2].clone()  # each best comes twice
-    packed = ops.pack_weight(w)
     x_scale = torch.linspace(0.01, 0.02, m, device="cuda")
     w_scale = torch.full((n,), 0.02, device="cuda")
     rows = torch.arange(m, device="cuda")
@@ -59,26 +58,12 @@ def check(
     parts = variant.best_parts(n, cut.get("tile_channels", 0))
     out = torch.full((m + 1, n + 4), 99.0, device="cuda")
     best = torch.full((m + 1, parts + 1), 99, device="cuda")
-    kernel.launch(
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        w=packed.data.data_ptr(),
-        w_stride=0,
-        x_scale=x_scale.data_ptr(),
-        x_scale_stride=1,
-        w_scale=w_scale.data_ptr(),
-        w_scale_stride=1,
-        out=out.data_ptr(),
-        out_stride=out.stride(0),
+    launch(
+        *(kernel, x, ops.pack_weight(w), x_scale, w_scale, out),
         best=best.data_ptr(),
         best_stride=best.stride(0),
         temperature=temperature.data_ptr(),
         repetition_penalty=penalty.data_ptr(),
-        m=m,
-        n=n,
-        k=k,
-        stream=torch.cuda.current_stream().cuda_stream,
-        pdl=True,
         **cut,
     )
     exact = x_scale[:, None] * (w_scale * (x.double() @ w.double().t()).float())
