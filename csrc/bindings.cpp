@@ -10,8 +10,8 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::HeadsArgument;
   using ostinato::Library;
   using ostinato::MergeStatesParams;
+  using ostinato::PaddedQuantizeParams;
   using ostinato::PagedDecodeLibrary;
-  using ostinato::QuantizeParams;
   using ostinato::SampleParams;
   using ostinato::ScaledPrefillParams;
   using ostinato::SlotsArgument;
@@ -23,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
       arg("attention") = OSTINATO_ABI_ATTENTION,
       arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL,
       arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
+      arg("gemm_w8a8_quantize") = OSTINATO_ABI_GEMM_W8A8_QUANTIZE,
       arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
   module.def("launch_graph", &ostinato::launch_graph, arg("executable"), arg("stream"),
@@ -67,14 +68,14 @@ PYBIND11_MODULE(_C, module) {
            arg("pdl") = false, arg("q_scale") = 0, arg("k_scale") = 0, arg("v_scale") = 0,
            arg("q_scale_stride") = 0, arg("k_scale_stride") = 0, arg("v_scale_stride") = 0);
 
-  py::class_<Library<QuantizeParams>>(module, "Quantize")
+  py::class_<Library<PaddedQuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))
-      .def("prepare", &Library<QuantizeParams>::prepare)
+      .def("prepare", &Library<PaddedQuantizeParams>::prepare)
       .def("launch", &ostinato::launch_quantize, py::kw_only(), arg("x"), arg("x_stride"),
            arg("out"), arg("out_stride"), arg("m"), arg("k"), arg("stream"), arg("scale_out") = 0,
            arg("static_scale") = 0, arg("zero_point") = 0, arg("residual") = 0,
            arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
-           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false);
+           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false, arg("n_active") = 0);
 
   py::class_<Library<FusedLinearParams>>(module, "FusedLinear")
       .def(py::init<const std::string&>(), arg("path"))

@@ -51,15 +51,15 @@ inline void launch_w8a8_gemm(
   library.launch(params, stream);
 }
 
-inline void launch_quantize(const Library<QuantizeParams>& library, std::uintptr_t x,
+inline void launch_quantize(const Library<PaddedQuantizeParams>& library, std::uintptr_t x,
                             std::int64_t x_stride, std::uintptr_t out, std::int64_t out_stride,
                             std::int32_t m, std::int32_t k, std::uintptr_t stream,
                             std::uintptr_t scale_out, std::uintptr_t static_scale,
                             std::uintptr_t zero_point, std::uintptr_t residual,
                             std::int64_t residual_stride, std::uintptr_t residual_out,
                             std::int64_t residual_out_stride, std::uintptr_t norm_weight, float eps,
-                            bool pdl) {
-  QuantizeParams params = {};
+                            bool pdl, std::uintptr_t n_active) {
+  PaddedQuantizeParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
   params.residual = pointer(residual);
@@ -76,6 +76,7 @@ inline void launch_quantize(const Library<QuantizeParams>& library, std::uintptr
   params.m = m;
   params.k = k;
   params.pdl = pdl ? 1 : 0;
+  params.n_active = pointer<std::int32_t>(n_active);
   library.launch(params, stream);
 }
 

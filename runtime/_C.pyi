@@ -164,7 +164,7 @@ class Prefill:
     ) -> None: ...
 
 class Quantize:
-    """A loaded library whose launch takes `QuantizeParams` (csrc/gemm_w8a8/params.h)."""
+    """Its launch takes `PaddedQuantizeParams` (csrc/gemm_w8a8/quantize_params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -188,6 +188,7 @@ class Quantize:
         norm_weight: int = 0,
         eps: float = 0.0,
         pdl: bool = False,
+        n_active: int = 0,
     ) -> None: ...
 
 class AppendKV:
