@@ -3,6 +3,8 @@
 #include "bindings_driver.h"
 #include "bindings_launch.h"
 #include "bindings_library.h"
+#include "bindings_repeat_type.h"
+#include "bindings_turn.h"
 
 PYBIND11_MODULE(_C, module) {
   using ostinato::AppendKVParams;
@@ -28,6 +30,27 @@ PYBIND11_MODULE(_C, module) {
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
   module.def("launch_graph", &ostinato::launch_graph, arg("executable"), arg("stream"),
              py::call_guard<py::gil_scoped_release>());
+
+  using ostinato::RunCounts;
+  using ostinato::Turn;
+  module.def("note_fork", &ostinato::note_fork);
+  module.attr("Repeat") = py::reinterpret_steal<py::object>(ostinato::repeat::type());
+  py::class_<RunCounts>(module, "RunCounts")
+      .def(py::init<>())
+      .def("add", &RunCounts::add, arg("n"), arg("replayed") = true)
+      .def("read", [](const RunCounts& counts) {
+        return std::make_tuple(counts.hits, counts.eager, counts.rows);
+      });
+  py::class_<Turn>(module, "Turn")
+      .def(py::init<>())
+      .def("take", &Turn::take, arg("owner"), arg("what"), arg("timeout_s") = 0.0)
+      .def("detach", &Turn::detach)
+      .def("end", &Turn::end)
+      .def("forget", &Turn::forget)
+      .def_readwrite("last_stream", &Turn::last_stream)
+      .def("count_closing", &Turn::count_closing, arg("calls"))
+      .def_property_readonly("owner", &Turn::owner)
+      .def_property_readonly("what", &Turn::what);
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
       .def(py::init<const std::string&>(), arg("path"))
