@@ -59,7 +59,8 @@ class Probe(Variant):
 
     @property
     def params(self) -> tuple[Path, ...]:
-        return (CSRC / "gemm_w8a8" / "params.h",)
+        folder = CSRC / "gemm_w8a8"
+        return (folder / "params.h", folder / "quantize_params.h")
 
     @property
     def name(self) -> str:
