@@ -1,316 +1,10 @@
 // ostinato._C: loads kernel libraries and passes them pointers, strides, sizes and a stream. It is
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
-#include <cstdint>
-#include <tuple>
-
 #include "bindings_driver.h"
+#include "bindings_launch.h"
 #include "bindings_library.h"
-
-namespace ostinato {
-namespace {
-
-void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
-                      std::int64_t x_stride, std::uintptr_t w, std::int64_t w_stride,
-                      std::uintptr_t x_scale, std::int32_t x_scale_stride, std::uintptr_t w_scale,
-                      std::int32_t w_scale_stride, std::uintptr_t out, std::int64_t out_stride,
-                      std::int32_t m, std::int32_t n, std::int32_t k, std::uintptr_t stream,
-                      std::uintptr_t bias, std::uintptr_t x_zero_point,
-                      std::int32_t x_zero_point_stride, std::uintptr_t w_sum,
-                      std::uintptr_t n_active, std::int32_t tile_channels, std::int32_t tile_tokens,
-                      std::int32_t cluster, std::int32_t share_weights, std::int32_t split_k,
-                      std::int32_t band, bool pdl, std::uintptr_t best, std::int64_t best_stride,
-                      std::uintptr_t temperature, std::uintptr_t repetition_penalty) {
-  W8A8GemmParams params = {};
-  params.x = pointer(x);
-  params.x_stride = x_stride;
-  params.w = pointer(w);
-  params.w_stride = w_stride;
-  params.x_scale = pointer<float>(x_scale);
-  params.x_scale_stride = x_scale_stride;
-  params.w_scale = pointer<float>(w_scale);
-  params.w_scale_stride = w_scale_stride;
-  params.bias = pointer(bias);
-  params.x_zero_point = pointer<std::int32_t>(x_zero_point);
-  params.x_zero_point_stride = x_zero_point_stride;
-  params.w_sum = pointer<std::int32_t>(w_sum);
-  params.n_active = pointer<std::int32_t>(n_active);
-  params.out = pointer(out);
-  params.out_stride = out_stride;
-  params.best = pointer<std::uint64_t>(best);
-  params.best_stride = best_stride;
-  params.temperature = pointer<float>(temperature);
-  params.repetition_penalty = pointer<float>(repetition_penalty);
-  params.m = m;
-  params.n = n;
-  params.k = k;
-  params.tile_channels = tile_channels;
-  params.tile_tokens = tile_tokens;
-  params.cluster = cluster;
-  params.share_weights = share_weights;
-  params.split_k = split_k;
-  params.band = band;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-void launch_quantize(const Library<QuantizeParams>& library, std::uintptr_t x,
-                     std::int64_t x_stride, std::uintptr_t out, std::int64_t out_stride,
-                     std::int32_t m, std::int32_t k, std::uintptr_t stream,
-                     std::uintptr_t scale_out, std::uintptr_t static_scale,
-                     std::uintptr_t zero_point, std::uintptr_t residual,
-                     std::int64_t residual_stride, std::uintptr_t residual_out,
-                     std::int64_t residual_out_stride, std::uintptr_t norm_weight, float eps,
-                     bool pdl) {
-  QuantizeParams params = {};
-  params.x = pointer(x);
-  params.x_stride = x_stride;
-  params.residual = pointer(residual);
-  params.residual_stride = residual_stride;
-  params.residual_out = pointer(residual_out);
-  params.residual_out_stride = residual_out_stride;
-  params.norm_weight = pointer(norm_weight);
-  params.eps = eps;
-  params.static_scale = pointer<float>(static_scale);
-  params.zero_point = pointer<std::int32_t>(zero_point);
-  params.out = pointer(out);
-  params.out_stride = out_stride;
-  params.scale_out = pointer<float>(scale_out);
-  params.m = m;
-  params.k = k;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-// Tensors of attention: an address, and strides from the slowest dimension on.
-using HeadsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
-using SlotsArgument = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;
-
-Heads heads(const HeadsArgument& x) {
-  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
-}
-
-Slots slots(const SlotsArgument& x) {
-  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x), std::get<3>(x)};
-}
-
-void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument& q,
-                         const SlotsArgument& k_cache, const SlotsArgument& v_cache,
-                         std::uintptr_t page_table, std::int64_t page_table_stride,
-                         std::uintptr_t seq_lens, const HeadsArgument& out,
-                         std::uintptr_t workspace, std::int32_t batch, std::int32_t heads_q,
-                         std::int32_t heads_kv, std::int32_t pages, std::int32_t page_size,
-                         std::int32_t max_pages, std::int32_t max_seqlen_q, float scale,
-                         std::uintptr_t stream, std::uintptr_t cu_seqlens_q, std::uintptr_t sinks,
-                         const HeadsArgument& lse, std::int32_t left, std::int32_t right,
-                         float softcap, const SlotsArgument& k_scale, const SlotsArgument& v_scale,
-                         bool pdl) {
-  PagedDecodeParams params = {};
-  params.q = heads(q);
-  params.k_cache = slots(k_cache);
-  params.v_cache = slots(v_cache);
-  params.k_scale = slots(k_scale);
-  params.v_scale = slots(v_scale);
-  params.page_table = pointer<std::int32_t>(page_table);
-  params.page_table_stride = page_table_stride;
-  params.seq_lens = pointer<std::int32_t>(seq_lens);
-  params.cu_seqlens_q = pointer<std::int32_t>(cu_seqlens_q);
-  params.sinks = pointer<float>(sinks);
-  params.out = heads(out);
-  params.lse = heads(lse);
-  params.workspace = pointer(workspace);
-  params.batch = batch;
-  params.heads_q = heads_q;
-  params.heads_kv = heads_kv;
-  params.pages = pages;
-  params.page_size = page_size;
-  params.max_pages = max_pages;
-  params.max_seqlen_q = max_seqlen_q;
-  params.left = left;
-  params.right = right;
-  params.scale = scale;
-  params.softcap = softcap;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-void launch_prefill(const Library<ScaledPrefillParams>& library, const HeadsArgument& q,
-                    const SlotsArgument& k, const SlotsArgument& v, const HeadsArgument& out,
-                    std::int32_t batch, std::int32_t heads_q, std::int32_t heads_kv,
-                    std::int32_t tokens_q, std::int32_t max_seqlen_q, float scale,
-                    std::uintptr_t stream, std::uintptr_t workspace, std::uintptr_t cu_seqlens_q,
-                    std::uintptr_t cu_seqlens_k, std::int32_t tokens_k, std::int32_t max_seqlen_k,
-                    std::uintptr_t seq_lens, std::uintptr_t page_table,
-                    std::int64_t page_table_stride, std::int32_t pages, std::int32_t page_size,
-                    std::int32_t max_pages, std::uintptr_t sinks, const HeadsArgument& lse,
-                    std::int32_t left, std::int32_t right, float softcap, std::int32_t least_rows,
-                    std::int32_t pack, bool pdl, std::uintptr_t q_scale, std::uintptr_t k_scale,
-                    std::uintptr_t v_scale, std::int32_t q_scale_stride,
-                    std::int32_t k_scale_stride, std::int32_t v_scale_stride) {
-  ScaledPrefillParams params = {};
-  params.q = heads(q);
-  params.k = slots(k);
-  params.v = slots(v);
-  params.cu_seqlens_q = pointer<std::int32_t>(cu_seqlens_q);
-  params.cu_seqlens_k = pointer<std::int32_t>(cu_seqlens_k);
-  params.seq_lens = pointer<std::int32_t>(seq_lens);
-  params.page_table = pointer<std::int32_t>(page_table);
-  params.page_table_stride = page_table_stride;
-  params.sinks = pointer<float>(sinks);
-  params.out = heads(out);
-  params.lse = heads(lse);
-  params.workspace = pointer(workspace);
-  params.batch = batch;
-  params.heads_q = heads_q;
-  params.heads_kv = heads_kv;
-  params.tokens_q = tokens_q;
-  params.tokens_k = tokens_k;
-  params.pages = pages;
-  params.page_size = page_size;
-  params.max_pages = max_pages;
-  params.max_seqlen_q = max_seqlen_q;
-  params.max_seqlen_k = max_seqlen_k;
-  params.left = left;
-  params.right = right;
-  params.scale = scale;
-  params.softcap = softcap;
-  params.least_rows = least_rows;
-  params.pack = pack;
-  params.pdl = pdl ? 1 : 0;
-  params.q_scale = pointer<float>(q_scale);
-  params.k_scale = pointer<float>(k_scale);
-  params.v_scale = pointer<float>(v_scale);
-  params.q_scale_stride = q_scale_stride;
-  params.k_scale_stride = k_scale_stride;
-  params.v_scale_stride = v_scale_stride;
-  library.launch(params, stream);
-}
-
-void launch_append_kv(const Library<AppendKVParams>& library, const HeadsArgument& k,
-                      const HeadsArgument& v, const SlotsArgument& k_cache,
-                      const SlotsArgument& v_cache, std::uintptr_t slot_mapping,
-                      std::int32_t tokens, std::int32_t heads_kv, std::int32_t dim,
-                      std::int32_t page_size, std::uintptr_t stream, const HeadsArgument& q,
-                      const HeadsArgument& q_out, std::int32_t heads_q,
-                      const SlotsArgument& k_scale, bool k_scale_per_token,
-                      const SlotsArgument& v_scale, bool v_scale_per_token,
-                      std::uintptr_t positions, std::uintptr_t cos_sin, std::int64_t cos_sin_stride,
-                      std::int32_t rotary_dim, bool interleaved, std::uintptr_t q_norm_weight,
-                      bool q_norm_is_fp32, std::uintptr_t k_norm_weight, bool k_norm_is_fp32,
-                      float norm_eps, bool pdl) {
-  AppendKVParams params = {};
-  params.q = heads(q);
-  params.q_out = heads(q_out);
-  params.k = heads(k);
-  params.v = heads(v);
-  params.k_cache = slots(k_cache);
-  params.v_cache = slots(v_cache);
-  params.k_scale = slots(k_scale);
-  params.v_scale = slots(v_scale);
-  params.k_scale_per_token = k_scale_per_token ? 1 : 0;
-  params.v_scale_per_token = v_scale_per_token ? 1 : 0;
-  params.slot_mapping = pointer<std::int64_t>(slot_mapping);
-  params.positions = pointer<std::int32_t>(positions);
-  params.cos_sin = pointer<float>(cos_sin);
-  params.cos_sin_stride = cos_sin_stride;
-  params.q_norm_weight = pointer(q_norm_weight);
-  params.k_norm_weight = pointer(k_norm_weight);
-  params.q_norm_is_fp32 = q_norm_is_fp32 ? 1 : 0;
-  params.k_norm_is_fp32 = k_norm_is_fp32 ? 1 : 0;
-  params.norm_eps = norm_eps;
-  params.tokens = tokens;
-  params.heads_q = heads_q;
-  params.heads_kv = heads_kv;
-  params.dim = dim;
-  params.rotary_dim = rotary_dim;
-  params.page_size = page_size;
-  params.interleaved = interleaved ? 1 : 0;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-MergeOutputs merge_outputs(const HeadsArgument& x) {
-  return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
-}
-
-MergeLse merge_lse(const HeadsArgument& x) {
-  return {pointer<float>(std::get<0>(x)), std::get<1>(x), std::get<2>(x)};
-}
-
-void launch_merge_states(const Library<MergeStatesParams>& library, const HeadsArgument& o_a,
-                         const HeadsArgument& lse_a, const HeadsArgument& o_b,
-                         const HeadsArgument& lse_b, const HeadsArgument& out,
-                         const HeadsArgument& out_lse, std::int32_t tokens, std::int32_t heads,
-                         std::int32_t dim, std::uintptr_t stream, bool pdl) {
-  MergeStatesParams params = {};
-  params.o_a = merge_outputs(o_a);
-  params.o_b = merge_outputs(o_b);
-  params.out = merge_outputs(out);
-  params.lse_a = merge_lse(lse_a);
-  params.lse_b = merge_lse(lse_b);
-  params.out_lse = merge_lse(out_lse);
-  params.tokens = tokens;
-  params.heads = heads;
-  params.dim = dim;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
-                   std::int64_t logits_stride, std::uintptr_t temperature, std::uintptr_t top_k,
-                   bool top_k_is_int64, std::uintptr_t top_p, std::uintptr_t min_p,
-                   std::uintptr_t seeds, std::uintptr_t counters, std::uintptr_t out,
-                   std::int32_t rows, std::int32_t vocabulary, std::uintptr_t stream,
-                   std::uintptr_t repetition_penalty, std::uintptr_t seen, std::int64_t seen_stride,
-                   std::uintptr_t seen_rows, bool pdl, std::uintptr_t best,
-                   std::int64_t best_stride, std::int32_t parts) {
-  SampleParams params = {};
-  params.logits = pointer(logits);
-  params.logits_stride = logits_stride;
-  params.temperature = pointer<float>(temperature);
-  params.top_k = pointer(top_k);
-  params.top_k_is_int64 = top_k_is_int64 ? 1 : 0;
-  params.top_p = pointer<float>(top_p);
-  params.min_p = pointer<float>(min_p);
-  params.seeds = pointer<std::int64_t>(seeds);
-  params.counters = pointer<std::int64_t>(counters);
-  params.repetition_penalty = pointer<float>(repetition_penalty);
-  params.seen = pointer<std::uint8_t>(seen);
-  params.seen_stride = seen_stride;
-  params.seen_rows = pointer<std::int64_t>(seen_rows);
-  params.best = pointer<std::uint64_t>(best);
-  params.best_stride = best_stride;
-  params.parts = parts;
-  params.out = pointer<std::int64_t>(out);
-  params.rows = rows;
-  params.vocabulary = vocabulary;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr_t x,
-                         std::uintptr_t w, std::uintptr_t w_scale, std::int32_t w_scale_stride,
-                         std::uintptr_t out, std::int32_t n, std::int32_t k, std::uintptr_t stream,
-                         std::uintptr_t residual, std::uintptr_t residual_out,
-                         std::uintptr_t norm_weight, float eps, std::uintptr_t bias, bool pdl) {
-  FusedLinearParams params = {};
-  params.x = pointer(x);
-  params.residual = pointer(residual);
-  params.residual_out = pointer(residual_out);
-  params.norm_weight = pointer(norm_weight);
-  params.eps = eps;
-  params.w = pointer(w);
-  params.w_scale = pointer<float>(w_scale);
-  params.w_scale_stride = w_scale_stride;
-  params.bias = pointer(bias);
-  params.out = pointer(out);
-  params.n = n;
-  params.k = k;
-  params.pdl = pdl ? 1 : 0;
-  library.launch(params, stream);
-}
-
-}  // namespace
-}  // namespace ostinato
+#include "bindings_repeat_type.h"
+#include "bindings_turn.h"
 
 PYBIND11_MODULE(_C, module) {
   using ostinato::AppendKVParams;
@@ -318,8 +12,8 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::HeadsArgument;
   using ostinato::Library;
   using ostinato::MergeStatesParams;
+  using ostinato::PaddedQuantizeParams;
   using ostinato::PagedDecodeLibrary;
-  using ostinato::QuantizeParams;
   using ostinato::SampleParams;
   using ostinato::ScaledPrefillParams;
   using ostinato::SlotsArgument;
@@ -331,10 +25,32 @@ PYBIND11_MODULE(_C, module) {
       arg("attention") = OSTINATO_ABI_ATTENTION,
       arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL,
       arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
+      arg("gemm_w8a8_quantize") = OSTINATO_ABI_GEMM_W8A8_QUANTIZE,
       arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
   module.def("launch_graph", &ostinato::launch_graph, arg("executable"), arg("stream"),
              py::call_guard<py::gil_scoped_release>());
+
+  using ostinato::RunCounts;
+  using ostinato::Turn;
+  module.def("note_fork", &ostinato::note_fork);
+  module.attr("Repeat") = py::reinterpret_steal<py::object>(ostinato::repeat::type());
+  py::class_<RunCounts>(module, "RunCounts")
+      .def(py::init<>())
+      .def("add", &RunCounts::add, arg("n"), arg("replayed") = true)
+      .def("read", [](const RunCounts& counts) {
+        return std::make_tuple(counts.hits, counts.eager, counts.rows);
+      });
+  py::class_<Turn>(module, "Turn")
+      .def(py::init<>())
+      .def("take", &Turn::take, arg("owner"), arg("what"), arg("timeout_s") = 0.0)
+      .def("detach", &Turn::detach)
+      .def("end", &Turn::end)
+      .def("forget", &Turn::forget)
+      .def_readwrite("last_stream", &Turn::last_stream)
+      .def("count_closing", &Turn::count_closing, arg("calls"))
+      .def_property_readonly("owner", &Turn::owner)
+      .def_property_readonly("what", &Turn::what);
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
       .def(py::init<const std::string&>(), arg("path"))
@@ -375,14 +91,14 @@ PYBIND11_MODULE(_C, module) {
            arg("pdl") = false, arg("q_scale") = 0, arg("k_scale") = 0, arg("v_scale") = 0,
            arg("q_scale_stride") = 0, arg("k_scale_stride") = 0, arg("v_scale_stride") = 0);
 
-  py::class_<Library<QuantizeParams>>(module, "Quantize")
+  py::class_<Library<PaddedQuantizeParams>>(module, "Quantize")
       .def(py::init<const std::string&>(), arg("path"))
-      .def("prepare", &Library<QuantizeParams>::prepare)
+      .def("prepare", &Library<PaddedQuantizeParams>::prepare)
       .def("launch", &ostinato::launch_quantize, py::kw_only(), arg("x"), arg("x_stride"),
            arg("out"), arg("out_stride"), arg("m"), arg("k"), arg("stream"), arg("scale_out") = 0,
            arg("static_scale") = 0, arg("zero_point") = 0, arg("residual") = 0,
            arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
-           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false);
+           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false, arg("n_active") = 0);
 
   py::class_<Library<FusedLinearParams>>(module, "FusedLinear")
       .def(py::init<const std::string&>(), arg("path"))

@@ -12,6 +12,7 @@
 #include "attention/prefill_params.h"
 #include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
+#include "gemm_w8a8/quantize_params.h"
 #include "merge/params.h"
 #include "sampling/params.h"
 
@@ -24,8 +25,8 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Hashes of each folder's params.h, and of prefill_params.h: a library made for another one would
-// read its arguments from the wrong places.
+// Hashes of each folder's params.h, and of headers that add to it: a library made for another one
+// would read its arguments from the wrong places.
 template <typename Params>
 constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
 template <>
@@ -35,7 +36,7 @@ constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
 template <>
 constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
 template <>
-constexpr std::uint64_t kAbi<QuantizeParams> = OSTINATO_ABI_GEMM_W8A8;
+constexpr std::uint64_t kAbi<PaddedQuantizeParams> = OSTINATO_ABI_GEMM_W8A8_QUANTIZE;
 template <>
 constexpr std::uint64_t kAbi<MergeStatesParams> = OSTINATO_ABI_MERGE;
 template <>

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ostinato import _C
 from ostinato.graphs.allocations import Allocation
 from ostinato.graphs.buffers import BatchView
 from ostinato.graphs.burst_cpu import CpuLoop
@@ -76,6 +77,13 @@ class Graph(Protocol):
         """Where every replay writes; on CUDA without a hold on the pool's memory."""
 
     @property
+    def executable(self) -> int | None:
+        """What the driver launches, 0 where `replay` must be called.
+
+        None where that is not known yet, or a replay takes more than either.
+        """
+
+    @property
     def instantiate_ms(self) -> float | None:
         """What making an executable of the recording took; None where there is none to make."""
 
@@ -103,6 +111,9 @@ class Backend(Protocol):
 
     def check_idle(self) -> None:
         """Raise BusyError where nothing may be run: the caller is capturing a graph itself."""
+
+    def repeat(self) -> _C.Repeat:
+        """Return what repeats runs here; see `CapturedStep`."""
 
     def scope(self) -> AbstractContextManager[None]:
         """Enter the place where everything runs, ordered after and before the caller's work."""
@@ -209,6 +220,10 @@ class CpuBackend:
     def check_idle(self) -> None:
         """Find nothing wrong: a CPU cannot be capturing."""
 
+    def repeat(self) -> _C.Repeat:
+        """Return what repeats runs, which are in program order."""
+        return _C.Repeat()
+
     def scope(self) -> AbstractContextManager[None]:
         """Enter nothing: a CPU runs in program order."""
         return nullcontext()
@@ -310,6 +325,7 @@ class CpuBackend:
 
 
 class _CpuGraph:
+    executable = 0
     instantiate_ms = None
 
     def __init__(self, step: Step, batch: BatchView, outputs: Outputs) -> None:

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from ostinato import _C
 from ostinato.graphs.audit import Audit, Auditor
 from ostinato.graphs.backend import Backend, Graph
 from ostinato.graphs.buffers import BatchView, StaticBuffers
@@ -44,6 +45,7 @@ class CapturedStep(Generic[OutputT]):
         table: the graphs there are.
         plan: of the last successful capture; None before.
         watch: of the declared memory, since that capture.
+        repeat: runs what was run before once more, while nothing but runs is done in between.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class CapturedStep(Generic[OutputT]):
         self.table = GraphTable(_NOTHING)
         self.plan: Plan | None = None
         self.watch = MemoryWatch(None)
+        self.repeat: _C.Repeat = backend.repeat()
         self._observer: Observer | None = None
         self._observed = {"replay_times": False, "nvtx": False}
 
@@ -103,6 +106,7 @@ class CapturedStep(Generic[OutputT]):
         late = misses is not None and misses.verify
         self._late_options = CaptureOptions(False, late, audit, into_pool=True)
         self.watch, self.table, self.plan = watch, table, plan
+        self.repeat.runs_to_look = 0
         self.observe(**self._observed)  # all counts begin anew
         return report
 
@@ -113,16 +117,15 @@ class CapturedStep(Generic[OutputT]):
             TypeError, ValueError: for a bad `n`, variant or input.
             GraphError: when a graph that is missed cannot be captured.
         """
-        table = self.table
-        bucket = table.find_again(n, variant)
+        bucket = self.table.find(n, variant)
         graph = bucket.graph
         if graph is None:
             return self._run_missed(bucket, n, inputs)
         foreign = self._backend.follow()  # as `_given`, without what a generator costs every run
         try:
             self._buffers.stage(inputs, n, bucket.key.batch_size)
-            if table.limit is not None:
-                table.use(bucket.key)
+            if self.table.limit is not None:
+                self.table.use(bucket.key)
             if self._observer is None:
                 graph.replay()
             else:
@@ -130,9 +133,18 @@ class CapturedStep(Generic[OutputT]):
         finally:
             if foreign:
                 self._backend.passed()
-        bucket.count(n)
+        bucket.counts.add(n)
         outputs: OutputT = graph.outputs.rows(n)
+        self._learn(bucket, graph, n, variant)
         return outputs
+
+    def is_look_due(self) -> bool:
+        """Count a run; return whether it must look at declared memory."""
+        self.repeat.runs_to_look -= 1
+        if self.repeat.runs_to_look > 0:
+            return False
+        self.repeat.runs_to_look = self.watch.runs_per_look
+        return True
 
     def graph_for(
         self, n: int, inputs: Mapping[str, object], variant: Variant
@@ -199,6 +211,30 @@ class CapturedStep(Generic[OutputT]):
             self._backend.release(graphs)
         self._backend.leave_pool()
 
+    def _learn(self, bucket: Bucket, graph: Graph, n: int, variant: Variant) -> None:
+        """Let the run that has just been made be repeated, if nothing is unusual about it.
+
+        That says as much as that runs are admitted, in this process; whatever may change it takes
+        the turn, and so undoes this.
+        """
+        executable = graph.executable
+        if executable is None or self._observer is not None or self.table.limit is not None:
+            return
+        self.repeat.learn(
+            turn=self._backend.turn,
+            n=n,
+            variant=variant,
+            batch_size=bucket.key.batch_size,
+            stager=self._buffers,
+            executable=executable,
+            replay=graph.replay,
+            counts=bucket.counts,
+            look=self.watch.look,
+            runs_per_look=self.watch.runs_per_look,
+            rows=graph.outputs.kept(n),
+            remake=graph.outputs.rows,
+        )
+
     def _run_missed(self, bucket: Bucket, n: int, inputs: Mapping[str, object]) -> OutputT:
         """Run what there is no graph of, as the plan's `Misses` say."""
         misses = self.table.plan.misses
@@ -212,7 +248,7 @@ class CapturedStep(Generic[OutputT]):
             # What the step makes here may outlive the caller's inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 outputs = Outputs.of(self._step(batch), batch)
-        bucket.count(n, replayed=False)
+        bucket.counts.add(n, replayed=False)
         rows: OutputT = outputs.rows(n)
         return rows
 
@@ -232,6 +268,7 @@ class CapturedStep(Generic[OutputT]):
                 self._backend.passed()
 
     def _capture_missed(self, bucket: Bucket) -> None:
+        self._backend.turn.forget()
         graphs, _ = capture_graphs(
             self._step,
             self._buffers,

@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import cast
 
@@ -73,7 +73,6 @@ class CudaBackend:
         self.turn = turn_of(pool, self._stream.cuda_stream)
         self._order = CallerOrder(device, self.turn)
         self._scope = StreamScope(self._stream, self._order)
-        self.follow, self.passed = self._order.follow, self._order.passed  # a call less in a run
         self._driver: GraphDriver | None = None
         self._library = ctypes.CDLL("libcuda.so.1")
         self._log = DriverLog(self._library)
@@ -82,11 +81,27 @@ class CudaBackend:
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        # As torch.cuda.is_current_stream_capturing, without what every run need not ask.
         if _C.is_capturing(torch._C._cuda_getCurrentRawStream(self._device.index)):
             raise BusyError(
                 "the current stream is being captured: call the runner outside of that capture"
             )
+
+    def repeat(self) -> _C.Repeat:
+        """Return what repeats runs on the caller's stream."""
+        several = torch.cuda.device_count() > 1
+        return _C.Repeat(
+            torch._C._cuda_getCurrentRawStream,
+            self._device.index,
+            torch._C._cuda_getDevice if several else None,
+        )
+
+    def follow(self) -> bool:
+        """Let the caller's stream wait for that of the last run, if it is another."""
+        return self._order.follow()
+
+    def passed(self) -> None:
+        """Mark the caller's stream, which somebody else made."""
+        self._order.passed()
 
     def scope(self) -> AbstractContextManager[None]:
         """Make the backend's stream current, ordered with the caller's stream both ways."""
@@ -133,8 +148,8 @@ class CudaBackend:
         started = time.perf_counter()
         graph.instantiate()
         instantiate_ms = 1e3 * (time.perf_counter() - started)
-        replay = Launch(graph, self._device)
-        return _CudaGraph(graph, replay, self._borrowed(outputs), instantiate_ms)
+        launch = Launch(graph, self._device)
+        return _CudaGraph(graph, launch, self._borrowed(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:
         """Return the driver's log of the failed capture, and watch the step unless Python failed.
@@ -324,13 +339,18 @@ class CudaBackend:
 
 class _CudaGraph:
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, replay: Launch, outputs: Outputs, instantiate_ms: float
+        self, graph: torch.cuda.CUDAGraph, launch: Launch, outputs: Outputs, instantiate_ms: float
     ) -> None:
         self.outputs = outputs
         self.instantiate_ms = instantiate_ms
         self.loop: BurstLoop | None = None
         self._graph = graph
-        self.replay = replay.__call__  # bound: a call less in a run
+        self._launch = launch
+        self.replay: Callable[[], None] = launch
+
+    @property
+    def executable(self) -> int | None:
+        return self._launch.executable
 
     @property
     def handle(self) -> int:

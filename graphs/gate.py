@@ -16,7 +16,7 @@ from ostinato.graphs.errors import (
     InvalidatedError,
     NotCapturedError,
 )
-from ostinato.graphs.guards import ProcessGuard, Turn
+from ostinato.graphs.guards import ProcessGuard
 
 _Refusal = tuple[type[GraphError], str]
 _NOT_CAPTURED: _Refusal = (
@@ -58,39 +58,19 @@ class Gate:
         """Whether `sleep` was called last."""
         return self._refusal is _ASLEEP
 
-    def enter(self, what: str, timeout_s: float = 0.0) -> None:
-        """Take the turn for the call `what`; `leave` must follow.
+    def enter(self, what: str, timeout_s: float = 0.0, *, is_run: bool = False) -> None:
+        """Take the turn for the call `what`; `leave` must follow. See `Turn.begin`.
 
         Raises:
             ForkedError, BusyError: when the call may not proceed.
         """
         self._process.check()
-        self._backend.turn.begin(self._owner, what, timeout_s)
+        self._backend.turn.begin(self._owner, what, timeout_s, is_run=is_run)
         try:
             self._backend.check_idle()
         except BaseException:
             self._backend.turn.end()
             raise
-
-    def admit(self, what: str) -> Turn:
-        """Do what `enter` and `require_ready` do, in fewer calls; the turn's `end` must follow.
-
-        Raises:
-            GraphError: when the call may not proceed, or there is nothing to run.
-        """
-        if self._process.is_fork:
-            self._process.check()
-        backend = self._backend
-        turn = backend.turn
-        turn.begin(self._owner, what)
-        try:
-            backend.check_idle()
-            if self._refusal is not None or self._closing:
-                self.require_ready()
-        except BaseException:
-            turn.end()
-            raise
-        return turn
 
     def leave(self) -> None:
         """Give the turn back."""
@@ -142,6 +122,7 @@ class Gate:
     def _count(self, closing: int) -> None:
         with self._counting:
             self._closing += closing
+        self._backend.turn.count_closing(closing)
 
     def require_ready(self) -> None:
         """Raise the reason, with the remedy, for which nothing can be run now."""
@@ -178,6 +159,7 @@ class Gate:
 
     def invalidate(self, why: str) -> InvalidatedError:
         """Refuse runs until the next capture; return the error that says so."""
+        self._backend.turn.forget()
         self._refusal = (InvalidatedError, f"{why}; call recapture()")
         return InvalidatedError(self._refusal[1])
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from threading import get_ident
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
+from ostinato import _C
 from ostinato.graphs.errors import BusyError, ForkedError
 from ostinato.graphs.memory import DeclaredMemory
 
@@ -74,6 +74,7 @@ _guards: WeakSet[ProcessGuard] = WeakSet()
 
 
 def _note_fork() -> None:
+    _C.note_fork()
     for guard in _guards:
         guard.is_fork = True
 
@@ -88,9 +89,9 @@ class MemoryWatch:
     that had it, so that one which was replaced is noticed; a module that was replaced is not.
 
     Attributes:
-        runs_to_look: counted down by runs. At 0 `look` is due. A tensor whose turn comes is not in
-            the CPU's caches, nor its page among those it knows: alone it took a seventh of all that
-            a run does itself, and those beside it are near then.
+        runs_per_look: how often runs must `look`. A tensor whose turn comes is not in the CPU's
+            caches, nor its page among those it knows: alone it took a seventh of all that a run
+            does itself, and those beside it are near then.
     """
 
     def __init__(self, memory: DeclaredMemory | None) -> None:
@@ -101,14 +102,13 @@ class MemoryWatch:
         """Take the places where everything is now for the right ones."""
         self._places = [] if self._memory is None else list(_places(self._memory))
         self._next = 0
-        self.runs_to_look = 1
+        # Of few tensors, one that has moved is found by the next run.
+        runs = max(len(self._places) // (2 * _WATCHED_PER_RUN), 1)
+        self.runs_per_look = min(runs, _MOST_RUNS_PER_LOOK) if self._places else _MOST_RUNS_PER_LOOK
 
     def look(self) -> str | None:
         """Look at a few tensors on behalf of the runs since the last look; as `moved`."""
-        # Of few tensors, one that has moved is found by the next run.
-        runs = len(self._places) // (2 * _WATCHED_PER_RUN)
-        runs = self.runs_to_look = min(max(runs, 1), _MOST_RUNS_PER_LOOK)
-        return self.moved(runs * _WATCHED_PER_RUN)
+        return self.moved(self.runs_per_look * _WATCHED_PER_RUN)
 
     def moved(self, count: int | None = None) -> str | None:
         """Return the name of a tensor that has moved; None if none has.
@@ -151,7 +151,7 @@ def _address(tensors: Mapping[str, torch.Tensor | None], key: str) -> int | None
     return None if tensor is None else tensor.data_ptr()
 
 
-class Turn:
+class Turn(_C.Turn):
     """Whose turn it is to work in one memory pool: a replay overwrites what others have in it.
 
     Args:
@@ -163,50 +163,36 @@ class Turn:
     """
 
     def __init__(self, stream: int = 0) -> None:
+        super().__init__()
         self.stream = stream
         self.last: torch.cuda.Stream | None = None
         self.last_handle = -1
         self.last_event: torch.cuda.Event | None = None
         self.last_is_foreign = False
-        self._lock = threading.Lock()
-        self._owner: object = None
-        self._what = ""
-        self._thread = 0
 
-    def begin(self, owner: object, what: str, timeout_s: float = 0.0) -> None:
-        """Take the turn for the call `what` of `owner`.
+    def begin(
+        self, owner: object, what: str, timeout_s: float = 0.0, *, is_run: bool = False
+    ) -> None:
+        """Take the turn for the call `what` of `owner`; `end` must follow.
 
         Args:
             owner: a runner.
             what: its call, for messages.
             timeout_s: wait so long for other threads.
+            is_run: after any other call no run is repeated by `_C.Repeat` until it is known anew.
 
         Raises:
             BusyError: when it is taken, also by this thread.
         """
-        if not self._lock.acquire(False) and not self._wait(timeout_s):
-            who = "the runner" if self._owner is owner else "another runner of the same pool"
+        if not self.take(owner, what, timeout_s):
+            who = "the runner" if self.owner is owner else "another runner of the same pool"
             raise BusyError(
-                f"{what}: {who} is in the middle of {self._what}; "
+                f"{what}: {who} is in the middle of {self.what}; "
                 "one call at a time, and none from inside the step",
-                busy=self._owner,
+                busy=self.owner,
             )
-        self._owner, self._what, self._thread = owner, what, get_ident()
-
-    def detach(self) -> None:
-        """Let the turn outlast the call that took it: any thread may end it, or wait for that."""
-        self._thread = 0
-
-    def end(self) -> None:
-        """Give the turn back."""
-        self._owner, self._thread = None, 0
-        self._lock.release()
-
-    def _wait(self, timeout_s: float) -> bool:
-        # What this thread is in the middle of does not end while it waits here.
-        if timeout_s <= 0 or self._thread == get_ident():
-            return False
-        return self._lock.acquire(timeout=timeout_s)
+        if not is_run:
+            self.forget()
 
 
 _turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()

@@ -31,6 +31,11 @@ class Launch:
         self._executable: int = 0 if tell is None else tell()
         self._is_direct = False
 
+    @property
+    def executable(self) -> int | None:
+        """What the driver launches, if that is all there is to do on the current device."""
+        return self._executable if self._is_direct else None
+
     def __call__(self) -> None:
         """Launch the graph; the stream is the caller's current one of the graph's device.
 

@@ -77,6 +77,10 @@ class Outputs:
                 break
         return packed.copy() if isinstance(packed, dict) else packed
 
+    def kept(self, n: int) -> _PackedRows:
+        """Return what `rows` keeps of the same `n`: the packed rows, and each with its shape."""
+        return self._rows[n]
+
     def _make_rows(self, n: int) -> _PackedRows:
         with torch.inference_mode(False):
             rows = [tensor.narrow(0, 0, n) for tensor in self.tensors]

@@ -97,6 +97,7 @@ class GraphRunner(Generic[OutputT]):
             bursts=self._bursts,
         )
         self._gate = Gate(self, self._backend)
+        self._repeat = self._captured.repeat
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -239,21 +240,21 @@ class GraphRunner(Generic[OutputT]):
             CaptureError, AuditError, VerificationError: when a graph that is missed cannot be
                 captured; what is captured can still be run.
         """
-        # No call more than it takes, here and below: a program that has waited for the device, or
-        # worked on something else, finds little of this in the CPU's caches.
-        turn = self._gate.admit("run")
+        # Most runs are like one before. What is unusual about this one is found out below.
+        repeated: OutputT | None = self._repeat.run(self, n, inputs, variant)
+        if repeated is not None:
+            return repeated
+        self._gate.enter("run", is_run=True)
         try:
-            captured = self._captured
-            watch = captured.watch
-            watch.runs_to_look -= 1
-            if watch.runs_to_look <= 0:
-                self._require_unmoved(watch.look())
-            return captured.run(n if type(n) is int else as_integer("n", n), inputs, variant)
+            self._gate.require_ready()
+            if self._captured.is_look_due():
+                self._require_unmoved(self._captured.watch.look())
+            return self._captured.run(as_integer("n", n), inputs, variant)
         except CaptureError as error:
             self._gate.raise_own(error)
             raise
         finally:
-            turn.end()
+            self._gate.leave()
 
     def burst(
         self,

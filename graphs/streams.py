@@ -44,6 +44,7 @@ class CallerOrder:
             self.wait_for_last(stream)
             self._turn.last, self._turn.last_handle = stream, handle
             self._turn.last_is_foreign = _is_foreign(stream)
+            self._turn.last_stream = -1 if self._turn.last_is_foreign else handle
         return self._turn.last_is_foreign
 
     def passed(self) -> None:
@@ -68,6 +69,7 @@ class CallerOrder:
         """Forget the last call, which has been waited for."""
         turn = self._turn
         turn.last, turn.last_handle, turn.last_event = None, -1, None
+        turn.last_stream = -1
 
 
 class StreamScope(AbstractContextManager[None]):

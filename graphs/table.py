@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from ostinato import _C
 from ostinato.graphs.backend import Graph
 from ostinato.graphs.buckets import smallest_bucket
 from ostinato.graphs.keys import DEFAULT, Key, Variant
@@ -14,25 +15,17 @@ from ostinato.graphs.stats import BucketStats
 class Bucket:
     """One key: its graph, if there is one now, and how it was used since the last capture."""
 
-    __slots__ = ("_counts", "captures", "graph", "key")
+    __slots__ = ("captures", "counts", "graph", "key")
 
     def __init__(self, key: Key) -> None:
         self.key = key
         self.graph: Graph | None = None
         self.captures = 0
-        self._counts = (0, 0, 0)  # one object, so that another thread reads all of one time
-
-    def count(self, rows: int, *, replayed: bool = True) -> None:
-        """Note a run of so many rows, by a replay or by a call of the step."""
-        hits, eager, total = self._counts
-        if replayed:
-            self._counts = (hits + 1, eager, total + rows)
-        else:
-            self._counts = (hits, eager + 1, total + rows)
+        self.counts = _C.RunCounts()
 
     def stats(self) -> BucketStats:
         """Return what was counted."""
-        hits, eager, rows = self._counts
+        hits, eager, rows = self.counts.read()
         size, variant = self.key
         return BucketStats(size, hits, rows, variant.q_len, variant.name, eager, self.captures)
 
@@ -59,8 +52,7 @@ class GraphTable:
         self.limit = None if misses is None else misses.max_graphs
         self._captures_misses = misses is not None and misses.action == "capture"
         self._captured: dict[Variant, tuple[int, ...]] = {}
-        self._last: tuple[int, Variant, Bucket] | None = None  # what a run looks at first
-        self._hits: dict[Variant, _Row] = {}  # and next
+        self._hits: dict[Variant, _Row] = {}  # what a run looks at first
         self._list()
         self._recent: dict[Key, None] = {}  # in the order of their last runs
 
@@ -96,19 +88,6 @@ class GraphTable:
         if not 1 <= n <= sizes[-1]:
             smallest_bucket(n, sizes)  # refuses it
         return buckets[bisect_left(sizes, n)]
-
-    def find_again(self, n: int, variant: Variant) -> Bucket:
-        """Return what `find` does, sooner where the last call was the same; for runs alone.
-
-        Raises:
-            ValueError: as `find`.
-        """
-        last = self._last
-        if last is not None and last[0] == n and last[1] is variant:
-            return last[2]
-        bucket = self.find(n, variant)
-        self._last = n, variant, bucket
-        return bucket
 
     def use(self, key: Key) -> None:
         """Note that a graph is about to be run; needed where `limit` is not None."""
@@ -148,7 +127,6 @@ class GraphTable:
         return served, [self.buckets[Key(size, variant)] for size in served]
 
     def _list(self) -> None:
-        self._last = None
         self._captured = {
             variant: tuple(
                 size for size in sizes if self.buckets[Key(size, variant)].graph is not None

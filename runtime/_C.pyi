@@ -1,5 +1,8 @@
 """The compiled loader (csrc/bindings.cpp). Pointers and streams are integers, 0 for null."""
 
+from collections.abc import Callable
+from typing import Any
+
 ABI: dict[str, int]
 
 # An address, then the strides of all dimensions but the last, in elements.
@@ -15,6 +18,116 @@ def launch_graph(executable: int, stream: int) -> int:
     Raises:
         RuntimeError: without a CUDA driver; an `executable` that is none crashes.
     """
+
+def note_fork() -> None:
+    """Tell every `Repeat` that this is a fork of the process that it learnt its run in."""
+
+class RunCounts:
+    """How a graph was used since the last capture."""
+
+    def __init__(self) -> None: ...
+    def add(self, n: int, replayed: bool = True) -> None:
+        """Note a run of `n` rows, by a replay or by a call of the step."""
+
+    def read(self) -> tuple[int, int, int]:
+        """Return replays, calls of the step, and rows, all of one moment."""
+
+class Turn:
+    """One turn that callers in any thread take, one at a time.
+
+    Attributes:
+        owner, what: of the call that has it, or had it last.
+        last_stream: the handle of the stream of the last call; -1 where there was none, or it is
+            not sure to be there still.
+    """
+
+    last_stream: int
+    @property
+    def owner(self) -> object: ...
+    @property
+    def what(self) -> str: ...
+    def __init__(self) -> None: ...
+    def take(self, owner: object, what: str, timeout_s: float = 0.0) -> bool:
+        """Take the turn; False if it is not free.
+
+        Other threads are waited for so many seconds, with the GIL released.
+        """
+
+    def forget(self) -> None:
+        """Let every `Repeat` of this turn forget its runs; whoever calls it has the turn."""
+
+    def detach(self) -> None:
+        """Let the turn outlast the call that took it: any thread may end it, or wait for that."""
+
+    def end(self) -> None:
+        """Give the turn back."""
+
+    def count_closing(self, calls: int) -> None:
+        """Add to the calls that wait to close a runner: while there are any, no run is repeated."""
+
+class Repeat:
+    """Repeats runs without a frame of Python, while nothing but runs is done in their turn.
+
+    Args:
+        current_stream, device: on CUDA a function of the device's index that returns the handle of
+            the caller's stream, and that index; without them runs are in program order.
+        current_device: a function that returns the current device's index, where it may be another.
+
+    Attributes:
+        runs_to_look: runs until declared memory must be looked at.
+    """
+
+    runs_to_look: int
+
+    def __init__(
+        self,
+        current_stream: Callable[[int], int] | None = None,
+        device: int | None = None,
+        current_device: Callable[[], int] | None = None,
+    ) -> None: ...
+    def run(self, owner: object, n: int, inputs: object, variant: object) -> Any:
+        """Run once more: take the turn, stage, launch, count, and return the outputs.
+
+        Returns:
+            None, when nothing has been done, because this run is not known; the turn is taken, or
+            somebody waits to close a runner; the caller's stream is another than that of the last
+            call, or is being captured; this is a fork; or `look` finds something.
+        """
+
+    def learn(
+        self,
+        *,
+        turn: Turn,
+        n: int,
+        variant: object,
+        batch_size: int,
+        stager: object,
+        executable: int,
+        replay: Callable[[], None],
+        counts: RunCounts,
+        look: Callable[[], object],
+        runs_per_look: int,
+        rows: tuple[Any, list[tuple[Any, Any]]],
+        remake: Callable[[int], Any],
+    ) -> None:
+        """Take note of a run that has just been made, in the place of another if there are many.
+
+        There is room for 128 runs, four for each `n` modulo 32.
+
+        Args:
+            turn: its caller has it, and it is the same until everything is forgotten.
+            n: rows.
+            variant: of them; runs are found by both.
+            batch_size: of the graph.
+            stager: its `stage(inputs, n, batch_size)` writes the inputs.
+            executable: the graph, or 0 where `replay` must be called.
+            replay: called also when the driver refuses, to say why.
+            counts: of the graph.
+            look: returns None unless memory has moved.
+            runs_per_look: how often it is called.
+            rows: the outputs, and each tensor of them with its shape; outputs in a dict are copied.
+            remake: returns the outputs of `n` rows where a tensor has another shape.
+        """
 
 class W8A8Gemm:
     """A loaded library whose launch takes `W8A8GemmParams` (csrc/gemm_w8a8/params.h)."""
@@ -164,7 +277,7 @@ class Prefill:
     ) -> None: ...
 
 class Quantize:
-    """A loaded library whose launch takes `QuantizeParams` (csrc/gemm_w8a8/params.h)."""
+    """Its launch takes `PaddedQuantizeParams` (csrc/gemm_w8a8/quantize_params.h)."""
 
     def __init__(self, path: str) -> None: ...
     def prepare(self) -> None: ...
@@ -188,6 +301,7 @@ class Quantize:
         norm_weight: int = 0,
         eps: float = 0.0,
         pdl: bool = False,
+        n_active: int = 0,
     ) -> None: ...
 
 class AppendKV:

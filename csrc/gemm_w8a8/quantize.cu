@@ -16,8 +16,8 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "gemm_w8a8/params.h"
 #include "gemm_w8a8/quantize_kernels.cuh"
+#include "gemm_w8a8/quantize_params.h"
 
 namespace ostinato {
 namespace {
@@ -26,7 +26,7 @@ constexpr int kWarpRowThreads = 128;  // of a CTA whose warps have a row each
 constexpr int kMaxCtasPerRow = 8;     // the largest portable cluster
 
 struct Plan {
-  void (*kernel)(QuantizeParams, KnownDivisor);
+  void (*kernel)(PaddedQuantizeParams, KnownDivisor);
   uint32_t threads;
   uint32_t rows_per_cta;
   uint32_t ctas_per_row;
@@ -162,7 +162,7 @@ bool is_valid(const QuantizeParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::QuantizeParams* params, void* stream) {
+OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params, void* stream) {
   using namespace ostinato;
   if (params->m < 0 || params->k <= 0) {
     return cudaErrorInvalidValue;

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "common/launch.cuh"
-#include "gemm_w8a8/params.h"
+#include "gemm_w8a8/quantize_params.h"
 #include "gemm_w8a8/quantize_rows.cuh"
 #include "gemm_w8a8/quantize_stages.cuh"
 
@@ -14,6 +14,16 @@ namespace ostinato {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+
+// Asks how many rows are real. Inline, so that nothing waits for the answer before it is used: by
+// then x, which is asked for later, has not arrived, either.
+__device__ __forceinline__ int32_t rows_of(const PaddedQuantizeParams& p) {
+  int32_t rows = p.m;
+  if (p.n_active != nullptr) {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(rows) : "l"(p.n_active));
+  }
+  return rows;
+}
 
 // Who shares a row.
 enum class Share { warp, cta, cluster };
@@ -112,7 +122,7 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
 // Rows of up to kElements elements per thread: each is read once and kept in registers.
 template <int kElements, Share kShare, int kThreads, int kCtas, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    quantize_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
+    quantize_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
   constexpr int kVectors = kElements / kVectorSize;
   constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
   constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
@@ -135,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     thread = blockDim.x * cluster.block_rank() + threadIdx.x;
     index = blockIdx.x / cluster.num_blocks();
   }
+  const int32_t rows = rows_of(p);
   const uint32_t k = static_cast<uint32_t>(p.k);
   const auto first_of = [&](int vector) { return (vector * threads + thread) * kVectorSize; };
 
@@ -172,6 +183,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (int v = 0; v < kLoadsInFlight; ++v) {
       load_pair<kAligned>(row, first_of(group + v), x[v], second[v]);
     }
+    if (group == 0 && index >= rows) {
+      return;
+    }
 #pragma unroll
     for (int v = 0; v < kLoadsInFlight; ++v) {
       combine<kAligned>(row, first_of(group + v), x[v], second[v], values[group + v]);
@@ -192,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 // may be the residual itself.
 template <bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    quantize_long_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
+    quantize_long_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
   __shared__ float sums[kMaxWarps];
   __shared__ float maxima[kMaxWarps];
   const uint32_t k = static_cast<uint32_t>(p.k);
@@ -201,8 +215,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const uint32_t step = blockDim.x * kVectorSize;
   const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
 
+  const int32_t rows = rows_of(p);
   let_successor_start();
   wait_for_predecessor();
+  if (blockIdx.x >= rows) {
+    return;
+  }
   const Static fixed(p);
   Row row(p, blockIdx.x);
   float rms_value = 1.0f;

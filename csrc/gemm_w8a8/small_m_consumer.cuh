@@ -30,7 +30,7 @@ class Consumer {
     x_token_ = first_token_ + lane_ / 8;
     x_ = static_cast<const uint8_t*>(params.x) + x_token_ * params.x_stride + column;
     x_limit_ = params.k - column;
-    // x of rows that nobody looks at would take as long to arrive as that of others.
+    // x and results of rows that nobody looks at would take as long as those of others.
     active_ = params.n_active == nullptr ? params.m : min(params.m, *params.n_active);
     resident_ = work.chunks <= kSlots;
     // Weight constants, so they may be read before the wait; two passes ahead, since they queue
@@ -322,7 +322,7 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < ceil_div(kTokens, kTokenStep); ++i) {
       const int token = threadIdx.x / kRows + i * kTokenStep;
-      if (token >= params_.m) {
+      if (token >= active_) {
         break;
       }
       typename Input::Sum sums[kDepthWarps];

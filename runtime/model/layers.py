@@ -111,7 +111,11 @@ class W8A8Linear:
                 batch_invariant=self.batch_invariant,
             )
         quantized = ops.quantize_per_tensor(
-            x, self.input_scale, self.weight.dtype, zero_point=self.input_zero_point
+            x,
+            self.input_scale,
+            self.weight.dtype,
+            zero_point=self.input_zero_point,
+            n_active=n_active,
         )
         return self._matmul(quantized, self.input_scale, n_active)
 
@@ -149,6 +153,7 @@ class W8A8Linear:
             residual=residual,
             scale=self.input_scale,
             zero_point=self.input_zero_point,
+            n_active=n_active,
         )
         return self._matmul(quantized, scale, n_active), total[0] if total else x
 
@@ -183,7 +188,11 @@ class W8A8Linear:
     ) -> torch.Tensor:
         """Apply the layer to the quantised silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
         quantized, scale = ops.silu_mul_quantize(
-            gate_up, self.weight.dtype, scale=self.input_scale, zero_point=self.input_zero_point
+            gate_up,
+            self.weight.dtype,
+            scale=self.input_scale,
+            zero_point=self.input_zero_point,
+            n_active=n_active,
         )
         return self._matmul(quantized, scale, n_active)
 

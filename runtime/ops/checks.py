@@ -104,6 +104,12 @@ def positive_scale(name: str, value: torch.Tensor | None, *, or_zero: bool = Fal
             raise ValueError(f"{name}: got {element}, expected finite numbers {expected}")
 
 
+def active(n_active: torch.Tensor | None, device: torch.device) -> None:
+    """Check the number of rows that are real."""
+    if n_active is not None:
+        tensor("n_active", n_active, (torch.int32,), (1,), device)
+
+
 def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
     """Check that none of the last dimensions of `value`, named here in order, has size 0."""
     for dimension, size in zip(reversed(dimensions), reversed(value.shape), strict=False):

@@ -7,7 +7,7 @@ import torch
 from ostinato.ops import checks
 from ostinato.ops.fused_launch import launch_fused
 from ostinato.ops.library import register
-from ostinato.ops.linear import check_active, check_weight, multiply
+from ostinato.ops.linear import check_weight, multiply
 from ostinato.ops.norm import check_norm, normalize_and_quantize
 from ostinato.ops.packing import PackedWeight
 from ostinato.ops.quantize import quantize_tokens
@@ -37,7 +37,7 @@ def dynamic_w8a8_linear(
         w: [N, K] int8 or float8_e4m3fn, plain or packed.
         w_scale: fp32, [N] per output channel or a scalar.
         bias: [N] of `out_dtype`, or fp32.
-        n_active: as of `w8a8_linear`.
+        n_active: as of `w8a8_linear`; rows after the real ones are not quantised, either.
         out_dtype: bf16, fp16 or fp32.
         batch_invariant: as of `w8a8_linear`.
         out: [M, N] of `out_dtype`, written and returned; allocated when None.
@@ -50,7 +50,7 @@ def dynamic_w8a8_linear(
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
     shape = (x.size(0), check_weight(w, x.shape, w_scale, bias, out_dtype, x.device))
-    check_active(n_active, x.device)
+    checks.active(n_active, x.device)
     checks.flag("batch_invariant", batch_invariant)
     if out is not None:
         checks.output("out", out, (out_dtype,), shape, x.device)
@@ -90,7 +90,7 @@ def rms_norm_w8a8_linear(
     """
     check_norm(x, weight, eps, residual)
     shape = (x.size(0), check_weight(w, x.shape, w_scale, bias, out_dtype, x.device))
-    check_active(n_active, x.device)
+    checks.active(n_active, x.device)
     checks.flag("batch_invariant", batch_invariant)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=out_dtype, device=x.device)
@@ -116,7 +116,7 @@ def _dynamic_w8a8_linear(
     if x.is_cuda and launch_fused(x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None):
         return
     codes, scale = codes_of(x, w)
-    quantize_tokens(x, codes, scale)
+    quantize_tokens(x, codes, scale, n_active)
     how = (True, batch_invariant, False)
     multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
 
@@ -139,7 +139,8 @@ def _rms_norm_w8a8_linear(
     ):
         return
     codes, scale = codes_of(x, w)
-    normalize_and_quantize(x, weight, eps, residual, None, None, False, codes, scale, residual_out)
+    outputs = (codes, scale, residual_out)
+    normalize_and_quantize(x, weight, eps, residual, None, None, False, *outputs, n_active)
     how = (True, batch_invariant, False)
     multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
 

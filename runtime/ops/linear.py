@@ -123,7 +123,7 @@ def w8a8_linear(
         if x_zero_point is None:
             raise ValueError("w_sum: got a tensor, expected None without x_zero_point")
         checks.tensor("w_sum", w_sum, (torch.int32,), (columns,), device)
-    check_active(n_active, device)
+    checks.active(n_active, device)
     checks.flag("fast_accum", fast_accum)
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_scales", check_scales)
@@ -135,12 +135,6 @@ def w8a8_linear(
         how = (fast_accum, batch_invariant, check_scales)
         _w8a8_linear_op(x, weight, x_scale, w_scale, bias, x_zero_point, w_sum, n_active, *how, out)
     return out
-
-
-def check_active(n_active: torch.Tensor | None, device: torch.device) -> None:
-    """Check the number of rows that are real."""
-    if n_active is not None:
-        checks.tensor("n_active", n_active, (torch.int32,), (1,), device)
 
 
 def check_weight(

@@ -10,7 +10,7 @@ from ostinato.ops import checks
 from ostinato.ops.fused import codes_of, rms_norm_w8a8_linear
 from ostinato.ops.gemm import ToSample, best_parts
 from ostinato.ops.library import register
-from ostinato.ops.linear import check_active, check_weight, multiply
+from ostinato.ops.linear import check_weight, multiply
 from ostinato.ops.norm import check_norm, normalize_and_quantize
 from ostinato.ops.packing import PackedWeight
 from ostinato.ops.places import best_places
@@ -57,7 +57,7 @@ def rms_norm_w8a8_logits(
     """
     check_norm(x, weight, eps, residual)
     shape = (x.size(0), check_weight(w, x.shape, w_scale, bias, torch.float32, x.device))
-    check_active(n_active, x.device)
+    checks.active(n_active, x.device)
     checks.flag("batch_invariant", batch_invariant)
     checks.tensor("temperature", temperature, (torch.float32,), shape[:1], x.device)
     if repetition_penalty is not None:
@@ -119,7 +119,8 @@ def _rms_norm_w8a8_logits(
 ) -> None:
     codes, scale = codes_of(x, w)
     total = None if residual is None else torch.empty_like(x)
-    normalize_and_quantize(x, weight, eps, residual, None, None, False, codes, scale, total)
+    outputs = (codes, scale, total)
+    normalize_and_quantize(x, weight, eps, residual, None, None, False, *outputs, n_active)
     operands = (codes, w, scale, w_scale, bias, None, None, n_active)
     to_sample = ToSample(best, temperature, repetition_penalty) if x.is_cuda else None
     multiply(*operands, True, batch_invariant, False, out, to_sample)

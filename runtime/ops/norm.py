@@ -85,14 +85,15 @@ def rms_norm_quantize(
     scale: torch.Tensor | None = None,
     zero_point: torch.Tensor | None = None,
     check_scales: bool = False,
+    n_active: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, ...]:
     """Do `rms_norm`, then quantise its fp32 result without rounding it in between.
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
-    whose `dtype`, `scale`, `zero_point` and `check_scales` these are; all else is as for
-    `rms_norm`. On CUDA `weight` is a constant: the kernel may read it while kernels before it on
-    the stream are still running, so none of those may write it.
+    whose `dtype`, `scale`, `zero_point`, `check_scales` and `n_active` these are (the last counts
+    for the sum, too); all else is as for `rms_norm`. On CUDA `weight` is a constant: the kernel may
+    read it while kernels before it on the stream are still running, so none of those may write it.
 
     Returns:
         (values [M, K] of `dtype`, scale), then the sum x + residual if `residual` was given. scale
@@ -105,6 +106,7 @@ def rms_norm_quantize(
     check_norm(x, weight, eps, residual)
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
+    checks.active(n_active, x.device)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
         scale_out = residual_out = None
@@ -112,8 +114,9 @@ def rms_norm_quantize(
             scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         if residual is not None:
             residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        outputs = (out, scale_out, residual_out)
         _rms_norm_quantize_op(
-            x, weight, eps, residual, scale, zero_point, check_scales, out, scale_out, residual_out
+            x, weight, eps, residual, scale, zero_point, check_scales, *outputs, n_active
         )
     results = (out, scale, scale_out, residual_out)
     return tuple(result for result in results if result is not None)
@@ -167,6 +170,7 @@ def normalize_and_quantize(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
+    n_active: torch.Tensor | None = None,
 ) -> None:
     """Do `rms_norm_quantize` with checked arguments, into `out`, `scale_out`, `residual_out`."""
     if check_scales:
@@ -183,6 +187,7 @@ def normalize_and_quantize(
             residual_out=residual_out,
             norm_weight=weight,
             eps=eps,
+            n_active=n_active,
         )
         return
     rows = _normalized(x, weight, eps, residual, residual_out)
@@ -197,6 +202,6 @@ _rms_norm_op = register(
 _rms_norm_quantize_op = register(
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? scale, "
     "Tensor? zero_point, bool check_scales, Tensor(a!) out, Tensor(b!)? scale_out, "
-    "Tensor(c!)? residual_out) -> ()",
+    "Tensor(c!)? residual_out, Tensor? n_active=None) -> ()",
     normalize_and_quantize,
 )

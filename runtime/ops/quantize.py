@@ -47,6 +47,7 @@ def quantize_per_token(
     x: torch.Tensor,
     dtype: torch.dtype,
     *,
+    n_active: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
     stream: checks.Stream = None,
@@ -59,6 +60,9 @@ def quantize_per_token(
     Args:
         x: [M, K] bf16, fp16 or fp32.
         dtype: torch.int8 or torch.float8_e4m3fn.
+        n_active: int32 [1], how many rows of x are real: those after them are padding, whose
+            results mean nothing. On CUDA they are left out; it is read while kernels before this
+            one are still running, so none of those may write it.
         out: [M, K] of `dtype`, written and returned; allocated when None.
         scale_out: [M] fp32, likewise.
         stream: see `ostinato.ops`.
@@ -70,6 +74,7 @@ def quantize_per_token(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     _check_input(x, dtype)
+    checks.active(n_active, x.device)
     if out is not None:
         checks.output("out", out, (dtype,), x.shape, x.device)
     if scale_out is not None:
@@ -79,7 +84,7 @@ def quantize_per_token(
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
         if scale_out is None:
             scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        _quantize_per_token_op(x, out, scale_out)
+        _quantize_per_token_op(x, out, scale_out, n_active)
     return out, scale_out
 
 
@@ -90,6 +95,7 @@ def quantize_per_tensor(
     *,
     zero_point: torch.Tensor | None = None,
     check_scales: bool = False,
+    n_active: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -105,6 +111,7 @@ def quantize_per_tensor(
         zero_point: int32 scalar tensor in -128..127, int8 only: asymmetric quantisation.
         check_scales: for debugging: wait for the device, and refuse a scale that is not positive
             and finite.
+        n_active: as of `quantize_per_token`.
         out: [M, K] of `dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -117,12 +124,13 @@ def quantize_per_tensor(
     _check_input(x, dtype)
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
+    checks.active(n_active, x.device)
     if out is not None:
         checks.output("out", out, (dtype,), x.shape, x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        _quantize_per_tensor_op(x, scale, zero_point, check_scales, out)
+        _quantize_per_tensor_op(x, scale, zero_point, check_scales, out, n_active)
     return out
 
 
@@ -167,10 +175,15 @@ def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
 
 
-def quantize_tokens(x: torch.Tensor, out: torch.Tensor, scale_out: torch.Tensor) -> None:
+def quantize_tokens(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale_out: torch.Tensor,
+    n_active: torch.Tensor | None = None,
+) -> None:
     """Do `quantize_per_token` with checked arguments, into `out` and `scale_out`."""
     if x.device.type == "cuda":
-        quantize_rows("per_token", x, None, None, out, scale_out)
+        quantize_rows("per_token", x, None, None, out, scale_out, n_active=n_active)
     else:
         quantize_into(x.float(), None, None, out, scale_out)
 
@@ -181,21 +194,23 @@ def _quantize_per_tensor(
     zero_point: torch.Tensor | None,
     check_scales: bool,
     out: torch.Tensor,
+    n_active: torch.Tensor | None = None,
 ) -> None:
     if check_scales:
         checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
-        quantize_rows("per_token", x, scale, zero_point, out, None)
+        quantize_rows("per_token", x, scale, zero_point, out, None, n_active=n_active)
     else:
         quantize_into(x.float(), scale, zero_point, out, None)
 
 
 _quantize_per_token_op = register(
-    "quantize_per_token(Tensor x, Tensor(a!) out, Tensor(b!) scale_out) -> ()",
+    "quantize_per_token(Tensor x, Tensor(a!) out, Tensor(b!) scale_out, "
+    "Tensor? n_active=None) -> ()",
     quantize_tokens,
 )
 _quantize_per_tensor_op = register(
     "quantize_per_tensor(Tensor x, Tensor scale, Tensor? zero_point, bool check_scales, "
-    "Tensor(a!) out) -> ()",
+    "Tensor(a!) out, Tensor? n_active=None) -> ()",
     _quantize_per_tensor,
 )

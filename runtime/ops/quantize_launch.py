@@ -22,11 +22,12 @@ def quantize_rows(
     residual_out: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    n_active: torch.Tensor | None = None,
 ) -> None:
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
     The arguments are those of the ops, checked. Of these tensors the kernel reads only
-    `norm_weight` before those in front of it on the stream have ended.
+    `norm_weight` and `n_active` before those in front of it on the stream have ended.
     """
     m, k = out.shape
     if m == 0:
@@ -61,5 +62,6 @@ def quantize_rows(
             m=m,
             k=k,
             pdl=pdl.enabled(),
+            n_active=address_of(n_active),
             stream=stream,
         )

@@ -42,13 +42,14 @@ def silu_mul_quantize(
     scale: torch.Tensor | None = None,
     zero_point: torch.Tensor | None = None,
     check_scales: bool = False,
+    n_active: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `silu_mul`, then quantise its fp32 result without rounding it in between.
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
-    whose `dtype`, `scale`, `zero_point` and `check_scales` these are; all else is as for
-    `silu_mul`.
+    whose `dtype`, `scale`, `zero_point`, `check_scales` and `n_active` these are; all else is as
+    for `silu_mul`.
 
     Returns:
         (values [M, I] of `dtype`, scale), scale fp32: [M] per token, else the one passed.
@@ -60,13 +61,14 @@ def silu_mul_quantize(
     shape = _check_gated(x)
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
+    checks.active(n_active, x.device)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=dtype, device=x.device)
         if scale is not None:
-            _silu_mul_quantize_op(x, scale, zero_point, check_scales, out, None)
+            _silu_mul_quantize_op(x, scale, zero_point, check_scales, out, None, n_active)
             return out, scale
         scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        _silu_mul_quantize_op(x, None, None, False, out, scale_out)
+        _silu_mul_quantize_op(x, None, None, False, out, scale_out, n_active)
     return out, scale_out
 
 
@@ -97,11 +99,12 @@ def _silu_mul_quantize(
     check_scales: bool,
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
+    n_active: torch.Tensor | None = None,
 ) -> None:
     if check_scales:
         checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
-        quantize_rows("silu_mul", x, scale, zero_point, out, scale_out)
+        quantize_rows("silu_mul", x, scale, zero_point, out, scale_out, n_active=n_active)
     else:
         quantize_into(_gated(x), scale, zero_point, out, scale_out)
 
@@ -109,6 +112,6 @@ def _silu_mul_quantize(
 _silu_mul_op = register("silu_mul(Tensor x, Tensor(a!) out) -> ()", _silu_mul)
 _silu_mul_quantize_op = register(
     "silu_mul_quantize(Tensor x, Tensor? scale, Tensor? zero_point, bool check_scales, "
-    "Tensor(a!) out, Tensor(b!)? scale_out) -> ()",
+    "Tensor(a!) out, Tensor(b!)? scale_out, Tensor? n_active=None) -> ()",
     _silu_mul_quantize,
 )

@@ -270,11 +270,16 @@ def test_another_thread_may_use_the_device_during_a_capture(make_runner):
     assert done.is_set()
 
 
-def test_run_while_the_callers_stream_is_captured_is_refused(step, make_runner):
+@pytest.mark.parametrize("known", [False, True])
+def test_run_while_the_callers_stream_is_captured_is_refused(known, step, make_runner):
     runner = make_runner(step)
     runner.capture([4])
     inputs = toy_inputs(4, CUDA)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2 * known):  # a graph's first replay tells whether it has random numbers
+            runner.run(4, inputs)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         x = torch.zeros(4, device=CUDA) + 1
         for call in (lambda: runner.run(4, inputs), runner.recapture):
             with pytest.raises(BusyError, match="current stream is being captured"):

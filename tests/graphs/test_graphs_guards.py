@@ -58,6 +58,7 @@ def in_a_fork(function):
 def test_a_fork_of_the_process_is_refused_and_the_parent_goes_on(step):
     runner = cpu_runner(step)
     runner.capture([2])
+    runner.run(1, ONE_ROW)
     for call in (
         lambda: runner.run(1, ONE_ROW),
         runner.capture,

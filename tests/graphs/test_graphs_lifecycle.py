@@ -170,12 +170,14 @@ class SlowStep(ToyStep):
         return super().__call__(batch)
 
 
-@pytest.fixture
-def slow_run():
+@pytest.fixture(params=["first run", "known run"])
+def slow_run(request):
     """A runner on the CPU, in the midst of a run of another thread."""
     step = SlowStep()
     runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
     runner.capture([2])
+    if request.param == "known run":
+        runner.run(1, ONE_ROW)
     results = []
     step.slow = True
     thread = threading.Thread(target=lambda: results.append(runner.run(1, ONE_ROW)["tokens"]))
@@ -217,8 +219,8 @@ def test_runs_are_refused_while_close_waits(step, monkeypatch):
     seen = []
     begin = runner._backend.turn.begin
 
-    def waiting_begin(owner, what, timeout_s=0.0):
-        begin(owner, what, timeout_s)
+    def waiting_begin(owner, what, *options, **named):
+        begin(owner, what, *options, **named)
         if what == "close":
             try:
                 runner.require_captured()

@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give a library without a kernel that takes `QuantizeParams`."""
+    """Give a library without a kernel that takes `PaddedQuantizeParams`."""
     return build_recorder(tmp_path_factory.mktemp("recorder"))
 
 

@@ -59,7 +59,8 @@ class Probe(Variant):
 
     @property
     def params(self) -> tuple[Path, ...]:
-        return (CSRC / "gemm_w8a8" / "params.h",)
+        folder = CSRC / "gemm_w8a8"
+        return (folder / "params.h", folder / "quantize_params.h")
 
     @property
     def name(self) -> str:
@@ -136,7 +137,7 @@ _HEADERS = {
     "FusedLinearParams": ("fused_linear/params.h", "fused_linear"),
     "MergeStatesParams": ("merge/params.h", "merge"),
     "PagedDecodeParams": ("attention/params.h", "attention"),
-    "QuantizeParams": ("gemm_w8a8/params.h", "gemm_w8a8"),
+    "PaddedQuantizeParams": ("gemm_w8a8/quantize_params.h", "gemm_w8a8_quantize"),
     "SampleParams": ("sampling/params.h", "sampling"),
     "ScaledPrefillParams": ("attention/prefill_params.h", "attention_prefill"),
     "W8A8GemmParams": ("gemm_w8a8/params.h", "gemm_w8a8"),
@@ -145,7 +146,7 @@ _HEADERS = {
 
 def build_recorder(
     folder: Path,
-    params: str = "QuantizeParams",
+    params: str = "PaddedQuantizeParams",
     *,
     abi: str | None = None,
     prepare: int = 0,

@@ -62,6 +62,7 @@ class QuantizeFields(ctypes.Structure):
         *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
         ("scale_out", ctypes.c_void_p),
         *[(name, ctypes.c_int32) for name in ("m", "k", "pdl")],
+        ("n_active", ctypes.c_void_p),
     ]
 
 
@@ -205,7 +206,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
     ("params", "fields", "kind"),
     [
         ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
-        ("QuantizeParams", QuantizeFields, _C.Quantize),
+        ("PaddedQuantizeParams", QuantizeFields, _C.Quantize),
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
         ("FusedLinearParams", FusedLinearFields, _C.FusedLinear),
         ("SampleParams", SampleFields, _C.Sample),

@@ -31,12 +31,12 @@ _SHAPES = {
 }
 
 Outputs = list[torch.Tensor]
-Run = Callable[[str, BuildMode, Outputs], Outputs]
+Run = Callable[..., Outputs]
 
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """Give a function of kind, mode and inputs that returns codes, scales and, if any, sums."""
+    """Give a function of kind, mode, inputs and n_active: codes, scales and, if any, sums."""
     wanted = [(kind, RELEASE) for kind in QUANTIZE_KINDS]
     wanted += [(kind, BuildMode(delay_site=site)) for kind in _SITES for site in _SITES[kind]]
     plans = [plan(Quantize(kind=k, in_dtype="bf16", out_dtype="int8"), mode) for k, mode in wanted]
@@ -45,7 +45,9 @@ def run() -> Run:
     for library in libraries.values():
         library.prepare()
 
-    def launch(kind: str, mode: BuildMode, inputs: Outputs) -> Outputs:
+    def launch(
+        kind: str, mode: BuildMode, inputs: Outputs, n_active: torch.Tensor | None = None
+    ) -> Outputs:
         x = inputs[0]
         m, k = x.size(0), x.size(1) // (2 if kind == "silu_mul" else 1)
         out = torch.full((m, k), 99, dtype=torch.int8, device="cuda")
@@ -72,6 +74,7 @@ def run() -> Run:
             k=k,
             stream=torch.cuda.current_stream().cuda_stream,
             pdl=True,
+            n_active=0 if n_active is None else n_active.data_ptr(),
             **norm,
         )
         return outputs
@@ -111,6 +114,25 @@ def test_a_row_does_not_depend_on_the_rows_around_it(run: Run, kind: str, k: int
         rows = [x[first:end], *weights, *(tensor[first:end] for tensor in residuals)]
         got = run(kind, RELEASE, rows)
         assert all(torch.equal(a, b[first:end]) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "k"), [*_CASES, *((kind, 70, 200) for kind in QUANTIZE_KINDS)]
+)
+def test_padding_is_left_out_and_changes_no_real_row(run: Run, kind: str, m: int, k: int) -> None:
+    x, *others = _inputs(kind, m, k)
+    weights, residuals = others[:1], others[1:]
+    expected = run(kind, RELEASE, [x, *others])
+    for real in sorted({0, 1, m // 2, m - 1, m, m + 5}, reverse=True):
+        n_active = torch.tensor([real], dtype=torch.int32, device="cuda")
+        for tensor in (x, *residuals):
+            tensor[real:] = torch.nan
+        codes, scales, *sums = run(kind, RELEASE, [x, *weights, *residuals], n_active)
+        for got, want in zip((codes, scales, *sums), expected, strict=True):
+            assert torch.equal(got[:real], want[:real])
+        assert (codes[real:] == 99).all()
+        assert (scales[real:] == -1).all()
+        assert not any(total[real:].any() for total in sums)
 
 
 @pytest.mark.parametrize("kind", QUANTIZE_KINDS)

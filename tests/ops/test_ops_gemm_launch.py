@@ -231,6 +231,7 @@ def test_nothing_is_launched_for_nothing(shape: tuple[int, int], launches: Launc
 def test_quantization_arguments(launches: Launches) -> None:
     x, residual = torch.randn(3, 40)[:, :32], torch.randn(3, 48)[:, :32]
     weight, out = torch.ones(32), torch.empty(3, 64, dtype=torch.int8)[:, :32]
+    n_active = torch.tensor([2], dtype=torch.int32)
     total, scale_out = torch.empty(3, 32), torch.empty(3)
     quantize_launch.quantize_rows(
         "rms_norm",
@@ -243,6 +244,7 @@ def test_quantization_arguments(launches: Launches) -> None:
         residual_out=total,
         norm_weight=weight,
         eps=0.5,
+        n_active=n_active,
     )
     (launch,) = launches
     assert launch == {
@@ -263,6 +265,7 @@ def test_quantization_arguments(launches: Launches) -> None:
         "m": 3,
         "k": 32,
         "pdl": True,
+        "n_active": n_active.data_ptr(),
         "stream": STREAM,
     }
 
@@ -276,7 +279,7 @@ def test_gated_and_static_quantization_arguments(launches: Launches) -> None:
     assert static["variant"] == Quantize(kind="silu_mul", in_dtype="fp16", out_dtype="int8")
     assert (static["k"], static["x_stride"]) == (32, 64)
     assert (static["static_scale"], static["zero_point"]) == (scale.data_ptr(), zero.data_ptr())
-    assert (static["scale_out"], static["norm_weight"]) == (0, 0)
+    assert (static["scale_out"], static["norm_weight"], static["n_active"]) == (0, 0, 0)
     assert dynamic["variant"].out_dtype == "e4m3"
     assert dynamic["static_scale"] == 0
     assert dynamic["scale_out"] != 0

@@ -210,3 +210,45 @@ def test_scales_are_checked_where_asked(bad: float, device: torch.device) -> Non
         with pytest.raises(TypeError, match="check_scales: got int, expected a bool"):
             call(scale=torch.tensor(0.5, device=device), check_scales=1)
     ops.silu_mul_quantize(x, E4M3, check_scales=True)
+
+
+def quantizations(n_active: torch.Tensor | None, device: torch.device) -> list[Any]:
+    """Return what every op makes of five rows, of which so many are real."""
+    x, options = torch.randn(5, 64, device=device), {"n_active": n_active}
+    one, weight = torch.ones((), device=device), torch.rand(64, device=device)
+    return [
+        ops.quantize_per_token(x, torch.int8, **options),
+        (ops.quantize_per_tensor(x, one, torch.int8, **options),),
+        ops.silu_mul_quantize(x, torch.int8, **options),
+        ops.rms_norm_quantize(x, weight, 1e-6, torch.int8, residual=x, **options),
+    ]
+
+
+def test_rows_before_the_padding_are_quantized_as_ever(device: torch.device) -> None:
+    torch.manual_seed(3)
+    expected = quantizations(None, device)
+    for real in (5, 2, 1):
+        torch.manual_seed(3)
+        found = quantizations(torch.tensor([real], dtype=torch.int32, device=device), device)
+        for got, want in zip(found, expected, strict=True):
+            for a, b in zip(got, want, strict=True):
+                assert_same_bits(a[:real], b[:real])
+
+
+@pytest.mark.parametrize(
+    ("n_active", "error", "match"),
+    [
+        (torch.ones(1), TypeError, "n_active: got dtype torch.float32"),
+        (torch.ones(2).int(), ValueError, "n_active: got shape"),
+        (3, TypeError, "n_active: got int"),
+    ],
+)
+def test_bad_n_active(n_active: Any, error: type[Exception], match: str) -> None:
+    for call in (
+        lambda: ops.quantize_per_token(X, torch.int8, n_active=n_active),
+        lambda: ops.quantize_per_tensor(X, torch.ones(()), torch.int8, n_active=n_active),
+        lambda: ops.silu_mul_quantize(X, torch.int8, n_active=n_active),
+        lambda: ops.rms_norm_quantize(X, X[0], 1e-6, torch.int8, n_active=n_active),
+    ):
+        with pytest.raises(error, match=match):
+            call()

@@ -42,6 +42,10 @@ class Quantize(Variant):
         check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
 
     @property
+    def params(self) -> tuple[Path, ...]:
+        return (*super().params, self.source.with_name("quantize_params.h"))
+
+    @property
     def name(self) -> str:
         weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
         return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}"

@@ -1,0 +1,260 @@
+// Runs like one that was made before: of as many rows, while nothing but runs has been done in
+// their memory pool. All that ostinato.graphs looks at before such a run, and does after its inputs
+// are staged, is done here, in one function that touches little memory: by the time a step has
+// ended, most of what a program uses is no longer in the CPU's caches. What is not so usual takes
+// the way through Python, which says what is wrong.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "bindings_driver.h"
+#include "bindings_turn.h"
+
+namespace ostinato {
+
+// Forks of this process, counted in the child: nothing of its parent's is repeated there.
+inline std::int64_t forks = 0;
+inline void note_fork() { ++forks; }
+
+// What there is to know of a run.
+struct KnownRun {
+  std::uintptr_t executable;
+  RunCounts* counts;
+  enum Part {
+    kBatchSize,
+    kReplay,  // replays the graph where `executable` is 0, or says why that cannot be launched
+    kCounts,
+    kRows,    // (the outputs as they are packed, [(tensor, its shape), ...])
+    kRemake,  // returns the outputs where one of these has another shape
+    kParts
+  };
+  PyObject* parts[kParts];
+};
+
+// An object of Python's, which all begin with `base`; zero at first.
+struct Repeat {
+  PyObject base;
+
+  // For good. Null on a CPU, where runs are in program order and nothing is captured.
+  PyObject* current_stream;  // torch's function of the device's index
+  PyObject* device;          // that index
+  PyObject* current_device;  // torch's function; null also where there is one device only
+
+  // Of all runs that are known: none are if `turn` is null.
+  Turn* turn;
+  PyObject* turn_object;
+  PyObject* stager;  // whose `stage` writes inputs
+  PyObject* look;    // returns None unless memory has moved
+  long long runs_per_look;
+  long long runs_to_look;  // counted down by every run: at 0 a look is due
+  std::int64_t forks;
+
+  // Their rows (0: no run) and variants apart from the rest. A run of n rows is in set n % kSets,
+  // whose keys fill one line of the caches.
+  static constexpr int kSets = 32, kWays = 4, kRuns = kSets * kWays;
+  struct Key {
+    long n;
+    PyObject* variant;
+  };
+  int next;  // of a set's ways, to be replaced
+  Key keys[kRuns];
+  KnownRun runs[kRuns];
+};
+
+inline void forget_run(Repeat& repeat, int index) {
+  PyObject* const variant = repeat.keys[index].variant;
+  const KnownRun run = repeat.runs[index];
+  repeat.keys[index] = {};
+  repeat.runs[index] = {};
+  Py_XDECREF(variant);
+  for (PyObject* const part : run.parts) {
+    Py_XDECREF(part);
+  }
+}
+
+// What goes with the runs may call anything.
+inline void forget_runs(Repeat& repeat) {
+  PyObject* const common[] = {repeat.turn_object, repeat.stager, repeat.look};
+  repeat.turn = nullptr;
+  repeat.turn_object = repeat.stager = repeat.look = nullptr;
+  for (int i = 0; i < Repeat::kRuns; ++i) {
+    forget_run(repeat, i);
+  }
+  for (PyObject* const object : common) {
+    Py_XDECREF(object);
+  }
+}
+
+// The same where the turn does not do it.
+inline void leave_turn(Repeat& repeat) {
+  if (repeat.turn != nullptr) {
+    auto& known = repeat.turn->repeats;
+    known.erase(std::remove(known.begin(), known.end(), &repeat), known.end());
+    forget_runs(repeat);
+  }
+}
+
+namespace repeat {
+
+// What a test has found out of Python's objects.
+enum class Found { no, yes, error };
+
+inline Found found(int answer) {
+  return answer < 0 ? Found::error : answer == 0 ? Found::no : Found::yes;
+}
+
+// Whether an object that was just made equals another.
+inline Found equals(PyObject* made, PyObject* other) {
+  if (made == nullptr) {
+    return Found::error;
+  }
+  const int answer = PyObject_RichCompareBool(made, other, Py_EQ);
+  Py_DECREF(made);
+  return found(answer);
+}
+
+// The caller's current stream, if it is that of the last call, and not being captured.
+inline Found find_stream(const Repeat& repeat, std::uintptr_t& stream) {
+  if (repeat.current_stream == nullptr) {
+    return Found::yes;
+  }
+  if (repeat.current_device != nullptr) {
+    const Found same = equals(PyObject_CallNoArgs(repeat.current_device), repeat.device);
+    if (same != Found::yes) {
+      return same;  // the default stream is another one for each device
+    }
+  }
+  PyObject* const current = PyObject_CallOneArg(repeat.current_stream, repeat.device);
+  if (current == nullptr) {
+    return Found::error;
+  }
+  const unsigned long long handle = PyLong_AsUnsignedLongLongMask(current);
+  Py_DECREF(current);
+  stream = static_cast<std::uintptr_t>(handle);
+  return found(static_cast<std::int64_t>(handle) == repeat.turn->last_stream &&
+               !is_capturing(stream));
+}
+
+// The first of the places where runs of so many rows may be.
+inline int set_of(long n) { return static_cast<int>(n % Repeat::kSets) * Repeat::kWays; }
+
+// Where the run of so many rows is, or -1. Variants are few, and mostly the same object.
+inline int index_of(const Repeat& repeat, long n, PyObject* variant) {
+  const int first = set_of(n);
+  for (int i = first; i < first + Repeat::kWays; ++i) {
+    const Repeat::Key& key = repeat.keys[i];
+    if (key.n == n &&
+        (key.variant == variant || PyObject_RichCompareBool(key.variant, variant, Py_EQ) == 1)) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+// Whether declared memory is where it was, as far as it is looked at now.
+inline Found is_in_place(Repeat& repeat) {
+  if (--repeat.runs_to_look > 0) {
+    return Found::yes;
+  }
+  PyObject* const moved = PyObject_CallNoArgs(repeat.look);
+  if (moved == nullptr) {
+    return Found::error;
+  }
+  Py_DECREF(moved);
+  if (moved != Py_None) {
+    return Found::no;  // the next look is due, and finds it again
+  }
+  repeat.runs_to_look = repeat.runs_per_look;
+  return Found::yes;
+}
+
+inline bool is_done(PyObject* returned) {
+  Py_XDECREF(returned);
+  return returned != nullptr;
+}
+
+inline bool stage(const Repeat& repeat, const KnownRun& run, PyObject* inputs, PyObject* n) {
+  static PyObject* const name = PyUnicode_InternFromString("stage");
+  PyObject* const arguments[] = {repeat.stager, inputs, n, run.parts[KnownRun::kBatchSize]};
+  return is_done(PyObject_VectorcallMethod(name, arguments, 4, nullptr));
+}
+
+inline bool replay(const KnownRun& run, std::uintptr_t stream) {
+  if (run.executable != 0) {
+    int error;
+    Py_BEGIN_ALLOW_THREADS;  // the driver may block, on a full queue or another thread's capture
+    error = launch_graph(run.executable, stream);
+    Py_END_ALLOW_THREADS;
+    if (error == 0) {
+      return true;
+    }
+  }
+  return is_done(PyObject_CallNoArgs(run.parts[KnownRun::kReplay]));
+}
+
+inline PyObject* outputs(const KnownRun& run, PyObject* n) {
+  static PyObject* const name = PyUnicode_InternFromString("shape");
+  PyObject* const packed = PyTuple_GET_ITEM(run.parts[KnownRun::kRows], 0);
+  PyObject* const shapes = PyTuple_GET_ITEM(run.parts[KnownRun::kRows], 1);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(shapes); ++i) {
+    PyObject* const pair = PyList_GET_ITEM(shapes, i);
+    const Found same =
+        equals(PyObject_GetAttr(PyTuple_GET_ITEM(pair, 0), name), PyTuple_GET_ITEM(pair, 1));
+    if (same == Found::error) {
+      return nullptr;
+    }
+    if (same == Found::no) {
+      return PyObject_CallOneArg(run.parts[KnownRun::kRemake], n);
+    }
+  }
+  return PyDict_CheckExact(packed) ? PyDict_Copy(packed) : Py_NewRef(packed);
+}
+
+inline PyObject* run_in_turn(Repeat& repeat, PyObject* n, PyObject* inputs, PyObject* variant) {
+  int overflow;
+  const long rows = PyLong_CheckExact(n) ? PyLong_AsLongAndOverflow(n, &overflow) : 0;
+  const int index = rows > 0 ? index_of(repeat, rows, variant) : -1;  // what overflows is -1
+  if (index < 0) {
+    PyErr_Clear();  // of an odd variant, which Python refuses
+    Py_RETURN_NONE;
+  }
+  std::uintptr_t stream = 0;
+  Found usual = find_stream(repeat, stream);
+  if (usual == Found::yes) {
+    usual = is_in_place(repeat);
+  }
+  if (usual == Found::no) {
+    Py_RETURN_NONE;
+  }
+  const KnownRun& run = repeat.runs[index];
+  if (usual == Found::error || !stage(repeat, run, inputs, n) || !replay(run, stream)) {
+    return nullptr;
+  }
+  run.counts->add(rows, true);
+  return outputs(run, n);
+}
+
+// run(owner, n, inputs, variant): the outputs, or None if nothing was done. What is known changes
+// only in the hands of who has the turn.
+inline PyObject* run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) {
+    return PyErr_Format(PyExc_TypeError, "run: got %zd arguments, expected 4", count);
+  }
+  auto& repeat = *reinterpret_cast<Repeat*>(self);
+  static PyObject* const what = PyUnicode_InternFromString("run");
+  Turn* const turn = repeat.turn;
+  if (turn == nullptr || turn->is_closing() || repeat.forks != forks ||
+      !turn->take_now(arguments[0], what)) {
+    Py_RETURN_NONE;
+  }
+  PyObject* const outputs = run_in_turn(repeat, arguments[1], arguments[2], arguments[3]);
+  turn->end();
+  return outputs;
+}
+
+}  // namespace repeat
+}  // namespace ostinato

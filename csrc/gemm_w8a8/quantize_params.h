@@ -1,0 +1,18 @@
+// What a launch of quantize.cu is given: a header beside params.h, which products include, so that
+// they do not depend on it.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm_w8a8/params.h"
+
+namespace ostinato {
+
+// QuantizeParams of rows of which the last may be padding.
+struct PaddedQuantizeParams : QuantizeParams {
+  // One element, or null: rows from here on are padding, and are not written. Written before the
+  // predecessor of the launch began.
+  const int32_t* n_active;
+};
+
+}  // namespace ostinato
