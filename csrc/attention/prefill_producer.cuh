@@ -1,8 +1,8 @@
 // The producer: finds items, and copies their queries and tiles of keys and values.
 //
-// Packed rows are copied by the copy engine, by one warp; pages too, by two warps for keys and two
-// for values, since a page is a copy (or one for each strip), unless it holds whole tiles; slots of
-// pages of any size by the threads of a warpgroup. The first warp finds the items.
+// Packed rows are copied by the copy engine, by one warp or two; pages too, by two warps for keys
+// and two for values, since a page is a copy (or one for each strip), unless it holds whole tiles;
+// slots of pages of any size by the threads of a warpgroup. The first warp finds the items.
 #pragma once
 
 #include "common/ring.cuh"
@@ -12,9 +12,10 @@
 
 namespace ostinato::prefill {
 
-inline constexpr int kProducerWarps = kSource == Source::Packed ? 1 : 4;
-// Neither keys nor values wait for places of the others.
-inline constexpr int kPageWarps = 2;
+// Packed keys and values that three warpgroups multiply are copied by a warp each.
+inline constexpr bool kApart = kSource == Source::Packed && !kFp8 && kConsumers == 3;
+inline constexpr int kProducerWarps = kApart ? 2 : kSource == Source::Packed ? 1 : 4;
+inline constexpr int kPageWarps = kSource == Source::Pages ? 2 : 1;  // for keys, and for values
 // Boxes of a tile that one of them copies, at most: of 16 tokens.
 inline constexpr int kMostBoxes = ceil_div(kKeys, 16 * kPageWarps);
 // Whether a tile lies in one page.
@@ -24,9 +25,7 @@ __device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
 // Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
 // copies.
 __device__ __forceinline__ int filling(const Arguments& args) {
-  return kSource == Source::Slots                             ? kWarpgroup
-         : kSource == Source::Pages && !has_whole_tiles(args) ? kPageWarps
-                                                              : 1;
+  return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kPageWarps;
 }
 // The producer warpgroup's other warps turn 8-bit values (prefill_transpose.cuh).
 inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
@@ -117,25 +116,38 @@ class Producer {
     if (warp_ == 0) {
       copy_queries(item);
     }
-    if constexpr (kSource == Source::Pages) {
-      if (warp_ < kPageWarps) {
-        copy_pages<Keys>(item, keys_, then);
+    if constexpr (kSource == Source::Pages || kApart) {
+      if (warp_ < kProducerWarps / 2) {
+        copy_ring<Keys>(item, keys_, then);
       } else {
-        copy_pages<Values>(item, values_, [] {});
+        copy_ring<Values>(item, values_, [] {});
       }
     } else {
       copy_tiles(item, then);
     }
   }
 
+  template <class What, class Then>
+  __device__ __forceinline__ void copy_ring(const Item& item, RingPosition& position, Then then) {
+    if constexpr (kSource == Source::Pages) {
+      copy_pages<What>(item, position, then);
+    } else {
+      for (int n = 0; n < item.tiles(); ++n) {
+        copy_tile<What>(item, item.tile(n), Place{}, position);
+        if (n == min(1, item.tiles() - 1)) {
+          then();
+        }
+      }
+    }
+  }
+
   template <class Then>
   __device__ __forceinline__ void copy_tiles(const Item& item, Then then) {
-    const int tiles = item.tiles();
     // Ids of pages are read one tile ahead.
     Place place = find_slot(item, item.tile(0)), before = place;
-    for (int n = 0; n <= tiles; ++n) {
-      const Place ahead = n + 1 < tiles ? find_slot(item, item.tile(n + 1)) : place;
-      if (n < tiles) {
+    for (int n = 0; n <= item.tiles(); ++n) {
+      const Place ahead = n + 1 < item.tiles() ? find_slot(item, item.tile(n + 1)) : place;
+      if (n < item.tiles()) {
         copy_tile<Keys>(item, item.tile(n), place, keys_);
       }
       if (n > 0) {
@@ -296,7 +308,6 @@ class Producer {
     }
   }
 
-  // The boxes from `first` on are the tile's.
   template <class What>
   __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
                                              RingPosition& position) {
