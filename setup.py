@@ -50,7 +50,7 @@ setup(
             "ostinato._C",
             ["csrc/bindings.cpp"],
             include_dirs=["csrc"],
-            depends=[str(path) for path in (Path("csrc/bindings_library.h"), *PARAMS)],
+            depends=[str(path) for path in (*sorted(Path("csrc").glob("bindings_*.h")), *PARAMS)],
             # As `ostinato.kernels.compiler.abi_version`, which gives each kernel library its own.
             define_macros=[(name, f"0x{digest}ULL") for name, digest in ABI.items()],
             libraries=["dl"],

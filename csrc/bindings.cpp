@@ -1,10 +1,9 @@
 // ostinato._C: loads kernel libraries and passes them pointers, strides, sizes and a stream. It is
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
-#include <dlfcn.h>
-
 #include <cstdint>
 #include <tuple>
 
+#include "bindings_driver.h"
 #include "bindings_library.h"
 
 namespace ostinato {
@@ -19,7 +18,8 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
                       std::int32_t x_zero_point_stride, std::uintptr_t w_sum,
                       std::uintptr_t n_active, std::int32_t tile_channels, std::int32_t tile_tokens,
                       std::int32_t cluster, std::int32_t share_weights, std::int32_t split_k,
-                      std::int32_t band, bool pdl) {
+                      std::int32_t band, bool pdl, std::uintptr_t best, std::int64_t best_stride,
+                      std::uintptr_t temperature, std::uintptr_t repetition_penalty) {
   W8A8GemmParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
@@ -36,6 +36,10 @@ void launch_w8a8_gemm(const Library<W8A8GemmParams>& library, std::uintptr_t x,
   params.n_active = pointer<std::int32_t>(n_active);
   params.out = pointer(out);
   params.out_stride = out_stride;
+  params.best = pointer<std::uint64_t>(best);
+  params.best_stride = best_stride;
+  params.temperature = pointer<float>(temperature);
+  params.repetition_penalty = pointer<float>(repetition_penalty);
   params.m = m;
   params.n = n;
   params.k = k;
@@ -257,7 +261,8 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
                    std::uintptr_t seeds, std::uintptr_t counters, std::uintptr_t out,
                    std::int32_t rows, std::int32_t vocabulary, std::uintptr_t stream,
                    std::uintptr_t repetition_penalty, std::uintptr_t seen, std::int64_t seen_stride,
-                   std::uintptr_t seen_rows, bool pdl) {
+                   std::uintptr_t seen_rows, bool pdl, std::uintptr_t best,
+                   std::int64_t best_stride, std::int32_t parts) {
   SampleParams params = {};
   params.logits = pointer(logits);
   params.logits_stride = logits_stride;
@@ -272,6 +277,9 @@ void launch_sample(const Library<SampleParams>& library, std::uintptr_t logits,
   params.seen = pointer<std::uint8_t>(seen);
   params.seen_stride = seen_stride;
   params.seen_rows = pointer<std::int64_t>(seen_rows);
+  params.best = pointer<std::uint64_t>(best);
+  params.best_stride = best_stride;
+  params.parts = parts;
   params.out = pointer<std::int64_t>(out);
   params.rows = rows;
   params.vocabulary = vocabulary;
@@ -301,24 +309,6 @@ void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr
   library.launch(params, stream);
 }
 
-// Whether launches on the stream are being captured. The driver is asked only where the process
-// has loaded it already: without it nothing can be capturing.
-bool is_capturing(std::uintptr_t stream) {
-  constexpr int kNotCapturing = 0;
-  constexpr int kCaptureImplicit = 906;  // the legacy stream, while another one is capturing
-  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  if (driver == nullptr) {
-    return false;
-  }
-  const auto ask = reinterpret_cast<int (*)(void*, int*)>(dlsym(driver, "cuStreamIsCapturing"));
-  if (ask == nullptr) {
-    throw std::runtime_error("libcuda.so.1 has no cuStreamIsCapturing");
-  }
-  int status = kNotCapturing;
-  const int error = ask(pointer(stream), &status);
-  return error == kCaptureImplicit || (error == 0 && status != kNotCapturing);
-}
-
 }  // namespace
 }  // namespace ostinato
 
@@ -343,6 +333,8 @@ PYBIND11_MODULE(_C, module) {
       arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
       arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
+  module.def("launch_graph", &ostinato::launch_graph, arg("executable"), arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
 
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
       .def(py::init<const std::string&>(), arg("path"))
@@ -353,7 +345,8 @@ PYBIND11_MODULE(_C, module) {
            arg("stream"), arg("bias") = 0, arg("x_zero_point") = 0, arg("x_zero_point_stride") = 0,
            arg("w_sum") = 0, arg("n_active") = 0, arg("tile_channels") = 0, arg("tile_tokens") = 0,
            arg("cluster") = 0, arg("share_weights") = 0, arg("split_k") = 0, arg("band") = 0,
-           arg("pdl") = false);
+           arg("pdl") = false, arg("best") = 0, arg("best_stride") = 0, arg("temperature") = 0,
+           arg("repetition_penalty") = 0);
 
   py::class_<PagedDecodeLibrary>(module, "PagedDecode")
       .def(py::init<const std::string&>(), arg("path"))
@@ -426,5 +419,6 @@ PYBIND11_MODULE(_C, module) {
            arg("temperature"), arg("top_k"), arg("top_k_is_int64"), arg("top_p"), arg("min_p"),
            arg("seeds"), arg("counters"), arg("out"), arg("rows"), arg("vocabulary"), arg("stream"),
            arg("repetition_penalty") = 0, arg("seen") = 0, arg("seen_stride") = 0,
-           arg("seen_rows") = 0, arg("pdl") = false);
+           arg("seen_rows") = 0, arg("pdl") = false, arg("best") = 0, arg("best_stride") = 0,
+           arg("parts") = 0);
 }

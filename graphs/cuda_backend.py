@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from ostinato import _C
 from ostinato.graphs.allocations import Allocation, State
 from ostinato.graphs.backend import BurstLoop, Graph, MemoryUse, ReplayTimer
 from ostinato.graphs.borrowed import borrow
@@ -65,13 +66,11 @@ class CudaBackend:
         _check_stream(stream, device)
         self.name = torch.cuda.get_device_name(device)
         self._device = device
-        self._is_only_device = torch.cuda.device_count() == 1
         self._given_pool = pool
         self._pool: PoolHandle | None = pool
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
         self.turn = turn_of(pool, self._stream.cuda_stream)
-        self._device_scope = torch.cuda.device(device)
         self._order = CallerOrder(device, self.turn)
         self._scope = StreamScope(self._stream, self._order)
         self.follow, self.passed = self._order.follow, self._order.passed  # a call less in a run
@@ -83,13 +82,8 @@ class CudaBackend:
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        if self._is_only_device or torch._C._cuda_getDevice() == self._device.index:
-            # As torch.cuda.is_current_stream_capturing, without what every run need not ask.
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
-        else:
-            with self._device_scope:
-                capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
+        # As torch.cuda.is_current_stream_capturing, without what every run need not ask.
+        if _C.is_capturing(torch._C._cuda_getCurrentRawStream(self._device.index)):
             raise BusyError(
                 "the current stream is being captured: call the runner outside of that capture"
             )
@@ -139,7 +133,7 @@ class CudaBackend:
         started = time.perf_counter()
         graph.instantiate()
         instantiate_ms = 1e3 * (time.perf_counter() - started)
-        replay = Launch(graph, self._device, self._library)
+        replay = Launch(graph, self._device)
         return _CudaGraph(graph, replay, self._borrowed(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:

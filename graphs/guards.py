@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -190,7 +191,7 @@ class Turn:
                 "one call at a time, and none from inside the step",
                 busy=self._owner,
             )
-        self._owner, self._what, self._thread = owner, what, threading.get_ident()
+        self._owner, self._what, self._thread = owner, what, get_ident()
 
     def detach(self) -> None:
         """Let the turn outlast the call that took it: any thread may end it, or wait for that."""
@@ -203,7 +204,7 @@ class Turn:
 
     def _wait(self, timeout_s: float) -> bool:
         # What this thread is in the middle of does not end while it waits here.
-        if timeout_s <= 0 or self._thread == threading.get_ident():
+        if timeout_s <= 0 or self._thread == get_ident():
             return False
         return self._lock.acquire(timeout=timeout_s)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
+
+from ostinato import _C
 
 
 class Launch:
@@ -18,27 +18,18 @@ class Launch:
     Args:
         graph: instantiated.
         device: of the graph, with its index.
-        library: libcuda.
     """
 
-    __slots__ = (
-        *("_executable", "_graph", "_handle", "_index", "_is_direct", "_is_only_device"),
-        *("_launch", "_stream"),
-    )
+    __slots__ = ("_executable", "_graph", "_index", "_is_direct", "_is_only_device")
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, device: torch.device, library: ctypes.CDLL
-    ) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
         self._graph = graph
         self._index = device.index
         self._is_only_device = torch.cuda.device_count() == 1
-        self._launch = library.cuGraphLaunch
         # Older versions of torch do not tell it.
         tell = getattr(graph, "raw_cuda_graph_exec", None)
-        self._executable = None if tell is None else ctypes.c_void_p(tell())
+        self._executable: int = 0 if tell is None else tell()
         self._is_direct = False
-        self._handle = 0
-        self._stream = ctypes.c_void_p(0)
 
     def __call__(self) -> None:
         """Launch the graph; the stream is the caller's current one of the graph's device.
@@ -52,10 +43,8 @@ class Launch:
         if not (self._is_only_device or torch._C._cuda_getDevice() == self._index):
             self._graph.replay()  # the default stream is another one for each device
             return
-        handle = torch._C._cuda_getCurrentRawStream(self._index)
-        if handle != self._handle:
-            self._handle, self._stream = handle, ctypes.c_void_p(handle)
-        if self._launch(self._executable, self._stream):
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if _C.launch_graph(self._executable, stream):
             self._graph.replay()  # nothing was launched; torch says why
 
     def _replay_and_see(self) -> None:
@@ -66,4 +55,4 @@ class Launch:
         generator = torch.cuda.default_generators[self._index]
         offset = generator.get_offset()
         self._graph.replay()
-        self._is_direct = self._executable is not None and generator.get_offset() == offset
+        self._is_direct = self._executable != 0 and generator.get_offset() == offset

@@ -9,6 +9,13 @@ _Slots = tuple[int, int, int, int]
 def is_capturing(stream: int) -> bool:
     """Return whether launches on the stream are being captured into a CUDA graph."""
 
+def launch_graph(executable: int, stream: int) -> int:
+    """Launch an instantiated graph of the current device, and return the driver's CUresult.
+
+    Raises:
+        RuntimeError: without a CUDA driver; an `executable` that is none crashes.
+    """
+
 class W8A8Gemm:
     """A loaded library whose launch takes `W8A8GemmParams` (csrc/gemm_w8a8/params.h)."""
 
@@ -43,6 +50,10 @@ class W8A8Gemm:
         split_k: int = 0,
         band: int = 0,
         pdl: bool = False,
+        best: int = 0,
+        best_stride: int = 0,
+        temperature: int = 0,
+        repetition_penalty: int = 0,
     ) -> None: ...
 
 class FusedLinear:
@@ -264,4 +275,7 @@ class Sample:
         seen_stride: int = 0,
         seen_rows: int = 0,
         pdl: bool = False,
+        best: int = 0,
+        best_stride: int = 0,
+        parts: int = 0,
     ) -> None: ...

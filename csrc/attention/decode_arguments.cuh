@@ -42,6 +42,7 @@ struct Arguments {
         softcap(p.softcap),
         q(p.q),
         counters(static_cast<uint32_t*>(p.workspace)),
+        claims(counters + warp_counters(sms)),
         parts(reinterpret_cast<float4*>(static_cast<uint8_t*>(p.workspace) + counter_bytes(sms))),
         out(p.out),
         sinks(p.sinks),
@@ -68,6 +69,7 @@ struct Arguments {
   Heads q;
   // The output.
   uint32_t* counters;  // the workspace
+  uint32_t* claims;    // of them
   float4* parts;
   Heads out;
   const float* sinks;

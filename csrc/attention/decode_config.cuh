@@ -98,6 +98,14 @@ inline constexpr int kRingBytes = (kQuantized || kTwoStages ? 160 : 192) * 1024 
 inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
+// Whether CTAs may claim segments (decode_claims.cuh): at least so many for each of them, of so
+// many tiles that each warp has blocks for its rings in each, and none looks further ahead than to
+// the segment after the next.
+inline constexpr bool kMayClaim =
+    kClusterCtas == 1 && kTeamWarps == 1 && kColumns == 8 && kCopyPages;
+inline constexpr int kLeastClaimed = 5;
+inline constexpr int kLeastClaimedTiles = kStages + 1;
+
 // Teams add up their outputs: each becomes the owner of some of the 16-wide steps of the head dim.
 // Warps that divide it have no others.
 inline constexpr int kSteps = kDim / 16;
@@ -119,13 +127,17 @@ inline constexpr int kRankVectors = kPairVectors / kClusterCtas;
 inline constexpr int kRegionVectors = kWarpPairs * (kRankVectors + 1);
 inline constexpr int kPartVectors = kClusterCtas * kWarps * kRegionVectors;
 
-// One counter for each warp of each CTA, as many as the kernel with the most CTAs has: kernels
-// share a workspace, and no counter may lie where another kernel stores results.
+// One counter for each warp of each CTA, as many as the kernel with the most CTAs has, and two of
+// the segments that are claimed: kernels share a workspace, and no counter may lie where another
+// kernel stores results.
 inline constexpr int kMostCtasPerSm = 2;
 static_assert(kCtasPerSm <= kMostCtasPerSm, "counters for each CTA");
+inline int64_t warp_counters(int sms) {
+  return static_cast<int64_t>(sms) * kWarps * kMostCtasPerSm;
+}
 inline int64_t counter_bytes(int sms) {
-  constexpr int kCounters = kWarps * kMostCtasPerSm;
-  return (static_cast<int64_t>(sms) * kCounters * sizeof(uint32_t) + 255) / 256 * 256;
+  constexpr int kOfClaims = 2;
+  return ((warp_counters(sms) + kOfClaims) * sizeof(uint32_t) + 255) / 256 * 256;
 }
 
 // Then partial results. Two of each CTA: of a segment that it ends or passes, and of one that it

@@ -33,6 +33,13 @@ struct FreeCuts {
                                                   const Shares& shares, int cta) {
     return Places(all, shares, cta);
   }
+  // Whether nobody would share a segment: they may be claimed.
+  static __device__ __forceinline__ bool whole(const Load& /*load*/, const Shares& shares) {
+    return shares.room > 0;
+  }
+  static __device__ __forceinline__ Places places_of_segment(const Shares& shares, int segment) {
+    return {segment * shares.room, (segment + 1) * shares.room};
+  }
   // Whether more CTAs than there are SMs have some of `all` on the line.
   static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
                                                  const Shares& shares) {
@@ -62,6 +69,13 @@ struct FixedCuts {
                                                   const Shares& shares, int cta) {
     return cta < params.line_ctas ? shares.places_of(cta) : Places(0, 0);
   }
+  static __device__ __forceinline__ bool whole(const Load& load, const Shares& /*shares*/) {
+    return load.tiles == load.live;
+  }
+  static __device__ __forceinline__ Places places_of_segment(const Shares& /*shares*/,
+                                                             int segment) {
+    return {segment, segment + 1};
+  }
   static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
                                                  const Shares& /*shares*/) {
     return all > params.line_ctas / kCtasPerSm;
@@ -87,9 +101,14 @@ __device__ __forceinline__ typename SomeCuts::Walk walk_places(
   return SomeCuts::walk(params, lengths, heads_of(params, own), shares, places, sequence);
 }
 
+struct CtaPlan {
+  Cuts::Shares shares;
+  int claimed;  // segments that are claimed: of all lines, or none
+};
+
 // Each warp has tables of its own, so no barrier of the CTA is needed.
-__device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths, const Arguments& params,
-                                                         bool early) {
+__device__ __forceinline__ CtaPlan read_few_lengths(Lengths& lengths, const Arguments& params,
+                                                    bool early) {
   const int lane = threadIdx.x % 32;
   int tiles = 0;
   if (lane < params.batch) {
@@ -106,12 +125,12 @@ __device__ __forceinline__ Cuts::Shares read_few_lengths(Lengths& lengths, const
     lengths.start(32) = Cuts::start(shares, {load.live, sum});
   }
   __syncwarp();
-  return shares;
+  return {shares, 0};
 }
 
 // Any number of sequences, a run of them by each thread.
-__device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared, Lengths& lengths,
-                                                          const Arguments& params, bool early) {
+__device__ __forceinline__ CtaPlan read_many_lengths(SharedStorage& shared, Lengths& lengths,
+                                                     const Arguments& params, bool early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int b = threadIdx.x; b < params.batch; b += kThreads) {
@@ -122,20 +141,22 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
   const int begin = min(static_cast<int>(threadIdx.x) * run, params.batch);
   const int end = min(begin + run, params.batch);
   Before own{0, 0};
-  int longest = 0;
+  int longest = 0, shortest = 1 << 30;
 #pragma unroll 1
   for (int b = begin; b < end; ++b) {
-    const int tiles = Cuts::count(lengths.tiles(b));
-    own = {own.live + (tiles > 0), own.tiles + tiles};
-    longest = max(longest, tiles);
+    const int tiles = lengths.tiles(b), counted = Cuts::count(tiles);
+    own = {own.live + (tiles > 0), own.tiles + counted};
+    longest = max(longest, counted);
+    shortest = tiles > 0 ? min(shortest, tiles) : shortest;
   }
   const Before sum{add_lower_lanes(own.live), add_lower_lanes(own.tiles)};
   longest = __reduce_max_sync(0xffffffff, longest);
+  shortest = kMayClaim ? __reduce_min_sync(0xffffffff, shortest) : 0;
   if (lane == 31) {
-    shared.load[warp] = make_int4(sum.live, sum.tiles, longest, 0);
+    shared.load[warp] = make_int4(sum.live, sum.tiles, longest, shortest);
   }
   __syncthreads();
-  Load load{params.line_heads, params.group * params.max_seqlen_q, 0, 0, 0};
+  Load load{params.line_heads, params.group * params.max_seqlen_q, 0, 0, 0, 1 << 30};
   Before before{sum.live - own.live, sum.tiles - own.tiles};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
@@ -146,6 +167,7 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
     load.live += part.x;
     load.tiles += part.y;
     load.longest = max(load.longest, part.z);
+    load.shortest = min(load.shortest, part.w);
   }
   const Cuts::Shares shares = Cuts::share(params, load);
 #pragma unroll 1
@@ -158,12 +180,16 @@ __device__ __forceinline__ Cuts::Shares read_many_lengths(SharedStorage& shared,
     lengths.start(params.batch) = Cuts::start(shares, {load.live, load.tiles});
   }
   __syncthreads();
-  return shares;
+  const int segments = load.live * params.heads_kv;
+  const bool claimed = kMayClaim && params.left < 0 && load.shortest >= kLeastClaimedTiles &&
+                       segments >= kLeastClaimed * static_cast<int>(gridDim.x) &&
+                       Cuts::whole(load, shares);
+  return {shares, claimed ? segments : 0};
 }
 
 // Fills the tables and chooses the shares.
-__device__ __forceinline__ Cuts::Shares read_lengths(SharedStorage& shared, Lengths& lengths,
-                                                     const Arguments& params, bool early) {
+__device__ __forceinline__ CtaPlan read_lengths(SharedStorage& shared, Lengths& lengths,
+                                                const Arguments& params, bool early) {
   return params.batch <= Lengths::kFew ? read_few_lengths(lengths, params, early)
                                        : read_many_lengths(shared, lengths, params, early);
 }

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "common/debug.cuh"
+#include "decode_claims.cuh"
 #include "decode_copies.cuh"
-#include "decode_cuts.cuh"
 #include "warp_instructions.cuh"
 
 namespace ostinato::decode {
@@ -77,17 +77,18 @@ __device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments
 class Loader {
  public:
   __device__ Loader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
-                    const Lengths& lengths)
+                    const Lengths& lengths, Claims& claims)
       : shared_(shared),
         params_(params),
         maps_(maps),
         lengths_(lengths),
+        claims_(claims),
         warp_(warp_index()),
         lane_(threadIdx.x % 32) {}
 
-  // Reads the ids of the first pages of a walk, and of those after them.
-  __device__ __forceinline__ void begin(const Cuts::Walk& walk, bool early) {
-    walk_ = walk;
+  // Reads the ids of the first pages of the turns, and of those after them.
+  __device__ __forceinline__ void begin(const Turns& turns, bool early) {
+    turns_ = turns;
     tile_ = end_ = 0;
     next_ = Batch();
 #pragma unroll 1
@@ -235,7 +236,7 @@ class Loader {
     next_.left = 0;
     Cuts::Piece ahead{-1};
     while (tile_ >= end_) {
-      if (!walk_.next(lengths_, &piece_)) {
+      if (!turns_.next(claims_, params_, lengths_, &piece_)) {
         return;
       }
       const Visible visible = lengths_.visible(piece_.sequence);
@@ -367,7 +368,8 @@ class Loader {
   const Arguments& params_;
   const CacheMaps& maps_;
   const Lengths& lengths_;
-  Cuts::Walk walk_;
+  Claims& claims_;
+  Turns turns_;
   Cuts::Piece piece_;  // whose page ids are read
   int warp_, lane_;
   Batch current_, next_;

@@ -80,11 +80,12 @@ struct Shares {
 
 // What the choice depends on. All CTAs have the same.
 struct Load {
-  int heads;    // KV heads of a line
-  int rows;     // of a segment: queries times heads of the group
-  int live;     // sequences with tiles
-  int tiles;    // of all sequences, for one KV head
-  int longest;  // tiles of the longest sequence
+  int heads;         // KV heads of a line
+  int rows;          // of a segment: queries times heads of the group
+  int live;          // sequences with tiles
+  int tiles;         // of all sequences, for one KV head
+  int longest;       // tiles of the longest sequence
+  int shortest = 0;  // of those that have some: tiles, whatever is counted above
 };
 
 // Costs, measured on an H200, of sharing a segment.

@@ -26,7 +26,7 @@ namespace {
 // This warp's part of a piece.
 template <bool kSeveral>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
-                                       RingPosition& position, const Sight& sight,
+                                       Claims& claims, RingPosition& position, const Sight& sight,
                                        const TileRange& range, bool token_scales) {
   const int warp = warp_index(), team = team_of(warp);
   const int first_block = team * kTeamWarps;
@@ -57,6 +57,7 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
     sync_team(warp);
+    claims.publish();
     loader.load(stage);
     position.advance(kStages);
   }
@@ -107,18 +108,21 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     wait_for_predecessor();
   }
   Lengths lengths(shared, params);
-  Loader loader(shared, params, maps, lengths);
+  Claims claims(shared, params);
+  Loader loader(shared, params, maps, lengths, claims);
   Attention attention(params);
   Cuts::Shares shares;
-  Cuts::Walk walk;
+  Turns turns;
   Cuts::Piece piece;
   bool more;
 #pragma unroll 1
   while (true) {
-    shares = read_lengths(shared, lengths, params, guesses);
-    walk = walk_places<Cuts>(params, lengths, shares);
-    loader.begin(walk, guesses);
-    more = walk.next(lengths, &piece);
+    const CtaPlan plan = read_lengths(shared, lengths, params, guesses);
+    shares = plan.shares;
+    claims.begin(plan.claimed);
+    turns = Turns(claims, params, lengths, shares);
+    loader.begin(turns, guesses);
+    more = turns.next(claims, params, lengths, &piece);
     if (more) {
       locate_queries(attention, params, lengths, piece);
     }
@@ -157,6 +161,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   Parts parts;
   for (bool first = true; more; first = false) {
     exchanger.open();
+    claims.ask();
     const Sight sight(params, lengths, piece.sequence);
     const Visible visible = lengths.visible(piece.sequence);
     const int first_tile = piece.begin, last_tile = piece.end;
@@ -168,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       part = parts.place(params, lengths, shares, piece);
     };
     const auto find_next = [&] {
-      more = walk.next(lengths, &piece);
+      more = turns.next(claims, params, lengths, &piece);
       if (more) {
         locate_queries(attention, params, lengths, piece);
       }
@@ -188,7 +193,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       fetch_next();
     }
     const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
-    attend<kSeveral>(shared, attention, loader, position, sight, range, has_token_scales(params));
+    attend<kSeveral>(shared, attention, loader, claims, position, sight, range,
+                     has_token_scales(params));
     if constexpr (!Attention::kFetchesAhead) {
       find_output();
     }
@@ -199,6 +205,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       fetch_next();
     }
   }
+  claims.end();
   parts.merge(params, lengths);
   write_empty(params, lengths);
 }

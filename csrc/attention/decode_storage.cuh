@@ -41,6 +41,16 @@ struct Chain {
 template <>
 struct Chain<false> {};
 
+// What the CTA has claimed, by turns.
+inline constexpr int kTurns = 4;
+template <bool kUsed>
+struct ClaimRing {
+  uint64_t published[kTurns];
+  int segment[kTurns];
+};
+template <>
+struct ClaimRing<false> {};
+
 struct SharedStorage {
   Blocks<Keys> keys;
   Blocks<Values> values;
@@ -54,6 +64,7 @@ struct SharedStorage {
   alignas(16) float2 weights[kTeams][kColumns];
   Exchange<kClusterCtas> exchange;
   Chain<kChainPerCta> chain;
+  ClaimRing<kMayClaim> claims;
   // The lengths, once for the CTA or, if they are few, for each warp.
   int4 load[kWarps];
   int start[kMaxBatch + 1];

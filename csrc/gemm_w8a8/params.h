@@ -27,6 +27,13 @@ struct W8A8GemmParams {
   const int32_t* n_active;
   void* out;  // [m, n]
   int64_t out_stride;
+  // Where rows of out are logits to be sampled from: the places (common/place.cuh) of the best of
+  // each part of a row, or null. Rows with a temperature that is not above 0 and a penalty of 1
+  // need no more: they may be left out of `out`. Written by the predecessor at the latest.
+  uint64_t* best;  // [m, parts of a row]; how many is the kernel's choice
+  int64_t best_stride;
+  const float* temperature;         // [m], with best
+  const float* repetition_penalty;  // [m], or null: all are 1
   int32_t m, n, k;
   // How the tiled kernel cuts the output; 0 leaves the choice to the launch.
   int32_t tile_channels;  // channels of a CTA's tile, at most those compiled; a multiple of 16

@@ -5,18 +5,41 @@
 
 namespace ostinato {
 
-// Correctly rounded x / d for finite x and normal d whose inverse is normal: as in Divisor.
-__device__ __forceinline__ float divide_regular(float x, float d) {
-  const float z = inverse_of(d);
+// x / d for finite x and normal d, with its normal inverse z.
+__device__ __forceinline__ float divide_by(float x, float d, float z) {
   const float q = __fmul_rn(x, z);
   return __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
+}
+
+// Correctly rounded, as in Divisor.
+__device__ __forceinline__ float divide_regular(float x, float d) {
+  return divide_by(x, d, inverse_of(d));
 }
 
 // The largest gate, in magnitude, that silu_fast takes.
 inline constexpr float kSiluFastLimit = 80.0f;
 
+// 1 + exp(-gate) with the bits of an addition to expf, for gates that silu_fast takes: expf's last
+// product, by a power of two, is exact there, so that it may be rounded with the sum.
+__device__ __forceinline__ float one_and_exp(float gate) {
+  constexpr float kLog2E = 0x1.715476p+0f, kRest = 0x1.4ae0cp-26f;  // log2(e) in two parts
+  // The whole part of -gate * log2(e) is what one rounding makes of these, as expf does it: close
+  // to an integer another way would end on its other side.
+  constexpr float kRange = 252.0f, kShift = 12582913.0f, kBias = 126.0f;
+  const float in_range = __saturatef(__fmaf_rn(-gate, 0x1.77313ap-8f, 0.5f));
+  const float shifted = __fmaf_rd(in_range, kRange, kShift);
+  const float whole = __fadd_rn(shifted, -(kShift + kBias));
+  const float part = __fmaf_rn(-gate, kRest, __fmaf_rn(-gate, kLog2E, -whole));
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(part));
+  return __fmaf_rn(__uint_as_float(__float_as_uint(shifted) << 23), power, 1.0f);
+}
+
+// The inverse need not be correctly rounded: the quotient is, for each of the fp32 gates within the
+// limit (tests/kernels/silu.cu).
 __device__ __forceinline__ float silu_fast(float gate) {
-  return divide_regular(gate, __fadd_rn(1.0f, expf(-gate)));
+  const float d = one_and_exp(gate);
+  return divide_by(gate, d, approximate_inverse_of(d));
 }
 
 // gate / (1 + exp(-gate)) for all gates.

@@ -50,7 +50,7 @@ OSTINATO_EXPORT int ostinato_prepare() {
 OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
   using namespace ostinato::small_m;
   if (params->m < 1 || params->m > kTokens || params->n < 1 || params->k < 1 ||
-      reinterpret_cast<uintptr_t>(params->w) % 16 != 0) {
+      params->best != nullptr || reinterpret_cast<uintptr_t>(params->w) % 16 != 0) {
     return cudaErrorInvalidValue;
   }
   int sms = 0;

@@ -101,6 +101,9 @@ inline constexpr bool kDeferStores =
     !kTokenRows && !kPingPong && sizeof(Output) == 2 && kBlocks == 1 && kTileColumns == 256;
 // Where tokens are, it stores 16 channels of a token at a time.
 inline constexpr int kStoredChannels = 16;
+// Whether the epilogue can find the best of each row's part: of few tokens that costs more than the
+// sampling saves, 16 bits are no logits, and ping-pong, which would spill, is for many tokens.
+inline constexpr bool kFindsBest = sizeof(Output) == 4 && !kFewTokens && !kPingPong;
 // Two CTAs can share the K of a tile where each is left with whole ones of these.
 inline constexpr int kStoredColumns = kTokenRows ? kStoredChannels : kChunkTokens;
 inline constexpr bool kCanSplit =

@@ -2,6 +2,7 @@
 // channels of a token, and store them from registers. (What is computed: tiled_output.cuh.)
 #pragma once
 
+#include "tiled_best.cuh"
 #include "tiled_mma.cuh"
 #include "tiled_output.cuh"
 #include "tiled_plan.cuh"
@@ -37,17 +38,24 @@ class Epilogue {
       }
       fetched_bias_[i] = inside && params_.bias != nullptr
                              ? static_cast<const Output*>(params_.bias)[channel]
-                             : Output(0.0F);
+                             : Output(kFindsBest && !inside ? -INFINITY : 0.0F);
     }
   }
 
-  // Scales of the tokens whose sums this thread will hold.
+  // Scales of the tokens whose sums this thread will hold, and whether their results are read: of
+  // the same tokens the latter is not asked again, since the answer would be waited for.
   __device__ __forceinline__ void fetch_tokens(const Item& item) {
+    const bool others = item.token != known_token_;
+    known_token_ = item.token;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        x_scale_[block][half] = x_scale_of(params_, token_of_thread(item, block, half));
+        const int token = token_of_thread(item, block, half);
+        x_scale_[block][half] = x_scale_of(params_, token);
+        if (kFindsBest && others) {
+          read_[block][half] = is_read(params_, token);
+        }
       }
     }
   }
@@ -76,12 +84,22 @@ class Epilogue {
         const bool inside = token < tokens_end;
         rows[half].out =
             static_cast<Output*>(params_.out) + int64_t(token) * params_.out_stride + item.channel;
-        rows[half].end = inside ? left : 0;
+        rows[half].end = inside && (!kFindsBest || read_[block][half]) ? left : 0;
         rows[half].scale = x_scale_[block][half];
         rows[half].zero_point =
             inside && has_zero_points()
                 ? params_.x_zero_point[int64_t(token) * params_.x_zero_point_stride]
                 : 0;
+      }
+      if constexpr (kFindsBest) {
+        if (params_.best != nullptr) {
+          if (left > 0) {  // the last cluster may have a tile too many
+            hand_over_best<kCount>(item, block, first, left, sums[block]);
+          }
+          if (__all_sync(0xffffffff, rows[0].end + rows[1].end == 0)) {
+            continue;
+          }
+        }
       }
       const bool whole = plan_.aligned_out && left % 16 == 0;
       if (whole && !has_zero_points()) {
@@ -179,6 +197,66 @@ class Epilogue {
     }
   }
 
+  // Hands over the places of the best of two tokens' channels, from `first` of the tile on, each as
+  // its part of the tile; as both parts where the channels are all of the tile's.
+  template <int kCount>
+  __device__ __forceinline__ void hand_over_best(const Item& item, int block, int first, int left,
+                                                 const Sum (&sums)[kCount / 2]) const {
+    const int end = min(params_.m, item.token + plan_.tile_tokens);
+    const float scales[2] = {x_scale_[block][0], x_scale_[block][1]};
+    Best best[2] = {Best(first + lane_channel()), Best(first + lane_channel())};
+    for_each_result<kCount>(first, left, sums, scales,
+                            [&](int half, int channel, float y) { best[half].see(y, channel); });
+    if (isnan(best[0].unordered + best[1].unordered)) {
+      for_each_result<kCount>(first, left, sums, scales, [&](int half, int channel, float y) {
+        if (channel < left) {
+          best[half].see_nan(y, channel);
+        }
+      });
+    }
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = token_of_thread(item, block, half);
+      const Place place =
+          smallest_of_lanes<4>(place_of(best[half].logit, item.channel + best[half].channel));
+      if (thread_ % 4 == 0 && token < end) {
+        uint64_t* const out = best_of_tile(params_, plan_, item, token);
+        if (first == 0) {
+          out[0] = place;
+        }
+        if (first > 0 || kCount == kTileColumns) {
+          out[1] = place;
+        }
+      }
+    }
+  }
+
+  // Calls visit(token of two, channel of the tile, result) in order of the channels. Those of a row
+  // of 16 that lie beyond `left` are -inf, but where NaN comes of it.
+  template <int kCount, class Visit>
+  __device__ __forceinline__ void for_each_result(int first, int left,
+                                                  const Sum (&sums)[kCount / 2],
+                                                  const float (&scales)[2], Visit visit) const {
+#pragma unroll
+    for (int pair = 0; pair < kCount / kStoredChannels; ++pair) {
+      if (first + pair * kStoredChannels < left) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = first + pair * kStoredChannels + i * 8 + lane_channel();
+          const float2 w_scale = pair_of<float2>(w_scale_, column);
+          const float2 bias = pair_of<float2>(bias_, column);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const Sum* const sum = &sums[pair * 8 + half * 2 + i * 4];
+            visit(half, column, fmaf(scales[half], w_scale.x * to_float(sum[0]), bias.x));
+            visit(half, column + 1, fmaf(scales[half], w_scale.y * to_float(sum[1]), bias.y));
+          }
+        }
+      }
+    }
+  }
+
   template <class Pair, class Value>
   static __device__ __forceinline__ Pair pair_of(const Value* values, int column) {
     return *reinterpret_cast<const Pair*>(&values[column]);
@@ -214,6 +292,8 @@ class Epilogue {
   int32_t* const w_sum_;
   const int warpgroup_, thread_;
   float x_scale_[kBlocks][2];
+  bool read_[kBlocks][2];
+  int known_token_ = -1;  // of the tile that read_ is of
   Output fetched_bias_[kChannelsOfThread];
 };
 

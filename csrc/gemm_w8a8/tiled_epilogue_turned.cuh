@@ -4,19 +4,12 @@
 
 #include "common/mbarrier.cuh"
 #include "common/tma.cuh"
+#include "tiled_best.cuh"
 #include "tiled_mma.cuh"
 #include "tiled_output.cuh"
 #include "tiled_plan.cuh"
 
 namespace ostinato::tiled {
-
-// Stores four 8x8 matrices of 16 bits, transposed; lanes 8 i to 8 i + 7 name the rows of the i-th.
-__device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
-                                                 uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
 
 class Epilogue {
   static constexpr int kChunkSums = kChunkTokens / 2;   // of a thread
@@ -49,6 +42,10 @@ class Epilogue {
 
   // Copies the scales of the tile's tokens to shared memory while the tile is summed.
   __device__ __forceinline__ void fetch_tokens(const Item& item) {
+    if (kFindsBest && params_.best != nullptr && item.token != known_token_) {
+      known_token_ = item.token;
+      read_chunks_ = chunks_read(params_, plan_, item);
+    }
     for (int i = thread_; i < kTokens; i += kWarpgroup) {
       const int token = item.token + i;
       const bool inside = token < params_.m;
@@ -77,7 +74,18 @@ class Epilogue {
           const int buffer = chunk % kChunks;
           turn(buffer, token, block, &sums[block][chunk * kChunkSums]);
           OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
-          write_chunk(buffer, item, token, block);
+          if (!kFindsBest || read_chunks_ >> (token / kChunkTokens) & 1) {
+            write_chunk(buffer, item, token, block);
+          } else {
+            free_chunks();
+          }
+          // The last cluster may have a tile too many.
+          if (kFindsBest && params_.best != nullptr && item.channel < params_.n) {
+            const int part = part_of_tile(warpgroup_) * kBlocks + block;
+            hand_over_best(params_, plan_, item, part, token, thread_, [&](int row, int byte) {
+              return this->chunk(buffer) + chunk_offset(row, byte);
+            });
+          }
         }
       }
     }
@@ -378,6 +386,8 @@ class Epilogue {
   const CUtensorMap& out_map_;
   FixedStorage& fixed_;
   int warpgroup_, thread_;
+  int known_token_ = -1;  // of the tile that read_chunks_ is of
+  uint32_t read_chunks_ = ~0u;
   float w_scale_[kBlocks][2], bias_[kBlocks][2];
   uint32_t deferred_[kDeferStores ? kSums / 2 : 1];  // results of a tile
   int deferred_chunks_ = 0, deferred_channel_ = 0, deferred_token_ = 0;

@@ -36,7 +36,15 @@ __device__ __forceinline__ void copy_word_async(void* shared, const void* global
                : "memory");
 }
 
-// Until all of this thread's have arrived.
+// Stores four 8x8 matrices of 16 bits, transposed; lanes 8 i to 8 i + 7 name the rows of the i-th.
+__device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
+                                                 uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// Until all of this thread's copies have arrived.
 __device__ __forceinline__ void wait_async_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

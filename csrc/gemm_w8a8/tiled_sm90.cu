@@ -113,7 +113,9 @@ bool implemented(const W8A8GemmParams& params) {
          params.n <= kLargestSize && params.k <= kLargestSize && params.x_scale != nullptr &&
          params.w_scale != nullptr && aligned(params.x, params.x_stride) &&
          aligned(params.w, params.w_stride) &&
-         (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr));
+         (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr)) &&
+         (params.best == nullptr ||
+          (kFindsBest && params.temperature != nullptr && params.x_zero_point == nullptr));
 }
 
 cudaError_t encode_x(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {

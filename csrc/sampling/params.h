@@ -21,7 +21,12 @@ struct SampleParams {
   const uint8_t* seen;              // [.., vocabulary], 0 or 1
   int64_t seen_stride;
   const int64_t* seen_rows;  // [rows], rows of seen; null: row i has row i
-  int64_t* out;              // [rows]
+  // [rows, parts], the places (common/place.cuh) of the best of each part of a row, or null. With
+  // them the logits of greedy rows without a penalty are not read.
+  const uint64_t* best;
+  int64_t best_stride;
+  int64_t* out;  // [rows]
+  int32_t parts;
   int32_t rows, vocabulary;
   int32_t top_k_is_int64;  // 0: int32
   int32_t pdl;

@@ -12,6 +12,7 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "common/place.cuh"
 #include "sampling/params.h"
 #include "sampling/philox.cuh"
 #include "sampling/sample_row.cuh"
@@ -66,6 +67,27 @@ __device__ uint32_t draw(const SampleParams& p, int row, Selector<kAligned>& sel
   return choice.id;
 }
 
+// The best that this thread finds of a row of which others have looked through every part.
+__device__ __forceinline__ Place best_of_thread(const SampleParams& p, int row) {
+  const uint64_t* const parts = p.best + row * p.best_stride;
+  Place best = ~Place{0};
+#pragma unroll 4
+  for (int part = threadIdx.x; part < p.parts; part += kThreads) {
+    best = min(best, Place{parts[part]});
+  }
+  return best;
+}
+
+// The smallest of all of a CTA's threads.
+__device__ __forceinline__ Place smallest_of_cta(Place place, Place (&of_warps)[kWarps]) {
+  place = smallest_of_lanes<32>(place);
+  if (threadIdx.x % 32 == 0) {
+    of_warps[threadIdx.x / 32] = place;
+  }
+  __syncthreads();
+  return smallest_of_lanes<kWarps>(of_warps[threadIdx.x % kWarps]);
+}
+
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant__ SampleParams p) {
   __shared__ SharedStorage shared;
@@ -74,11 +96,22 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   const cg::cluster_group cluster = cg::this_cluster();
   const int ctas = static_cast<int>(cluster.num_blocks());
   const int row = static_cast<int>(blockIdx.x) / ctas;
+  const float temperature = p.temperature[row];
+  if (p.best != nullptr) {
+    const float penalty = p.repetition_penalty == nullptr ? 1.0f : p.repetition_penalty[row];
+    const Place mine = best_of_thread(p, row);  // asked for before it is known to be wanted
+    if (is_greedy(temperature, penalty)) {
+      const Place best = smallest_of_cta(mine, shared.warp_values[0]);
+      if (cluster.block_rank() == 0 && threadIdx.x == 0) {
+        p.out[row] = id_of(best);
+      }
+      return;
+    }
+  }
   const RowPart<kAligned> part(p, row, static_cast<int>(cluster.block_rank()), ctas);
   Selector<kAligned> selector(part, shared);
   const Selection all = selector.all();
   uint32_t token = id_of(all.low);
-  const float temperature = p.temperature[row];
   // A best logit that is NaN or infinite leaves nothing to compare.
   const float best = logit_of(all.low);
   if (temperature > 0.0f && isfinite(best)) {
@@ -105,7 +138,8 @@ int ctas_for(int rows, int vocabulary, int sms) {
 bool is_valid(const SampleParams& p) {
   return p.logits != nullptr && p.temperature != nullptr && p.top_k != nullptr &&
          p.top_p != nullptr && p.min_p != nullptr && p.seeds != nullptr && p.counters != nullptr &&
-         p.out != nullptr && (p.seen == nullptr) == (p.repetition_penalty == nullptr);
+         p.out != nullptr && (p.seen == nullptr) == (p.repetition_penalty == nullptr) &&
+         (p.best == nullptr || p.parts > 0);
 }
 
 bool is_aligned(const SampleParams& p) {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "common/place.cuh"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
 #include "sampling/params.h"
@@ -15,21 +16,6 @@ using Logit = dtype::OSTINATO_DTYPE;
 
 constexpr int kThreads = 512;
 constexpr int kVector = 16 / sizeof(Logit);  // logits that a thread loads at once
-
-// A token's place among all of its row: by falling logit, then by rising id.
-using Place = uint64_t;
-
-// NaN comes first, as in torch's sort; both zeros are one.
-__device__ __forceinline__ Place place_of(float logit, uint32_t id) {
-  const uint32_t bits = __float_as_uint(logit + 0.0f);
-  const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return Place{isnan(logit) ? 0 : ~rising} << 32 | id;
-}
-__device__ __forceinline__ float logit_of(Place place) {
-  const uint32_t rising = ~static_cast<uint32_t>(place >> 32);
-  return __uint_as_float(rising & 0x80000000u ? rising & 0x7fffffffu : ~rising);
-}
-__device__ __forceinline__ uint32_t id_of(Place place) { return static_cast<uint32_t>(place); }
 
 // The larger one; NaN where there is one.
 __device__ __forceinline__ float max_or_nan(float x, float y) {

@@ -12,7 +12,7 @@ from ostinato import ops
 from ostinato.engine.request import Request
 from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
 from ostinato.graphs.spec import Example
-from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache
+from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling
 
 _REHEARSAL = -1  # the sequence that holds the pages of a rehearsal; requests count from 0
 
@@ -44,16 +44,27 @@ class SeenTokens:
 class DecodeStep:
     """A step function for `GraphRunner`: mark as seen, embed, decode, sample.
 
-    Outputs `tokens` [B] int64 and `logits` [B, vocab_size] fp32.
+    Outputs `tokens` [B] int64 and what they were chosen from: `logits` [B, vocab_size] fp32, or
+    where the output projection hands over each row's best, `best` [B, parts] int64.
 
     Args:
         model, cache: what the step runs on.
         seen: per-slot state of the repetition penalty.
         max_pages: columns of the page table: the pages of the longest context.
+        logits: output all logits in any case, which takes longer.
     """
 
-    def __init__(self, model: Llama, cache: PagedKVCache, seen: SeenTokens, max_pages: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        cache: PagedKVCache,
+        seen: SeenTokens,
+        max_pages: int,
+        *,
+        logits: bool = False,
+    ) -> None:
         self._model = model
+        self._all_logits = logits
         self._cache = cache
         self._seen = seen
         self.max_pages = max_pages
@@ -130,11 +141,14 @@ class DecodeStep:
         attention = AttentionInputs(
             slot_mapping=batch.slot_mapping, page_table=batch.page_table, seq_lens=batch.seq_lens
         )
-        logits = self._model(
-            batch.tokens, batch.positions, attention, self._cache, n_active=batch.n_active
-        )
+        inputs = (batch.tokens, batch.positions, attention, self._cache)
+        if self._all_logits:
+            logits = ops.Logits(self._model(*inputs, n_active=batch.n_active))
+        else:
+            sampling = Sampling(batch.temperature, batch.repetition_penalty)
+            logits = self._model.logits_to_sample(*inputs, sampling, n_active=batch.n_active)
         tokens = ops.sample(
-            logits,
+            logits.values,
             temperature=batch.temperature,
             top_k=batch.top_k,
             top_p=batch.top_p,
@@ -144,8 +158,11 @@ class DecodeStep:
             repetition_penalty=batch.repetition_penalty,
             seen=self._seen.mask,
             seen_rows=batch.slots,
+            best=logits.best,
         )
-        return {"tokens": tokens, "logits": logits}
+        if logits.best is not None:
+            return {"tokens": tokens, "best": logits.best}
+        return {"tokens": tokens, "logits": logits.values}
 
     def _example_page_table(
         self, generator: torch.Generator, shape: tuple[int, ...]

@@ -4,7 +4,7 @@ from ostinato.model.cache import PagedKVCache, SwappedSequence
 from ostinato.model.config import ModelConfig
 from ostinato.model.fields import UnsupportedModelError
 from ostinato.model.kernels import compile_kernels
-from ostinato.model.layers import AnyLinear, Linear, W8A8Linear
+from ostinato.model.layers import AnyLinear, Linear, Sampling, W8A8Linear
 from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama
 from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
 from ostinato.model.rope import RopeConfig
@@ -21,6 +21,7 @@ __all__ = [
     "OutOfPagesError",
     "PagedKVCache",
     "RopeConfig",
+    "Sampling",
     "SwappedSequence",
     "UnsupportedModelError",
     "W8A8Linear",

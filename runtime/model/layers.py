@@ -13,6 +13,14 @@ import torch
 from ostinato import ops
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """What tells which rows of logits are sampled greedily, [M] fp32 each (see `ops.sample`)."""
+
+    temperature: torch.Tensor
+    repetition_penalty: torch.Tensor
+
+
 @dataclass
 class Linear:
     """y = x·Wᵀ + b with 16- or 32-bit weights.
@@ -43,6 +51,18 @@ class Linear:
             return self(ops.rms_norm(x, norm, eps)), x
         normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
         return self(normed), residual
+
+    def logits_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        sampling: Sampling,
+        n_active: torch.Tensor | None = None,
+    ) -> ops.Logits:
+        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
+        return ops.Logits(self.after_norm(x, residual, norm, eps, n_active)[0].float())
 
     def after_silu_mul(
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
@@ -131,6 +151,32 @@ class W8A8Linear:
             zero_point=self.input_zero_point,
         )
         return self._matmul(quantized, scale, n_active), total[0] if total else x
+
+    def logits_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        sampling: Sampling,
+        n_active: torch.Tensor | None = None,
+    ) -> ops.Logits:
+        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
+        if self.input_scale is not None or self.out_dtype is not torch.float32:
+            return ops.Logits(self.after_norm(x, residual, norm, eps, n_active)[0].float())
+        return ops.rms_norm_w8a8_logits(
+            x,
+            norm,
+            eps,
+            self.weight,
+            self.weight_scale,
+            temperature=sampling.temperature,
+            repetition_penalty=sampling.repetition_penalty,
+            residual=residual,
+            bias=self.bias,
+            n_active=n_active,
+            batch_invariant=self.batch_invariant,
+        )
 
     def after_silu_mul(
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None

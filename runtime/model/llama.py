@@ -10,7 +10,7 @@ import torch
 from ostinato import ops
 from ostinato.model.cache import PagedKVCache
 from ostinato.model.config import ModelConfig
-from ostinato.model.layers import AnyLinear
+from ostinato.model.layers import AnyLinear, Sampling
 
 
 @dataclass
@@ -121,6 +121,42 @@ class Llama:
         Returns:
             logits [R, vocab_size] fp32.
         """
+        x, residual = self._decoded(tokens, positions, attention, cache, n_active)
+        if logits_rows is not None:
+            x = x[logits_rows]
+            residual = None if residual is None else residual[logits_rows]
+            n_active = None
+        eps = self.config.rms_norm_eps
+        logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps, n_active)
+        return logits.float()
+
+    def logits_to_sample(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+        sampling: Sampling,
+        *,
+        n_active: torch.Tensor | None = None,
+    ) -> ops.Logits:
+        """Do as a call, and return what `ops.sample` chooses the same tokens from.
+
+        `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`).
+        """
+        x, residual = self._decoded(tokens, positions, attention, cache, n_active)
+        eps = self.config.rms_norm_eps
+        return self.lm_head.logits_after_norm(x, residual, self.norm, eps, sampling, n_active)
+
+    def _decoded(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+        n_active: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the last layer's output and the residual to add to it."""
         eps = self.config.rms_norm_eps
         x, residual = self.embedding[tokens], None
         for index, layer in enumerate(self.layers):
@@ -130,12 +166,7 @@ class Llama:
                 x, residual, layer.post_attention_norm, eps, n_active
             )
             x = layer.down.after_silu_mul(gate_up, n_active)
-        if logits_rows is not None:
-            x = x[logits_rows]
-            residual = None if residual is None else residual[logits_rows]
-            n_active = None
-        logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps, n_active)
-        return logits.float()
+        return x, residual
 
     def _attend(
         self,

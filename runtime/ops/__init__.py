@@ -27,6 +27,7 @@ Common to all of them:
 from ostinato.ops.append import append_kv
 from ostinato.ops.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from ostinato.ops.linear import linear, w8a8_linear
+from ostinato.ops.logits import Logits, rms_norm_w8a8_logits
 from ostinato.ops.merge import merge_states
 from ostinato.ops.norm import rms_norm, rms_norm_quantize
 from ostinato.ops.packing import PackedWeight, pack_weight
@@ -37,6 +38,7 @@ from ostinato.ops.silu import silu_mul, silu_mul_quantize
 from ostinato.ops.varlen import varlen_attention
 
 __all__ = [
+    "Logits",
     "PackedWeight",
     "append_kv",
     "dynamic_w8a8_linear",
@@ -49,6 +51,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "rms_norm_w8a8_linear",
+    "rms_norm_w8a8_logits",
     "sample",
     "silu_mul",
     "silu_mul_quantize",

@@ -115,7 +115,7 @@ def _dynamic_w8a8_linear(
 ) -> None:
     if x.is_cuda and launch_fused(x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None):
         return
-    codes, scale = _codes_of(x, w)
+    codes, scale = codes_of(x, w)
     quantize_tokens(x, codes, scale)
     how = (True, batch_invariant, False)
     multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
@@ -138,13 +138,13 @@ def _rms_norm_w8a8_linear(
         x, weight, eps, residual, w, w_scale, bias, batch_invariant, out, residual_out
     ):
         return
-    codes, scale = _codes_of(x, w)
+    codes, scale = codes_of(x, w)
     normalize_and_quantize(x, weight, eps, residual, None, None, False, codes, scale, residual_out)
     how = (True, batch_invariant, False)
     multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
 
 
-def _codes_of(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def codes_of(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return memory for x as 8-bit rows and their scales."""
     return (
         torch.empty(x.shape, dtype=w.dtype, device=x.device),

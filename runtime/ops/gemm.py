@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ostinato.kernels.loader import load
+from ostinato.kernels.variants import GemmTiled
 from ostinato.ops import gemm_tuning, packing, pdl
 from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ostinato.ops.sizes import round_up
@@ -24,6 +27,7 @@ def w8a8_gemm(
     fast_accum: bool,
     batch_invariant: bool,
     out: torch.Tensor,
+    to_sample: ToSample | None = None,
 ) -> None:
     """Launch the product on torch's current stream.
 
@@ -74,7 +78,46 @@ def w8a8_gemm(
             pdl=early,
             stream=stream,
             **choice.cut,
+            **({} if to_sample is None else to_sample.arguments()),
         )
+
+
+@dataclass(frozen=True)
+class ToSample:
+    """What a product whose rows are logits has to know of their sampling, and where their best go.
+
+    `best` is [m, `best_parts`] int64, the others [m] fp32.
+    """
+
+    best: torch.Tensor
+    temperature: torch.Tensor
+    repetition_penalty: torch.Tensor | None
+
+    def arguments(self) -> dict[str, int]:
+        """Return them as arguments of a launch."""
+        return {
+            "best": self.best.data_ptr(),
+            "best_stride": self.best.stride(0),
+            "temperature": self.temperature.data_ptr(),
+            "repetition_penalty": address_of(self.repetition_penalty),
+        }
+
+
+def best_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) -> int:
+    """Return in how many parts the best of a row of n logits come, for x [m, k] on a Hopper GPU.
+
+    w is as of `w8a8_gemm`, in fp32; 0 where the kernel that is chosen does not look for them.
+    """
+    (m, k), device = x.shape, x.get_device()
+    if m == 0 or n == 0:
+        return 0
+    dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4
+    how = (packed, True, batch_invariant)
+    choice = gemm_tuning.choose(*gpu(device), m, n, k, dtype, "fp32", *how)
+    variant = choice.variant
+    if isinstance(variant, GemmTiled) and variant.finds_best:
+        return variant.best_parts(n, choice.tile_channels)
+    return 0
 
 
 def _is_aligned(x: torch.Tensor) -> bool:

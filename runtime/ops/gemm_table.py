@@ -95,11 +95,11 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class InStep:
-    """What a decode step is the fastest with, though the model or a product alone says otherwise.
+class Measured:
+    """What a decode step or a product is the fastest with, though the model says otherwise.
 
-    It holds for w [n, k] of a dtype and tokens in `m`, which one tile has, or two that share their
-    weights.
+    It holds for w [n, k] of a dtype and tokens in `m`, which so many `tiles` have. Two share their
+    weights, or, with `split_k`, tiles side by side in channels their K, if it may be split.
     """
 
     dtype: str
@@ -110,7 +110,7 @@ class InStep:
     tokens: int
     tiles: int
     reason: str
-    tile_channels: int = 0  # of those compiled; 0: all
+    split_k: int = 0
 
     def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
         """Return whether the row counts for a product."""
@@ -128,32 +128,35 @@ class InStep:
         )
         return Choice(
             variant,
-            self.tile_channels or self.channels,
+            self.channels,
             ceil_div(modelled_m(m), self.tiles),
-            cluster=self.tiles,
-            share_weights=self.tiles - 1,
+            cluster=2 if self.split_k else self.tiles,
+            share_weights=0 if self.split_k else self.tiles - 1,
+            split_k=self.split_k,
         )
 
 
 _MANY = range(6, 2**31)
 
-# Measured with 32 tokens, and with 64 and 128; FP8 with 1 and 8 (docs/performance.md). Microseconds
-# of a layer are what a row gains.
-IN_STEP = (
-    InStep("int8", 4096, 4096, range(17, 33), 64, 32, 2, "1.2 us less than 64 x 16"),
-    InStep("int8", 4096, 14336, range(33, 129), 64, 64, 2, ".9 and .7 less than K in two halves"),
-    InStep("e4m3", 4096, 4096, range(1, 9), 64, 8, 1, ".9, 1.2 less than of 32 on all SMs"),
-    InStep("e4m3", 4096, 4096, range(9, 17), 64, 16, 1, "as with fewer tokens"),
+# The first four in a step, with 32 tokens, and with 64 and 128; FP8 with 1 and 8
+# (docs/performance.md). The last alone, with 256 (docs/gemm_tiled.md). Microseconds of a layer are
+# what a row gains.
+MEASURED = (
+    Measured("int8", 4096, 4096, range(17, 33), 64, 32, 2, "1.2 us less than 64 x 16"),
+    Measured("int8", 4096, 14336, range(33, 129), 64, 64, 2, ".9 and .7 less than K in two halves"),
+    Measured("e4m3", 4096, 4096, range(1, 9), 64, 8, 1, ".9, 1.2 less than of 32 on all SMs"),
+    Measured("e4m3", 4096, 4096, range(9, 17), 64, 16, 1, "as with fewer tokens"),
+    Measured("e4m3", 4096, 14336, range(241, 257), 128, 128, 2, "1.0 less", split_k=2),
 )
 
 # The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`
 # does.
-TABLE: tuple[Streaming | InStep | Tile, ...] = (
+TABLE: tuple[Streaming | Measured | Tile, ...] = (
     Streaming(8, 2, "reads weights at memory speed (docs/gemm_small_m.md)"),
     Streaming(16, 3, "whole passes of three tiles", weight_tiles=(3,)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=(1, 2, 4)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=_MANY, dtypes=("int8",)),
-    *IN_STEP,
+    *MEASURED,
     Tile(64, 8, "FP8: no more columns than tokens"),
     Tile(128, 8, "FP8: likewise; an SM's share of larger N in one tile"),
     Tile(64, 16, "no more columns than tokens"),
@@ -209,7 +212,7 @@ def choose(
         if not isinstance(row, Tile) and row.holds(m, n, k, dtype, sms):
             wanted = row.choice(m, dtype, out_dtype)
             choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
-            if choice is not None:
+            if choice == wanted:
                 return choice
     accumulates = fast_accum and dtype == "e4m3"
     wanted = _fastest(modelled_m(m), n, k, dtype, out_dtype, accumulates, batch_invariant, sms)

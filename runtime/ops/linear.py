@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from ostinato.ops import checks, packing
 from ostinato.ops.e4m3 import to_float32
-from ostinato.ops.gemm import w8a8_gemm
+from ostinato.ops.gemm import ToSample, w8a8_gemm
 from ostinato.ops.library import register
 from ostinato.ops.packing import PackedWeight
 from ostinato.ops.precision import full_precision
@@ -233,14 +233,19 @@ def multiply(
     batch_invariant: bool,
     check_scales: bool,
     out: torch.Tensor,
+    to_sample: ToSample | None = None,
 ) -> None:
-    """Do `w8a8_linear` with checked arguments; w is [N, K] or the data of a `PackedWeight`."""
+    """Do `w8a8_linear` with checked arguments; w is [N, K] or the data of a `PackedWeight`.
+
+    `to_sample` is for CUDA alone.
+    """
     if check_scales:
         checks.positive_scale("x_scale", x_scale, or_zero=True)
         checks.positive_scale("w_scale", w_scale, or_zero=True)
     if x.device.type == "cuda":
         how = (fast_accum, batch_invariant)
-        w8a8_gemm(x, w, x_scale, w_scale, bias, x_zero_point, w_sum, n_active, *how, out)
+        operands = (x, w, x_scale, w_scale, bias, x_zero_point, w_sum, n_active)
+        w8a8_gemm(*operands, *how, out, to_sample)
         return
     if w.dim() == 4:
         w = packing.unpack(w, out.size(1), x.size(1))

@@ -7,6 +7,7 @@ import torch
 from ostinato.ops import checks, sample_launch
 from ostinato.ops.library import register
 from ostinato.ops.philox import uniform
+from ostinato.ops.places import best_tokens
 
 
 def sample(
@@ -21,6 +22,7 @@ def sample(
     repetition_penalty: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
     seen_rows: torch.Tensor | None = None,
+    best: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -47,6 +49,9 @@ def sample(
             repetition_penalty.
         seen_rows: [B] int64 in 0 .. S - 1, which row of `seen` is each row's; out of range it is an
             IndexError on the CPU and undefined on CUDA.
+        best: [B, P] int64, P >= 1, as `rms_norm_w8a8_logits` hands it over: of each part of a row
+            the place of its best logit, unsigned: the smaller, the better, with the token in the
+            lower 32 bits. With it the logits of greedy rows whose penalty is 1 are not read.
         out: [B] int64, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -71,6 +76,9 @@ def sample(
     if seen_rows is not None:
         checks.both_or_neither("seen", seen, "seen_rows", seen_rows)
         checks.tensor("seen_rows", seen_rows, (torch.int64,), batch, device)
+    if best is not None:
+        checks.tensor("best", best, (torch.int64,), (*batch, "P"), device)
+        checks.not_empty("best", best, "P")
     if out is not None:
         checks.output("out", out, (torch.int64,), batch, device)
     with checks.launch_stream(stream, device):
@@ -87,6 +95,7 @@ def sample(
             repetition_penalty,
             seen,
             seen_rows,
+            best,
             out,
         )
     return out
@@ -103,16 +112,22 @@ def _sample(
     repetition_penalty: torch.Tensor | None,
     seen: torch.Tensor | None,
     seen_rows: torch.Tensor | None,
+    best: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     parameters = (temperature, top_k, top_p, min_p, seeds, counters)
     if sample_launch.serves(logits):
-        sample_launch.sample(logits, *parameters, repetition_penalty, seen, seen_rows, out)
+        sample_launch.sample(logits, *parameters, repetition_penalty, seen, seen_rows, best, out)
         return
     if seen is not None and seen_rows is not None:
         seen = seen[seen_rows]
     logits = _penalized(logits, repetition_penalty, seen)
     greedy = logits.argmax(dim=1)
+    if best is not None:
+        token = best_tokens(best)
+        if repetition_penalty is not None:
+            token = torch.where(repetition_penalty == 1, token, greedy)
+        greedy = token
     if logits.device.type != "cpu":
         torch.where(temperature > 0, _drawn(logits, *parameters), greedy, out=out)
         return
@@ -181,6 +196,6 @@ def _cumulative(weights: torch.Tensor) -> torch.Tensor:
 _sample_op = register(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
     "Tensor seeds, Tensor counters, Tensor? repetition_penalty, Tensor? seen, Tensor? seen_rows, "
-    "Tensor(a!) out) -> ()",
+    "Tensor? best, Tensor(a!) out) -> ()",
     _sample,
 )

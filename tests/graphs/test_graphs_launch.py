@@ -1,11 +1,10 @@
 """When a graph is launched by the driver's own call, and when torch replays it."""
 
-import ctypes
-
 import pytest
 import torch
 from graphs_toys import SPECS
 
+from ostinato import _C
 from ostinato.graphs import GraphRunner, StaticBuffers
 from ostinato.graphs.launch import Launch
 
@@ -21,10 +20,9 @@ class FakeDriver:
         self.devices, self.device, self.stream = 1, 0, STREAM
         self.offset, self._draws = 100, draws
 
-    def cuGraphLaunch(self, executable, stream):
-        assert isinstance(executable, ctypes.c_void_p)
+    def launch_graph(self, executable, stream):
         if not self.status:
-            self.launched.append(("driver", executable.value, stream.value or 0))
+            self.launched.append(("driver", executable, stream))
         return self.status
 
     def get_offset(self):
@@ -51,7 +49,8 @@ def make(monkeypatch):
         monkeypatch.setattr(
             torch._C, "_cuda_getCurrentRawStream", lambda index: driver.stream, raising=False
         )
-        return Launch(driver, torch.device("cuda", 0), driver)
+        monkeypatch.setattr(_C, "launch_graph", driver.launch_graph)
+        return Launch(driver, torch.device("cuda", 0))
 
     return launch_of
 
@@ -114,6 +113,12 @@ def test_a_torch_that_does_not_tell_the_executable_replays(make, monkeypatch):
     launch()
     launch()
     assert driver.launched == ["torch"] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_without_a_driver_a_graph_is_refused():
+    with pytest.raises(RuntimeError, match=r"libcuda\.so\.1 with cuGraphLaunch: got none"):
+        _C.launch_graph(EXECUTABLE, STREAM)
 
 
 @pytest.mark.gpu

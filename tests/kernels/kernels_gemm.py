@@ -30,6 +30,39 @@ def random_codes(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.cuda(), w.cuda()
 
 
+def launch(
+    library: _C.W8A8Gemm,
+    x: torch.Tensor,
+    w: ops.PackedWeight,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    out: torch.Tensor,
+    **more: int,
+) -> None:
+    """Launch the product of x [m, k] and w [n, k], with a scale for each row of both.
+
+    `more` are other arguments of the launch: how the kernel cuts the output, for one.
+    """
+    library.launch(
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        w=w.data.data_ptr(),
+        w_stride=0,
+        x_scale=x_scale.data_ptr(),
+        x_scale_stride=1,
+        w_scale=w_scale.data_ptr(),
+        w_scale_stride=1,
+        out=out.data_ptr(),
+        out_stride=out.stride(0),
+        m=x.size(0),
+        n=w_scale.numel(),
+        k=x.size(1),
+        stream=torch.cuda.current_stream().cuda_stream,
+        pdl=True,
+        **more,
+    )
+
+
 def multiply(library: _C.W8A8Gemm, x: torch.Tensor, w: torch.Tensor, **cut: int) -> torch.Tensor:
     """Return the bf16 product of x and w (packed for it), with the scales and bias of `exact`.
 
@@ -42,30 +75,11 @@ def multiply(library: _C.W8A8Gemm, x: torch.Tensor, w: torch.Tensor, **cut: int)
     Raises:
         AssertionError: the kernel wrote outside its output.
     """
-    packed = ops.pack_weight(w)
-    m, n, k = x.size(0), w.size(0), w.size(1)
+    m, n = x.size(0), w.size(0)
     x_scale, w_scale, bias = _constants(m, n)
     guarded = torch.full((m + 2, n + 16), 99.0, dtype=torch.bfloat16, device="cuda")
     out = guarded[1 : m + 1, 8 : n + 8].fill_(torch.nan)
-    library.launch(
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        w=packed.data.data_ptr(),
-        w_stride=0,
-        x_scale=x_scale.data_ptr(),
-        x_scale_stride=1,
-        w_scale=w_scale.data_ptr(),
-        w_scale_stride=1,
-        bias=bias.data_ptr(),
-        out=out.data_ptr(),
-        out_stride=out.stride(0),
-        m=m,
-        n=n,
-        k=k,
-        stream=torch.cuda.current_stream().cuda_stream,
-        pdl=True,
-        **cut,
-    )
+    launch(library, x, ops.pack_weight(w), x_scale, w_scale, out, bias=bias.data_ptr(), **cut)
     whole = guarded.clone()
     whole[1 : m + 1, 8 : n + 8] = 99.0
     assert (whole == 99.0).all(), "written outside out"

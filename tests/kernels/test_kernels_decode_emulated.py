@@ -36,12 +36,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(
-    sources: Path, variant: AttentionDecode, folder: Path
+    sources: Path, variant: AttentionDecode, folder: Path, loads: str | None = None
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run random calls of a kernel; return how that ended and where their results are."""
     program, results = folder / variant.name, folder / f"{variant.name}.bin"
     compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
-    command = [program, "0", str(_CASES), results]
+    command = [program, "0", str(_CASES), results, *filter(None, [loads])]
     return subprocess.run(command, capture_output=True, text=True, timeout=280), results
 
 
@@ -64,6 +64,27 @@ def test_whoever_works_on_the_chains_of_a_split_gives_the_same_bits(
 ) -> None:
     results = {name: _results(sources, variant, tmp_path) for name, variant in _INVARIANT.items()}
     assert results["cluster"] == results["alone"]
+
+
+@pytest.mark.parametrize(
+    "variant", [_variant(), _INVARIANT["alone"]], ids=lambda variant: variant.name
+)
+def test_whoever_claims_a_segment_finds_the_right_rows(
+    sources: Path, variant: AttentionDecode, tmp_path: Path
+) -> None:
+    done, _ = _run(sources, variant, tmp_path, "claimed")
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_a_claim_that_is_not_awaited_is_found(tmp_path: Path) -> None:
+    sources = emulated_sources(tmp_path / "csrc")
+    path = sources / "attention" / "decode_claims.cuh"
+    text = path.read_text()
+    awaited = "    wait(&ring_.published[slot], claim / kTurns % 2);\n"
+    assert text.count(awaited) == 1
+    path.write_text(text.replace(awaited, ""))
+    done, _ = _run(sources, _variant(), tmp_path, "claimed")
+    assert done.returncode != 0
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ _SITES = (
     *("decode_sums_store", "decode_sums_load", "decode_part_store"),
 )
 _SITES_OF_SHARES = ("decode_shares_store", "decode_shares_load")
+_SITES_OF_CLAIMS = ("decode_claim_store", "decode_claim_load")
 # A warp's own columns, and teams of warps; copied and gathered pages.
 _ALONE = tuple(
     AttentionDecode(
@@ -40,12 +41,19 @@ _SHARED = tuple(
     for split_tokens, cluster in ((0, 8), (512, 4))
 )
 _VARIANTS = (*_ALONE, *_SHARED)
+_CLAIMING = tuple(variant for variant in _ALONE if variant.columns == 8 and variant.copy_pages)
 _DELAYED = tuple(
     (variant, site)
     for variant in _VARIANTS
-    for site in (*_SITES, *(_SITES_OF_SHARES if variant in _SHARED else ()))
+    for site in (
+        *_SITES,
+        *(_SITES_OF_SHARES if variant in _SHARED else ()),
+        *(_SITES_OF_CLAIMS if variant in _CLAIMING else ()),
+    )
 )
-_LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40)
+# The last ones are enough for segments to be claimed.
+_LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40, [200, 130, 300] * 115)
+_MOST = max(map(len, _LENGTHS))
 
 # Given the lengths and then the page ids of a launch, before it.
 Predecessor = Callable[[torch.Tensor, int], None]
@@ -62,12 +70,12 @@ def launch() -> Launch:
     }
     for library in libraries.values():
         library.prepare()
-    pages, page, heads_kv, dim, rows = 800, 16, 2, 128, 64
+    pages, page, heads_kv, dim, rows = 800, 16, 4, 128, 64
     k_cache, v_cache = (
         torch.randn(pages, page, heads_kv, dim, device="cuda").bfloat16() for _ in "kv"
     )
-    q_all = torch.randn(40, heads_kv * rows, dim, device="cuda").bfloat16()
-    table = torch.randint(pages, (40, 256), dtype=torch.int32, device="cuda")
+    q_all = torch.randn(_MOST, heads_kv * rows, dim, device="cuda").bfloat16()
+    table = torch.randint(pages, (_MOST, 256), dtype=torch.int32, device="cuda")
 
     def run(
         variant: AttentionDecode,

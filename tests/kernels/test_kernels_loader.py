@@ -44,6 +44,8 @@ class GemmFields(ctypes.Structure):
         ("w_sum", ctypes.c_void_p),
         ("n_active", ctypes.c_void_p),
         *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
+        *[("best", ctypes.c_void_p), ("best_stride", ctypes.c_int64)],
+        *[(name, ctypes.c_void_p) for name in ("temperature", "repetition_penalty")],
         *[(name, ctypes.c_int32) for name in ("m", "n", "k")],
         *[(name, ctypes.c_int32) for name in _TILING],
         ("pdl", ctypes.c_int32),
@@ -120,8 +122,10 @@ class SampleFields(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("temperature", "top_k", "top_p", "min_p")],
         *[(name, ctypes.c_void_p) for name in ("seeds", "counters", "repetition_penalty")],
         *[("seen", ctypes.c_void_p), ("seen_stride", ctypes.c_int64)],
-        *[(name, ctypes.c_void_p) for name in ("seen_rows", "out")],
-        *[(name, ctypes.c_int32) for name in ("rows", "vocabulary", "top_k_is_int64", "pdl")],
+        *[(name, ctypes.c_void_p) for name in ("seen_rows", "best")],
+        *[("best_stride", ctypes.c_int64), ("out", ctypes.c_void_p)],
+        *[(name, ctypes.c_int32) for name in ("parts", "rows", "vocabulary")],
+        *[(name, ctypes.c_int32) for name in ("top_k_is_int64", "pdl")],
     ]
 
 

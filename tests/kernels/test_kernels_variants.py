@@ -229,3 +229,22 @@ def test_select_refuses_a_selection_of_nothing() -> None:
 def test_families_are_named_once() -> None:
     assert len(families()) == len(set(families()))
     assert {variant.family for variant in CATALOGUE} == set(families())
+
+
+@pytest.mark.parametrize(
+    ("channels", "tokens", "tile_channels", "parts"),
+    [(224, 128, 0, 1146), (256, 128, 0, 1002), (128, 32, 0, 2004), (128, 32, 80, 3208)],
+)
+def test_parts_of_a_row_of_logits(
+    channels: int, tokens: int, tile_channels: int, parts: int
+) -> None:
+    variant = GemmTiled(dtype="int8", out_dtype="fp32", channels=channels, tokens=tokens)
+    assert variant.finds_best
+    assert variant.best_parts(128256, tile_channels) == parts
+
+
+@pytest.mark.parametrize(
+    "changed", [{"out_dtype": "bf16"}, {"tokens": 16}, {"pingpong": True}], ids=str
+)
+def test_kernels_that_look_for_no_best(changed: dict[str, object]) -> None:
+    assert not GemmTiled(**{**_TILED, "out_dtype": "fp32", **changed}).finds_best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -51,22 +52,28 @@ def copy_of(model: Llama, device: torch.device, dense: torch.dtype) -> Llama:
     )
 
 
-def cache_shape(config: ModelConfig) -> torch.Size:
-    pages = 1 + MAX_BATCH * (CONTEXT // PAGE)
+def cache_shape(config: ModelConfig, batch: int = MAX_BATCH) -> torch.Size:
+    pages = 1 + batch * (CONTEXT // PAGE)
     cache = PagedKVCache.for_model(config, num_pages=pages, page_size=PAGE, device=CPU)
     return cache.storage.shape
 
 
-def runner_of(model: Llama, keys_and_values: torch.Tensor) -> GraphRunner[dict[str, torch.Tensor]]:
-    pages = CONTEXT // PAGE
+def runner_of(
+    model: Llama,
+    keys_and_values: torch.Tensor,
+    buckets: Sequence[int] = BUCKETS,
+    *,
+    logits: bool = True,
+) -> GraphRunner[dict[str, torch.Tensor]]:
+    pages, most = CONTEXT // PAGE, max(buckets)
     cache = PagedKVCache.for_model(
-        model.config, num_pages=1 + MAX_BATCH * pages, page_size=PAGE, device=model.device
+        model.config, num_pages=1 + most * pages, page_size=PAGE, device=model.device
     )
     cache.storage.copy_(keys_and_values)
-    seen = SeenTokens(MAX_BATCH, model.config.vocab_size, model.device)
-    step = DecodeStep(model, cache, seen, max_pages=pages)
-    runner = GraphRunner(step, StaticBuffers(step.buffer_specs(), MAX_BATCH, model.device))
-    runner.capture(BUCKETS, progress=False, verify=False)
+    seen = SeenTokens(most, model.config.vocab_size, model.device)
+    step = DecodeStep(model, cache, seen, max_pages=pages, logits=logits)
+    runner = GraphRunner(step, StaticBuffers(step.buffer_specs(), most, model.device))
+    runner.capture(buckets, progress=False, verify=False)
     return runner
 
 
@@ -160,3 +167,27 @@ def test_ten_thousand_replays_change_no_logit(n: int) -> None:
             changed += (runner.run(n, inputs)["logits"] != expected).sum()
         assert int(changed) == 0
         assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
+    """Greedy and random rows, with a penalty and without; up to 16 rows none is left out."""
+    buckets = (16, 48)
+    config = ModelConfig.from_hf({**SMALL, "vocab_size": 32000})
+    device = torch.device("cuda")
+    model = random_llama(config, precision, device, max_context=CONTEXT, lm_head=precision)
+    stored = torch.randn(cache_shape(config, max(buckets))).bfloat16()
+    rows = torch.arange(max(buckets))
+    outputs = []
+    for logits in (True, False):
+        torch.manual_seed(2)
+        with runner_of(model, stored, buckets, logits=logits) as runner:
+            for n in (3, 16, 17, 48):
+                inputs = inputs_of(n)
+                inputs["temperature"] = torch.tensor([0.0, 0.0, 1.2])[rows[:n] % 3]
+                inputs["repetition_penalty"] = torch.tensor([1.0, 1.0, 1.0, 1.4])[rows[:n] % 4]
+                got = runner.run(n, inputs)
+                assert ("best" in got) == (not logits and n > 16)
+                outputs.append(got["tokens"].tolist())
+    assert outputs[:4] == outputs[4:]

@@ -23,6 +23,12 @@ TOKENS = (
     *(127, 128, 129, 255, 256, 257, 300, 1000),
 )
 FEW_TOKENS = (3, 9, 20, 70)
+# What those of logits do: tokens, vocabularies and the features they are made of.
+LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
+    (1, 16, 17, 32, 48, 64, 100, 128, 200, 256),
+    (1003, 32000),
+    512,
+)
 
 
 def kernels_of_the_tests() -> Iterator[Variant]:
@@ -50,3 +56,6 @@ def kernels_of_the_tests() -> Iterator[Variant]:
                         batch_invariant=invariant,
                         sms=sms,
                     ).variant
+    for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
+        how = {"packed": True, "batch_invariant": True, "sms": sms}
+        yield gemm_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant

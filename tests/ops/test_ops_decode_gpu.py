@@ -128,6 +128,26 @@ def test_batches_and_shares(batch: int, longest: int) -> None:
         check(PagedCase(lengths, heads_q=8, dim=64, page_size=16, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("lengths", [(300,) * 200, (500, 0, 150) * 80], ids=["alike", "ragged"])
+def test_many_sequences_whose_segments_are_claimed(
+    lengths: tuple[int, ...], batch_invariant: bool
+) -> None:
+    case = PagedCase(lengths, heads_q=32, heads_kv=8, dim=128, page_size=16, dtype=torch.bfloat16)
+    args, options = case.build(CUDA)
+    exact, _ = reference.paged_attention(*args, **options, dtype=torch.float64)
+    options["batch_invariant"] = batch_invariant
+    whole = attend(args, options)
+    torch.testing.assert_close(whole.double(), exact, rtol=2e-2, atol=2e-3)
+    for _ in range(100):
+        assert_same_bits(attend(args, options), whole)
+    if batch_invariant:
+        q, k_cache, v_cache, table, lens = args
+        some = list(range(0, len(lengths), 7))
+        part = attend((q[some], k_cache, v_cache, table[some], lens[some]), options)
+        assert_same_bits(part, whole[some])
+
+
 @pytest.mark.parametrize("heads", [(32, 8), (4, 1)], ids=str)
 def test_batch_invariant_rows_do_not_depend_on_other_sequences(heads: tuple[int, int]) -> None:
     case = PagedCase(

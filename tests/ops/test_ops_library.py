@@ -80,7 +80,7 @@ def sample_arguments(device: torch.device, draw: int) -> list[Any]:
     )
     logits = torch.randn(batch, vocabulary).to(device)
     out = torch.zeros(batch, dtype=torch.int64, device=device)
-    return [logits, *(column.to(device) for column in columns), out]
+    return [logits, *(column.to(device) for column in columns), None, out]
 
 
 def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
@@ -129,7 +129,12 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     }[name]()
 
 
-OPS = [name for name in ops.__all__ if name not in ("PackedWeight", "pack_weight")]
+# One kernel of several hands over the best of logits: test_ops_logits.py has that op.
+OPS = [
+    name
+    for name in ops.__all__
+    if name.islower() and name not in ("pack_weight", "rms_norm_w8a8_logits")
+]
 
 
 def overload_of(name: str) -> Any:

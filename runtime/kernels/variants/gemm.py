@@ -99,6 +99,19 @@ class GemmTiled(Variant):
         return self.tokens in (64, 128) and not self.pingpong
 
     @property
+    def finds_best(self) -> bool:
+        """Whether it can hand over the best of each part of a row (csrc: kFindsBest)."""
+        return self.out_dtype == "fp32" and self.tokens > 16 and not self.pingpong
+
+    def best_parts(self, n: int, tile_channels: int = 0) -> int:
+        """Return in how many parts a row of n results is (csrc: parts_of_tile).
+
+        `tile_channels` is how many of the compiled ones a tile has; 0 for all.
+        """
+        channels = tile_channels or self.channels
+        return -(-n // channels) * (2 if self.token_rows else -(-channels // 64))
+
+    @property
     def name(self) -> str:
         name = f"{self.family}-{self.dtype}-{self.out_dtype}-{self.channels}x{self.tokens}"
         options = (("pingpong", self.pingpong), ("fast_accum", self.fast_accum))

@@ -1,5 +1,6 @@
-// Random calls of one decode kernel against attention in fp64: program FIRST COUNT RESULTS. Writes
-// what the calls return to RESULTS, so that kernels can be compared; exit code 1 if any is wrong.
+// Random calls of one decode kernel against attention in fp64: program FIRST COUNT RESULTS, and
+// "claimed" for loads whose segments are claimed. Writes what the calls return to RESULTS, so that
+// kernels can be compared; exit code 1 if any is wrong.
 //
 // First, since it takes CUDA's own words away from what follows.
 #include "emulator.h"
@@ -18,6 +19,7 @@ using ostinato::PagedDecodeParams;
 constexpr int kLengths[] = {0,   1,   15,  16,  17,  63,  64,   65,   128,  200,  255,  256, 257,
                             272, 300, 511, 512, 513, 700, 1000, 1023, 1024, 1025, 1300, 2049};
 constexpr int kShortLengths = 15;  // of these; for many sequences
+constexpr int kFirstClaimed = 9;   // where segments may be claimed
 
 struct Case {
   int batch, heads_kv, group, queries, left, page, max_pages, pages;
@@ -32,22 +34,23 @@ struct Case {
   }
 };
 
-Case make_case(std::mt19937_64& random) {
+Case make_case(std::mt19937_64& random, bool claimed) {
   const auto draw = [&](int low, int high) {
     return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
   };
   std::normal_distribution<float> normal;
   Case made = {};
-  made.batch = draw(0, 9) == 0 ? draw(33, 40) : draw(1, 5);
+  made.batch = claimed || draw(0, 9) == 0 ? draw(33, 40) : draw(1, 5);
   made.heads_kv = draw(1, 2);
   made.queries = draw(0, 3) == 0 ? 2 : 1;
   made.group = draw(1, kColumns / made.queries);
-  made.left = draw(0, 3) == 0 ? draw(0, 600) : -1;
+  made.left = !claimed && draw(0, 3) == 0 ? draw(0, 600) : -1;
   made.page = kCopyPages ? 16 * draw(1, 4) : draw(1, 40);
   made.pdl = draw(0, 1) != 0;
   const int choices = made.batch > 5 ? kShortLengths : static_cast<int>(std::size(kLengths));
+  const int first = claimed ? kFirstClaimed : 0;
   for (int b = 0; b < made.batch; ++b) {
-    made.lengths.push_back(kLengths[draw(0, choices - 1)]);
+    made.lengths.push_back(kLengths[draw(first, choices - 1)]);
     made.pages += ostinato::ceil_div(made.lengths[b], made.page);
   }
   const int longest = *std::max_element(made.lengths.begin(), made.lengths.end());
@@ -139,9 +142,9 @@ T* aligned_copy(const std::vector<T>& from) {
   return to;
 }
 
-bool run_case(int seed, std::FILE* results) {
+bool run_case(int seed, bool claimed, std::FILE* results) {
   std::mt19937_64 random(seed * 7919 + 1);
-  const Case made = make_case(random);
+  const Case made = make_case(random, claimed);
   emulator::seed(seed * 31 + kClusterCtas);
   emulator::clusters = 1 + seed * 5 % 7;
   emulator::sms = ostinato::ceil_div(emulator::clusters * kClusterCtas, kCtasPerSm);
@@ -209,15 +212,16 @@ bool run_case(int seed, std::FILE* results) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::fprintf(stderr, "got %d arguments, expected FIRST COUNT RESULTS\n", argc - 1);
+  const bool claimed = argc == 5 && std::strcmp(argv[4], "claimed") == 0;
+  if (argc != 4 && !claimed) {
+    std::fprintf(stderr, "got %d arguments, expected FIRST COUNT RESULTS [claimed]\n", argc - 1);
     return 2;
   }
   const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
   std::FILE* const results = std::fopen(argv[3], "wb");
   bool right = true;
   for (int seed = first; seed < first + count; ++seed) {
-    right &= run_case(seed, results);
+    right &= run_case(seed, claimed, results);
   }
   std::fclose(results);
   return right ? 0 : 1;

@@ -114,6 +114,7 @@ inline int __reduce_max_sync(unsigned, int value) {
   }
   return value;
 }
+inline int __reduce_min_sync(unsigned mask, int value) { return -__reduce_max_sync(mask, -value); }
 inline void __syncwarp() { emulator::exchange({}); }
 inline int __syncthreads_or(int value) { return emulator::any_thread(value != 0); }
 inline void __syncthreads() { emulator::any_thread(false); }
@@ -142,6 +143,11 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selection) {
 template <class T>
 T __ldcg(const T* from) {
   return *from;
+}
+inline unsigned atomicAdd(unsigned* at, unsigned by) {
+  const unsigned before = *at;
+  *at += by;
+  return before;
 }
 // As atom.inc: to the bound, and then from zero again.
 inline unsigned atomicInc(unsigned* at, unsigned bound) {

@@ -1,0 +1,42 @@
+// A token's place among all of its row: by falling logit, then by rising id. So the smallest place
+// of a row is its best token, wherever parts of the row were looked through.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace ostinato {
+
+using Place = uint64_t;
+
+// NaN comes first, as in torch's sort; both zeros are one.
+__device__ __forceinline__ Place place_of(float logit, uint32_t id) {
+  const uint32_t bits = __float_as_uint(logit + 0.0f);
+  const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return Place{isnan(logit) ? 0 : ~rising} << 32 | id;
+}
+__device__ __forceinline__ float logit_of(Place place) {
+  const uint32_t rising = ~static_cast<uint32_t>(place >> 32);
+  return __uint_as_float(rising & 0x80000000u ? rising & 0x7fffffffu : ~rising);
+}
+__device__ __forceinline__ uint32_t id_of(Place place) { return static_cast<uint32_t>(place); }
+
+// The smallest place of kLanes neighbouring lanes, for each of them.
+template <int kLanes>
+__device__ __forceinline__ Place smallest_of_lanes(Place place) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    const Place other = __shfl_xor_sync(0xffffffffu, place, distance);
+    place = other < place ? other : place;
+  }
+  return place;
+}
+
+// Whether a row's token is its best, as it is: NaN is no temperature above 0. A penalty of null
+// is 1.
+__device__ __forceinline__ bool is_greedy(float temperature, float penalty) {
+  return !(temperature > 0.0f) && penalty == 1.0f;
+}
+
+}  // namespace ostinato

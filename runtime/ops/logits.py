@@ -1,0 +1,135 @@
+"""The output projection of tokens whose successors are sampled from its results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.ops import checks
+from ostinato.ops.fused import codes_of, rms_norm_w8a8_linear
+from ostinato.ops.gemm import ToSample, best_parts
+from ostinato.ops.library import register
+from ostinato.ops.linear import check_active, check_weight, multiply
+from ostinato.ops.norm import check_norm, normalize_and_quantize
+from ostinato.ops.packing import PackedWeight
+from ostinato.ops.places import best_places
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Logits as `sample` takes them.
+
+    `values` [B, V] fp32, bf16 or fp16. With `best` [B, P] int64 the rows of greedy requests without
+    a repetition penalty are undefined: their best tokens are in `best`, as
+    `ostinato.ops.sample` has it.
+    """
+
+    values: torch.Tensor
+    best: torch.Tensor | None = None
+
+
+def rms_norm_w8a8_logits(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    w: torch.Tensor | PackedWeight,
+    w_scale: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    repetition_penalty: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    n_active: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    stream: checks.Stream = None,
+) -> Logits:
+    """Do `rms_norm_w8a8_linear` with fp32 results, to be given to `sample`.
+
+    On CUDA, from 17 tokens on, the product hands over the best logits of greedy rows and does not
+    store the others: a token is chosen without writing and reading its whole row. `temperature` and
+    `repetition_penalty` (None: 1 everywhere) are [M] fp32, those of `sample`; all else is as for
+    `rms_norm_w8a8_linear`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+        MissingKernelError: when the kernel is not compiled, and must or can not be now.
+    """
+    check_norm(x, weight, eps, residual)
+    shape = (x.size(0), check_weight(w, x.shape, w_scale, bias, torch.float32, x.device))
+    check_active(n_active, x.device)
+    checks.flag("batch_invariant", batch_invariant)
+    checks.tensor("temperature", temperature, (torch.float32,), shape[:1], x.device)
+    if repetition_penalty is not None:
+        checks.tensor(
+            "repetition_penalty", repetition_penalty, (torch.float32,), shape[:1], x.device
+        )
+    data = w.data if isinstance(w, PackedWeight) else w
+    parts = best_parts(x, shape[1], data, batch_invariant) if x.is_cuda else 0
+    if parts == 0:
+        logits, *_ = rms_norm_w8a8_linear(
+            x,
+            weight,
+            eps,
+            w,
+            w_scale,
+            residual=residual,
+            bias=bias,
+            n_active=n_active,
+            out_dtype=torch.float32,
+            batch_invariant=batch_invariant,
+            stream=stream,
+        )
+        return Logits(logits)
+    with checks.launch_stream(stream, x.device):
+        out = torch.empty(shape, dtype=torch.float32, device=x.device)
+        best = torch.empty((shape[0], parts), dtype=torch.int64, device=x.device)
+        _rms_norm_w8a8_logits_op(
+            x,
+            weight,
+            eps,
+            residual,
+            data,
+            w_scale,
+            bias,
+            n_active,
+            batch_invariant,
+            temperature,
+            repetition_penalty,
+            out,
+            best,
+        )
+    return Logits(out, best)
+
+
+def _rms_norm_w8a8_logits(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n_active: torch.Tensor | None,
+    batch_invariant: bool,
+    temperature: torch.Tensor,
+    repetition_penalty: torch.Tensor | None,
+    out: torch.Tensor,
+    best: torch.Tensor,
+) -> None:
+    codes, scale = codes_of(x, w)
+    total = None if residual is None else torch.empty_like(x)
+    normalize_and_quantize(x, weight, eps, residual, None, None, False, codes, scale, total)
+    operands = (codes, w, scale, w_scale, bias, None, None, n_active)
+    to_sample = ToSample(best, temperature, repetition_penalty) if x.is_cuda else None
+    multiply(*operands, True, batch_invariant, False, out, to_sample)
+    if to_sample is None:
+        best.copy_(best_places(out))
+
+
+_rms_norm_w8a8_logits_op = register(
+    "rms_norm_w8a8_logits(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor w, "
+    "Tensor w_scale, Tensor? bias, Tensor? n_active, bool batch_invariant, Tensor temperature, "
+    "Tensor? repetition_penalty, Tensor(a!) out, Tensor(b!) best) -> ()",
+    _rms_norm_w8a8_logits,
+)
