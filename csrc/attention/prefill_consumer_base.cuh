@@ -75,8 +75,8 @@ class ConsumerBase {
   }
 
   // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits, nor do
-  // three warpgroups of short rows, whose products are short.
-  static constexpr bool kTurns = !kFp8 && (kConsumers == 2 || kDim > 64 || kValueDim > 64);
+  // three warpgroups, of which one more or less has something to multiply (docs/prefill.md).
+  static constexpr bool kTurns = !kFp8 && kConsumers == 2;
   __device__ __forceinline__ void take_turn() const {
     if constexpr (kTurns) {
       sync_named(turn_barrier(warpgroup_), 2 * kWarpgroup);

@@ -1,51 +1,23 @@
 // The producer: finds items, and copies their queries and tiles of keys and values.
 //
-// Packed rows are copied by the copy engine, by one warp; pages too, by two warps for keys and two
-// for values, since a page is a copy (or one for each strip), unless it holds whole tiles; slots of
-// pages of any size by the threads of a warpgroup. The first warp finds the items.
+// Packed rows are copied by the copy engine; pages too, since a page is a copy (or one for each
+// strip), unless it holds whole tiles; slots of pages of any size by the threads of a warpgroup.
+// Where rings are short (kHasFinder), one warp finds items, one copies keys and one values.
+// Otherwise the first warp finds the items, and copies: packed keys and values alone, those of
+// pages beside another for keys and two for values, slots with three others.
 #pragma once
 
-#include "common/ring.cuh"
-#include "common/tma.cuh"
+#include "prefill_copy.cuh"
 #include "prefill_schedule.cuh"
-#include "warp_instructions.cuh"
 
 namespace ostinato::prefill {
 
-inline constexpr int kProducerWarps = kSource == Source::Packed ? 1 : 4;
-// Neither keys nor values wait for places of the others.
-inline constexpr int kPageWarps = 2;
-// Boxes of a tile that one of them copies, at most: of 16 tokens.
-inline constexpr int kMostBoxes = ceil_div(kKeys, 16 * kPageWarps);
-// Whether a tile lies in one page.
-__device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
-  return kSource == Source::Pages && args.box_tokens == kKeys;
-}
-// Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
-// copies.
-__device__ __forceinline__ int filling(const Arguments& args) {
-  return kSource == Source::Slots                             ? kWarpgroup
-         : kSource == Source::Pages && !has_whole_tiles(args) ? kPageWarps
-                                                              : 1;
-}
 // The producer warpgroup's other warps turn 8-bit values (prefill_transpose.cuh).
 inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
 
-struct Maps {
-  CUtensorMap queries;  // dim, heads, tokens
-  CUtensorMap keys;     // strips of 128 bytes, slots or rows, strips (or 1), heads, pages (or 1)
-  CUtensorMap values;
-  CUtensorMap out;  // value dim, heads, tokens
-};
-
-class Producer {
+class Producer : Copier {
  public:
-  __device__ Producer(SharedStorage& shared, const Arguments& args, const Maps& maps)
-      : shared_(shared),
-        args_(args),
-        maps_(maps),
-        warp_(warp_index() - kConsumerThreads / 32),
-        lane_(threadIdx.x % 32) {}
+  using Copier::Copier;
 
   __device__ __forceinline__ void run() {
     if (warp_ == 0) {
@@ -58,6 +30,7 @@ class Producer {
  private:
   __device__ __forceinline__ void find_items() {
     RingPosition position;
+    uint32_t wanted = 0;
     int place = static_cast<int>(blockIdx.x);
     publish_item(position, place);
     while (true) {
@@ -66,13 +39,24 @@ class Producer {
       if (item.is_last()) {
         break;
       }
+      if constexpr (kHasFinder) {
+        if (item.tiles() > 0) {
+          copy_queries(item);
+        }
+        wait(&shared_.item_wanted, wanted);
+        wanted ^= 1;
+      }
       const int next = lane_ == 0 ? next_place(args_, place) : 0;
       position.advance(kItems);
-      // The next item is known before this one's tiles are all copied, but after its first.
-      copy_item(item, [&] {
+      const auto publish_next = [&] {
         place = __shfl_sync(0xffffffff, next, 0);
         publish_item(position, place);
-      });
+      };
+      if constexpr (kHasFinder) {
+        publish_next();
+      } else {
+        copy_item(item, publish_next);
+      }
     }
     if (lane_ == 0) {
       leave_counter(args_);
@@ -98,7 +82,11 @@ class Producer {
       if (item.is_last()) {
         break;
       }
-      copy_item(item, [] {});
+      copy_item(item, [&] {
+        if (kHasFinder && copies_keys() && lane_ == 0) {
+          arrive(&shared_.item_wanted);
+        }
+      });
       __syncwarp();
       if (lane_ == 0) {
         arrive(&shared_.item_empty[position.slot]);
@@ -107,35 +95,60 @@ class Producer {
     }
   }
 
-  // Calls `then` once the first copies are on their way.
+  __device__ __forceinline__ bool copies_keys() const {
+    return kHasFinder ? warp_ == 1 : warp_ < kProducerWarps / 2;
+  }
+
+  // Calls `then` when the next item is to be found, which is known before this one's tiles are all
+  // copied. A CTA that claims its next item long before leaves others without work at the end.
   template <class Then>
   __device__ __forceinline__ void copy_item(const Item& item, Then then) {
     if (item.tiles() == 0) {
       then();
       return;
     }
-    if (warp_ == 0) {
+    if (!kHasFinder && warp_ == 0) {
       copy_queries(item);
     }
-    if constexpr (kSource == Source::Pages) {
-      if (warp_ < kPageWarps) {
-        copy_pages<Keys>(item, keys_, then);
+    if constexpr (kHasFinder || kSource == Source::Pages) {
+      if (copies_keys()) {
+        copy_ring<Keys>(item, keys_, then);
       } else {
-        copy_pages<Values>(item, values_, [] {});
+        copy_ring<Values>(item, values_, [] {});
       }
     } else {
       copy_tiles(item, then);
     }
   }
 
+  // Before which tile of keys; or, where that is the number of tiles, after the last.
+  static constexpr int kFindingTiles = 4;
+  __device__ __forceinline__ static int tile_of_next(int tiles) {
+    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, 2);
+  }
+
+  template <class What, class Then>
+  __device__ __forceinline__ void copy_ring(const Item& item, RingPosition& position, Then then) {
+    if constexpr (kSource == Source::Pages) {
+      copy_pages<What>(item, position, then);
+    } else {
+      const int tiles = item.tiles(), due = tile_of_next(tiles);
+      for (int n = 0; n < tiles; ++n) {
+        if (n == due) {
+          then();
+        }
+        copy_tile<What>(item, item.tile(n), Place{}, position);
+      }
+    }
+  }
+
   template <class Then>
   __device__ __forceinline__ void copy_tiles(const Item& item, Then then) {
-    const int tiles = item.tiles();
     // Ids of pages are read one tile ahead.
     Place place = find_slot(item, item.tile(0)), before = place;
-    for (int n = 0; n <= tiles; ++n) {
-      const Place ahead = n + 1 < tiles ? find_slot(item, item.tile(n + 1)) : place;
-      if (n < tiles) {
+    for (int n = 0; n <= item.tiles(); ++n) {
+      const Place ahead = n + 1 < item.tiles() ? find_slot(item, item.tile(n + 1)) : place;
+      if (n < item.tiles()) {
         copy_tile<Keys>(item, item.tile(n), place, keys_);
       }
       if (n > 0) {
@@ -149,138 +162,18 @@ class Producer {
     }
   }
 
-  __device__ __forceinline__ void copy_queries(const Item& item) {
-    const int rows = args_.half_tokens * args_.pack;
-    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
-      wait(&shared_.queries_empty[queries_.slot][warpgroup], queries_.parity ^ 1);
-      if (elect_lane()) {
-        uint64_t* const full = &shared_.queries_full[queries_.slot][warpgroup];
-        OSTINATO_DELAY(prefill_queries_load, true);
-        arrive_expecting(full, kStrips * rows * kStripBytes);
-#pragma unroll
-        for (int strip = 0; strip < kStrips; ++strip) {
-          tma_load(shared_.queries[queries_.slot][warpgroup] + strip * kRowStrip, maps_.queries,
-                   strip * kStripDim, item.first_head,
-                   item.first_row + warpgroup * args_.half_tokens, full);
-        }
-      }
-      __syncwarp();
-    }
-    queries_.advance(kQueryBuffers);
-  }
-
-  // Where a key lies, if it is to be copied.
-  struct Place {
-    int page, slot;
-    bool seen;
-  };
-
-  __device__ __forceinline__ void find_page(const Item& item, int key, Place& place) const {
-    const int index = args_.page_of(key);
-    place.slot = key - index * args_.params.page_size;
-    place.page = args_.params.page_table[item.first_key * args_.params.page_table_stride + index];
-  }
-
-  // The thread's slot of a tile.
-  __device__ __forceinline__ Place find_slot(const Item& item, int tile) const {
-    Place place = {};
-    if constexpr (kSource == Source::Slots) {
-      const int in_tile = warp_ * 32 + lane_, key = tile * kKeys + in_tile;
-      place.seen = in_tile < kKeys && key < item.visible_end && key >= item.visible_begin;
-      if (place.seen) {
-        find_page(item, key, place);
-      }
-    }
-    return place;
-  }
-
-  template <class What>
-  __device__ __forceinline__ void copy_tile(const Item& item, int tile, const Place& place,
-                                            RingPosition& position) {
-    RingBarriers<What>& barriers = barriers_of<What>(shared_);
-    uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
-    uint64_t* const full = &barriers.full[position.slot];
-    wait(&barriers.empty[position.slot], position.parity ^ 1);
-    if constexpr (kSource == Source::Packed) {
-      copy_rows<What>(item, tile, to, full);
-    } else {
-      gather_slots<What>(item, place, to, full);
-    }
-    position.advance(kStagesOf<What>);
-  }
-
-  template <class What>
-  __device__ __forceinline__ const CUtensorMap& map_of() const {
-    return std::is_same_v<What, Keys> ? maps_.keys : maps_.values;
-  }
-  template <class What>
-  static constexpr int kStripsOf = std::is_same_v<What, Keys> ? kStrips : kValueStrips;
-  template <class What>
-  static constexpr bool kAreWhole = std::is_same_v<What, Keys> ? kWholeStrips : kWholeValueStrips;
-
-  // One strip of a box.
-  template <class What>
-  __device__ __forceinline__ void copy_strip(uint8_t* to, int strip, int slot, int head, int page,
-                                             uint64_t* full) const {
-    const int x = kAreWhole<What> ? 0 : strip * kStripDim;
-    const int of_map = kAreWhole<What> ? strip : 0;
-    tma_load(to, map_of<What>(), {x, slot, of_map, head, page}, full);
-  }
-
-  template <class What>
-  __device__ __forceinline__ void copy_rows(const Item& item, int tile, uint8_t* to,
-                                            uint64_t* full) const {
-    if (elect_lane()) {
-      OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
-      arrive_expecting(full, kTileBytes<What>);
-      const int row = item.first_key + tile * kKeys;
-      if constexpr (kAreWhole<What>) {
-        tma_load(to, map_of<What>(), {0, row, 0, item.kv_head, 0}, full);
-      } else {  // past the end of the row it reads zeros
-#pragma unroll
-        for (int strip = 0; strip < kStripsOf<What>; ++strip) {
-          copy_strip<What>(to + strip * kKeyStrip, strip, row, item.kv_head, 0, full);
-        }
-      }
-    }
-    __syncwarp();
-  }
-
-  // Of some tiles the boxes that this warp copies, one for each lane. Pages are asked for long
-  // before their tiles are, since a place in the ring is free only shortly before it is due.
-  struct Boxes {
-    int page, slot;
-    uint32_t seen;  // whether to be copied, a bit for each
-  };
-
-  // Of the item's n-th tile and those after it.
-  __device__ __forceinline__ Boxes read_boxes(const Item& item, int n) const {
-    const int tile = lane_ / args_.boxes;
-    const int in_tile = box_in_tile(lane_ - tile * args_.boxes) * args_.box_tokens;
-    Place place = {};
-    if (tile < args_.tiles_ahead && n + tile < item.tiles() && in_tile < kKeys) {
-      const int key = item.tile(n + tile) * kKeys + in_tile;
-      place.seen = key < item.visible_end && key + args_.box_tokens > item.visible_begin;
-      if (place.seen) {
-        find_page(item, key, place);
-      }
-    }
-    return {place.page, place.slot, __ballot_sync(0xffffffff, place.seen)};
-  }
-  // They go round the warps.
-  __device__ __forceinline__ int box_in_tile(int own) const {
-    return own * kPageWarps + warp_ % kPageWarps;
-  }
-
   template <class What, class Then>
   __device__ __forceinline__ void copy_pages(const Item& item, RingPosition& position, Then then) {
     if (has_whole_tiles(args_) && warp_ % kPageWarps > 0) {
       return;
     }
-    const int tiles = item.tiles(), head = item.kv_head;
+    const int tiles = item.tiles(), due = tile_of_next(tiles), head = item.kv_head;
     Boxes boxes = read_boxes(item, 0), ahead = {};
     int first = 0;  // of the tile
     for (int n = 0; n < tiles; ++n) {
+      if (n == due) {
+        then();
+      }
       if (first == 0 && n + args_.tiles_ahead < tiles) {
         ahead = read_boxes(item, n + args_.tiles_ahead);
       }
@@ -290,100 +183,13 @@ class Producer {
         first = 0;
         boxes = ahead;
       }
-      if (n == min(1, tiles - 1)) {
-        then();
-      }
+    }
+    if (due == tiles) {
+      then();
     }
   }
 
-  // The boxes from `first` on are the tile's.
-  template <class What>
-  __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
-                                             RingPosition& position) {
-    RingBarriers<What>& barriers = barriers_of<What>(shared_);
-    uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
-    uint64_t* const full = &barriers.full[position.slot];
-    const int box_bytes = args_.box_tokens * kStripBytes;
-    const uint32_t seen = boxes.seen >> first & ((1u << args_.boxes) - 1);
-    // Nothing that takes long stands between a free place and its copies, if registers suffice.
-    constexpr int kFound = kSideBySide ? kMostBoxes : 0;
-    Place found[kFound + 1];
-#pragma unroll
-    for (int i = 0; i < kFound; ++i) {
-      found[i] = of_lane(boxes, first + i);
-    }
-    wait(&barriers.empty[position.slot], position.parity ^ 1);
-    if (elect_lane()) {
-      OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
-      arrive_expecting(full, __popc(seen) * kStripsOf<What> * box_bytes);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kMostBoxes; ++i) {
-      const Place place = i < kFound ? found[i] : of_lane(boxes, first + i);
-      if ((seen >> i & 1) != 0 && elect_lane()) {
-        copy_box<What>(to, box_in_tile(i) * box_bytes, place.slot, head, place.page, full);
-      }
-    }
-    __syncwarp();
-    position.advance(kStagesOf<What>);
-  }
-  __device__ __forceinline__ static Place of_lane(const Boxes& boxes, int lane) {
-    return {__shfl_sync(0xffffffff, boxes.page, lane), __shfl_sync(0xffffffff, boxes.slot, lane)};
-  }
-
-  // A box of a page, with `before` bytes of a strip in front of it.
-  template <class What>
-  __device__ __forceinline__ void copy_box(uint8_t* to, int before, int slot, int head, int page,
-                                           uint64_t* full) const {
-    if constexpr (kSideBySide) {
-      const int strips = std::is_same_v<What, Keys> ? args_.key_head : args_.value_head;
-      tma_load(to + before * kStripsOf<What>, map_of<What>(),
-               {0, 0, head * strips, slot / kGroup, page}, full);
-    } else if (kAreWhole<What> && has_whole_tiles(args_)) {
-      copy_strip<What>(to, 0, slot, head, page, full);
-    } else {
-#pragma unroll
-      for (int strip = 0; strip < kStripsOf<What>; ++strip) {
-        copy_strip<What>(to + strip * kKeyStrip + before, strip, slot, head, page, full);
-      }
-    }
-  }
-
-  // Each warp copies 32 rows.
-  template <class What>
-  __device__ __forceinline__ void gather_slots(const Item& item, const Place& place, uint8_t* to,
-                                               uint64_t* full) const {
-    static_assert(kSource != Source::Slots || kKeys <= kWarpgroup, "a key for each thread");
-    constexpr bool kIsKeys = std::is_same_v<What, Keys>;
-    constexpr int kVectors = (kIsKeys ? kDim : kValueDim) * kElement / 16;
-    const Params& p = args_.params;
-    const Slots& slots = kIsKeys ? p.k : p.v;
-    const Type* const from = static_cast<const Type*>(slots.data) +
-                             item.kv_head * slots.head_stride + place.page * slots.page_stride +
-                             place.slot * slots.stride;
-    OSTINATO_DELAY(prefill_tile_load, kIsKeys && warp_ == 2);
-#pragma unroll 2
-    for (int i = 0; i < kVectors; ++i) {
-      const int of_warp = (i * 32 + lane_) / kVectors, vector = (i * 32 + lane_) % kVectors;
-      const bool seen = __shfl_sync(0xffffffff, place.seen, of_warp);
-      const Type* const row_from = reinterpret_cast<const Type*>(
-          __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), of_warp));
-      const int row = warp_ * 32 + of_warp;
-      if (seen) {
-        copy_vector(shared_address(to + vector / 8 * kKeyStrip + row * kStripBytes +
-                                   (vector % 8 ^ row % 8) * 16),
-                    row_from + vector * 8);
-      }
-    }
-    arrive_when_copied(full);
-  }
-
-  SharedStorage& shared_;
-  const Arguments& args_;
-  const Maps& maps_;
-  const int warp_, lane_;
-  RingPosition keys_, values_, queries_;
+  RingPosition keys_, values_;
 };
 
 }  // namespace ostinato::prefill

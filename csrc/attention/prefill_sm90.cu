@@ -5,10 +5,10 @@
 // each 64 rows of queries; weights stay in registers. Everything that depends on a length is found
 // on the device (prefill_schedule.cuh), the grid from capacities. No result depends on which CTA
 // computes it, or on other sequences. The pieces: prefill_config.cuh (macros, shared memory),
-// prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_mma.cuh,
-// prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh, prefill_output.cuh,
-// prefill_mend.cuh; with 8 bits prefill_transpose.cuh, prefill_softmax_fp8.cuh and
-// prefill_consumer_fp8.cuh.
+// prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_copy.cuh,
+// prefill_mma.cuh, prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh,
+// prefill_output.cuh, prefill_mend.cuh; with 8 bits prefill_transpose.cuh,
+// prefill_softmax_fp8.cuh and prefill_consumer_fp8.cuh.
 //
 // With params.pdl the predecessor may write any of the inputs. The workspace must be zero before
 // its first launch and after one that was aborted; it serves one stream at a time.
@@ -53,6 +53,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
       init_barrier(&shared.queries_empty[buffer][warp - kValueStages], 1);
     }
   } else if (warp == kValueStages + kConsumers) {
+    init_barrier(&shared.item_wanted, 1);
     for (int i = 0; i < kItems; ++i) {
       init_barrier(&shared.item_full[i], 1);
       init_barrier(&shared.item_empty[i], kConsumers * 4 + kProducerWarps - 1 + kTurningWarps);

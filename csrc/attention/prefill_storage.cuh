@@ -54,6 +54,7 @@ struct SharedStorage : std::conditional_t<kFp8, TurningStorage, NoStorage> {
   uint64_t queries_empty[kQueryBuffers][kConsumers];
   uint64_t item_full[kItems];
   uint64_t item_empty[kItems];
+  uint64_t item_wanted;  // by the warp that copies keys (prefill_producer.cuh)
   Item items[kItems];
   // By rank: sequences with long tiles come first.
   Sequence sequences[kMaxBatch];

@@ -1,0 +1,249 @@
+// The copies that warps of the producer have made, or make: the queries of an item, and a tile of
+// keys or values, of packed rows, of pages or of slots.
+#pragma once
+
+#include "common/ring.cuh"
+#include "common/tma.cuh"
+#include "prefill_storage.cuh"
+#include "warp_instructions.cuh"
+
+namespace ostinato::prefill {
+
+// Whether a warp of its own finds items and copies queries, and one each keys and values: where
+// three warpgroups have rings of few places. To find an item takes as long as to multiply a tile,
+// and the keys that the first warpgroup begins with are the third of an item (docs/prefill.md).
+inline constexpr bool kHasFinder =
+    kSource != Source::Slots && !kFp8 && kConsumers == 3 && kStages < kMaxStages;
+inline constexpr int kProducerWarps = kHasFinder ? 3 : kSource == Source::Packed ? 1 : 4;
+// Warps that copy keys, and as many copy values.
+inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;
+// Whether a tile lies in one page.
+__device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
+  return kSource == Source::Pages && args.box_tokens == kKeys;
+}
+// Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
+// copies.
+__device__ __forceinline__ int filling(const Arguments& args) {
+  return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kPageWarps;
+}
+
+struct Maps {
+  CUtensorMap queries;  // dim, heads, tokens
+  CUtensorMap keys;     // strips of 128 bytes, slots or rows, strips (or 1), heads, pages (or 1)
+  CUtensorMap values;
+  CUtensorMap out;  // value dim, heads, tokens
+};
+
+class Copier {
+ public:
+  __device__ Copier(SharedStorage& shared, const Arguments& args, const Maps& maps)
+      : shared_(shared),
+        args_(args),
+        maps_(maps),
+        warp_(warp_index() - kConsumerThreads / 32),
+        lane_(threadIdx.x % 32) {}
+
+ protected:
+  __device__ __forceinline__ void copy_queries(const Item& item) {
+    const int rows = args_.half_tokens * args_.pack;
+    for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+      wait(&shared_.queries_empty[queries_.slot][warpgroup], queries_.parity ^ 1);
+      if (elect_lane()) {
+        uint64_t* const full = &shared_.queries_full[queries_.slot][warpgroup];
+        OSTINATO_DELAY(prefill_queries_load, true);
+        arrive_expecting(full, kStrips * rows * kStripBytes);
+#pragma unroll
+        for (int strip = 0; strip < kStrips; ++strip) {
+          tma_load(shared_.queries[queries_.slot][warpgroup] + strip * kRowStrip, maps_.queries,
+                   strip * kStripDim, item.first_head,
+                   item.first_row + warpgroup * args_.half_tokens, full);
+        }
+      }
+      __syncwarp();
+    }
+    queries_.advance(kQueryBuffers);
+  }
+
+  // Where a key lies, if it is to be copied.
+  struct Place {
+    int page, slot;
+    bool seen;
+  };
+
+  __device__ __forceinline__ void find_page(const Item& item, int key, Place& place) const {
+    const int index = args_.page_of(key);
+    place.slot = key - index * args_.params.page_size;
+    place.page = args_.params.page_table[item.first_key * args_.params.page_table_stride + index];
+  }
+
+  // The thread's slot of a tile.
+  __device__ __forceinline__ Place find_slot(const Item& item, int tile) const {
+    Place place = {};
+    if constexpr (kSource == Source::Slots) {
+      const int in_tile = warp_ * 32 + lane_, key = tile * kKeys + in_tile;
+      place.seen = in_tile < kKeys && key < item.visible_end && key >= item.visible_begin;
+      if (place.seen) {
+        find_page(item, key, place);
+      }
+    }
+    return place;
+  }
+
+  template <class What>
+  __device__ __forceinline__ void copy_tile(const Item& item, int tile, const Place& place,
+                                            RingPosition& position) {
+    RingBarriers<What>& barriers = barriers_of<What>(shared_);
+    uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
+    uint64_t* const full = &barriers.full[position.slot];
+    wait(&barriers.empty[position.slot], position.parity ^ 1);
+    if constexpr (kSource == Source::Packed) {
+      copy_rows<What>(item, tile, to, full);
+    } else {
+      gather_slots<What>(item, place, to, full);
+    }
+    position.advance(kStagesOf<What>);
+  }
+
+  template <class What>
+  __device__ __forceinline__ const CUtensorMap& map_of() const {
+    return std::is_same_v<What, Keys> ? maps_.keys : maps_.values;
+  }
+  template <class What>
+  static constexpr int kStripsOf = std::is_same_v<What, Keys> ? kStrips : kValueStrips;
+  template <class What>
+  static constexpr bool kAreWhole = std::is_same_v<What, Keys> ? kWholeStrips : kWholeValueStrips;
+
+  // One strip of a box.
+  template <class What>
+  __device__ __forceinline__ void copy_strip(uint8_t* to, int strip, int slot, int head, int page,
+                                             uint64_t* full) const {
+    const int x = kAreWhole<What> ? 0 : strip * kStripDim;
+    const int of_map = kAreWhole<What> ? strip : 0;
+    tma_load(to, map_of<What>(), {x, slot, of_map, head, page}, full);
+  }
+
+  template <class What>
+  __device__ __forceinline__ void copy_rows(const Item& item, int tile, uint8_t* to,
+                                            uint64_t* full) const {
+    if (elect_lane()) {
+      OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
+      arrive_expecting(full, kTileBytes<What>);
+      const int row = item.first_key + tile * kKeys;
+      if constexpr (kAreWhole<What>) {
+        tma_load(to, map_of<What>(), {0, row, 0, item.kv_head, 0}, full);
+      } else {  // past the end of the row it reads zeros
+#pragma unroll
+        for (int strip = 0; strip < kStripsOf<What>; ++strip) {
+          copy_strip<What>(to + strip * kKeyStrip, strip, row, item.kv_head, 0, full);
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // Of some tiles the boxes that this warp copies, one for each lane. Pages are asked for long
+  // before their tiles are, since a place in the ring is free only shortly before it is due.
+  struct Boxes {
+    int page, slot;
+    uint32_t seen;  // whether to be copied, a bit for each
+  };
+
+  // Of the item's n-th tile and those after it.
+  __device__ __forceinline__ Boxes read_boxes(const Item& item, int n) const {
+    const int tile = lane_ / args_.boxes;
+    const int in_tile = box_in_tile(lane_ - tile * args_.boxes) * args_.box_tokens;
+    Place place = {};
+    if (tile < args_.tiles_ahead && n + tile < item.tiles() && in_tile < kKeys) {
+      const int key = item.tile(n + tile) * kKeys + in_tile;
+      place.seen = key < item.visible_end && key + args_.box_tokens > item.visible_begin;
+      if (place.seen) {
+        find_page(item, key, place);
+      }
+    }
+    return {place.page, place.slot, __ballot_sync(0xffffffff, place.seen)};
+  }
+  // They go round the warps.
+  __device__ __forceinline__ int box_in_tile(int own) const {
+    return own * kPageWarps + warp_ % kPageWarps;
+  }
+
+  // Of the tile that the boxes of the lanes from `first` on are.
+  template <class What>
+  __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
+                                             RingPosition& position) {
+    RingBarriers<What>& barriers = barriers_of<What>(shared_);
+    uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
+    uint64_t* const full = &barriers.full[position.slot];
+    const int box_bytes = args_.box_tokens * kStripBytes;
+    const uint32_t seen = boxes.seen >> first & ((1u << args_.boxes) - 1);
+    wait(&barriers.empty[position.slot], position.parity ^ 1);
+    if (elect_lane()) {
+      OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
+      arrive_expecting(full, __popc(seen) * kStripsOf<What> * box_bytes);
+    }
+    __syncwarp();
+    // Each lane its own: the compiler lets one after the other have its copy made, which takes
+    // fewer instructions than to hand the boxes to one lane, and none before a place is free.
+    const int own = lane_ - first;
+    if (own >= 0 && own < args_.boxes && (seen >> own & 1) != 0) {
+      copy_box<What>(to, box_in_tile(own) * box_bytes, boxes.slot, head, boxes.page, full);
+    }
+    __syncwarp();
+    position.advance(kStagesOf<What>);
+  }
+
+  // A box of a page, with `before` bytes of a strip in front of it.
+  template <class What>
+  __device__ __forceinline__ void copy_box(uint8_t* to, int before, int slot, int head, int page,
+                                           uint64_t* full) const {
+    if constexpr (kSideBySide) {
+      const int strips = std::is_same_v<What, Keys> ? args_.key_head : args_.value_head;
+      tma_load(to + before * kStripsOf<What>, map_of<What>(),
+               {0, 0, head * strips, slot / kGroup, page}, full);
+    } else if (kAreWhole<What> && has_whole_tiles(args_)) {
+      copy_strip<What>(to, 0, slot, head, page, full);
+    } else {
+#pragma unroll
+      for (int strip = 0; strip < kStripsOf<What>; ++strip) {
+        copy_strip<What>(to + strip * kKeyStrip + before, strip, slot, head, page, full);
+      }
+    }
+  }
+
+  // Each warp copies 32 rows.
+  template <class What>
+  __device__ __forceinline__ void gather_slots(const Item& item, const Place& place, uint8_t* to,
+                                               uint64_t* full) const {
+    static_assert(kSource != Source::Slots || kKeys <= kWarpgroup, "a key for each thread");
+    constexpr bool kIsKeys = std::is_same_v<What, Keys>;
+    constexpr int kVectors = (kIsKeys ? kDim : kValueDim) * kElement / 16;
+    const Params& p = args_.params;
+    const Slots& slots = kIsKeys ? p.k : p.v;
+    const Type* const from = static_cast<const Type*>(slots.data) +
+                             item.kv_head * slots.head_stride + place.page * slots.page_stride +
+                             place.slot * slots.stride;
+    OSTINATO_DELAY(prefill_tile_load, kIsKeys && warp_ == 2);
+#pragma unroll 2
+    for (int i = 0; i < kVectors; ++i) {
+      const int of_warp = (i * 32 + lane_) / kVectors, vector = (i * 32 + lane_) % kVectors;
+      const bool seen = __shfl_sync(0xffffffff, place.seen, of_warp);
+      const Type* const row_from = reinterpret_cast<const Type*>(
+          __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), of_warp));
+      const int row = warp_ * 32 + of_warp;
+      if (seen) {
+        copy_vector(shared_address(to + vector / 8 * kKeyStrip + row * kStripBytes +
+                                   (vector % 8 ^ row % 8) * 16),
+                    row_from + vector * 8);
+      }
+    }
+    arrive_when_copied(full);
+  }
+
+  SharedStorage& shared_;
+  const Arguments& args_;
+  const Maps& maps_;
+  const int warp_, lane_;
+  RingPosition queries_;
+};
+
+}  // namespace ostinato::prefill
