@@ -1,10 +1,11 @@
 // The softmax of a warpgroup's rows with 8-bit weights: online, in two steps, between which
 // products of the tile before go on.
 //
-// Weights are 2^(score - reference), and a row's reference lies 8 below its maximum, so that the
-// greatest weight is 256 and those 2^-14 as great still have all bits of e4m3. It rises when a
+// Weights are 2^(score - reference), and a row's reference lies 7 below its maximum, so that the
+// greatest weight is 128 and those 2^-13 as great still have all bits of e4m3. It rises when a
 // score is above the maximum by more than would still fit: a row that one key dominates has its
-// weight exactly. Sums are those of the weights before they are rounded.
+// weight exactly. That is seldom, and had better be: all warps of a warpgroup wait for one that
+// does it. Sums are those of the weights before they are rounded.
 #pragma once
 
 #include "prefill_fp8_instructions.cuh"
@@ -97,7 +98,7 @@ class Softmax {
   }
 
  private:
-  static constexpr float kTop = 8;      // of a maximum above the reference: 2^8
+  static constexpr float kTop = 7;      // of a maximum above the reference: 2^7
   static constexpr float kMost = 8.75;  // of any score: 2^8.75 < 448
 
   __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
