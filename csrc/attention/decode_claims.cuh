@@ -16,10 +16,11 @@ template <bool kUsed>
 class ClaimsOf {
  public:
   static constexpr int kOwn = 2;  // turns that need no claim: a piece is loaded before it is used
+  static constexpr int kNone = -1;
 
   // By all threads, once, before a barrier of the CTA.
-  __device__ ClaimsOf(SharedStorage& shared, const Arguments& params)
-      : ring_(shared.claims), counters_(params.claims) {
+  __device__ ClaimsOf(SharedStorage& shared, const Arguments& params, const Lengths& lengths)
+      : ring_(shared.claims), params_(params), lengths_(lengths) {
     if (warp_index() == 0 && elect_lane()) {
 #pragma unroll
       for (int slot = 0; slot < kTurns; ++slot) {
@@ -28,40 +29,47 @@ class ClaimsOf {
     }
   }
 
-  __device__ __forceinline__ void begin(int segments) { segments_ = segments; }
-  // 0: everybody has a share of his own.
-  __device__ __forceinline__ int segments() const { return segments_; }
+  // `room`: of a segment on its line.
+  __device__ __forceinline__ void begin(int segments, int room) {
+    segments_ = segments;
+    room_ = room;
+  }
+  // Whether any are claimed: or else everybody has a share of his own.
+  __device__ __forceinline__ bool used() const { return segments_ > 0; }
 
   // At the beginning of every piece, by all warps.
   __device__ __forceinline__ void ask() {
     if (segments_ > 0 && warp_index() == 0) {
       if (threadIdx.x == 0) {
-        asked_ = static_cast<int>(atomicAdd(&counters_[0], 1u) + kOwn * gridDim.x);
+        // Not atomicAdd(): for that the compiler adds up what a warp's threads add, and waits for
+        // the number here, a microsecond. This one is awaited where it is used.
+        asked_ = atomicInc(&params_.claims[0], INT32_MAX);
       }
       waits_ = true;
     }
   }
 
-  // What was asked for has come back before the warp's second tile, or it waits.
+  // In the second tile of a piece, or when it is asked for: it waits for what has not come back.
   __device__ __forceinline__ void publish() {
     if (!waits_) {
       return;
     }
     waits_ = false;
+    const int found = locate(__shfl_sync(0xffffffff, asked_, 0) + kOwn * gridDim.x);
     OSTINATO_DELAY(decode_claim_store, true);
     if (threadIdx.x == 0) {
       const int slot = published_ % kTurns;
-      ring_.segment[slot] = asked_;
+      ring_.segment[slot] = found;
       arrive(&ring_.published[slot]);
     }
     ++published_;
   }
 
-  // The segment of a turn, of all that there are or past them: in a piece's turn, of no later one
-  // than the next but one.
+  // The segment of a turn, or kNone past the last: in a piece's turn, of no later one than the next
+  // but one.
   __device__ __forceinline__ int take(int turn) {
     if (turn < kOwn) {
-      return turn * gridDim.x + blockIdx.x;
+      return locate(turn * gridDim.x + blockIdx.x);
     }
     publish();
     const int claim = turn - kOwn, slot = claim % kTurns;
@@ -69,20 +77,43 @@ class ClaimsOf {
     OSTINATO_DELAY(decode_claim_load, warp_index() == 2);
     return ring_.segment[slot];
   }
+  // Of what take() returns.
+  static __device__ __forceinline__ int sequence_of(int segment) { return segment % kMaxBatch; }
+  static __device__ __forceinline__ int head_of(int segment) { return segment / kMaxBatch; }
 
-  // At the end of the launch. The last CTA has the counters as they were.
+  // In the last piece, once its claim has been published: counts the CTA among those that ask no
+  // more. The number comes back while the piece is worked on.
+  __device__ __forceinline__ void leave() {
+    if (segments_ > 0 && threadIdx.x == 0) {
+      asked_ = atomicInc(&params_.claims[1], gridDim.x - 1);
+    }
+  }
+  // At the end of the launch. The last that has left has the counter of claims as it was.
   __device__ __forceinline__ void end() const {
-    if (segments_ > 0 && threadIdx.x == 0 &&
-        atomicInc(&counters_[1], gridDim.x - 1) == gridDim.x - 1) {
-      counters_[0] = 0;
+    if (segments_ > 0 && threadIdx.x == 0 && asked_ == gridDim.x - 1) {
+      params_.claims[0] = 0;
     }
   }
 
  private:
+  // By all lanes of a warp. Here and once, since to search and divide is felt at every end.
+  __device__ __forceinline__ int locate(int segment) const {
+    if (segment >= segments_) {
+      return kNone;
+    }
+    const OnLine on(segment, params_.lines, params_.by.lines);
+    const int live = params_.by.line_heads.divide(on.cta);  // sequences before it
+    const int head = on.line + (on.cta - live * params_.line_heads) * params_.lines;
+    const bool all = segments_ == params_.batch * params_.heads_kv;
+    const int sequence = all ? live : find_sequence(lengths_, params_.batch, live * room_);
+    return head * kMaxBatch + sequence;
+  }
+
   ClaimRing<kUsed>& ring_;
-  uint32_t* counters_;
-  int segments_ = 0;
-  int asked_ = 0;       // of lane 0: the segment
+  const Arguments& params_;
+  const Lengths& lengths_;
+  int segments_ = 0, room_ = 0;
+  uint32_t asked_ = 0;  // of thread 0: what a counter was
   bool waits_ = false;  // whether it has not been published
   int published_ = 0;
 };
@@ -90,53 +121,46 @@ class ClaimsOf {
 template <>
 class ClaimsOf<false> {
  public:
-  __device__ ClaimsOf(SharedStorage& /*shared*/, const Arguments& /*params*/) {}
-  __device__ __forceinline__ void begin(int /*segments*/) {}
-  __device__ __forceinline__ int segments() const { return 0; }
+  __device__ ClaimsOf(SharedStorage& /*shared*/, const Arguments& /*params*/,
+                      const Lengths& /*lengths*/) {}
+  __device__ __forceinline__ void begin(int /*segments*/, int /*room*/) {}
   __device__ __forceinline__ void ask() {}
   __device__ __forceinline__ void publish() {}
-  __device__ __forceinline__ int take(int turn) { return turn; }
+  __device__ __forceinline__ void leave() {}
   __device__ __forceinline__ void end() const {}
 };
 
 using Claims = ClaimsOf<kMayClaim>;
 
 // The pieces of a CTA, in order: those of its share, or of what it claims, turn by turn.
+template <class SomeClaims>
 class ClaimedTurns {
  public:
   ClaimedTurns() = default;
-  __device__ ClaimedTurns(const Claims& claims, const Arguments& params, const Lengths& lengths,
-                          const Cuts::Shares& shares)
-      : shares_(shares) {
-    walk_ = claims.segments() > 0
-                ? Cuts::walk(params, lengths, heads_of(params, on_line(params)), shares, {0, 0}, 0)
-                : walk_places<Cuts>(params, lengths, shares);
+  __device__ ClaimedTurns(const SomeClaims& claims, const Arguments& params, const Lengths& lengths,
+                          const Cuts::Shares& shares) {
+    if (!claims.used()) {
+      walk_ = walk_places<Cuts>(params, lengths, shares);
+    }
   }
 
   // The next piece; false at the end. By all lanes of a warp.
-  __device__ __forceinline__ bool next(Claims& claims, const Arguments& params,
-                                       const Lengths& lengths, Cuts::Piece* piece) {
-    while (!walk_.next(lengths, piece)) {
-      if (claims.segments() == 0 || ended_) {
-        return false;
-      }
-      const int segment = claims.take(turn_++);
-      if (segment >= claims.segments()) {
-        ended_ = true;
-        return false;
-      }
-      const OnLine on(segment, params.lines, params.by.lines);
-      const Places places = Cuts::places_of_segment(shares_, on.cta);
-      const int sequence =
-          find_sequence(lengths, params.batch, params.by.line_heads.divide(places.begin));
-      walk_ = Cuts::walk(params, lengths, heads_of(params, on), shares_, places, sequence);
+  __device__ __forceinline__ bool next(SomeClaims& claims, const Lengths& lengths,
+                                       Cuts::Piece* piece) {
+    if (!claims.used()) {
+      return walk_.next(lengths, piece);
     }
-    return true;
+    const int segment = ended_ ? SomeClaims::kNone : claims.take(turn_++);
+    ended_ = segment == SomeClaims::kNone;
+    if (!ended_) {
+      *piece = Cuts::whole_piece(lengths, SomeClaims::sequence_of(segment),
+                                 SomeClaims::head_of(segment));
+    }
+    return !ended_;
   }
 
  private:
   Cuts::Walk walk_;
-  Cuts::Shares shares_;
   int turn_ = 0;
   bool ended_ = false;
 };
@@ -150,8 +174,8 @@ class OwnTurns {
                       const Cuts::Shares& shares)
       : walk_(walk_places<Cuts>(params, lengths, shares)) {}
 
-  __device__ __forceinline__ bool next(Claims& /*claims*/, const Arguments& /*params*/,
-                                       const Lengths& lengths, Cuts::Piece* piece) {
+  __device__ __forceinline__ bool next(Claims& /*claims*/, const Lengths& lengths,
+                                       Cuts::Piece* piece) {
     return walk_.next(lengths, piece);
   }
 
@@ -159,6 +183,6 @@ class OwnTurns {
   Cuts::Walk walk_;
 };
 
-using Turns = std::conditional_t<kMayClaim, ClaimedTurns, OwnTurns>;
+using Turns = std::conditional_t<kMayClaim, ClaimedTurns<Claims>, OwnTurns>;
 
 }  // namespace ostinato::decode

@@ -103,7 +103,7 @@ static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 // the segment after the next.
 inline constexpr bool kMayClaim =
     kClusterCtas == 1 && kTeamWarps == 1 && kColumns == 8 && kCopyPages;
-inline constexpr int kLeastClaimed = 5;
+inline constexpr int kLeastClaimed = 2;
 inline constexpr int kLeastClaimedTiles = kStages + 1;
 
 // Teams add up their outputs: each becomes the owner of some of the 16-wide steps of the head dim.

@@ -37,8 +37,12 @@ struct FreeCuts {
   static __device__ __forceinline__ bool whole(const Load& /*load*/, const Shares& shares) {
     return shares.room > 0;
   }
-  static __device__ __forceinline__ Places places_of_segment(const Shares& shares, int segment) {
-    return {segment * shares.room, (segment + 1) * shares.room};
+  // From one segment of a head to the next, then.
+  static __device__ __forceinline__ int room(const Shares& shares) { return shares.room; }
+  static __device__ __forceinline__ Piece whole_piece(const Lengths& lengths, int sequence,
+                                                      int head) {
+    const int tiles = lengths.tiles(sequence);
+    return {sequence, head, 0, tiles, 0, tiles};
   }
   // Whether more CTAs than there are SMs have some of `all` on the line.
   static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
@@ -72,9 +76,10 @@ struct FixedCuts {
   static __device__ __forceinline__ bool whole(const Load& load, const Shares& /*shares*/) {
     return load.tiles == load.live;
   }
-  static __device__ __forceinline__ Places places_of_segment(const Shares& /*shares*/,
-                                                             int segment) {
-    return {segment, segment + 1};
+  static __device__ __forceinline__ int room(const Shares& /*shares*/) { return 1; }
+  static __device__ __forceinline__ Piece whole_piece(const Lengths& lengths, int sequence,
+                                                      int head) {
+    return {sequence, head, 0, lengths.tiles(sequence), 0, 0, 1};
   }
   static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
                                                  const Shares& /*shares*/) {
@@ -132,9 +137,13 @@ __device__ __forceinline__ CtaPlan read_few_lengths(Lengths& lengths, const Argu
 __device__ __forceinline__ CtaPlan read_many_lengths(SharedStorage& shared, Lengths& lengths,
                                                      const Arguments& params, bool early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if constexpr (kMayClaim) {
+    lengths.set(params, lengths.read(params, early));
+  } else {
 #pragma unroll 1
-  for (int b = threadIdx.x; b < params.batch; b += kThreads) {
-    lengths.length(b) = lengths.read_length(params, b, early);
+    for (int b = threadIdx.x; b < params.batch; b += kThreads) {
+      lengths.length(b) = lengths.read_length(params, b, early);
+    }
   }
   __syncthreads();
   const int run = ceil_div(params.batch, kThreads);

@@ -53,14 +53,43 @@ class Lengths {
     return length_of(params, b, read_table(params.seq_lens + b, early));
   }
 
-  // Whether this thread finds another length than the one in the table: of the sequence of its
-  // lane, of which `raw` has been read, or of its share of many.
-  __device__ __forceinline__ bool differ(const Arguments& params, int raw) const {
-    if (params.batch <= kFew) {
-      const int lane = threadIdx.x % 32;
-      return lane < params.batch && length(lane) != length_of(params, lane, raw);
+  // Numbers in global memory: of the sequence of this thread's lane or, of many, of its share of
+  // them. Only kernels that may claim read all of those before they use any.
+  struct Raw {
+    int of[kMayClaim ? kMaxBatch / kThreads : 1];
+  };
+  __device__ __forceinline__ Raw read(const Arguments& params, bool early) const {
+    Raw raw = {};
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      const int b = own(params, i);
+      if (b < params.batch) {
+        raw.of[i] = read_table(params.seq_lens + b, early);
+      }
     }
+    return raw;
+  }
+  // Fills the table.
+  __device__ __forceinline__ void set(const Arguments& params, const Raw& raw) {
+#pragma unroll
+    for (int i = 0; i < kReads; ++i) {
+      const int b = own(params, i);
+      if (b < params.batch) {
+        length(b) = length_of(params, b, raw.of[i]);
+      }
+    }
+  }
+  // Whether one of them is not as it is in the table.
+  __device__ __forceinline__ bool differ(const Arguments& params, const Raw& raw) const {
     bool some = false;
+    if (kMayClaim || params.batch <= kFew) {
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int b = own(params, i);
+        some |= b < params.batch && length(b) != length_of(params, b, raw.of[i]);
+      }
+      return some;
+    }
 #pragma unroll 1
     for (int b = threadIdx.x; b < params.batch; b += kThreads) {
       some |= length(b) != read_length(params, b, false);
@@ -69,6 +98,14 @@ class Lengths {
   }
 
  private:
+  static constexpr int kReads = static_cast<int>(sizeof(Raw) / sizeof(int));
+
+  // The i-th sequence that this thread reads.
+  static __device__ __forceinline__ int own(const Arguments& params, int i) {
+    const bool by_lane = !kMayClaim || params.batch <= kFew;
+    return static_cast<int>(by_lane ? threadIdx.x % 32 : threadIdx.x) + i * kThreads;
+  }
+
   SharedStorage& shared_;
   const int32_t* cu_seqlens_q_;
   int max_seqlen_q_, left_, base_;

@@ -93,7 +93,8 @@ class Loader {
     next_ = Batch();
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      refill(early);
+      current_ = next_;
+      find_next(early);
     }
   }
 
@@ -168,13 +169,28 @@ class Loader {
 
   // The next block's keys and values, if there is one, into a stage that the team has done with.
   __device__ __forceinline__ bool load(int stage) {
-    if (current_.left == 0 && next_.left > 0) {
-      refill(false);
+    if constexpr (kMayClaim) {
+      const bool goes_on = current_.left > 0;
+      if (!goes_on) {
+        if (next_.left == 0) {
+          return false;
+        }
+        current_ = next_;
+      }
+      load_next(stage);
+      if (!goes_on) {
+        find_next(false);  // after the copy: it takes long at the end of every segment
+      }
+    } else {
+      if (current_.left == 0 && next_.left > 0) {
+        current_ = next_;
+        find_next(false);
+      }
+      if (current_.left == 0) {
+        return false;
+      }
+      load_next(stage);
     }
-    if (current_.left == 0) {
-      return false;
-    }
-    load_next(stage);
     return true;
   }
 
@@ -230,13 +246,12 @@ class Loader {
     }
   }
 
-  // Takes the next batch of page ids, and reads the one after it.
-  __device__ __forceinline__ void refill(bool early) {
-    current_ = next_;
+  // Reads the batch of page ids after the current one.
+  __device__ __forceinline__ void find_next(bool early) {
     next_.left = 0;
     Cuts::Piece ahead{-1};
     while (tile_ >= end_) {
-      if (!turns_.next(claims_, params_, lengths_, &piece_)) {
+      if (!turns_.next(claims_, lengths_, &piece_)) {
         return;
       }
       const Visible visible = lengths_.visible(piece_.sequence);
@@ -263,7 +278,8 @@ class Loader {
     next_.entry = page_table_ + page;
     next_.page = read_table(next_.entry, early);
     tile_ += next_.left;
-    if (warp_ == 0 && ahead.sequence >= 0) {
+    // Where the first has claims to see to, the last.
+    if (warp_ == (kMayClaim ? kWarps - 1 : 0) && ahead.sequence >= 0) {
       prefetch_queries(ahead);
     }
   }

@@ -28,10 +28,12 @@ __device__ __forceinline__ void hand_over(SharedStorage& shared, const Attention
 }
 
 // Adds up the teams' outputs of a piece; all threads of the CTA. They go to the exchange, or, if
-// nothing else is to be added, where `part` is, or out if that is null.
+// nothing else is to be added, where `part` is, or out if that is null: at `places`, of this lane's
+// columns, if they are known.
 __device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& exchanger,
                                             const Arguments& params, Attention& attention,
-                                            const Rows& rows, float4* part, bool first_piece) {
+                                            const Rows& rows, float4* part, bool first_piece,
+                                            const PairPlaces* places) {
   const int warp = warp_index(), lane = threadIdx.x % 32;
   const int team = team_of(warp), member = warp % kTeamWarps;
   attention.end();
@@ -127,7 +129,8 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, Exchanger& ex
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (column + e < rows.count) {
-        const RowPlace place(params, rows, column + e);
+        const RowPlace place =
+            places != nullptr ? places->places[e] : RowPlace(params, rows, column + e);
         const FinalRow row(params, place, weights.columns[e]);
 #pragma unroll
         for (int j = 0; j < kOwnedSteps; ++j) {

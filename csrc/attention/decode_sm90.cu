@@ -23,14 +23,28 @@
 namespace ostinato::decode {
 namespace {
 
-// This warp's part of a piece.
-template <bool kSeveral>
+// Where what the end and the next piece need is found: between two pieces the rings are full, and
+// memory waits; between the second tile and the third, a warp does.
+inline constexpr bool kLooksAheadWithin = kMayClaim && Attention::kFetchesAhead;
+
+// This warp's part of a piece. Within it, once, `look_ahead` is called.
+template <bool kSeveral, class LookAhead>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
                                        Claims& claims, RingPosition& position, const Sight& sight,
-                                       const TileRange& range, bool token_scales) {
+                                       const TileRange& range, bool token_scales,
+                                       const LookAhead& look_ahead) {
   const int warp = warp_index(), team = team_of(warp);
   const int first_block = team * kTeamWarps;
-  for (int tile = range.begin; tile < range.end; ++tile) {
+  const int looks_ahead_at = max(range.begin, min(range.begin + 2, range.end - 1));
+  for (int tile = range.begin; kLooksAheadWithin || tile < range.end; ++tile) {
+    if constexpr (kLooksAheadWithin) {
+      if (tile == looks_ahead_at) {
+        look_ahead();
+      }
+      if (tile >= range.end) {
+        return;
+      }
+    }
     const int stage = position.slot;
     if constexpr (kChainPerCta) {
       attend_chain<kSeveral>(shared, attention, sight, position, tile);
@@ -57,7 +71,9 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
     sync_team(warp);
-    claims.publish();
+    if (tile > range.begin) {  // before, it may not have come back
+      claims.publish();
+    }
     loader.load(stage);
     position.advance(kStages);
   }
@@ -108,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     wait_for_predecessor();
   }
   Lengths lengths(shared, params);
-  Claims claims(shared, params);
+  Claims claims(shared, params, lengths);
   Loader loader(shared, params, maps, lengths, claims);
   Attention attention(params);
   Cuts::Shares shares;
@@ -119,14 +135,14 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   while (true) {
     const CtaPlan plan = read_lengths(shared, lengths, params, guesses);
     shares = plan.shares;
-    claims.begin(plan.claimed);
+    claims.begin(plan.claimed, Cuts::room(shares));
     turns = Turns(claims, params, lengths, shares);
     loader.begin(turns, guesses);
-    more = turns.next(claims, params, lengths, &piece);
+    more = turns.next(claims, lengths, &piece);
     if (more) {
       locate_queries(attention, params, lengths, piece);
     }
-    int raw_length = 0;
+    Lengths::Raw raw_lengths = {};
     Loader::Ids ids = {};
     if (guesses) {
       // Where few CTAs work, it only disturbs the last ones of the predecessor.
@@ -134,9 +150,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         loader.prefetch();
       }
       wait_for_predecessor();
-      if (threadIdx.x % 32 < params.batch) {
-        raw_length = read_table(params.seq_lens + threadIdx.x % 32, false);
-      }
+      raw_lengths = lengths.read(params, false);
       ids = loader.read_again();
     }
     if (more) {
@@ -146,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       loader.fill();
     }
     let_successor_start();
-    if (!guesses || !__syncthreads_or(ids.differ() || lengths.differ(params, raw_length))) {
+    if (!guesses || !__syncthreads_or(ids.differ() || lengths.differ(params, raw_lengths))) {
       break;
     }
     loader.drop();
@@ -173,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       part = parts.place(params, lengths, shares, piece);
     };
     const auto find_next = [&] {
-      more = turns.next(claims, params, lengths, &piece);
+      more = turns.next(claims, lengths, &piece);
       if (more) {
         locate_queries(attention, params, lengths, piece);
       }
@@ -183,26 +197,41 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         attention.queries.fetch();
       }
     };
+    PairPlaces places;
+    const auto look_ahead = [&] {
+      find_output();
+      places = PairPlaces(params, rows, threadIdx.x % 4);
+      find_next();
+      fetch_next();
+      if (!more) {
+        claims.leave();
+      }
+    };
     // What the end and the next piece need is found early if there are registers for it.
-    if constexpr (Attention::kFetchesAhead) {
+    constexpr bool kLooksAheadFirst = Attention::kFetchesAhead && !kLooksAheadWithin;
+    if constexpr (kLooksAheadFirst) {
       find_output();
       find_next();
     }
     attention.begin(key_scale);
-    if constexpr (Attention::kFetchesAhead) {
+    if constexpr (kLooksAheadFirst) {
       fetch_next();
     }
     const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
     attend<kSeveral>(shared, attention, loader, claims, position, sight, range,
-                     has_token_scales(params));
+                     has_token_scales(params), look_ahead);
     if constexpr (!Attention::kFetchesAhead) {
       find_output();
     }
-    store_piece(shared, exchanger, params, attention, rows, part, first);
+    store_piece(shared, exchanger, params, attention, rows, part, first,
+                kLooksAheadWithin ? &places : nullptr);
     exchanger.receive(params, rows, part);
     if constexpr (!Attention::kFetchesAhead) {
       find_next();
       fetch_next();
+      if (!more) {
+        claims.leave();
+      }
     }
   }
   claims.end();

@@ -52,7 +52,7 @@ _DELAYED = tuple(
     )
 )
 # The last ones are enough for segments to be claimed.
-_LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40, [200, 130, 300] * 115)
+_LENGTHS = ([3000], [1, 0, 64, 700], [200] * 40, [200, 270, 0, 300] * 90)
 _MOST = max(map(len, _LENGTHS))
 
 # Given the lengths and then the page ids of a launch, before it.

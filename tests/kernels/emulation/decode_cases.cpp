@@ -50,7 +50,8 @@ Case make_case(std::mt19937_64& random, bool claimed) {
   const int choices = made.batch > 5 ? kShortLengths : static_cast<int>(std::size(kLengths));
   const int first = claimed ? kFirstClaimed : 0;
   for (int b = 0; b < made.batch; ++b) {
-    made.lengths.push_back(kLengths[draw(first, choices - 1)]);
+    const bool empty = claimed && draw(0, 7) == 0;
+    made.lengths.push_back(empty ? 0 : kLengths[draw(first, choices - 1)]);
     made.pages += ostinato::ceil_div(made.lengths[b], made.page);
   }
   const int longest = *std::max_element(made.lengths.begin(), made.lengths.end());
