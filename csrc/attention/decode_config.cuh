@@ -100,9 +100,9 @@ static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
 // Whether CTAs may claim segments (decode_claims.cuh): at least so many for each of them, of so
 // many tiles that each warp has blocks for its rings in each, and none looks further ahead than to
-// the segment after the next.
-inline constexpr bool kMayClaim =
-    kClusterCtas == 1 && kTeamWarps == 1 && kColumns == 8 && kCopyPages;
+// the segment after the next. 8-bit caches of long heads have no registers left for it.
+inline constexpr bool kMayClaim = kClusterCtas == 1 && kTeamWarps == 1 && kColumns == 8 &&
+                                  kCopyPages && !(kQuantized && kDim > 128);
 inline constexpr int kLeastClaimed = 2;
 inline constexpr int kLeastClaimedTiles = kStages + 1;
 
