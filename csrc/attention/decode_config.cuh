@@ -106,6 +106,11 @@ inline constexpr bool kMayClaim = kClusterCtas == 1 && kTeamWarps == 1 && kColum
 inline constexpr int kLeastClaimed = 2;
 inline constexpr int kLeastClaimedTiles = kStages + 1;
 
+// Whether warps that have equal shares wait for each other (decode_pace.cuh). Clusters of two have
+// the longest ones.
+inline constexpr bool kMayPace = kClusterCtas == 2 && kTeamWarps == 1 && kColumns == 8 &&
+                                 kCopyPages && !kQuantized && kDim <= 128 && !kFixedCuts;
+
 // Teams add up their outputs: each becomes the owner of some of the 16-wide steps of the head dim.
 // Warps that divide it have no others.
 inline constexpr int kSteps = kDim / 16;

@@ -19,6 +19,7 @@
 #include "decode_grid.cuh"
 #include "decode_loader.cuh"
 #include "decode_merge.cuh"
+#include "decode_pace.cuh"
 
 namespace ostinato::decode {
 namespace {
@@ -28,11 +29,11 @@ namespace {
 inline constexpr bool kLooksAheadWithin = kMayClaim && Attention::kFetchesAhead;
 
 // This warp's part of a piece. Within it, once, `look_ahead` is called.
-template <bool kSeveral, class LookAhead>
+template <bool kSeveral, bool kPaced, class LookAhead>
 __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
-                                       Claims& claims, RingPosition& position, const Sight& sight,
-                                       const TileRange& range, bool token_scales,
-                                       const LookAhead& look_ahead) {
+                                       Claims& claims, Pace& pace, RingPosition& position,
+                                       const Sight& sight, const TileRange& range,
+                                       bool token_scales, const LookAhead& look_ahead) {
   const int warp = warp_index(), team = team_of(warp);
   const int first_block = team * kTeamWarps;
   const int looks_ahead_at = max(range.begin, min(range.begin + 2, range.end - 1));
@@ -71,6 +72,9 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
     sync_team(warp);
+    if constexpr (kPaced) {
+      pace.pass();
+    }
     if (tile > range.begin) {  // before, it may not have come back
       claims.publish();
     }
@@ -166,7 +170,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     loader.drop();
     guesses = false;
   }
+  Pace pace(params, lengths, shares);
   if (!more) {
+    pace.end();
     write_empty(params, lengths);
     return;
   }
@@ -218,8 +224,13 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       fetch_next();
     }
     const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
-    attend<kSeveral>(shared, attention, loader, claims, position, sight, range,
-                     has_token_scales(params), look_ahead);
+    if (kMayPace && pace.used()) {  // a loop of its own: short pieces would feel more in theirs
+      attend<kSeveral, kMayPace>(shared, attention, loader, claims, pace, position, sight, range,
+                                 has_token_scales(params), look_ahead);
+    } else {
+      attend<kSeveral, false>(shared, attention, loader, claims, pace, position, sight, range,
+                              has_token_scales(params), look_ahead);
+    }
     if constexpr (!Attention::kFetchesAhead) {
       find_output();
     }
@@ -235,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   }
   claims.end();
+  pace.end();
   parts.merge(params, lengths);
   write_empty(params, lengths);
 }

@@ -76,6 +76,15 @@ def test_whoever_claims_a_segment_finds_the_right_rows(
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warps_that_wait_for_each_other_find_the_right_rows(
+    sources: Path, head_dim: int, tmp_path: Path
+) -> None:
+    variant = AttentionDecode(head_dim=head_dim, dtype="bf16", cluster=2)
+    done, _ = _run(sources, variant, tmp_path, "paced")
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 def test_a_claim_that_is_not_awaited_is_found(tmp_path: Path) -> None:
     sources = emulated_sources(tmp_path / "csrc")
     path = sources / "attention" / "decode_claims.cuh"

@@ -310,6 +310,26 @@ def test_a_thousand_repeats_give_the_same_bits() -> None:
         assert_same_bits(out, expected)
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [(17_000,) * 34, (40_000, 0, *range(9_000, 15_000, 100)), (20_000,) * 30 + (16_000,) * 4],
+    ids=["alike", "ragged", "nearly alike"],
+)
+def test_long_shares_whose_warps_wait_for_each_other(lengths: tuple[int, ...]) -> None:
+    case = PagedCase(lengths, heads_q=8, dim=128, page_size=16, dtype=torch.bfloat16)
+    check(case)
+    args, options = case.build(CUDA)
+    workspace = torch.zeros(16 << 20, dtype=torch.uint8, device=CUDA)
+    expected = attend(args, options, workspace=workspace)
+    out = torch.empty_like(expected)
+    for _ in range(100):
+        out.fill_(torch.nan)
+        attend(args, options, out=out, workspace=workspace)
+        assert_same_bits(out, expected)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert not workspace[: 32 * sms + 8].any()  # the counters
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_one_graph_serves_hundreds_of_length_vectors(batch_invariant: bool) -> None:
     batch, most, page = 12, 2500, 16

@@ -1,5 +1,6 @@
 // Random calls of one decode kernel against attention in fp64: program FIRST COUNT RESULTS, and
-// "claimed" for loads whose segments are claimed. Writes what the calls return to RESULTS, so that
+// "claimed" for loads whose segments are claimed, "paced" for shares so large that warps wait for
+// each other. Writes what the calls return to RESULTS, so that
 // kernels can be compared; exit code 1 if any is wrong.
 //
 // First, since it takes CUDA's own words away from what follows.
@@ -18,8 +19,11 @@ using ostinato::PagedDecodeParams;
 
 constexpr int kLengths[] = {0,   1,   15,  16,  17,  63,  64,   65,   128,  200,  255,  256, 257,
                             272, 300, 511, 512, 513, 700, 1000, 1023, 1024, 1025, 1300, 2049};
-constexpr int kShortLengths = 15;  // of these; for many sequences
-constexpr int kFirstClaimed = 9;   // where segments may be claimed
+constexpr int kShortLengths = 15;   // of these; for many sequences
+constexpr int kFirstClaimed = 9;    // where segments may be claimed
+constexpr int kPacedTokens = 8000;  // at most
+
+enum class Loads { kAny, kClaimed, kPaced };
 
 struct Case {
   int batch, heads_kv, group, queries, left, page, max_pages, pages;
@@ -34,13 +38,15 @@ struct Case {
   }
 };
 
-Case make_case(std::mt19937_64& random, bool claimed) {
+Case make_case(std::mt19937_64& random, Loads loads) {
+  const bool claimed = loads == Loads::kClaimed, paced = loads == Loads::kPaced;
   const auto draw = [&](int low, int high) {
     return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
   };
   std::normal_distribution<float> normal;
   Case made = {};
-  made.batch = claimed || draw(0, 9) == 0 ? draw(33, 40) : draw(1, 5);
+  const bool many = claimed || draw(0, 9) == 0;
+  made.batch = many && !paced ? draw(33, 40) : draw(1, 5);
   made.heads_kv = draw(1, 2);
   made.queries = draw(0, 3) == 0 ? 2 : 1;
   made.group = draw(1, kColumns / made.queries);
@@ -50,8 +56,9 @@ Case make_case(std::mt19937_64& random, bool claimed) {
   const int choices = made.batch > 5 ? kShortLengths : static_cast<int>(std::size(kLengths));
   const int first = claimed ? kFirstClaimed : 0;
   for (int b = 0; b < made.batch; ++b) {
-    const bool empty = claimed && draw(0, 7) == 0;
-    made.lengths.push_back(empty ? 0 : kLengths[draw(first, choices - 1)]);
+    const bool empty = loads != Loads::kAny && draw(0, 7) == 0;
+    const int some = kLengths[draw(first, choices - 1)];
+    made.lengths.push_back(empty ? 0 : paced ? draw(kPacedTokens / 2, kPacedTokens) : some);
     made.pages += ostinato::ceil_div(made.lengths[b], made.page);
   }
   const int longest = *std::max_element(made.lengths.begin(), made.lengths.end());
@@ -143,11 +150,11 @@ T* aligned_copy(const std::vector<T>& from) {
   return to;
 }
 
-bool run_case(int seed, bool claimed, std::FILE* results) {
+bool run_case(int seed, Loads loads, std::FILE* results) {
   std::mt19937_64 random(seed * 7919 + 1);
-  const Case made = make_case(random, claimed);
+  const Case made = make_case(random, loads);
   emulator::seed(seed * 31 + kClusterCtas);
-  emulator::clusters = 1 + seed * 5 % 7;
+  emulator::clusters = 1 + seed * 5 % (loads == Loads::kPaced ? 3 : 7);
   emulator::sms = ostinato::ceil_div(emulator::clusters * kClusterCtas, kCtasPerSm);
   ostinato_prepare();
   Type* const q = aligned_copy(made.q);
@@ -213,16 +220,21 @@ bool run_case(int seed, bool claimed, std::FILE* results) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bool claimed = argc == 5 && std::strcmp(argv[4], "claimed") == 0;
-  if (argc != 4 && !claimed) {
-    std::fprintf(stderr, "got %d arguments, expected FIRST COUNT RESULTS [claimed]\n", argc - 1);
+  Loads loads = Loads::kAny;
+  if (argc == 5) {
+    loads = std::strcmp(argv[4], "claimed") == 0 ? Loads::kClaimed : loads;
+    loads = std::strcmp(argv[4], "paced") == 0 ? Loads::kPaced : loads;
+  }
+  if (argc != (loads == Loads::kAny ? 4 : 5)) {
+    std::fprintf(stderr, "got %d arguments, expected FIRST COUNT RESULTS [claimed|paced]\n",
+                 argc - 1);
     return 2;
   }
   const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
   std::FILE* const results = std::fopen(argv[3], "wb");
   bool right = true;
   for (int seed = first; seed < first + count; ++seed) {
-    right &= run_case(seed, claimed, results);
+    right &= run_case(seed, loads, results);
   }
   std::fclose(results);
   return right ? 0 : 1;

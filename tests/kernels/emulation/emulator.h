@@ -115,6 +115,14 @@ inline int __reduce_max_sync(unsigned, int value) {
   return value;
 }
 inline int __reduce_min_sync(unsigned mask, int value) { return -__reduce_max_sync(mask, -value); }
+inline int __reduce_add_sync(unsigned, int value) {
+  const emulator::Words* const all = emulator::exchange({static_cast<uint32_t>(value)});
+  int sum = 0;
+  for (int i = 0; i < emulator::kLanes; ++i) {
+    sum += static_cast<int>(all[i][0]);
+  }
+  return sum;
+}
 inline void __syncwarp() { emulator::exchange({}); }
 inline int __syncthreads_or(int value) { return emulator::any_thread(value != 0); }
 inline void __syncthreads() { emulator::any_thread(false); }
@@ -149,6 +157,12 @@ inline unsigned atomicAdd(unsigned* at, unsigned by) {
   *at += by;
   return before;
 }
+// Time, for those who wait for it to pass: it does when they sleep.
+inline long clock() {
+  static long now = 0;
+  return now += 500;
+}
+inline void __nanosleep(unsigned /*nanoseconds*/) { emulator::yield("nanosleep"); }
 // As atom.inc: to the bound, and then from zero again.
 inline unsigned atomicInc(unsigned* at, unsigned bound) {
   const unsigned before = *at;
