@@ -66,13 +66,13 @@ class PaceOf {
   }
 
  private:
-  static constexpr int kLeastTiles = 32;  // of a CTA, or its end is not felt
+  static constexpr int kLeastTiles = 48;  // of a CTA, or its end is not felt
   static constexpr int kEvery = 8;        // tiles
   static constexpr int kAwaited = 2;      // tiles: until the number has come back
   // What is waited for: each tile before the mean but a few. Those who are abreast count as a few
   // tiles before it, since the mean is that of whole counts.
   static constexpr int kAllowed = 4;
-  static constexpr float kClocks = 3800, kMostClocks = 15200;  // for a tile, and at a time
+  static constexpr float kClocks = 5700, kMostClocks = 22800;  // for a tile, and at a time
 
   // Whether nearly all places are tiles. Or else some have less to do, and are not ahead.
   static __device__ __forceinline__ bool are_filled(const Arguments& params, const Lengths& lengths,

@@ -12,6 +12,8 @@
 // one stream at a time.
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -179,71 +181,74 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
   RingPosition position;
   Parts parts;
-  for (bool first = true; more; first = false) {
-    exchanger.open();
-    claims.ask();
-    const Sight sight(params, lengths, piece.sequence);
-    const Visible visible = lengths.visible(piece.sequence);
-    const int first_tile = piece.begin, last_tile = piece.end;
-    const float key_scale = segment_scale(params, params.k_scale, piece.head);
-    Rows rows;
-    float4* part;
-    const auto find_output = [&] {
-      rows = Rows(params, lengths, piece.sequence, piece.head);
-      part = parts.place(params, lengths, shares, piece);
-    };
-    const auto find_next = [&] {
-      more = turns.next(claims, lengths, &piece);
-      if (more) {
-        locate_queries(attention, params, lengths, piece);
+  // Twice: short pieces would feel what only paced ones need, as code between the code that runs.
+  const auto attend_pieces = [&](auto paced) {
+    for (bool first = true; more; first = false) {
+      exchanger.open();
+      claims.ask();
+      const Sight sight(params, lengths, piece.sequence);
+      const Visible visible = lengths.visible(piece.sequence);
+      const int first_tile = piece.begin, last_tile = piece.end;
+      const float key_scale = segment_scale(params, params.k_scale, piece.head);
+      Rows rows;
+      float4* part;
+      const auto find_output = [&] {
+        rows = Rows(params, lengths, piece.sequence, piece.head);
+        part = parts.place(params, lengths, shares, piece);
+      };
+      const auto find_next = [&] {
+        more = turns.next(claims, lengths, &piece);
+        if (more) {
+          locate_queries(attention, params, lengths, piece);
+        }
+      };
+      const auto fetch_next = [&] {
+        if (more) {
+          attention.queries.fetch();
+        }
+      };
+      PairPlaces places;
+      const auto look_ahead = [&] {
+        find_output();
+        places = PairPlaces(params, rows, threadIdx.x % 4);
+        find_next();
+        fetch_next();
+        if (!more) {
+          claims.leave();
+        }
+      };
+      // What the end and the next piece need is found early if there are registers for it.
+      constexpr bool kLooksAheadFirst = Attention::kFetchesAhead && !kLooksAheadWithin;
+      if constexpr (kLooksAheadFirst) {
+        find_output();
+        find_next();
       }
-    };
-    const auto fetch_next = [&] {
-      if (more) {
-        attention.queries.fetch();
+      attention.begin(key_scale);
+      if constexpr (kLooksAheadFirst) {
+        fetch_next();
       }
-    };
-    PairPlaces places;
-    const auto look_ahead = [&] {
-      find_output();
-      places = PairPlaces(params, rows, threadIdx.x % 4);
-      find_next();
-      fetch_next();
-      if (!more) {
-        claims.leave();
+      const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
+      attend<kSeveral, decltype(paced)::value>(shared, attention, loader, claims, pace, position,
+                                               sight, range, has_token_scales(params), look_ahead);
+      if constexpr (!Attention::kFetchesAhead) {
+        find_output();
       }
-    };
-    // What the end and the next piece need is found early if there are registers for it.
-    constexpr bool kLooksAheadFirst = Attention::kFetchesAhead && !kLooksAheadWithin;
-    if constexpr (kLooksAheadFirst) {
-      find_output();
-      find_next();
-    }
-    attention.begin(key_scale);
-    if constexpr (kLooksAheadFirst) {
-      fetch_next();
-    }
-    const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
-    if (kMayPace && pace.used()) {  // a loop of its own: short pieces would feel more in theirs
-      attend<kSeveral, kMayPace>(shared, attention, loader, claims, pace, position, sight, range,
-                                 has_token_scales(params), look_ahead);
-    } else {
-      attend<kSeveral, false>(shared, attention, loader, claims, pace, position, sight, range,
-                              has_token_scales(params), look_ahead);
-    }
-    if constexpr (!Attention::kFetchesAhead) {
-      find_output();
-    }
-    store_piece(shared, exchanger, params, attention, rows, part, first,
-                kLooksAheadWithin ? &places : nullptr);
-    exchanger.receive(params, rows, part);
-    if constexpr (!Attention::kFetchesAhead) {
-      find_next();
-      fetch_next();
-      if (!more) {
-        claims.leave();
+      store_piece(shared, exchanger, params, attention, rows, part, first,
+                  kLooksAheadWithin ? &places : nullptr);
+      exchanger.receive(params, rows, part);
+      if constexpr (!Attention::kFetchesAhead) {
+        find_next();
+        fetch_next();
+        if (!more) {
+          claims.leave();
+        }
       }
     }
+  };
+  if (kMayPace && pace.used()) {
+    attend_pieces(std::bool_constant<kMayPace>());
+  } else {
+    attend_pieces(std::false_type());
   }
   claims.end();
   pace.end();
