@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -102,6 +103,8 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
 def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
     pages_each = -(-context // plan.page_size)
+    # A step and its runner refer to each other, and hold the cache of the context before.
+    gc.collect()
     try:
         cache = PagedKVCache.for_model(
             model.config,

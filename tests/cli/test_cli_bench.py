@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +133,24 @@ def test_a_plan_is_checked_before_anything_is_made() -> None:
     model = random_llama(TINY, "bf16", CPU, max_context=8)
     with pytest.raises(ValueError, match="batch: got -1"):
         time_steps(model, "tiny", StepPlan([1, -1], [8]))
+
+
+def test_a_context_has_the_room_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Watched(PagedKVCache):
+        @classmethod
+        def for_model(cls, *args: Any, **sizes: Any) -> PagedKVCache:
+            alive.append(sum(storage() is not None for storage in made))
+            cache = super().for_model(*args, **sizes)
+            made.append(weakref.ref(cache.storage))
+            return cache
+
+    monkeypatch.setattr("ostinato.bench.step.PagedKVCache", Watched)
+    model = random_llama(TINY, "bf16", CPU, max_context=16)
+    assert len(list(time_steps(model, "tiny", StepPlan([1, 2], [4, 8, 16], repeats=10)))) == 6
+    assert alive == [0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
