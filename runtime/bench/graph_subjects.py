@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ostinato.bench.hugging_face import random_hugging_face_llama
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.step import StepPlan, step_inputs
 from ostinato.bench.weights import random_llama
@@ -104,14 +105,11 @@ def hugging_face_step(
     Raises:
         ImportError: when transformers is not installed.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import StaticCache
 
-    fields = {name: value for name, value in SHAPES[shape].items() if name != "dtype"}
-    layers = num_layers or fields["num_hidden_layers"]
-    config: Any = LlamaConfig(**fields | {"num_hidden_layers": layers})
-    config._attn_implementation = "sdpa"
-    with _made_on(device):
-        model = LlamaForCausalLM(config).eval()
+    model = random_hugging_face_llama(shape, device, num_layers=num_layers)
+    config: Any = model.config
+    layers = config.num_hidden_layers
     heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
     # The last place of each sequence is for padding: a static cache has no dummy page.
     places = context + 1
@@ -169,15 +167,3 @@ def hugging_face_step(
         {"weights": model, "cache": storage, "lengths": lengths, "positions": positions},
         inputs,
     )
-
-
-@contextmanager
-def _made_on(device: torch.device) -> Iterator[None]:
-    """Make modules in bf16 on a device."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.shapes import PRECISIONS, SHAPES
+from ostinato.bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
@@ -84,6 +85,14 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="print what each kernel adds to the step, too (CUDA only)",
     )
     parser.add_argument(
+        "--peer",
+        choices=STEP_PEERS,
+        nargs="+",
+        default=[],
+        help="time these in the same run, with --shape: transformers' Llama in bf16 with a static "
+        "cache, as it is or compiled by torch",
+    )
+    parser.add_argument(
         "--timeline",
         type=Path,
         metavar="DIR",
@@ -96,6 +105,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.model is not None and args.dtype is not None:
         raise UserError("--dtype goes with --shape: a checkpoint has its own")
+    if args.model is not None and args.peer:
+        raise UserError("--peer goes with --shape: peers have random weights")
     if args.model is not None and args.lm_head == "bf16":
         raise UserError("--lm-head bf16 goes with --shape: a checkpoint has its own")
     check_folder("--json", args.json)
@@ -109,6 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from ostinato.bench.report import Report
     from ostinato.bench.step import StepPlan, time_steps
+    from ostinato.bench.step_peers import check_peers, time_peers
 
     traced = args.breakdown or args.timeline is not None
     plan = StepPlan(
@@ -120,6 +132,8 @@ def _run(args: argparse.Namespace) -> int:
             flag = "--breakdown" if args.breakdown else "--timeline"
             raise UserError(f"{flag}: got device {device}, expected a CUDA device")
         models = _models(args, plan, device)
+        with user_errors(ImportError):
+            check_peers(args.peer, args.shape)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
@@ -132,6 +146,15 @@ def _run(args: argparse.Namespace) -> int:
                 # After every row: what was measured before a Ctrl-C is worth keeping.
                 if args.json is not None:
                     report.write(args.json)
+            gc.collect()  # the model
+        for result in time_peers(args.peer, args.shape, device, plan) if args.peer else ():
+            if isinstance(result, str):
+                print(result, flush=True)
+                continue
+            print(_line(result), flush=True)
+            report.rows.append(result.row)
+            if args.json is not None:
+                report.write(args.json)
     return 0
 
 

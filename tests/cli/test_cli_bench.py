@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.bench import step_peers
 from ostinato.bench.breakdown import Span
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.bench.step import StepPlan, kv_bytes, step_flops, time_steps, weight_bytes
+from ostinato.bench.step import (
+    StepPlan,
+    StepResult,
+    kv_bytes,
+    step_flops,
+    time_steps,
+    weight_bytes,
+)
 from ostinato.bench.step_floor import Roofline, kernel_floors, roofline_of
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_llama
@@ -50,6 +58,49 @@ def test_shapes_are_measured_in_every_precision(
     printed = capsys.readouterr().out
     assert printed.startswith(document["gpu"])
     assert all(row["case"] in printed for row in document["rows"])
+
+
+def test_a_peer_decodes_the_same_cases(
+    tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    sizes = "--batch 1 2 --context 8 5 --repeats 10 --dtype bf16 --peer transformers"
+    flags = ["--json", str(file), "--device", str(device)]
+    assert main(["bench", "step", "--shape", "tiny", *sizes.split(), *flags]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    ours, theirs = rows[:4], rows[4:]
+    assert {row["impl"] for row in theirs} == {"transformers_bf16"}
+    assert [row["case"] for row in theirs] == [row["case"] for row in ours]
+    for row, other in zip(ours, theirs, strict=True):
+        # The same work: weights, keys and values, and operations.
+        assert row["tb_s"] * row["us"] == pytest.approx(other["tb_s"] * other["us"], rel=0.01)
+        assert row["tflop_s"] * row["us"] == pytest.approx(other["tflop_s"] * other["us"], rel=0.01)
+    assert capsys.readouterr().out.count("transformers_bf16") == 4
+
+
+@pytest.mark.gpu
+def test_a_compiled_peer_is_timed_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--batch 1 --context 8 --repeats 10 --dtype bf16 --peer transformers_compiled"
+    assert main(["bench", "step", "--shape", "tiny", *flags.split()]) == 0
+    assert "transformers_compiled" in capsys.readouterr().out
+
+
+def test_what_a_peer_cannot_do_is_said_and_costs_no_other_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = step_peers._step
+
+    def step(model: object, forward: object, batch: int, *rest: Any) -> object:
+        if batch == 1:
+            raise torch.OutOfMemoryError("out of memory\nand more")
+        return real(model, forward, batch, *rest)
+
+    monkeypatch.setattr(step_peers, "_step", step)
+    plan = StepPlan([1, 2], [8], repeats=10)
+    results = list(step_peers.time_peers(["transformers"], "tiny", CPU, plan))
+    assert results[0] == "tiny b1 ctx8 transformers: out of memory"
+    assert isinstance(results[1], StepResult)
+    assert results[1].batch == 2
 
 
 def test_what_is_not_as_a_checkpoint_says_is_named(tmp_path: Path) -> None:
@@ -91,6 +142,9 @@ def test_a_checkpoint_is_measured_under_its_own_name(
         ("--shape tiny --timeline . --device cpu", "--timeline: got device cpu"),
         ("--shape tiny --timeline no-such-folder", "--timeline: no-such-folder is not a folder"),
         ("--model x --lm-head bf16", "--lm-head bf16 goes with --shape"),
+        ("--model x --peer transformers", "--peer goes with --shape"),
+        ("--shape qwen3-8b --peer transformers", "peer: got a model of family 'qwen3'"),
+        ("--shape tiny --peer vllm", "argument --peer: invalid choice: 'vllm'"),
         ("--shape tiny --device tpu", "--device: got 'tpu'"),
     ],
 )
