@@ -147,12 +147,12 @@ def _run(args: argparse.Namespace) -> int:
                 if args.json is not None:
                     report.write(args.json)
             gc.collect()  # the model
-        for result in time_peers(args.peer, args.shape, device, plan) if args.peer else ():
-            if isinstance(result, str):
-                print(result, flush=True)
+        for peer in time_peers(args.peer, args.shape, device, plan) if args.peer else ():
+            if isinstance(peer, str):
+                print(peer, flush=True)
                 continue
-            print(_line(result), flush=True)
-            report.rows.append(result.row)
+            print(_line(peer), flush=True)
+            report.rows.append(peer.row)
             if args.json is not None:
                 report.write(args.json)
     return 0
