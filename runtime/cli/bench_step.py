@@ -196,6 +196,8 @@ def _models(
 
 def _kernels(result: StepResult) -> list[str]:
     """Return a line for each kind of kernel, and what they take together."""
+    from ostinato.bench.breakdown import ATTENTION
+
     if not result.kernels:
         return []
     lines = []
@@ -211,7 +213,12 @@ def _kernels(result: StepResult) -> list[str]:
     count = sum(kernel.launches for kernel in result.kernels)
     floor = result.row.floor_us
     known = "" if floor is None else f", their floors {floor:.1f} µs"
-    return [*lines, f"  {total:9.1f} µs in {count} kernels and copies{known}"]
+    layers = next((kernel.launches for kernel in result.kernels if kernel.kernel == ATTENTION), 0)
+    per_layer = ""
+    if layers > 1:
+        each = sum(kernel.launches // layers for kernel in result.kernels)
+        per_layer = f", {each} a layer"
+    return [*lines, f"  {total:9.1f} µs in {count} kernels and copies{per_layer}{known}"]
 
 
 def _draw(folder: Path, result: StepResult) -> None:

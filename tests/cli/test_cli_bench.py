@@ -267,7 +267,8 @@ def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
     flags = ["--breakdown", "--timeline", str(tmp_path), "--json", str(file)]
     assert main(["bench", "step", "--shape", "tiny", *flags]) == 0
     printed = capsys.readouterr().out
-    assert f"{last:9.1f} µs in {len(traced_run())} kernels and copies" in printed
+    count = f"{len(traced_run())} kernels and copies, {len(LAYER)} a layer"
+    assert f"{last:9.1f} µs in {count}, their floors {result.row.floor_us} µs" in printed
     rows = json.loads(file.read_text())["rows"]
     assert [row["section"] for row in rows] == ["step"] + ["step_kernels"] * len(kernels)
     assert b"gate_up" in (tmp_path / "tiny-b2-ctx16-ostinato_int8.svg").read_bytes()
