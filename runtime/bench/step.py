@@ -80,8 +80,8 @@ class KernelRow:
         us: added by all of them to the step, as the profiler saw it, which slows it down a little.
         share: of all that the step's kernels add.
         running_us: from the beginnings to the ends of the launches, which overlap.
-        floor_us: of all launches; None for what reads neither weights nor the cache, and where no
-            floor is known.
+        floor_us: of all launches; None for what reads neither weights nor the cache, for what adds
+            nothing, and where no floor is known.
         tb_s: bytes of the floor by `us`; None where `floor_us` is.
     """
 
@@ -216,7 +216,7 @@ def kernel_rows(
     rows = []
     for share in shares:
         count, floor = floors.get(share.name, (0, Floor(0.0, 0.0)))
-        known = count == share.launches
+        known = count == share.launches and share.added_us > 0
         rows.append(
             KernelRow(
                 row.case,
