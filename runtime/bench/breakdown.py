@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ _REPLAYS = 5
 PRODUCTS = ("o", "gate_up", "down", "qkv")
 LM_HEAD = "lm_head"
 ATTENTION = "attention"
-_PRODUCT = re.compile(r"^(tiled_gemm|small_m_gemm|fused_linear)$")
-_ATTENTION = re.compile(r"^paged_decode$")
+_PRODUCT_KERNELS = {"tiled_gemm", "small_m_gemm", "fused_linear"}
+_ATTENTION_KERNEL = "paged_decode"
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,8 @@ def sites_of(names: Sequence[str], layers: int) -> list[str]:
         names: of the kernels and copies of one step, in order (`short_name`).
         layers: of the model.
     """
-    products = [index for index, name in enumerate(names) if _PRODUCT.match(name)]
-    attentions = [index for index, name in enumerate(names) if _ATTENTION.match(name)]
+    products = [index for index, name in enumerate(names) if name in _PRODUCT_KERNELS]
+    attentions = [index for index, name in enumerate(names) if name == _ATTENTION_KERNEL]
     # The output projection may be another library's.
     if len(attentions) != layers or len(products) - 4 * layers not in (0, 1):
         return list(names)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ostinato.bench.hugging_face import random_hugging_face_llama
+from ostinato.bench.hugging_face import random_hugging_face_llama, static_cache
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.step import StepPlan, step_inputs
 from ostinato.bench.weights import random_llama
@@ -105,8 +105,6 @@ def hugging_face_step(
     Raises:
         ImportError: when transformers is not installed.
     """
-    from transformers import StaticCache
-
     model = random_hugging_face_llama(shape, device, num_layers=num_layers)
     config: Any = model.config
     layers = config.num_hidden_layers
@@ -123,8 +121,7 @@ def hugging_face_step(
     def cache_of(batch: int) -> Any:
         """Return a cache over the first rows of the storage, which all batch sizes share."""
         if batch not in caches:
-            cache: Any = StaticCache(config=config, max_cache_len=places)
-            cache.early_initialization(1, heads, head_dim, torch.bfloat16, device)
+            cache = static_cache(model, 1, places)
             for index, layer in enumerate(cache.layers):
                 layer.keys, layer.values = storage[index, 0, :batch], storage[index, 1, :batch]
                 layer.batch_size, layer.cumulative_length = batch, lengths[index]

@@ -35,6 +35,18 @@ def random_hugging_face_llama(
         return LlamaForCausalLM(config).eval()
 
 
+def static_cache(model: Any, batch: int, places: int) -> Any:
+    """Return a model's `StaticCache` of zeros, for so many tokens of each of `batch` sequences."""
+    from transformers import StaticCache
+
+    config, weight = model.config, model.lm_head.weight
+    head_dim = model.model.layers[0].self_attn.head_dim
+    cache: Any = StaticCache(config=config, max_cache_len=places)
+    heads = config.num_key_value_heads
+    cache.early_initialization(batch, heads, head_dim, weight.dtype, weight.device)
+    return cache
+
+
 @contextmanager
 def _made_on(device: torch.device) -> Iterator[None]:
     """Make modules in bf16 on a device."""

@@ -15,7 +15,8 @@ import torch
 from ostinato.bench.breakdown import Span, shares_of, sites_of, trace
 from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
-from ostinato.bench.step_floor import Floor, attended, kernel_floors, roofline_of, step_floor
+from ostinato.bench.step_floor import Floor, kernel_floors, roofline_of, step_floor
+from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import MIN_REPEATS, time_calls
 from ostinato.bench.weights import dtype_name, precision
 from ostinato.engine.decode import DecodeStep, SeenTokens
@@ -241,33 +242,6 @@ def implementation(model: Llama) -> str:
     if model.lm_head.weight.dtype.itemsize == 1:
         name += f"_lm_head_{dtype_name(model.lm_head.weight.dtype)}"
     return name if model.batch_invariant else f"{name}_batch_variant"
-
-
-def weight_bytes(model: Llama) -> int:
-    """Bytes of the weights that one step reads: not the tables of which it gathers a few rows."""
-    gathered = [model.cos_sin]
-    if model.lm_head.weight is not model.embedding:
-        gathered.append(model.embedding)
-    return sum(
-        tensor.nbytes
-        for tensor in model.tensors()
-        if not any(tensor is table for table in gathered)
-    )
-
-
-def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Bytes of the keys and values that one step reads."""
-    return batch * attended(config, context) * 2 * config.kv_size * config.dtype.itemsize
-
-
-def step_flops(model: Llama, batch: int, context: int) -> int:
-    """Multiplications and additions of one step's linear layers and attention."""
-    linears = [model.lm_head]
-    for layer in model.layers:
-        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    weights = sum(linear.weight.shape.numel() for linear in linears)
-    attention = 2 * model.config.q_size * attended(model.config, context)
-    return 2 * batch * (weights + attention)
 
 
 def step_inputs(model: Llama, batch: int, context: int, plan: StepPlan) -> dict[str, torch.Tensor]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.bench.breakdown import ATTENTION, LM_HEAD, PRODUCTS
-from ostinato.model import Llama, ModelConfig
+from ostinato.bench.step_work import attention_flops, kv_bytes
+from ostinato.model import Llama
 from ostinato.model.layers import AnyLinear
 
 
@@ -70,9 +71,8 @@ def kernel_floors(
         for name in PRODUCTS
     }
     floors[LM_HEAD] = (1, _product(model.lm_head, batch, roofline))
-    keys = batch * attended(model.config, context) / len(layers)
-    num_bytes = keys * 2 * model.config.kv_size * model.config.dtype.itemsize
-    flops = 4 * keys * model.config.q_size
+    num_bytes = kv_bytes(model.config, batch, context) / len(layers)
+    flops = attention_flops(model.config, batch, context) / len(layers)
     seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
     floors[ATTENTION] = (len(layers), Floor(seconds, num_bytes))
     return floors
@@ -81,11 +81,6 @@ def kernel_floors(
 def step_floor(floors: Mapping[str, tuple[int, Floor]]) -> float:
     """Return the sum of the floors of a step's kernels, in seconds."""
     return sum(count * floor.seconds for count, floor in floors.values())
-
-
-def attended(config: ModelConfig, context: int) -> int:
-    """Keys that one query attends to, over all layers."""
-    return sum(min(context, window or context) for window in config.sliding_windows)
 
 
 def _product(linear: AnyLinear, batch: int, roofline: Roofline) -> Floor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ostinato.bench.hugging_face import random_hugging_face_llama
+from ostinato.bench.hugging_face import random_hugging_face_llama, static_cache
 from ostinato.bench.report import Row
 from ostinato.bench.shapes import SHAPES, STEP_PEERS
 from ostinato.bench.step import StepPlan, StepResult, StepRow
@@ -50,6 +50,7 @@ def time_peers(
     Yields:
         a result for each name, context and batch, or why there is none.
     """
+    gc.collect()  # what was measured before, of ours
     model = random_hugging_face_llama(shape, device)
     for name in names:
         forward = model
@@ -95,18 +96,13 @@ def _row(case: str, impl: str, seconds: float, model: Any, batch: int, context: 
 def _step(
     model: Any, forward: Any, batch: int, context: int, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    from transformers import StaticCache
-
-    config = model.config
-    cache: Any = StaticCache(config=config, max_cache_len=context)
-    heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
-    cache.early_initialization(batch, heads, head_dim, torch.bfloat16, device)
+    cache = static_cache(model, batch, context)
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
     lengths = [layer.cumulative_length for layer in cache.layers]
     before = [torch.full_like(length, context - 1) for length in lengths]
-    tokens = torch.randint(config.vocab_size, (batch, 1))
+    tokens = torch.randint(model.config.vocab_size, (batch, 1))
     if device.type == "cuda":
         tokens = tokens.pin_memory()
     inputs = torch.zeros((batch, 1), dtype=torch.int64, device=device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,23 +136,18 @@ def _run(args: argparse.Namespace) -> int:
             check_peers(args.peer, args.shape)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
+    ours = chain.from_iterable(time_steps(make(), name, plan) for name, make in models)
+    theirs = time_peers(args.peer, args.shape, device, plan) if args.peer else ()
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
-        for name, make in models:
-            for result in time_steps(make(), name, plan):
-                print(_line(result), *_kernels(result), sep="\n", flush=True)
-                report.rows += [result.row, *result.kernels]
-                if args.timeline is not None:
-                    _draw(args.timeline, result)
-                # After every row: what was measured before a Ctrl-C is worth keeping.
-                if args.json is not None:
-                    report.write(args.json)
-            gc.collect()  # the model
-        for peer in time_peers(args.peer, args.shape, device, plan) if args.peer else ():
-            if isinstance(peer, str):
-                print(peer, flush=True)
+        for result in chain(ours, theirs):
+            if isinstance(result, str):
+                print(result, flush=True)
                 continue
-            print(_line(peer), flush=True)
-            report.rows.append(peer.row)
+            print(_line(result), *_kernels(result), sep="\n", flush=True)
+            report.rows += [result.row, *result.kernels]
+            if args.timeline is not None and result.run:
+                _draw(args.timeline, result)
+            # After every row: what was measured before a Ctrl-C is worth keeping.
             if args.json is not None:
                 report.write(args.json)
     return 0

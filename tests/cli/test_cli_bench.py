@@ -14,15 +14,9 @@ from ostinato.bench import step_peers
 from ostinato.bench.breakdown import Span
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.bench.step import (
-    StepPlan,
-    StepResult,
-    kv_bytes,
-    step_flops,
-    time_steps,
-    weight_bytes,
-)
+from ostinato.bench.step import StepPlan, StepResult, time_steps
 from ostinato.bench.step_floor import Roofline, kernel_floors, roofline_of
+from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_llama
 from ostinato.cli.main import main
