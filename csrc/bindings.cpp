@@ -8,6 +8,7 @@
 
 PYBIND11_MODULE(_C, module) {
   using ostinato::AppendKVParams;
+  using ostinato::EmbedParams;
   using ostinato::FusedLinearParams;
   using ostinato::HeadsArgument;
   using ostinato::Library;
@@ -23,7 +24,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
   module.attr("ABI") = py::dict(
       arg("attention") = OSTINATO_ABI_ATTENTION,
-      arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL,
+      arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL, arg("embed") = OSTINATO_ABI_EMBED,
       arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
       arg("gemm_w8a8_quantize") = OSTINATO_ABI_GEMM_W8A8_QUANTIZE,
       arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
@@ -120,6 +121,14 @@ PYBIND11_MODULE(_C, module) {
            arg("cos_sin_stride") = 0, arg("rotary_dim") = 0, arg("interleaved") = false,
            arg("q_norm_weight") = 0, arg("q_norm_is_fp32") = false, arg("k_norm_weight") = 0,
            arg("k_norm_is_fp32") = false, arg("norm_eps") = 0.0F, arg("pdl") = false);
+
+  py::class_<Library<EmbedParams>>(module, "Embed")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<EmbedParams>::prepare)
+      .def("launch", &ostinato::launch_embed, py::kw_only(), arg("tokens"), arg("table"),
+           arg("table_stride"), arg("out"), arg("out_stride"), arg("rows"), arg("vocabulary"),
+           arg("dim"), arg("stream"), arg("seen") = 0, arg("seen_stride") = 0, arg("seen_size") = 0,
+           arg("seen_rows") = 0, arg("n_active") = 0, arg("pdl") = false);
 
   py::class_<Library<MergeStatesParams>>(module, "MergeStates")
       .def(py::init<const std::string&>(), arg("path"))

@@ -285,6 +285,30 @@ inline void launch_sample(const Library<SampleParams>& library, std::uintptr_t l
   library.launch(params, stream);
 }
 
+inline void launch_embed(const Library<EmbedParams>& library, std::uintptr_t tokens,
+                         std::uintptr_t table, std::int64_t table_stride, std::uintptr_t out,
+                         std::int64_t out_stride, std::int32_t rows, std::int32_t vocabulary,
+                         std::int32_t dim, std::uintptr_t stream, std::uintptr_t seen,
+                         std::int64_t seen_stride, std::int32_t seen_size, std::uintptr_t seen_rows,
+                         std::uintptr_t n_active, bool pdl) {
+  EmbedParams params = {};
+  params.tokens = pointer<std::int64_t>(tokens);
+  params.table = pointer(table);
+  params.table_stride = table_stride;
+  params.seen = pointer<std::uint8_t>(seen);
+  params.seen_stride = seen_stride;
+  params.seen_rows = pointer<std::int64_t>(seen_rows);
+  params.n_active = pointer<std::int32_t>(n_active);
+  params.out = pointer(out);
+  params.out_stride = out_stride;
+  params.rows = rows;
+  params.vocabulary = vocabulary;
+  params.dim = dim;
+  params.seen_size = seen_size;
+  params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
 inline void launch_fused_linear(const Library<FusedLinearParams>& library, std::uintptr_t x,
                                 std::uintptr_t w, std::uintptr_t w_scale,
                                 std::int32_t w_scale_stride, std::uintptr_t out, std::int32_t n,

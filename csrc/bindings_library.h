@@ -10,6 +10,7 @@
 
 #include "attention/params.h"
 #include "attention/prefill_params.h"
+#include "embed/params.h"
 #include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
 #include "gemm_w8a8/quantize_params.h"
@@ -31,6 +32,8 @@ template <typename Params>
 constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
 template <>
 constexpr std::uint64_t kAbi<ScaledPrefillParams> = OSTINATO_ABI_ATTENTION_PREFILL;
+template <>
+constexpr std::uint64_t kAbi<EmbedParams> = OSTINATO_ABI_EMBED;
 template <>
 constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
 template <>

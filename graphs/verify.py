@@ -67,7 +67,8 @@ def find_difference(
             if _first_difference(expected, again, n) is not None:
                 difference += (
                     "; the step itself gave two results for the same inputs: it draws random "
-                    "numbers, or reads state that it also changes"
+                    "numbers, reads state that it also changes, or runs an operator that is not "
+                    "deterministic (torch.use_deterministic_algorithms(True) names those it knows)"
                 )
         return difference
     return None
@@ -118,9 +119,10 @@ def _first_difference(expected: Outputs, got: Outputs, n: int) -> str | None:
         count = int(unequal.sum())
         if count:
             place = tuple(unequal.nonzero()[0].tolist())
+            rows = int(unequal.flatten(1).any(1).sum()) if unequal.dim() > 1 else count
             return (
-                f"{name} in {count} of {unequal.numel()} values, first at {list(place)}: "
-                f"step {eager[place].item()}, replay {replayed[place].item()}"
+                f"{name} in {count} of {unequal.numel()} values, {rows} of {n} rows, first at "
+                f"{list(place)}: step {eager[place].item()}, replay {replayed[place].item()}"
             )
     return None
 

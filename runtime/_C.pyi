@@ -342,6 +342,31 @@ class AppendKV:
         pdl: bool = False,
     ) -> None: ...
 
+class Embed:
+    """A loaded library whose launch takes `EmbedParams` (csrc/embed/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        tokens: int,
+        table: int,
+        table_stride: int,
+        out: int,
+        out_stride: int,
+        rows: int,
+        vocabulary: int,
+        dim: int,
+        stream: int,
+        seen: int = 0,
+        seen_stride: int = 0,
+        seen_size: int = 0,
+        seen_rows: int = 0,
+        n_active: int = 0,
+        pdl: bool = False,
+    ) -> None: ...
+
 class MergeStates:
     """A loaded library whose launch takes `MergeStatesParams` (csrc/merge/params.h)."""
 

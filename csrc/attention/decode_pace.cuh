@@ -66,7 +66,7 @@ class PaceOf {
   }
 
  private:
-  static constexpr int kLeastTiles = 48;  // of a CTA, or its end is not felt
+  static constexpr int kLeastTiles = 48;  // of a CTA, or a launch ends before it has an effect
   static constexpr int kEvery = 8;        // tiles
   static constexpr int kAwaited = 2;      // tiles: until the number has come back
   // What is waited for: each tile before the mean but a few. Those who are abreast count as a few

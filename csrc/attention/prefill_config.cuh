@@ -130,11 +130,15 @@ inline constexpr int kRingRoom =
     kSmemLimit - kConsumers * (kQueryBuffers * kQueryBytes + (kShareOutput ? 0 : kOutputBytes));
 inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
-inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
-// What is left may have room for one more tile of values, which are held for longer than keys.
-inline constexpr int kValueStages =
-    kStages +
-    (!kFp8 && kStages < kMaxStages && kRingRoom - kStages * kStageBytes >= kValueBytes ? 1 : 0);
+inline constexpr int kFewestStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
+// What is left may have room for one more tile: of values, which are held for longer than keys, or
+// of packed keys where a warpgroup begins with the third of an item (docs/prefill.md).
+inline constexpr bool kHasSpareTile =
+    !kFp8 && kFewestStages < kMaxStages && kRingRoom - kFewestStages * kStageBytes >= kValueBytes;
+inline constexpr bool kSpareIsKeys =
+    kHasSpareTile && kConsumers == 3 && kSource == Source::Packed && kKeyBytes <= kValueBytes;
+inline constexpr int kStages = kFewestStages + (kSpareIsKeys ? 1 : 0);
+inline constexpr int kValueStages = kFewestStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kStages,
               "keys that a warpgroup leaves out all come before its first product");

@@ -9,11 +9,10 @@
 
 namespace ostinato::prefill {
 
-// Whether a warp of its own finds items and copies queries, and one each keys and values: where
-// three warpgroups have rings of few places. To find an item takes as long as to multiply a tile,
-// and the keys that the first warpgroup begins with are the third of an item (docs/prefill.md).
-inline constexpr bool kHasFinder =
-    kSource != Source::Slots && !kFp8 && kConsumers == 3 && kStages < kMaxStages;
+// Whether a warp of its own finds items and copies queries, and one each keys and values: for three
+// warpgroups. To find an item takes as long as to multiply a tile, and the keys that the first of
+// them begins with are the third of an item (docs/prefill.md).
+inline constexpr bool kHasFinder = kSource != Source::Slots && !kFp8 && kConsumers == 3;
 inline constexpr int kProducerWarps = kHasFinder ? 3 : kSource == Source::Packed ? 1 : 4;
 // Warps that copy keys, and as many copy values.
 inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;

@@ -1,70 +1,143 @@
-"""Where the time of a step goes, kernel by kernel."""
+"""Where the time of a decode step goes, kernel by kernel."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 _REPLAYS = 5
-_NAMESPACES = re.compile(r"\(anonymous namespace\)::|\bvoid |\bostinato::")
+
+# The four products of a layer, in their order from one attention to the next, and what else reads
+# weights or the cache: they have names of their own below.
+PRODUCTS = ("o", "gate_up", "down", "qkv")
+LM_HEAD = "lm_head"
+ATTENTION = "attention"
+_PRODUCT_KERNELS = {"tiled_gemm", "small_m_gemm", "fused_linear"}
+_ATTENTION_KERNEL = "paged_decode"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A kernel or copy on the device: its name without arguments, and when it ran, in µs."""
+
+    begin: float
+    end: float
+    name: str
 
 
 @dataclass
 class KernelShare:
-    """What all launches of a kernel take of one step.
+    """What all launches of one kind take of one step.
 
     With programmatic launches kernels overlap, and one runs while it waits for another: the times
     that they run sum up to more than the step. What each adds, from the end of the kernel that
     ended before it to its own, sums up to the step.
 
     Args:
-        name: without its arguments.
+        name: the kernel's, or what it does in the step (`sites_of`).
         launches: of a step.
         added_us: microseconds that the step would seem to gain without it.
         running_us: microseconds from the beginnings to the ends of its launches.
     """
 
     name: str
-    launches: float = 0.0
+    launches: int = 0
     added_us: float = 0.0
     running_us: float = 0.0
 
 
-def kernel_shares(step: Callable[[], object]) -> list[KernelShare]:
-    """Return what each kernel and copy adds to a step on CUDA, the largest first.
+def trace(step: Callable[[], object]) -> list[list[Span]]:
+    """Return the kernels and copies of some runs of a step on CUDA, in the order of their starts.
 
     The profiler slows the step down a little; what it says is about proportions.
+
+    Raises:
+        RuntimeError: when not all runs launch the same.
     """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(_REPLAYS):
             step()
         torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events()
-        if event.device_type.name == "CUDA"
-    ]
-    shares = shares_of(spans)
-    for share in shares:
-        share.launches /= _REPLAYS
-        share.added_us /= _REPLAYS
-        share.running_us /= _REPLAYS
-    return shares
+    spans = sorted(
+        (
+            Span(event.time_range.start, event.time_range.end, short_name(event.name))
+            for event in profile.events()
+            if event.device_type.name == "CUDA"
+        ),
+        key=lambda span: span.begin,
+    )
+    each, rest = divmod(len(spans), _REPLAYS)
+    if rest:
+        raise RuntimeError(f"{_REPLAYS} runs of the step launched {len(spans)} kernels and copies")
+    return [spans[run * each : (run + 1) * each] for run in range(_REPLAYS)]
 
 
-def shares_of(spans: Iterable[tuple[float, float, str]]) -> list[KernelShare]:
-    """Return the shares of launches (beginning, end, name), in microseconds, the largest first."""
+def short_name(name: str) -> str:
+    """Return a kernel's name without types, namespaces and arguments."""
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    if plain.startswith(("Memcpy", "Memset")):
+        return plain.partition(" ")[0].lower()
+    return plain.partition("(")[0].partition("<")[0].rpartition("::")[2]
+
+
+def sites_of(names: Sequence[str], layers: int) -> list[str]:
+    """Return what each kernel of a decode step of ours does, by the order of their launches.
+
+    Products and attention have names of their own; others have the kernel's, and which of those
+    they come before. A step of other kernels is left with their names.
+
+    Args:
+        names: of the kernels and copies of one step, in order (`short_name`).
+        layers: of the model.
+    """
+    products = [index for index, name in enumerate(names) if name in _PRODUCT_KERNELS]
+    attentions = [index for index, name in enumerate(names) if name == _ATTENTION_KERNEL]
+    # The output projection may be another library's.
+    if len(attentions) != layers or len(products) - 4 * layers not in (0, 1):
+        return list(names)
+    sites = list(names)
+    for index in attentions:
+        sites[index] = ATTENTION
+    order = ("qkv", *PRODUCTS * layers)[: 4 * layers]
+    for index, site in zip(products, (*order, LM_HEAD), strict=False):
+        sites[index] = site
+    following = ""
+    for index in reversed(range(len(sites))):
+        if index in products or index in attentions:
+            following = sites[index]
+        elif following:
+            sites[index] = f"{names[index]} ({following})"
+    return sites
+
+
+def shares_of(runs: Sequence[Sequence[Span]], sites: Sequence[str]) -> list[KernelShare]:
+    """Return what the kernels of each site take of a step, the largest first.
+
+    Args:
+        runs: of the same kernels, each in the order of their starts; medians are taken of each.
+        sites: the kernels' names, which may repeat.
+    """
+    added = [_added(run) for run in runs]
     shares: dict[str, KernelShare] = {}
-    last: float | None = None
-    for begin, end, name in sorted(spans, key=lambda span: span[1]):
-        name = _NAMESPACES.sub("", name).partition("(")[0].partition("<")[0]
-        share = shares.setdefault(name, KernelShare(name))
+    for index, site in enumerate(sites):
+        share = shares.setdefault(site, KernelShare(site))
         share.launches += 1
-        share.added_us += max(0.0, end - (begin if last is None else last))
-        share.running_us += end - begin
-        last = end
+        share.added_us += statistics.median(times[index] for times in added)
+        share.running_us += statistics.median(run[index].end - run[index].begin for run in runs)
     return sorted(shares.values(), key=lambda share: -share.added_us)
+
+
+def _added(run: Iterable[Span]) -> list[float]:
+    """Return by how much each kernel ends later than all that ended before it."""
+    spans = list(run)
+    added = [0.0] * len(spans)
+    last: float | None = None
+    for index in sorted(range(len(spans)), key=lambda index: spans[index].end):
+        span = spans[index]
+        added[index] = max(0.0, span.end - (span.begin if last is None else last))
+        last = span.end
+    return added

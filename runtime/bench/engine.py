@@ -13,7 +13,8 @@ from tokenizers.models import WordLevel
 
 from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
-from ostinato.bench.step import implementation, kv_bytes, step_flops, weight_bytes
+from ostinato.bench.step import implementation
+from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
 from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs import CaptureReport
 from ostinato.model import Llama, ModelConfig

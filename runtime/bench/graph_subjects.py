@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ostinato.bench.hugging_face import random_hugging_face_llama, static_cache
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.step import StepPlan, step_inputs
 from ostinato.bench.weights import random_llama
@@ -104,14 +105,9 @@ def hugging_face_step(
     Raises:
         ImportError: when transformers is not installed.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-
-    fields = {name: value for name, value in SHAPES[shape].items() if name != "dtype"}
-    layers = num_layers or fields["num_hidden_layers"]
-    config: Any = LlamaConfig(**fields | {"num_hidden_layers": layers})
-    config._attn_implementation = "sdpa"
-    with _made_on(device):
-        model = LlamaForCausalLM(config).eval()
+    model = random_hugging_face_llama(shape, device, num_layers=num_layers)
+    config: Any = model.config
+    layers = config.num_hidden_layers
     heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
     # The last place of each sequence is for padding: a static cache has no dummy page.
     places = context + 1
@@ -125,8 +121,7 @@ def hugging_face_step(
     def cache_of(batch: int) -> Any:
         """Return a cache over the first rows of the storage, which all batch sizes share."""
         if batch not in caches:
-            cache: Any = StaticCache(config=config, max_cache_len=places)
-            cache.early_initialization(1, heads, head_dim, torch.bfloat16, device)
+            cache = static_cache(model, 1, places)
             for index, layer in enumerate(cache.layers):
                 layer.keys, layer.values = storage[index, 0, :batch], storage[index, 1, :batch]
                 layer.batch_size, layer.cumulative_length = batch, lengths[index]
@@ -169,15 +164,3 @@ def hugging_face_step(
         {"weights": model, "cache": storage, "lengths": lengths, "positions": positions},
         inputs,
     )
-
-
-@contextmanager
-def _made_on(device: torch.device) -> Iterator[None]:
-    """Make modules in bf16 on a device."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)

@@ -66,14 +66,15 @@ class Figure:
 
 
 def measure(subject: Subject) -> Iterator[Figure]:
-    """Measure everything, yielding figures as they come.
+    """Measure everything, yielding figures as they come; verification, which may refuse, is last.
 
     Raises:
-        GraphError: when the step cannot be captured.
+        GraphError: when the step cannot be captured, or its replays differ from it.
     """
     yield from _captures(subject)
     yield from _runs(subject)
     yield from _padding(subject)
+    yield from _checks(subject)
 
 
 def _runner(subject: Subject) -> GraphRunner:
@@ -96,12 +97,6 @@ def _captures(subject: Subject) -> Iterator[Figure]:
             if largest and sizes[-1] == max_batch:
                 yield Figure(case, "pool of the largest alone, MiB", largest)
                 yield Figure(case, "pool against the largest alone", total / largest, 1.1)
-        with subject.rehearsal():
-            report = runner.capture(tiles, progress=False)
-        case = f"{subject.name}, {len(tiles)} tile boundaries"
-        audit = sum(graph.audit_ms or 0.0 for graph in report.graphs)
-        yield Figure(case, "audit, s", audit / 1e3)
-        yield Figure(case, "verification, s", sum(g.verify_ms or 0.0 for g in report.graphs) / 1e3)
 
 
 def _capture_figures(case: str, report: CaptureReport, target: float) -> Iterator[Figure]:
@@ -185,6 +180,16 @@ def _padding(subject: Subject) -> Iterator[Figure]:
             yield Figure(case, "padded replay, µs", times[1])
             target = 1.02 if one_tile else None
             yield Figure(case, "padded against exact", times[1] / times[0], target)
+
+
+def _checks(subject: Subject) -> Iterator[Figure]:
+    tiles = default_batch_sizes(subject.buffers.max_batch)
+    with _runner(subject) as runner, subject.rehearsal():
+        report = runner.capture(tiles, progress=False)
+    case = f"{subject.name}, {len(tiles)} tile boundaries"
+    audit = sum(graph.audit_ms or 0.0 for graph in report.graphs)
+    yield Figure(case, "audit, s", audit / 1e3)
+    yield Figure(case, "verification, s", sum(g.verify_ms or 0.0 for g in report.graphs) / 1e3)
 
 
 def _take_turns(

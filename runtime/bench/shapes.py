@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 PRECISIONS = ("int8", "fp8", "bf16")  # of the linear layers
+# Whom our decode step is measured beside (step_peers.py), and whether torch compiles them.
+STEP_PEERS = {"transformers": False, "transformers_compiled": True}
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",

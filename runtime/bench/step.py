@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 import torch
 
-from ostinato.bench.breakdown import KernelShare, kernel_shares
+from ostinato.bench.breakdown import Span, shares_of, sites_of, trace
 from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
+from ostinato.bench.step_floor import Floor, kernel_floors, roofline_of, step_floor
+from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import MIN_REPEATS, time_calls
 from ostinato.bench.weights import dtype_name, precision
 from ostinato.engine.decode import DecodeStep, SeenTokens
@@ -31,7 +34,7 @@ class StepPlan:
         page_size: tokens per KV page.
         repeats: replays, whose median is the result.
         temperature: of sampling; 0 is greedy.
-        breakdown: say what each kernel adds to a step; on CUDA only.
+        breakdown: trace a step and say what each kernel adds to it; on CUDA only.
     """
 
     batches: Sequence[int]
@@ -61,12 +64,57 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
+class StepRow(Row):
+    """A step's row, with the sum of its kernels' floors, in µs; None where no floor is known."""
+
+    floor_us: float | None
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """What the kernels of one site take of a step.
+
+    Args:
+        case, impl: of the step.
+        kernel: the site (`breakdown.sites_of`).
+        launches: of a step.
+        us: added by all of them to the step, as the profiler saw it, which slows it down a little.
+        share: of all that the step's kernels add.
+        running_us: from the beginnings to the ends of the launches, which overlap.
+        floor_us: of all launches; None for what reads neither weights nor the cache, for what adds
+            nothing, and where no floor is known.
+        tb_s: bytes of the floor by `us`; None where `floor_us` is.
+    """
+
+    case: str
+    impl: str
+    kernel: str
+    launches: int
+    us: float
+    share: float
+    running_us: float
+    floor_us: float | None
+    tb_s: float | None
+    section: str = "step_kernels"
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """A measured step: one token for each of `batch` sequences."""
+    """A measured step: one token for each of `batch` sequences.
+
+    Args:
+        batch: sequences.
+        row: the time.
+        kernels: what takes it, the longest first, where the plan asks for it.
+        run: the kernels of one step, in the order of their starts, likewise.
+        sites: what each of `run` does.
+    """
 
     batch: int
-    row: Row
-    shares: Sequence[KernelShare] = ()
+    row: StepRow
+    kernels: Sequence[KernelRow] = ()
+    run: Sequence[Span] = ()
+    sites: Sequence[str] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -101,7 +149,10 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
 
 def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
+    roofline = roofline_of(model.device)
     pages_each = -(-context // plan.page_size)
+    # A step and its runner refer to each other, and hold the cache of the context before.
+    gc.collect()
     try:
         cache = PagedKVCache.for_model(
             model.config,
@@ -127,15 +178,62 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
             }
             replay = partial(runner.run, batch, inputs)
             times = time_calls(replay, model.device, repeats=plan.repeats)
-            row = Row.of(
+            case, impl = f"{name} b{batch} ctx{context}", implementation(model)
+            floors = kernel_floors(model, batch, context, roofline) if roofline else {}
+            measured = Row.of(
                 "step",
-                f"{name} b{batch} ctx{context}",
-                implementation(model),
+                case,
+                impl,
                 seconds=statistics.median(times),
                 num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
                 flops=step_flops(model, batch, context),
             )
-            yield StepResult(batch, row, kernel_shares(replay) if plan.breakdown else ())
+            floor_us = round(step_floor(floors) * 1e6, 1) if floors else None
+            row = StepRow(**vars(measured), floor_us=floor_us)
+            if not plan.breakdown:
+                yield StepResult(batch, row)
+                continue
+            runs = trace(replay)
+            sites = sites_of([span.name for span in runs[0]], len(model.layers))
+            yield StepResult(batch, row, kernel_rows(row, runs, sites, floors), runs[-1], sites)
+
+
+def kernel_rows(
+    row: StepRow,
+    runs: Sequence[Sequence[Span]],
+    sites: Sequence[str],
+    floors: Mapping[str, tuple[int, Floor]],
+) -> list[KernelRow]:
+    """Return what the kernels of each site take of a step, the longest first.
+
+    Args:
+        row: of the step.
+        runs: traces of it.
+        sites: what each kernel does.
+        floors: by site, launches of a step and the floor of each.
+    """
+    shares = shares_of(runs, sites)
+    total = sum(share.added_us for share in shares)
+    rows = []
+    for share in shares:
+        count, floor = floors.get(share.name, (0, Floor(0.0, 0.0)))
+        known = count == share.launches and share.added_us > 0
+        rows.append(
+            KernelRow(
+                row.case,
+                row.impl,
+                share.name,
+                share.launches,
+                us=round(share.added_us, 2),
+                share=round(share.added_us / total, 4),
+                running_us=round(share.running_us, 2),
+                floor_us=round(count * floor.seconds * 1e6, 2) if known else None,
+                tb_s=float(f"{count * floor.num_bytes / share.added_us / 1e6:.4g}")
+                if known
+                else None,
+            )
+        )
+    return rows
 
 
 def implementation(model: Llama) -> str:
@@ -144,38 +242,6 @@ def implementation(model: Llama) -> str:
     if model.lm_head.weight.dtype.itemsize == 1:
         name += f"_lm_head_{dtype_name(model.lm_head.weight.dtype)}"
     return name if model.batch_invariant else f"{name}_batch_variant"
-
-
-def weight_bytes(model: Llama) -> int:
-    """Bytes of the weights that one step reads: not the tables of which it gathers a few rows."""
-    gathered = [model.cos_sin]
-    if model.lm_head.weight is not model.embedding:
-        gathered.append(model.embedding)
-    return sum(
-        tensor.nbytes
-        for tensor in model.tensors()
-        if not any(tensor is table for table in gathered)
-    )
-
-
-def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Bytes of the keys and values that one step reads."""
-    return batch * _attended(config, context) * 2 * config.kv_size * config.dtype.itemsize
-
-
-def step_flops(model: Llama, batch: int, context: int) -> int:
-    """Multiplications and additions of one step's linear layers and attention."""
-    linears = [model.lm_head]
-    for layer in model.layers:
-        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    weights = sum(linear.weight.shape.numel() for linear in linears)
-    attention = 2 * model.config.q_size * _attended(model.config, context)
-    return 2 * batch * (weights + attention)
-
-
-def _attended(config: ModelConfig, context: int) -> int:
-    """Keys that one query attends to, over all layers."""
-    return sum(min(context, window or context) for window in config.sliding_windows)
 
 
 def step_inputs(model: Llama, batch: int, context: int, plan: StepPlan) -> dict[str, torch.Tensor]:

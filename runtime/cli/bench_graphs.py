@@ -62,6 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.graph_subjects import hugging_face_step, our_step
     from ostinato.bench.graphs import measure
     from ostinato.bench.report import Report
+    from ostinato.graphs import GraphError
 
     with user_errors(ValueError):
         device = resolve_device(args.device)
@@ -70,7 +71,8 @@ def _run(args: argparse.Namespace) -> int:
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", flush=True)
     sizes = {"max_batch": args.max_batch, "context": args.context}
-    with user_errors(ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
+    refused = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError, GraphError)
+    with user_errors(*refused):
         for step in args.step:
             if step == "ostinato":
                 subject = our_step(args.shape, args.dtype, device, **sizes)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ostinato.bench.results import CaseResult
 
+_NAMED = 20  # of what is listed in one line
 Times = Mapping[Any, Mapping[str, float]]  # by case, by implementation
 
 
@@ -93,6 +94,12 @@ class Output:
         self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
         if targets is not None:
             self.say("", "== against the targets (µs)", *summary(measured, targets))
+            # A mean over some of them must not pass for one over all.
+            if missing := sorted(set(targets) - set(measured)):
+                count = f"{len(missing)} of {len(targets)}"
+                named = ", ".join(map(str, missing[:_NAMED]))
+                more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+                self.say("", f"targets not measured: {count}: {named}{more}")
         if left:
             names = ", ".join(map(str, left))
             self.say("", f"not measured, since the budget was spent: {names}")

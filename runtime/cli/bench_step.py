@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.shapes import PRECISIONS, SHAPES
+from ostinato.bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from ostinato.bench.step import StepPlan, StepResult
     from ostinato.model import Llama
 
-_HEADER = f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}"
+_HEADER = (
+    f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'floor µs':>12}{'of it':>8}"
+)
 
 
 def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
@@ -30,7 +34,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="one decode step of a whole model",
         description="Time the engine's captured decode step: inputs into the static buffers, "
         "replay, one token per sequence sampled. TB/s counts the weights and the KV cache "
-        "read by a step.",
+        "read by a step. The floor, where it is known for the GPU, is the sum of what each kernel "
+        "takes at least, to read them or to multiply.",
     )
     _add_flags(step)
     step.set_defaults(run=_run)
@@ -79,6 +84,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print what each kernel adds to the step, too (CUDA only)",
     )
+    parser.add_argument(
+        "--peer",
+        choices=STEP_PEERS,
+        nargs="+",
+        default=[],
+        help="time these in the same run, with --shape: transformers' Llama in bf16 with a static "
+        "cache, as it is or compiled by torch",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="DIR",
+        help="draw each step there, a picture (.svg) of its kernels (CUDA only; needs matplotlib)",
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
     add_device_flag(parser)
 
@@ -86,33 +105,51 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     if args.model is not None and args.dtype is not None:
         raise UserError("--dtype goes with --shape: a checkpoint has its own")
+    if args.model is not None and args.peer:
+        raise UserError("--peer goes with --shape: peers have random weights")
     if args.model is not None and args.lm_head == "bf16":
         raise UserError("--lm-head bf16 goes with --shape: a checkpoint has its own")
     check_folder("--json", args.json)
+    if args.timeline is not None:
+        if not args.timeline.is_dir():
+            raise UserError(f"--timeline: {args.timeline} is not a folder")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError("--timeline: matplotlib is not installed (pip install ostinato[plot])")
 
     import torch
 
     from ostinato.bench.report import Report
     from ostinato.bench.step import StepPlan, time_steps
+    from ostinato.bench.step_peers import check_peers, time_peers
 
+    traced = args.breakdown or args.timeline is not None
     plan = StepPlan(
-        args.batch, args.context, args.page_size, args.repeats, args.temperature, args.breakdown
+        args.batch, args.context, args.page_size, args.repeats, args.temperature, traced
     )
     with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         device = resolve_device(args.device)
-        if args.breakdown and device.type != "cuda":
-            raise UserError(f"--breakdown: got device {device}, expected a CUDA device")
+        if traced and device.type != "cuda":
+            flag = "--breakdown" if args.breakdown else "--timeline"
+            raise UserError(f"{flag}: got device {device}, expected a CUDA device")
         models = _models(args, plan, device)
+        with user_errors(ImportError):
+            check_peers(args.peer, args.shape)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
+    ours = chain.from_iterable(time_steps(make(), name, plan) for name, make in models)
+    theirs = time_peers(args.peer, args.shape, device, plan) if args.peer else ()
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
-        for name, make in models:
-            for result in time_steps(make(), name, plan):
-                print(_line(result), *_shares(result), sep="\n", flush=True)
-                report.rows.append(result.row)
-                # After every row: what was measured before a Ctrl-C is worth keeping.
-                if args.json is not None:
-                    report.write(args.json)
+        for result in chain(ours, theirs):
+            if isinstance(result, str):
+                print(result, flush=True)
+                continue
+            print(_line(result), *_kernels(result), sep="\n", flush=True)
+            report.rows += [result.row, *result.kernels]
+            if args.timeline is not None and result.run:
+                _draw(args.timeline, result)
+            # After every row: what was measured before a Ctrl-C is worth keeping.
+            if args.json is not None:
+                report.write(args.json)
     return 0
 
 
@@ -152,16 +189,49 @@ def _models(
     return [(args.shape, partial(make, dtype)) for dtype in args.dtype or ["int8"]]
 
 
-def _shares(result: StepResult) -> list[str]:
-    return [
-        f"  {share.added_us:9.1f} µs added by {share.launches:4.0f} x {share.name}, "
-        f"{share.running_us / share.launches:.2f} µs each"
-        for share in result.shares
-    ]
+def _kernels(result: StepResult) -> list[str]:
+    """Return a line for each kind of kernel, and what they take together."""
+    from ostinato.bench.breakdown import ATTENTION
+
+    if not result.kernels:
+        return []
+    lines = []
+    for kernel in result.kernels:
+        line = (
+            f"  {kernel.us:9.1f} µs{kernel.share:7.1%}  {kernel.launches:4} x {kernel.kernel:<28}"
+            f"runs{kernel.running_us / kernel.launches:8.2f} µs"
+        )
+        if kernel.floor_us is not None:
+            line += f", floor{kernel.floor_us / kernel.launches:8.2f} µs, {kernel.tb_s:.3g} TB/s"
+        lines.append(line)
+    total = sum(kernel.us for kernel in result.kernels)
+    count = sum(kernel.launches for kernel in result.kernels)
+    floor = result.row.floor_us
+    known = "" if floor is None else f", their floors {floor:.1f} µs"
+    layers = next((kernel.launches for kernel in result.kernels if kernel.kernel == ATTENTION), 0)
+    per_layer = ""
+    if layers > 1:
+        each = sum(kernel.launches // layers for kernel in result.kernels)
+        per_layer = f", {each} a layer"
+    return [*lines, f"  {total:9.1f} µs in {count} kernels and copies{per_layer}{known}"]
+
+
+def _draw(folder: Path, result: StepResult) -> None:
+    from ostinato.bench.timeline import draw_timeline
+
+    row = result.row
+    name = f"{row.case} {row.impl}"
+    title = f"{name}: {row.us:.0f} µs a step, {len(result.run)} kernels and copies (traced)"
+    draw_timeline(folder / f"{name.replace(' ', '-')}.svg", title, result.run, result.sites)
 
 
 def _line(result: StepResult) -> str:
     row = result.row
-    return (
+    line = (
         f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{result.tokens_per_s:>12.4g}{row.tb_s:>10.3g}"
+    )
+    return (
+        line
+        if row.floor_us is None
+        else f"{line}{row.floor_us:>12.1f}{row.floor_us / row.us:>8.1%}"
     )

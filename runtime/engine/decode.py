@@ -12,7 +12,7 @@ from ostinato import ops
 from ostinato.engine.request import Request
 from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
 from ostinato.graphs.spec import Example
-from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling
+from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling, SeenRows
 
 _REHEARSAL = -1  # the sequence that holds the pages of a rehearsal; requests count from 0
 
@@ -28,12 +28,10 @@ class SeenTokens:
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
             self.mask = torch.zeros(num_slots + 1, vocab_size, dtype=torch.bool, device=device)
-        # Assigning Python's True would copy it from the host, which no capture allows.
-        self._true = torch.ones((), dtype=torch.bool, device=device)
 
-    def mark(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add one token per row [B] to its slot's."""
-        self.mask[slots, tokens] = self._true
+    def rows(self, slots: torch.Tensor) -> SeenRows:
+        """Return where a model notes tokens [T] of these slots [T]."""
+        return SeenRows(self.mask, slots)
 
     def reset(self, slot: int, tokens: Sequence[int]) -> None:
         """Start a slot anew with the tokens of its prompt and text so far."""
@@ -42,7 +40,7 @@ class SeenTokens:
 
 
 class DecodeStep:
-    """A step function for `GraphRunner`: mark as seen, embed, decode, sample.
+    """A step function for `GraphRunner`: mark as seen and embed, decode, sample.
 
     Outputs `tokens` [B] int64 and what they were chosen from: `logits` [B, vocab_size] fp32, or
     where the output projection hands over each row's best, `best` [B, parts] int64.
@@ -135,18 +133,20 @@ class DecodeStep:
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
         """Run the step over a batch of the buffers above."""
         # The input tokens, not the sampled ones: marking them twice changes nothing, so a
-        # replay can be repeated and verified. Before the model, whose last product lets the
-        # sampling start early.
-        self._seen.mark(batch.slots, batch.tokens)
+        # replay can be repeated and verified. The model does it first, since its last product
+        # lets the sampling start early.
+        seen = self._seen.rows(batch.slots)
         attention = AttentionInputs(
             slot_mapping=batch.slot_mapping, page_table=batch.page_table, seq_lens=batch.seq_lens
         )
         inputs = (batch.tokens, batch.positions, attention, self._cache)
         if self._all_logits:
-            logits = ops.Logits(self._model(*inputs, n_active=batch.n_active))
+            logits = ops.Logits(self._model(*inputs, n_active=batch.n_active, seen=seen))
         else:
             sampling = Sampling(batch.temperature, batch.repetition_penalty)
-            logits = self._model.logits_to_sample(*inputs, sampling, n_active=batch.n_active)
+            logits = self._model.logits_to_sample(
+                *inputs, sampling, n_active=batch.n_active, seen=seen
+            )
         tokens = ops.sample(
             logits.values,
             temperature=batch.temperature,

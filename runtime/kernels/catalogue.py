@@ -15,6 +15,7 @@ from ostinato.kernels.variants import (
     AttentionDecode,
     AttentionPrefill,
     DecodeLoad,
+    Embed,
     FusedLinear,
     GemmSmallM,
     GemmTiled,
@@ -135,6 +136,7 @@ ATTENTION_PREFILL = (
         for head_dim, out_dtype in product((64, 128, 256), ("bf16", "fp16"))
     ),
 )
+EMBED = tuple(Embed(dtype=dtype) for dtype in FLOAT_DTYPES)
 MERGE_STATES = tuple(MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES)
 SAMPLE = tuple(Sample(dtype=dtype) for dtype in FLOAT_DTYPES)
 CATALOGUE: tuple[Variant, ...] = (
@@ -142,6 +144,7 @@ CATALOGUE: tuple[Variant, ...] = (
     *GEMM_SMALL_M,
     *GEMM_TILED,
     *FUSED_LINEAR,
+    *EMBED,
     *APPEND_KV,
     *ATTENTION_DECODE,
     *ATTENTION_PREFILL,

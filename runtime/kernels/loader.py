@@ -17,6 +17,7 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    Embed,
     FusedLinear,
     GemmSmallM,
     GemmTiled,
@@ -28,6 +29,7 @@ from ostinato.kernels.variants import (
 
 Library = (
     _C.AppendKV
+    | _C.Embed
     | _C.FusedLinear
     | _C.MergeStates
     | _C.PagedDecode
@@ -45,6 +47,8 @@ _compiling = threading.Lock()
 def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
 @overload
 def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
+@overload
+def load(variant: Embed, *, device: int, stream: int) -> _C.Embed: ...
 @overload
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
 @overload
@@ -130,6 +134,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.Quantize(path)
     if isinstance(variant, AppendKV):
         return _C.AppendKV(path)
+    if isinstance(variant, Embed):
+        return _C.Embed(path)
     if isinstance(variant, FusedLinear):
         return _C.FusedLinear(path)
     if isinstance(variant, MergeStates):

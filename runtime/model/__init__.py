@@ -5,7 +5,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.fields import UnsupportedModelError
 from ostinato.model.kernels import compile_kernels
 from ostinato.model.layers import AnyLinear, Linear, Sampling, W8A8Linear
-from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama
+from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama, SeenRows
 from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
 from ostinato.model.rope import RopeConfig
 from ostinato.model.scoring import sequence_logits
@@ -22,6 +22,7 @@ __all__ = [
     "PagedKVCache",
     "RopeConfig",
     "Sampling",
+    "SeenRows",
     "SwappedSequence",
     "UnsupportedModelError",
     "W8A8Linear",

@@ -9,6 +9,7 @@ from ostinato.model.layers import AnyLinear, W8A8Linear
 from ostinato.model.llama import Llama
 from ostinato.ops.append_launch import append_kernel
 from ostinato.ops.decode_launch import decode_kernels
+from ostinato.ops.embed_launch import embed_kernel
 from ostinato.ops.precompile import Variant, layer_kernels, precompile
 from ostinato.ops.prefill_launch import prefill_kernels
 from ostinato.ops.sample_launch import sample_kernel
@@ -33,8 +34,8 @@ def compile_kernels(model: Llama) -> None:
 def kernels_of(model: Llama) -> list[Variant]:
     """Return the kernels of a model for any number of tokens, on its GPU or an H200.
 
-    They are those of its W8A8 layers, of `append_kv` and of attention, with a cache of the model's
-    own dtype, and of sampling. Some are named more than once.
+    They are those of its embedding and W8A8 layers, of `append_kv` and of attention, with a cache
+    of the model's own dtype, and of sampling. Some are named more than once.
     """
     device = model.device if model.device.type == "cuda" else None
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
@@ -61,6 +62,7 @@ def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) ->
     """Return the kernels of a model that do not depend on how its weights are quantised."""
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
     return [
+        embed_kernel(dtype),
         append_kernel(dtype, dtype),
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
         *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),

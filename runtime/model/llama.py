@@ -30,6 +30,17 @@ class AttentionInputs:
     max_seqlen_q: int = 1
 
 
+@dataclass(frozen=True)
+class SeenRows:
+    """Where this call's tokens are noted as seen, on the model's device.
+
+    `mask` [S, vocab_size] bool, `rows` [T] int64: which row of `mask` is each token's.
+    """
+
+    mask: torch.Tensor
+    rows: torch.Tensor
+
+
 @dataclass
 class DecoderLayer:
     """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up]."""
@@ -106,6 +117,7 @@ class Llama:
         *,
         logits_rows: torch.Tensor | None = None,
         n_active: torch.Tensor | None = None,
+        seen: SeenRows | None = None,
     ) -> torch.Tensor:
         """Append the tokens' keys and values to `cache` and return next-token logits.
 
@@ -117,11 +129,12 @@ class Llama:
             logits_rows: [R] int64 rows of `tokens` wanted; all T by default.
             n_active: int32 [1] on the device, how many of the first rows are real; the others are
                 padding, whose logits mean nothing. All by default.
+            seen: where to note the tokens, before anything else is done with them.
 
         Returns:
             logits [R, vocab_size] fp32.
         """
-        x, residual = self._decoded(tokens, positions, attention, cache, n_active)
+        x, residual = self._decoded(tokens, positions, attention, cache, n_active, seen)
         if logits_rows is not None:
             x = x[logits_rows]
             residual = None if residual is None else residual[logits_rows]
@@ -139,12 +152,13 @@ class Llama:
         sampling: Sampling,
         *,
         n_active: torch.Tensor | None = None,
+        seen: SeenRows | None = None,
     ) -> ops.Logits:
         """Do as a call, and return what `ops.sample` chooses the same tokens from.
 
         `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`).
         """
-        x, residual = self._decoded(tokens, positions, attention, cache, n_active)
+        x, residual = self._decoded(tokens, positions, attention, cache, n_active, seen)
         eps = self.config.rms_norm_eps
         return self.lm_head.logits_after_norm(x, residual, self.norm, eps, sampling, n_active)
 
@@ -155,10 +169,18 @@ class Llama:
         attention: AttentionInputs,
         cache: PagedKVCache,
         n_active: torch.Tensor | None,
+        seen: SeenRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the last layer's output and the residual to add to it."""
         eps = self.config.rms_norm_eps
-        x, residual = self.embedding[tokens], None
+        residual = None
+        x = ops.embed(
+            tokens,
+            self.embedding,
+            seen=None if seen is None else seen.mask,
+            seen_rows=None if seen is None else seen.rows,
+            n_active=n_active,
+        )
         for index, layer in enumerate(self.layers):
             qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
             x = layer.o(self._attend(index, layer, qkv, positions, attention, cache), n_active)

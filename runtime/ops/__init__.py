@@ -1,4 +1,4 @@
-"""Ops of Ostinato: attention, linear, quantisation, norms and sampling, on CPU and CUDA tensors.
+"""Ops of Ostinato, on CPU and CUDA tensors: embedding, attention, linear, norms, sampling and more.
 
 Common to all of them:
 
@@ -14,10 +14,10 @@ Common to all of them:
 - On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
-- On Hopper GPUs W8A8 products, quantisation, `append_kv`, attention, `merge_states` and `sample`
-  are kernels of ours, compiled on first use (`python -m ostinato build` does it before) and
-  launched so that they overlap the end of the kernel before them; what this asks of packed weights
-  and norm weights, those ops say. All else runs on torch's operators.
+- On Hopper GPUs `embed`, W8A8 products, quantisation, `append_kv`, attention, `merge_states` and
+  `sample` are kernels of ours, compiled on first use (`python -m ostinato build` does it before)
+  and launched so that they overlap the end of the kernel before them; what this asks of packed
+  weights and norm weights, those ops say. All else runs on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -25,6 +25,7 @@ Common to all of them:
 """
 
 from ostinato.ops.append import append_kv
+from ostinato.ops.embed import embed
 from ostinato.ops.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from ostinato.ops.linear import linear, w8a8_linear
 from ostinato.ops.logits import Logits, rms_norm_w8a8_logits
@@ -42,6 +43,7 @@ __all__ = [
     "PackedWeight",
     "append_kv",
     "dynamic_w8a8_linear",
+    "embed",
     "linear",
     "merge_states",
     "pack_weight",

@@ -151,6 +151,23 @@ def varlen_attention(
     return out, lse
 
 
+def embed(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    seen: torch.Tensor | None = None,
+    seen_rows: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Copy the table's row of each token, and mark the token in its row of `seen`."""
+    out = torch.empty(len(tokens), table.size(1), dtype=dtype, device=table.device)
+    for at, token in enumerate(tokens.tolist()):
+        out[at] = table[token]
+        if seen is not None and seen_rows is not None:
+            seen[int(seen_rows[at]), token] = True
+    return out
+
+
 def merge_states(
     o_a: torch.Tensor,
     lse_a: torch.Tensor,

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ostinato.bench import step_peers
+from ostinato.bench.breakdown import Span
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.bench.step import StepPlan, kv_bytes, step_flops, time_steps, weight_bytes
+from ostinato.bench.step import StepPlan, StepResult, time_steps
+from ostinato.bench.step_floor import Roofline, kernel_floors, roofline_of
+from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_llama
 from ostinato.cli.main import main
@@ -38,12 +44,57 @@ def test_shapes_are_measured_in_every_precision(
         for batch in (1, 2)
     ]
     for row in document["rows"]:
-        assert list(row) == ["section", "case", "impl", "us", "tb_s", "tflop_s"]
+        assert list(row) == ["section", "case", "impl", "us", "tb_s", "tflop_s", "floor_us"]
         assert row["section"] == "step"
+        if device.type == "cpu":
+            assert row["floor_us"] is None
         assert min(row["us"], row["tb_s"], row["tflop_s"]) > 0
     printed = capsys.readouterr().out
     assert printed.startswith(document["gpu"])
     assert all(row["case"] in printed for row in document["rows"])
+
+
+def test_a_peer_decodes_the_same_cases(
+    tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "step.json"
+    sizes = "--batch 1 2 --context 8 5 --repeats 10 --dtype bf16 --peer transformers"
+    flags = ["--json", str(file), "--device", str(device)]
+    assert main(["bench", "step", "--shape", "tiny", *sizes.split(), *flags]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    ours, theirs = rows[:4], rows[4:]
+    assert {row["impl"] for row in theirs} == {"transformers_bf16"}
+    assert [row["case"] for row in theirs] == [row["case"] for row in ours]
+    for row, other in zip(ours, theirs, strict=True):
+        # The same work: weights, keys and values, and operations.
+        assert row["tb_s"] * row["us"] == pytest.approx(other["tb_s"] * other["us"], rel=0.01)
+        assert row["tflop_s"] * row["us"] == pytest.approx(other["tflop_s"] * other["us"], rel=0.01)
+    assert capsys.readouterr().out.count("transformers_bf16") == 4
+
+
+@pytest.mark.gpu
+def test_a_compiled_peer_is_timed_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--batch 1 --context 8 --repeats 10 --dtype bf16 --peer transformers_compiled"
+    assert main(["bench", "step", "--shape", "tiny", *flags.split()]) == 0
+    assert "transformers_compiled" in capsys.readouterr().out
+
+
+def test_what_a_peer_cannot_do_is_said_and_costs_no_other_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = step_peers._step
+
+    def step(model: object, forward: object, batch: int, *rest: Any) -> object:
+        if batch == 1:
+            raise torch.OutOfMemoryError("out of memory\nand more")
+        return real(model, forward, batch, *rest)
+
+    monkeypatch.setattr(step_peers, "_step", step)
+    plan = StepPlan([1, 2], [8], repeats=10)
+    results = list(step_peers.time_peers(["transformers"], "tiny", CPU, plan))
+    assert results[0] == "tiny b1 ctx8 transformers: out of memory"
+    assert isinstance(results[1], StepResult)
+    assert results[1].batch == 2
 
 
 def test_what_is_not_as_a_checkpoint_says_is_named(tmp_path: Path) -> None:
@@ -82,7 +133,12 @@ def test_a_checkpoint_is_measured_under_its_own_name(
         ("--shape tiny --json no-such-folder/f.json", "--json: no-such-folder is not a folder"),
         ("--shape tiny --temperature -1", "temperature: got -1.0, expected at least 0"),
         ("--shape tiny --breakdown --device cpu", "--breakdown: got device cpu"),
+        ("--shape tiny --timeline . --device cpu", "--timeline: got device cpu"),
+        ("--shape tiny --timeline no-such-folder", "--timeline: no-such-folder is not a folder"),
         ("--model x --lm-head bf16", "--lm-head bf16 goes with --shape"),
+        ("--model x --peer transformers", "--peer goes with --shape"),
+        ("--shape qwen3-8b --peer transformers", "peer: got a model of family 'qwen3'"),
+        ("--shape tiny --peer vllm", "argument --peer: invalid choice: 'vllm'"),
         ("--shape tiny --device tpu", "--device: got 'tpu'"),
     ],
 )
@@ -131,6 +187,107 @@ def test_a_plan_is_checked_before_anything_is_made() -> None:
     model = random_llama(TINY, "bf16", CPU, max_context=8)
     with pytest.raises(ValueError, match="batch: got -1"):
         time_steps(model, "tiny", StepPlan([1, -1], [8]))
+
+
+def test_a_context_has_the_room_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Watched(PagedKVCache):
+        @classmethod
+        def for_model(cls, *args: Any, **sizes: Any) -> PagedKVCache:
+            alive.append(sum(storage() is not None for storage in made))
+            cache = super().for_model(*args, **sizes)
+            made.append(weakref.ref(cache.storage))
+            return cache
+
+    monkeypatch.setattr("ostinato.bench.step.PagedKVCache", Watched)
+    model = random_llama(TINY, "bf16", CPU, max_context=16)
+    assert len(list(time_steps(model, "tiny", StepPlan([1, 2], [4, 8, 16], repeats=10)))) == 6
+    assert alive == [0, 0, 0]
+
+
+# A layer of TINY's int8 step, and what is before and behind the layers: name, begin, end.
+TRACE = [("memcpy", 0.0, 1.0), ("embed", 1.0, 2.0)]
+LAYER = [("quantize_rows", 0.0, 2.0), ("tiled_gemm", 1.0, 5.0), ("append_heads", 5.0, 6.0)]
+LAYER += [("paged_decode", 6.0, 10.0), ("quantize_rows", 9.0, 11.0), ("tiled_gemm", 10.0, 14.0)]
+LAYER += [("quantize_rows", 14.0, 15.0), ("tiled_gemm", 14.0, 25.0), ("quantize_rows", 25.0, 26.0)]
+LAYER += [("tiled_gemm", 26.0, 32.0)]
+
+
+def traced_run() -> list[Span]:
+    layers = [
+        Span(2 + 32 * index + begin, 2 + 32 * index + end, name)
+        for index in range(TINY.num_layers)
+        for name, begin, end in LAYER
+    ]
+    end = layers[-1].end
+    head = [Span(end, end + 9, "nvjet"), Span(end + 9, end + 12, "sample_rows")]
+    return [*(Span(begin, end, name) for name, begin, end in TRACE), *layers, *head]
+
+
+def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roofline = Roofline(1e9, {1: 1e12, 2: 1e12})
+    monkeypatch.setattr("ostinato.bench.step.roofline_of", lambda _: roofline)
+    monkeypatch.setattr("ostinato.bench.step.trace", lambda _: [traced_run()] * 3)
+    model = random_llama(TINY, "int8", CPU, max_context=16)
+    plan = StepPlan([2], [16], repeats=10, breakdown=True)
+    [result] = time_steps(model, "tiny", plan)
+    kernels = {kernel.kernel: kernel for kernel in result.kernels}
+    layers, last = TINY.num_layers, traced_run()[-1].end
+    assert sum(kernel.us for kernel in result.kernels) == last
+    assert sum(kernel.share for kernel in result.kernels) == pytest.approx(1, abs=1e-3)
+    assert kernels["gate_up"].launches == layers
+    assert kernels["gate_up"].us == 10 * layers  # of the 11 it runs 1 is beside another
+    gate_up = model.layers[0].gate_up.weight.shape.numel()
+    assert kernels["gate_up"].floor_us == pytest.approx(layers * gate_up / 1e3, abs=0.01)
+    assert kernels["gate_up"].tb_s == pytest.approx(gate_up / 10 / 1e6, rel=1e-3)
+    keys = 2 * 16 * 2 * TINY.kv_size * 2
+    assert kernels["attention"].floor_us == pytest.approx(layers * keys / 1e3, abs=0.01)
+    assert kernels["sample_rows"].floor_us is None
+    assert kernels["quantize_rows (down)"].tb_s is None
+    floors = [kernel.floor_us or 0 for kernel in result.kernels]
+    head = model.lm_head.weight.shape.numel() * 2 / 1e3  # another library's: in the step's floor
+    assert result.row.floor_us == pytest.approx(sum(floors) + head, abs=0.2)
+
+    report = Report.for_device(CPU)
+    monkeypatch.setattr("ostinato.cli.bench_step.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(Report, "for_device", lambda _: report)
+    monkeypatch.setattr("ostinato.cli.bench_step._models", lambda *_: [("tiny", lambda: None)])
+    monkeypatch.setattr("ostinato.bench.step.time_steps", lambda *_: [result])
+    file = tmp_path / "step.json"
+    flags = ["--breakdown", "--timeline", str(tmp_path), "--json", str(file)]
+    assert main(["bench", "step", "--shape", "tiny", *flags]) == 0
+    printed = capsys.readouterr().out
+    count = f"{len(traced_run())} kernels and copies, {len(LAYER)} a layer"
+    assert f"{last:9.1f} µs in {count}, their floors {result.row.floor_us} µs" in printed
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["section"] for row in rows] == ["step"] + ["step_kernels"] * len(kernels)
+    assert b"gate_up" in (tmp_path / "tiny-b2-ctx16-ostinato_int8.svg").read_bytes()
+
+
+def test_products_are_bound_by_what_takes_longer() -> None:
+    model = random_llama(TINY, "int8", CPU, max_context=16)
+    size = model.layers[0].down.weight.shape.numel()
+    reading = Roofline(1e9, {1: 1e15, 2: 1e15})
+    _, floor = kernel_floors(model, 4, 16, reading)["down"]
+    assert (floor.seconds, floor.num_bytes) == (size / 1e9, size)
+    multiplying = Roofline(1e15, {1: 1e9, 2: 5e8})
+    _, floor = kernel_floors(model, 4, 16, multiplying)["down"]
+    assert floor.seconds == pytest.approx(2 * 4 * size / 1e9)
+    # Twice the bytes at half the speed of an 8-bit product.
+    _, head = kernel_floors(model, 4, 16, multiplying)["lm_head"]
+    assert head.seconds == pytest.approx(2 * 4 * model.lm_head.weight.shape.numel() / 5e8)
+
+
+def test_no_floor_is_made_up_for_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert roofline_of(CPU) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
+    assert roofline_of(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    assert roofline_of(torch.device("cuda")) is not None
 
 
 @pytest.mark.parametrize("shape", SHAPES)

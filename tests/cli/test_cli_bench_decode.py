@@ -43,6 +43,27 @@ def test_ours_is_measured_for_every_page_and_cache(
     assert "fa3_p16  1000000000.00" in printed.split("== against the targets")[1]
 
 
+def test_targets_that_are_not_measured_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = tmp_path / "targets.json"
+
+    def printed_for(*others: str) -> str:
+        rows = [
+            {"section": "decode", "case": case, "peer": "fa3_p16", "us": 1}
+            for case in ("4/2 b1 kv33 d16", *others)
+        ]
+        targets.write_text(json.dumps({"rows": rows}))
+        assert run(f"{SMALL} --batch 1 --page 16 --peer none", "--targets", str(targets)) == 0
+        return capsys.readouterr().out
+
+    assert "not measured" not in printed_for()
+    two = printed_for("4/4 b1 kv33 d16", "4/2 b9 kv33 d16")
+    assert two.endswith("targets not measured: 2 of 3: 4/2 b9 kv33 d16, 4/4 b1 kv33 d16\n")
+    many = printed_for(*(f"4/2 b{batch} kv33 d16" for batch in range(2, 50)))
+    assert many.endswith("4/2 b21 kv33 d16 and 28 more\n")
+
+
 def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{SMALL} --page 16 --peer none --budget-s 1e-9") == 0
     message = "since the budget was spent: 4/2 b1 kv33 d16, 4/2 b2 kv33 d16\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from ostinato.bench.gemm_cases import SHAPE_GROUPS, Shape
 from ostinato.bench.graph_subjects import hugging_face_step, our_step
 from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure
+from ostinato.bench.report import Report
 from ostinato.cli.main import main
-from ostinato.graphs import GraphRunner, Misses, Variant
+from ostinato.graphs import GraphRunner, Misses, Variant, VerificationError
 from ostinato.ops.gemm_table import Choice, choose
 
 CPU = torch.device("cpu")
@@ -86,6 +88,27 @@ def test_another_depth_of_the_model_is_said_in_the_name() -> None:
     with GraphRunner(subject.step, subject.buffers) as runner:
         runner.capture([2], misses=Misses("eager"))
         assert runner.run(1, subject.inputs(1))["tokens"].shape == (1,)
+
+
+def test_a_refused_step_is_an_error_in_one_line_and_costs_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(_subject: object) -> Iterator[Figure]:
+        yield Figure("a step", "s", 1.0)
+        raise VerificationError("batch size 8 with 8 real rows: the replay differs")
+
+    report = Report.for_device(CPU)
+    monkeypatch.setattr("ostinato.cli.bench_graphs.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(Report, "for_device", lambda _: report)
+    monkeypatch.setattr("ostinato.bench.graph_subjects.our_step", lambda *_, **__: None)
+    monkeypatch.setattr("ostinato.bench.graphs.measure", measure)
+    file = tmp_path / "graphs.json"
+    assert main(["bench", "graphs", "--json", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "ostinato bench: error: batch size 8 with 8 real rows: the replay differs\n"
+    )
+    assert [row["value"] for row in json.loads(file.read_text())["rows"]] == [1.0]
 
 
 @pytest.mark.gpu

@@ -28,10 +28,26 @@ def test_random_numbers_are_found_and_named(make_runner):
     runner = make_runner(step)
     with pytest.raises(VerificationError, match="batch size 4 with 1 real rows") as info:
         runner.capture([2, 4])
-    assert "output['noise'] in 3 of 3 values, first at [0, 0]: step 0." in str(info.value)
+    assert "output['noise'] in 3 of 3 values, 1 of 1 rows, first at [0, 0]: step 0." in str(
+        info.value
+    )
     assert "two results for the same inputs" in str(info.value)
+    assert "torch.use_deterministic_algorithms" in str(info.value)
     with pytest.raises(NotCapturedError):
         runner.run(1, toy_inputs(1))
+
+
+def test_one_rows_difference_is_counted_as_one(make_runner):
+    toggles = []
+
+    def step(batch):
+        toggles.append(None)
+        changed = torch.zeros_like(batch.hidden)
+        changed[-1] = len(toggles)
+        return batch.hidden + changed
+
+    with pytest.raises(VerificationError, match=r"output in 3 of 9 values, 1 of 3 rows, first at"):
+        make_runner(step).capture([3])
 
 
 def test_state_that_is_read_and_changed_is_found(make_runner, device):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kernels_probe import build_recorder, fake_nvcc
+import torch
+from kernels_probe import LateWriter, build_recorder, fake_nvcc
 
 from ostinato.kernels import loader, toolchain
+from ostinato.kernels.compiler import build, plan
 
 
 @pytest.fixture
@@ -38,6 +42,21 @@ def nvcc_calls(
 def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide every nvcc of this machine."""
     monkeypatch.setattr(toolchain, "_nvcc_path", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def write_late() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Give a function that copies the second to the first, long after its successor has started."""
+    (entry,) = build([plan(LateWriter())])
+    library = ctypes.CDLL(str(entry.library))
+
+    def run(to: torch.Tensor, source: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        addresses = [ctypes.c_void_p(x) for x in (to.data_ptr(), source.data_ptr(), stream)]
+        error = library.ostinato_write_late(*addresses[:2], to.numel(), addresses[2])
+        assert error == 0
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -134,6 +134,7 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 # Where the structs of parameters are, and their hashes by the loader's names.
 _HEADERS = {
     "AppendKVParams": ("attention/params.h", "attention"),
+    "EmbedParams": ("embed/params.h", "embed"),
     "FusedLinearParams": ("fused_linear/params.h", "fused_linear"),
     "MergeStatesParams": ("merge/params.h", "merge"),
     "PagedDecodeParams": ("attention/params.h", "attention"),

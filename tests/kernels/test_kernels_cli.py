@@ -85,7 +85,7 @@ def _checkpoint(folder: Path, quantization: dict | None) -> Path:
 
 
 # Attention of head dim 16 is not in the catalogue: it is compiled for who asks for it.
-_PLAIN = {"append_kv-", "sample-", "attention_decode-", "attention_prefill-"}
+_PLAIN = {"embed-", "append_kv-", "sample-", "attention_decode-", "attention_prefill-"}
 _FP8 = _PLAIN | {"quantize-", "gemm_tiled-"}
 
 

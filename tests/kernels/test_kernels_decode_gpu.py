@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import pytest
 import torch
-from kernels_probe import LateWriter
 
 from ostinato import _C
 from ostinato.kernels.compiler import build, plan
@@ -133,21 +131,6 @@ def test_injected_delays_change_no_bit(
     assert not expected.isnan().any()
     for _ in range(3):
         assert torch.equal(launch(variant, _delayed(site), lengths), expected)
-
-
-@pytest.fixture(scope="module")
-def write_late() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Give a function that copies the second to the first, long after its successor has started."""
-    (entry,) = build([plan(LateWriter())])
-    library = ctypes.CDLL(str(entry.library))
-
-    def run(to: torch.Tensor, source: torch.Tensor) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        addresses = [ctypes.c_void_p(x) for x in (to.data_ptr(), source.data_ptr(), stream)]
-        error = library.ostinato_write_late(*addresses[:2], to.numel(), addresses[2])
-        assert error == 0
-
-    return run
 
 
 @pytest.mark.parametrize("wrong", ["lengths", "page ids", "both", "neither"])

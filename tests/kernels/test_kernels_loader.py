@@ -19,6 +19,7 @@ from ostinato.kernels.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
+    Embed,
     FusedLinear,
     GemmSmallM,
     GemmTiled,
@@ -130,6 +131,17 @@ class SampleFields(ctypes.Structure):
     ]
 
 
+class EmbedFields(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("tokens", "table")],
+        *[("table_stride", ctypes.c_int64), ("seen", ctypes.c_void_p)],
+        ("seen_stride", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("seen_rows", "n_active", "out")],
+        ("out_stride", ctypes.c_int64),
+        *[(name, ctypes.c_int32) for name in ("rows", "vocabulary", "dim", "seen_size", "pdl")],
+    ]
+
+
 class FusedLinearFields(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("x", "residual", "residual_out", "norm_weight")],
@@ -208,6 +220,7 @@ def _distinct(fields: type[ctypes.Structure]) -> dict[str, object]:
         ("W8A8GemmParams", GemmFields, _C.W8A8Gemm),
         ("PaddedQuantizeParams", QuantizeFields, _C.Quantize),
         ("PagedDecodeParams", PagedDecodeFields, _C.PagedDecode),
+        ("EmbedParams", EmbedFields, _C.Embed),
         ("FusedLinearParams", FusedLinearFields, _C.FusedLinear),
         ("SampleParams", SampleFields, _C.Sample),
         ("ScaledPrefillParams", PrefillFields, _C.Prefill),
@@ -363,14 +376,15 @@ _FUSED = {
         (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
+        (Embed(dtype="bf16"), "EmbedParams", _C.Embed),
         (FusedLinear(**_FUSED), "FusedLinearParams", _C.FusedLinear),
         (Sample(dtype="fp32"), "SampleParams", _C.Sample),
         (AttentionPrefill(dtype="bf16", head_dim=128), "ScaledPrefillParams", _C.Prefill),
         (MergeStates(dtype="fp16"), "MergeStatesParams", _C.MergeStates),
     ],
     ids=[
-        *("gemm", "append_kv", "attention_decode", "fused_linear", "sample", "attention_prefill"),
-        "merge_states",
+        *("gemm", "append_kv", "attention_decode", "embed", "fused_linear", "sample"),
+        *("attention_prefill", "merge_states"),
     ],
 )
 def test_each_family_is_loaded_as_what_it_is(
@@ -381,6 +395,7 @@ def test_each_family_is_loaded_as_what_it_is(
     | AppendKV
     | AttentionDecode
     | AttentionPrefill
+    | Embed
     | FusedLinear
     | MergeStates
     | Sample,

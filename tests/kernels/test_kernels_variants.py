@@ -11,6 +11,7 @@ from ostinato.kernels.sources import read_sources
 from ostinato.kernels.variants import (
     AppendKV,
     AttentionPrefill,
+    Embed,
     FusedLinear,
     GemmSmallM,
     GemmTiled,
@@ -56,6 +57,7 @@ _DEFINITION = re.compile(r"^#define (OSTINATO_[A-Z][A-Z_]*)\b", re.MULTILINE)
     [
         *(Quantize(**_QUANTIZE), GemmSmallM(**_SMALL), GemmTiled(**_TILED), AppendKV(**_APPEND)),
         FusedLinear(**_FUSED),
+        Embed(dtype="bf16"),
         MergeStates(dtype="bf16"),
         Sample(dtype="bf16"),
         AttentionPrefill(**_PREFILL),
@@ -158,6 +160,7 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (FusedLinear, _FUSED, {"dtype": "bf16"}, "dtype: got 'bf16', expected 'int8' or"),
         (FusedLinear, _FUSED, {"out_dtype": "int8"}, "out_dtype: got 'int8', expected 'bf16' or"),
         (FusedLinear, _FUSED, {"max_k": 2048}, "max_k: got 2048, expected 4096 or 8192"),
+        (Embed, {"dtype": "bf16"}, {"dtype": "e4m3"}, "dtype: got 'e4m3', expected 'bf16' or"),
         (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),

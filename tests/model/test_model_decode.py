@@ -191,3 +191,26 @@ def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
                 assert ("best" in got) == (not logits and n > 16)
                 outputs.append(got["tokens"].tolist())
     assert outputs[:4] == outputs[4:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_step_with_an_8_bit_projection_consists_of_our_kernels(
+    precision: str, logits: bool
+) -> None:
+    config = ModelConfig.from_hf(SMALL)
+    device = torch.device("cuda")
+    model = random_llama(config, precision, device, max_context=CONTEXT, lm_head=precision)
+    buckets = (1, 8, 48)
+    stored = torch.randn(cache_shape(config, max(buckets))).bfloat16()
+    with runner_of(model, stored, buckets, logits=logits) as runner:
+        report = runner.recapture(progress=False, verify=False)
+    assert report.not_inspected is None
+    for graph in report.graphs:
+        assert graph.nodes is not None
+        assert set(graph.nodes) == {"kernel"}
+        assert [name for name in graph.kernels or {} if "ostinato" not in name] == []
+        assert sum("embed" in name for name in graph.kernels or {}) == 1
+        # Each may begin before the one in front of it has ended.
+        assert graph.edges == graph.pdl_edges == graph.nodes["kernel"] - 1, str(report)

@@ -12,9 +12,16 @@ import torch
 from ostinato import ops
 from ostinato.checkpoint import load_model
 from ostinato.kernels import loader
-from ostinato.kernels.variants import AppendKV, Quantize, Sample, Variant
+from ostinato.kernels.variants import AppendKV, Embed, Quantize, Sample, Variant
 from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
-from ostinato.ops import append_launch, decode_launch, gemm, prefill_launch, quantize_launch
+from ostinato.ops import (
+    append_launch,
+    decode_launch,
+    embed_launch,
+    gemm,
+    prefill_launch,
+    quantize_launch,
+)
 from tiny import tiny_llama
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -45,7 +52,7 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     dtype = {"int8": "int8", "fp8": "e4m3"}[scheme]
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
-    plain = [AppendKV(dtype="fp32"), Sample(dtype="fp32")]
+    plain = [Embed(dtype="fp32"), AppendKV(dtype="fp32"), Sample(dtype="fp32")]
     assert set(plain) <= set(found)
     assert all(variant.dtypes() == {dtype, "fp32"} for variant in found if variant not in plain)
     assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
@@ -89,7 +96,8 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    for module in (append_launch, decode_launch, gemm, prefill_launch, quantize_launch):
+    modules = (append_launch, decode_launch, embed_launch, gemm, prefill_launch, quantize_launch)
+    for module in modules:
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
     model.batch_invariant = batch_invariant

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from ostinato.kernels.catalogue import APPEND_KV, FUSED_LINEAR, MERGE_STATES, SAMPLE
+from ostinato.kernels.catalogue import APPEND_KV, EMBED, FUSED_LINEAR, MERGE_STATES, SAMPLE
 from ostinato.kernels.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -32,6 +32,7 @@ LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
 
 
 def kernels_of_the_tests() -> Iterator[Variant]:
+    yield from EMBED
     yield from APPEND_KV
     yield from MERGE_STATES
     yield from SAMPLE

@@ -64,6 +64,13 @@ def append_arguments(device: torch.device, draw: int) -> list[Any]:
     return [k, v, *caches, slots, positions, cos_sin, q, q.clone() * 0, *norms, *scales, False]
 
 
+def embed_arguments(device: torch.device, draw: int) -> list[Any]:
+    columns = [(3, 0, 6, 3), (1, 5, 0, 2)], [(2, 1, 0, 2), (1, 0, 3, 3)]
+    tokens, rows = (torch.tensor(draws[draw], device=device) for draws in columns)
+    table, seen = torch.randn(7, 16).to(device), torch.rand(4, 7).lt(0.2).to(device)
+    return [tokens, table, seen, rows, None, False, torch.zeros(4, 16, device=device)]
+
+
 def sample_arguments(device: torch.device, draw: int) -> list[Any]:
     batch, vocabulary = 12, 32000
     seed = torch.arange(batch) + 100 * draw
@@ -102,6 +109,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     return {
         "append_kv": lambda: append_arguments(device, draw),
         "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, None, False, empty(3, 8)],
+        "embed": lambda: embed_arguments(device, draw),
         "linear": lambda: [x, randn(5, 16), randn(5), empty(3, 5)],
         "merge_states": lambda: [
             *(randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)),

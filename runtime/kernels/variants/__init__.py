@@ -16,6 +16,7 @@ from ostinato.kernels.variants.gemm import FusedLinear, GemmSmallM, GemmTiled
 from ostinato.kernels.variants.rows import (
     QUANTIZE_KINDS,
     AppendKV,
+    Embed,
     MergeStates,
     Quantize,
     Sample,
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionDecode",
     "AttentionPrefill",
     "DecodeLoad",
+    "Embed",
     "FusedLinear",
     "GemmSmallM",
     "GemmTiled",

@@ -1,4 +1,4 @@
-"""Kernels that take rows one by one: quantisation, the paged cache's, merging, sampling."""
+"""Kernels that take rows one by one: embedding, quantisation, the cache's, merging, sampling."""
 
 from __future__ import annotations
 
@@ -103,6 +103,18 @@ class _OfDtype(Variant):
 
     def defines(self) -> dict[str, str]:
         return {"OSTINATO_DTYPE": self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(_OfDtype):
+    """Rows of the embedding table, and marks of the tokens that were seen.
+
+    Args:
+        dtype: of the table.
+    """
+
+    family: ClassVar[str] = "embed"
+    source: ClassVar[Path] = CSRC / "embed" / "embed.cu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,92 @@
+"""What a decode step takes at least: memory at its best speed, or tensor cores at theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.bench.breakdown import ATTENTION, LM_HEAD, PRODUCTS
+from ostinato.bench.step_work import attention_flops, kv_bytes
+from ostinato.model import Llama
+from ostinato.model.layers import AnyLinear
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What a GPU does at its best.
+
+    Args:
+        bytes_s: bytes read from device memory per second, as measured.
+        flop_s: operations of the tensor cores per second, by the bytes of an operand.
+    """
+
+    bytes_s: float
+    flop_s: Mapping[int, float]
+
+
+# Reading: the most that was measured (docs/performance.md). Tensor cores: NVIDIA's data sheet,
+# without sparsity.
+_ROOFLINES = {"NVIDIA H200": Roofline(4.5e12, {1: 1979e12, 2: 989.5e12})}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least of one kernel: what it has to read from device memory, and what that takes.
+
+    Args:
+        seconds: the longer of reading and multiplying.
+        num_bytes: weights, or keys and values. What kernels hand to each other stays in the L2.
+    """
+
+    seconds: float
+    num_bytes: float
+
+
+def roofline_of(device: torch.device) -> Roofline | None:
+    """Return a GPU's roofline; None where none is known."""
+    if device.type != "cuda":
+        return None
+    return _ROOFLINES.get(torch.cuda.get_device_name(device))
+
+
+def kernel_floors(
+    model: Llama, batch: int, context: int, roofline: Roofline
+) -> dict[str, tuple[int, Floor]]:
+    """Return how often a step launches each kernel that reads weights or the cache, and its floor.
+
+    Args:
+        model: the decoder.
+        batch: sequences of one new token each.
+        context: keys of each, the new one's included.
+        roofline: of the GPU.
+
+    Returns:
+        By the names of `breakdown.sites_of`; attention is the mean of the layers.
+    """
+    layers = model.layers
+    floors = {
+        name: (len(layers), _product(getattr(layers[0], name), batch, roofline))
+        for name in PRODUCTS
+    }
+    floors[LM_HEAD] = (1, _product(model.lm_head, batch, roofline))
+    num_bytes = kv_bytes(model.config, batch, context) / len(layers)
+    flops = attention_flops(model.config, batch, context) / len(layers)
+    seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
+    floors[ATTENTION] = (len(layers), Floor(seconds, num_bytes))
+    return floors
+
+
+def step_floor(floors: Mapping[str, tuple[int, Floor]]) -> float:
+    """Return the sum of the floors of a step's kernels, in seconds."""
+    return sum(count * floor.seconds for count, floor in floors.values())
+
+
+def _product(linear: AnyLinear, batch: int, roofline: Roofline) -> Floor:
+    n, k = linear.weight.shape
+    width = linear.weight.dtype.itemsize
+    num_bytes = n * k * width
+    # fp32 weights multiply as two halves at best; no model here has them on a GPU.
+    flop_s = roofline.flop_s[min(width, 2)]
+    return Floor(max(num_bytes / roofline.bytes_s, 2 * batch * n * k / flop_s), num_bytes)

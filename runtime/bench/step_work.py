@@ -1,0 +1,41 @@
+"""What a decode step reads and computes."""
+
+from __future__ import annotations
+
+from ostinato.model import Llama, ModelConfig
+
+
+def weight_bytes(model: Llama) -> int:
+    """Bytes of the weights that one step reads: not the tables of which it gathers a few rows."""
+    gathered = [model.cos_sin]
+    if model.lm_head.weight is not model.embedding:
+        gathered.append(model.embedding)
+    return sum(
+        tensor.nbytes
+        for tensor in model.tensors()
+        if not any(tensor is table for table in gathered)
+    )
+
+
+def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
+    """Bytes of the keys and values that one step reads."""
+    return batch * _attended(config, context) * 2 * config.kv_size * config.dtype.itemsize
+
+
+def step_flops(model: Llama, batch: int, context: int) -> int:
+    """Multiplications and additions of one step's linear layers and attention."""
+    linears = [model.lm_head]
+    for layer in model.layers:
+        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
+    weights = sum(linear.weight.shape.numel() for linear in linears)
+    return 2 * batch * weights + attention_flops(model.config, batch, context)
+
+
+def attention_flops(config: ModelConfig, batch: int, context: int) -> int:
+    """Multiplications and additions of one step's attention, in all layers."""
+    return 4 * batch * config.q_size * _attended(config, context)
+
+
+def _attended(config: ModelConfig, context: int) -> int:
+    """Keys that one query attends to, over all layers."""
+    return sum(min(context, window or context) for window in config.sliding_windows)
