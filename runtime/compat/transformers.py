@@ -26,12 +26,15 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import __version__ as version
+from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ostinato import ops
+from ostinato.compat.transformers_cache import RaggedStaticCache
 from ostinato.ops.launch import current_stream
 
-__all__ = ["NAME", "attention", "lengths_mask"]
+__all__ = ["NAME", "RaggedStaticCache", "attention", "lengths_mask"]
 
 NAME = "ostinato"
 
@@ -103,6 +106,7 @@ def attention(
             f"key: got shape {list(key.shape)}, expected [{batch}, heads_kv, places, {dim}]"
         )
     window = None if sliding_window is None else (sliding_window - 1, -1)
+    starts = None
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if seq_lens is None:
@@ -114,15 +118,25 @@ def attention(
             seq_lens = torch.full((batch,), key.size(2), dtype=torch.int32, device=key.device)
     else:
         causal = True
-        lengths = _lengths_of(attention_mask, batch, sliding_window)
-        seq_lens = lengths if seq_lens is None else seq_lens
+        _check_mask(attention_mask, batch, sliding_window)
+        if attention_mask.size(1) == 2:
+            starts = attention_mask[:, 1, 0, 0]
+            if seq_lens is not None:
+                raise ValueError(
+                    "seq_lens: got a tensor with an attention_mask that has padding, expected one "
+                    "of the two"
+                )
+        if seq_lens is None:
+            seq_lens = attention_mask[:, 0, 0, 0].contiguous()
     if window is not None and not causal:
         window = (window[0], window[0])
+    if starts is None:
+        pages = key.transpose(1, 2), value.transpose(1, 2), _page_table(batch, query.device)
+    else:
+        pages = _pages_of_one(key, value, starts)
     out = ops.paged_attention(
         query.transpose(1, 2).reshape(batch * tokens, heads, dim),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        _page_table(batch, query.device),
+        *pages,
         seq_lens,
         max_seqlen_q=max(tokens, 1),
         scale=scaling,
@@ -153,23 +167,24 @@ def lengths_mask(
         batch_size: sequences.
         q_length: queries of each.
         kv_length: places for keys that the layers will be given.
-        q_offset: position of the first query; on the device where the cache counts there.
+        q_offset: position of the first query, where the cache counts on the device a tensor there,
+            of one number or of [batch].
         kv_offset: position of the first key.
         mask_function: transformers' rule of what a query sees: causal, with a sliding window or
             without, or everything.
-        attention_mask: [batch, tokens] bool, all of it True; it is read on the host. None for the
-            same.
+        attention_mask: [batch, tokens] bool, False for padding, which comes first in a sequence;
+            it is read on the host. None for no padding.
         local_size: the sliding window, in keys.
         use_vmap: whether the rule is one of the caller's.
         device: of the result.
 
     Returns:
-        [batch, 1, 1, window] int32, each sequence's length in every place, with a window of 1 for
-        no limit: transformers hands on what has four dimensions as it is. None where each query
-        sees every key.
+        [batch, 1 or 2, 1, window] int32: each sequence's length, and where it begins if there is
+        padding, in every place, with a window of 1 for no limit: transformers hands on what has
+        four dimensions as it is. None where each query sees every key.
 
     Raises:
-        ValueError: for another rule, or a mask with padding.
+        ValueError: for another rule, or a mask with padding elsewhere.
     """
     windowed = local_size is not None and _is_sliding(mask_function, local_size)
     everything = mask_function is bidirectional_mask_function
@@ -179,8 +194,19 @@ def lengths_mask(
             f"causal attention, with a sliding window or without, for attention {NAME!r}: not "
             "packed, chunked or blockwise"
         )
+    starts = None
     if attention_mask is not None:
-        _check_unpadded(attention_mask, kv_offset)
+        if isinstance(q_offset, torch.Tensor) and q_offset.ndim:
+            raise ValueError(
+                "attention_mask: got a tensor with rows of a RaggedStaticCache, expected None"
+            )
+        if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "attention_mask: got a tensor in a captured step, expected None, and seq_lens or a "
+                "RaggedStaticCache: a mask of tokens is read on the host"
+            )
+        seen = kv_length if everything else int(q_offset) + q_length
+        starts = _padding(attention_mask, kv_offset, seen, may_pad=not everything)
     if everything:
         return None
     length = q_offset + (q_length - kv_offset)
@@ -188,23 +214,39 @@ def lengths_mask(
         lengths = length.to(device=device, dtype=torch.int32).expand(batch_size)
     else:
         lengths = torch.full((batch_size,), length, dtype=torch.int32, device=device)
-    window = local_size if windowed and local_size is not None else 1
-    return lengths.contiguous().view(-1, 1, 1, 1).expand(-1, 1, 1, window)
+    if starts is None:
+        mask = lengths.contiguous().view(-1, 1, 1, 1)
+    else:
+        mask = torch.stack([lengths - starts, starts], dim=1)[:, :, None, None]
+    return mask.expand(-1, -1, 1, local_size if windowed and local_size is not None else 1)
 
 
-def _check_unpadded(mask: torch.Tensor, kv_offset: int) -> None:
-    """Refuse a 2D mask that hides a token."""
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+def _padding(mask: torch.Tensor, kv_offset: int, seen: int, may_pad: bool) -> torch.Tensor | None:
+    """Return [batch] int32, where sequences begin behind their padding, None without any.
+
+    Args:
+        mask: [batch, tokens] bool.
+        kv_offset: the position that is counted from.
+        seen: positions up to the last query's.
+        may_pad: whether there may be padding.
+    """
+    if mask.ndim != 2 or mask.size(1) < seen:
         raise ValueError(
-            "attention_mask: got a tensor in a captured step, expected None, and seq_lens: whether "
-            "a mask hides a token is read on the host"
+            f"attention_mask: got shape {list(mask.shape)}, expected [batch, at least {seen}] for "
+            f"attention {NAME!r}"
         )
-    if mask.ndim != 2 or not bool(mask[:, kv_offset:].all()):
-        got = f"shape {list(mask.shape)}" if mask.ndim != 2 else "padding"
+    mask = mask[:, kv_offset:seen]
+    if bool(mask.all()):
+        return None
+    starts = mask.logical_not().sum(1, dtype=torch.int32)
+    behind = torch.arange(mask.size(1), device=mask.device) >= starts.unsqueeze(1)
+    if not may_pad or not torch.equal(mask, behind):
+        where = "after tokens" if may_pad else "where each query sees every key"
         raise ValueError(
-            f"attention_mask: got {got}, expected no padding with attention {NAME!r}: None and "
-            "seq_lens, or sequences of one length"
+            f"attention_mask: got padding {where}, expected none there with attention {NAME!r}: "
+            "it takes padding before a sequence's first token"
         )
+    return starts
 
 
 def _is_sliding(rule: Callable[..., Any], window: int) -> bool:
@@ -218,24 +260,56 @@ def _is_sliding(rule: Callable[..., Any], window: int) -> bool:
     }
 
 
-def _lengths_of(mask: torch.Tensor, batch: int, sliding_window: int | None) -> torch.Tensor:
-    """Return [batch] int32 of what `lengths_mask` made for layers with this window."""
+def _check_mask(mask: torch.Tensor, batch: int, sliding_window: int | None) -> None:
+    """Refuse any mask but one that `lengths_mask` made for layers with this window."""
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"attention_mask: got {type(mask).__name__}, expected a tensor or None")
-    if mask.dtype is not torch.int32 or mask.ndim != 4 or mask.shape[:3] != (batch, 1, 1):
+    shape = mask.shape
+    if mask.dtype is not torch.int32 or mask.ndim != 4 or shape[0] != batch or shape[2] != 1:
         raise ValueError(
-            f"attention_mask: got {mask.dtype} of shape {list(mask.shape)}, expected what "
-            f"lengths_mask returns: int32 [{batch}, 1, 1, window]; no mask and seq_lens, where "
-            "sequences have lengths of their own"
+            f"attention_mask: got {mask.dtype} of shape {list(shape)}, expected what lengths_mask "
+            f"returns: int32 [{batch}, 1 or 2, 1, window]; no mask and seq_lens, or a "
+            "RaggedStaticCache, where sequences have lengths of their own"
         )
-    window = mask.size(3)
+    window = shape[3]
     if window != (1 if sliding_window is None else sliding_window):
         expected = None if window == 1 else window
         raise ValueError(
             f"sliding_window: got {sliding_window}, expected that of the mask, {expected}"
         )
-    lengths = mask[:, 0, 0, 0]
-    return lengths if lengths.stride(0) == 1 else lengths.contiguous()
+
+
+def _pages_of_one(
+    key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values as pages of one token, and a table that begins behind the padding.
+
+    Args:
+        key: [batch, heads_kv, places, dim].
+        value: likewise.
+        starts: [batch] int32, places of padding.
+    """
+    batch, _, places, _ = key.shape
+    between = _places_between(key)
+    if between is None or between != _places_between(value):
+        key, value = key.contiguous(), value.contiguous()
+        between = key.size(1) * places
+    steps = torch.arange(places, dtype=torch.int32, device=key.device)
+    first = torch.arange(batch, dtype=torch.int32, device=key.device) * between + starts
+    k_pages, v_pages = (
+        x.as_strided(
+            ((batch - 1) * between + places, 1, x.size(1), x.size(3)),
+            (x.stride(2), x.stride(2), x.stride(1), x.stride(3)),
+        )
+        for x in (key, value)
+    )
+    return k_pages, v_pages, first.unsqueeze(1) + steps
+
+
+def _places_between(x: torch.Tensor) -> int | None:
+    """Return how many strides of a place lie between two sequences, None if no whole number."""
+    sequence, place = x.stride(0), x.stride(2)
+    return None if place == 0 or sequence % place else sequence // place
 
 
 def _page_table(batch: int, device: torch.device) -> torch.Tensor:
@@ -262,5 +336,7 @@ def _page_table(batch: int, device: torch.device) -> torch.Tensor:
 
 _outgrown: list[torch.Tensor] = []  # a captured graph may hold one
 
+if not hasattr(Cache, "get_query_offset"):  # masks were made of other arguments
+    raise ImportError(f"transformers: got {version}, expected at least 5.14")
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, lengths_mask)
