@@ -318,7 +318,7 @@ def _page_table(batch: int, device: torch.device) -> torch.Tensor:
     It is made once for each stream, as workspaces are: a graph, whose warm-up made it on a stream
     of its own, holds its address, and knows whose it is.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1)
     index = device.index if device.index is not None else torch.cuda.current_device()
     place = (device, current_stream(index))

@@ -305,6 +305,20 @@ def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> Non
     assert torch.equal(torch.stack(names["tokens"], dim=1), expected[:, :11])
 
 
+def test_torch_compiles_it_in_one_graph() -> None:
+    model = make("llama")
+    model.set_attn_implementation(NAME)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    logits = []
+    for call in (model, compiled):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        first = model(torch.full((2, 9), 5), past_key_values=cache).logits[:, -1]
+        positions = torch.full((2, 1), 9)
+        tokens = first.argmax(-1, keepdim=True)
+        logits.append(call(tokens, past_key_values=cache, position_ids=positions).logits)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
 def random_llama(device: torch.device) -> Any:
     """Return a small Llama of heads that our kernels serve, with four query heads to each of KV."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
