@@ -78,7 +78,8 @@ def attention(
         is_causal: hide the keys after a query's position, where there is no mask.
         s_aux: [heads_q], one more logit in each head's softmax denominator, without a value.
         seq_lens: [batch] int32, keys of each sequence, those of this call included, at most
-            places; goes before what the mask says. The model's keyword of this name.
+            places; goes before what the mask says. The model's keyword of this name. None with a
+            sliding window.
         others: what transformers passes on to every attention function.
 
     Returns:
@@ -106,6 +107,11 @@ def attention(
             f"key: got shape {list(key.shape)}, expected [{batch}, heads_kv, places, {dim}]"
         )
     window = None if sliding_window is None else (sliding_window - 1, -1)
+    if seq_lens is not None and sliding_window is not None:
+        raise ValueError(
+            "seq_lens: got a tensor for a layer with a sliding window, of which caches keep the "
+            "last tokens only, expected None: a RaggedStaticCache has all of them"
+        )
     starts = None
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -128,8 +134,10 @@ def attention(
                 )
         if seq_lens is None:
             seq_lens = attention_mask[:, 0, 0, 0].contiguous()
-    if window is not None and not causal:
-        window = (window[0], window[0])
+    if sliding_window is not None and not causal:
+        raise ValueError(
+            f"sliding_window: got {sliding_window} where each query sees every key, expected None"
+        )
     if starts is None:
         pages = key.transpose(1, 2), value.transpose(1, 2), _page_table(batch, query.device)
     else:

@@ -262,6 +262,10 @@ def test_what_attention_itself_refuses() -> None:
         attention(module, q, k, k, lengths, sliding_window=4)
     with pytest.raises(ValueError, match="sliding_window: got None, expected that of the mask, 4"):
         attention(module, q, k, k, lengths.expand(-1, -1, -1, 4))
+    with pytest.raises(ValueError, match="sliding_window: got 4 where each query sees every key"):
+        attention(module, q, k, k, None, is_causal=False, sliding_window=4)
+    with pytest.raises(ValueError, match="seq_lens: got a tensor for a layer with a sliding"):
+        attention(module, q, k, k, None, seq_lens=lengths[:, 0, 0, 0], sliding_window=4)
     with pytest.raises(TypeError, match="attention_mask: got str, expected"):
         attention(module, q, k, k, "causal")  # type: ignore[arg-type]
 
@@ -322,38 +326,38 @@ def test_torch_compiles_it_in_one_graph() -> None:
 def random_llama(device: torch.device) -> Any:
     """Return a small Llama of heads that our kernels serve, with four query heads to each of KV."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-    config = LlamaConfig(**{**SIZES, **heads})
-    model: Any = LlamaForCausalLM(config).to(device, torch.bfloat16).eval().requires_grad_(False)
-    model.set_attn_implementation(NAME)
-    return model
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **heads})).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model.to(device, torch.bfloat16)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[200, 200], [200, 77, 1]], ids=["even", "padded"])
-def test_bf16_on_a_gpu_is_close_to_eager_attention_in_fp32(lengths: list[int]) -> None:
-    device = torch.device("cuda")
+def test_bf16_is_as_close_to_fp32_as_torchs_attention(
+    lengths: list[int], device: torch.device
+) -> None:
     model, ids = random_llama(device), prompts(lengths).to(device)
-    exact = copy.deepcopy(model).float()
-    exact.set_attn_implementation("eager")
-    seen = {}
-    for name, each in (("ours", model), ("exact", exact)):
-        cache = StaticCache(config=each.config, max_cache_len=208)
-        mask = (ids != 0).long()
-        positions = (mask.cumsum(-1) - 1).clamp_min(0)
-        given: dict[str, Any] = {"past_key_values": cache}
-        prompt = each(ids, attention_mask=mask, position_ids=positions, **given).logits[:, -1]
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        last = positions[:, -1:] + 1
-        after = each(ids[:, -1:], attention_mask=mask, position_ids=last, **given).logits[:, -1]
-        seen[name] = torch.stack([prompt, after]).float()
-    error = (seen["ours"] - seen["exact"]).norm() / seen["exact"].norm()
-    assert error < 2e-2
+    mask = (ids != 0).long()
+    longer = torch.nn.functional.pad(mask, (0, 1), value=1)
+    positions = (longer.cumsum(-1) - 1).clamp_min(0)
+
+    def last_logits(model: Any, implementation: str) -> torch.Tensor:
+        """Return those of a prompt, and of a token after it."""
+        model.set_attn_implementation(implementation)
+        given = {"past_key_values": StaticCache(config=model.config, max_cache_len=208)}
+        prompt = model(ids, attention_mask=mask, position_ids=positions[:, :-1], **given)
+        after = model(ids[:, -1:], attention_mask=longer, position_ids=positions[:, -1:], **given)
+        return torch.stack([each.logits[:, -1].float() for each in (prompt, after)])
+
+    ours, theirs = (last_logits(model, implementation) for implementation in (NAME, "sdpa"))
+    exact = last_logits(model.float(), "eager")
+    assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+    assert (theirs - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.gpu
-def test_graphs_of_a_ragged_cache_replay_what_the_step_computes() -> None:
-    device = torch.device("cuda")
+def test_graphs_of_a_ragged_cache_replay_what_the_step_computes(device: torch.device) -> None:
     model = random_llama(device)
+    model.set_attn_implementation(NAME)
     cache = RaggedStaticCache(model, max_batch=16, max_length=300)
     cache.storage.normal_()
 
@@ -388,5 +392,5 @@ def test_graphs_of_a_ragged_cache_replay_what_the_step_computes() -> None:
         assert torch.equal(exact, eager)
         untouched = cache.storage[:, :, 3:].clone()
         padded = runner.run(3, inputs, variant=Variant(name="bucket"))["logits"]
-        torch.testing.assert_close(padded, exact, rtol=2e-2, atol=2e-2)
+        assert (padded - exact).float().norm() < 2e-2 * exact.float().norm()
         assert torch.equal(cache.storage[:, :, 3:], untouched)
