@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ostinato.bench.hugging_face import random_hugging_face_llama, static_cache
+from ostinato.bench.hugging_face import Attention, random_hugging_face_llama, static_cache
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.step import StepPlan, step_inputs
 from ostinato.bench.weights import random_llama
@@ -20,6 +21,10 @@ from ostinato.graphs.outputs import Step
 from ostinato.model import ModelConfig, PagedKVCache, compile_kernels
 
 _PAGE_SIZE = 16
+# On an H200 cuDNN's attention (9.19, torch 2.11), which torch would take, gave other bits than at
+# first in 299 of 300 calls with the same inputs, this one in none
+# (docs/results/h200/lab/hf-step.txt). The second is for a CPU.
+_REPEATABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Subject:
         step, buffers, memory: what a `GraphRunner` is made of.
         inputs: returns a batch's, on the CPU.
         rehearsal: a context in which the buffers' examples name places that hold nothing of value.
+        shares_tiles: whether padding rows may share tiles with real ones. Torch's attention has
+            tiles for each row and reads all places of a static cache for it, real or not.
     """
 
     name: str
@@ -39,6 +46,7 @@ class Subject:
     memory: DeclaredMemory
     inputs: Callable[[int], dict[str, torch.Tensor]]
     rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
+    shares_tiles: bool = True
 
 
 def our_step(
@@ -91,7 +99,13 @@ def our_step(
 
 
 def hugging_face_step(
-    shape: str, device: torch.device, *, max_batch: int, context: int, num_layers: int | None = None
+    shape: str,
+    device: torch.device,
+    *,
+    max_batch: int,
+    context: int,
+    attention: Attention = "ostinato",
+    num_layers: int | None = None,
 ) -> Subject:
     """Return a decode step of transformers' Llama in bf16, with random weights and a static cache.
 
@@ -99,18 +113,21 @@ def hugging_face_step(
         shape: one of `SHAPES` that is a Llama.
         device: where it runs.
         max_batch: the largest batch.
-        context: tokens that the static cache holds of each sequence.
+        context: tokens of each sequence in the static cache, the step's included.
+        attention: what the model attends by. Torch's is given to a kernel that repeats its results
+            bit for bit; the one that torch prefers, cuDNN's, does not.
         num_layers: of the model; by default all, and otherwise the subject's name says so.
 
     Raises:
         ImportError: when transformers is not installed.
     """
-    model = random_hugging_face_llama(shape, device, num_layers=num_layers)
+    model = random_hugging_face_llama(shape, device, attention=attention, num_layers=num_layers)
+    ours = attention == "ostinato"
     config: Any = model.config
     layers = config.num_hidden_layers
     heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
-    # The last place of each sequence is for padding: a static cache has no dummy page.
-    places = context + 1
+    # Our kernels copy pages of such a size at once, and torch's masks of it are aligned.
+    places = -(-context // _PAGE_SIZE) * _PAGE_SIZE
     storage = torch.zeros(
         (layers, 2, max_batch, heads, places, head_dim), dtype=torch.bfloat16, device=device
     )
@@ -129,38 +146,47 @@ def hugging_face_step(
         return caches[batch]
 
     def step(batch: BatchView) -> dict[str, torch.Tensor]:
+        last = (batch.seq_lens - 1).clamp_min(0)
         # The cache counts its tokens itself; to be repeatable, the step says where they end.
-        torch._foreach_copy_(lengths, [batch.length[0]] * layers)
-        logits = model(
-            input_ids=batch.tokens[:, None],
-            position_ids=batch.length[:, None],
-            attention_mask=(positions <= batch.length[:, None])[:, None, None],
-            past_key_values=cache_of(batch.size),
-            use_cache=True,
-        ).logits[:, -1]
+        torch._foreach_copy_(lengths, [last[0]] * layers)
+        if ours:
+            told = {"seq_lens": batch.seq_lens}
+        else:
+            told = {"attention_mask": (positions <= last[:, None])[:, None, None]}
+        with nullcontext() if ours else sdpa_kernel(_REPEATABLE):
+            logits = model(
+                input_ids=batch.tokens[:, None],
+                position_ids=last[:, None],
+                past_key_values=cache_of(batch.size),
+                use_cache=True,
+                **told,
+            ).logits[:, -1]
         return {"tokens": logits.argmax(-1), "logits": logits}
 
     def random_tokens(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(config.vocab_size, size, generator=generator)
 
-    def last(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(size, context - 1)
+    def full(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(size, context, dtype=torch.int32)
 
     specs = {
         "tokens": BufferSpec((), torch.int64, 0, random_tokens),
-        "length": BufferSpec((), torch.int64, context, last),
+        # Torch's softmax of no keys is NaN, which the cache would keep.
+        "seq_lens": BufferSpec((), torch.int32, 0 if ours else 1, full),
     }
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
         return {name: draw(generator, (batch,)) for name, draw in examples.items()}
 
-    examples = {"tokens": random_tokens, "length": last}
+    examples = {"tokens": random_tokens, "seq_lens": full}
+    name = "transformers" if ours else "transformers_sdpa"
     count = "" if num_layers is None else f", {layers} layers"
     return Subject(
-        f"transformers {shape} bf16 ctx{context}{count}",
+        f"{name} {shape} bf16 ctx{context}{count}",
         step,
         StaticBuffers(specs, max_batch, device),
         {"weights": model, "cache": storage, "lengths": lengths, "positions": positions},
         inputs,
+        shares_tiles=ours,
     )

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ostinato.bench.shapes import SHAPES
 
+# What a model attends by: torch's attention, as transformers has it by default, or ours.
+Attention: TypeAlias = Literal["sdpa", "ostinato"]
+
 
 def random_hugging_face_llama(
-    shape: str, device: torch.device, *, num_layers: int | None = None
+    shape: str,
+    device: torch.device,
+    *,
+    attention: Attention = "sdpa",
+    num_layers: int | None = None,
 ) -> Any:
-    """Return a `LlamaForCausalLM` in bf16 that attends by torch's own attention.
+    """Return a `LlamaForCausalLM` in bf16.
 
     Args:
         shape: one of `SHAPES` that is a Llama.
         device: where it lies.
+        attention: what it attends by.
         num_layers: of the model; by default the shape's.
 
     Raises:
@@ -30,7 +39,9 @@ def random_hugging_face_llama(
     if num_layers is not None:
         fields["num_hidden_layers"] = num_layers
     config: Any = LlamaConfig(**fields)
-    config._attn_implementation = "sdpa"
+    if attention == "ostinato":
+        import_module("ostinato.compat.transformers")  # registers it
+    config._attn_implementation = attention
     with _made_on(device):
         return LlamaForCausalLM(config).eval()
 

@@ -9,7 +9,7 @@ from ostinato.bench.shapes import PRECISIONS, SHAPES
 from ostinato.cli.command import Parser, UserError, check_folder, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
-_STEPS = ("ostinato", "transformers")
+_STEPS = ("ostinato", "transformers", "transformers_sdpa")
 
 
 def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
@@ -33,7 +33,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         choices=_STEPS,
         nargs="+",
         default=["ostinato"],
-        help="whose decode step: the engine's, or transformers' Llama in bf16 with a static cache",
+        help="whose decode step: the engine's, or transformers' Llama in bf16 with a static cache, "
+        "which attends by our attention or by torch's",
     )
     graphs.add_argument(
         "--max-batch", type=int, default=256, metavar="B", help="largest batch (default 256)"
@@ -61,6 +62,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from ostinato.bench.graph_subjects import hugging_face_step, our_step
     from ostinato.bench.graphs import measure
+    from ostinato.bench.hugging_face import Attention
     from ostinato.bench.report import Report
     from ostinato.graphs import GraphError
 
@@ -77,7 +79,8 @@ def _run(args: argparse.Namespace) -> int:
             if step == "ostinato":
                 subject = our_step(args.shape, args.dtype, device, **sizes)
             else:
-                subject = hugging_face_step(args.shape, device, **sizes)
+                attention: Attention = "sdpa" if step == "transformers_sdpa" else "ostinato"
+                subject = hugging_face_step(args.shape, device, attention=attention, **sizes)
             for figure in measure(subject):
                 print(figure, flush=True)
                 report.rows.append(figure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,13 +66,13 @@ def test_bad_arguments(
     assert match in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("make", ["ours", "transformers"])
-def test_both_steps_are_captured_verified_and_run(make: str) -> None:
+@pytest.mark.parametrize("make", ["ours", "ostinato", "sdpa"])
+def test_all_steps_are_captured_verified_and_run(make: Any) -> None:
     sizes = {"max_batch": 8, "context": 24}
     if make == "ours":
         subject = our_step("tiny", "bf16", CPU, **sizes)
     else:
-        subject = hugging_face_step("tiny", CPU, **sizes)
+        subject = hugging_face_step("tiny", CPU, attention=make, **sizes)
     with GraphRunner(subject.step, subject.buffers, memory=subject.memory) as runner:
         with subject.rehearsal():
             report = runner.capture({Variant(): [1, 3], Variant(name="bucket"): [4]})
@@ -80,6 +81,32 @@ def test_both_steps_are_captured_verified_and_run(make: str) -> None:
         padded = runner.run(3, subject.inputs(3), variant=Variant(name="bucket"))["tokens"]
         assert torch.equal(exact, padded)
         runner.check_memory()
+
+
+def test_transformers_steps_of_both_attentions_agree() -> None:
+    logits = []
+    for attention in ("ostinato", "sdpa"):
+        torch.manual_seed(0)
+        subject = hugging_face_step("tiny", CPU, max_batch=4, context=24, attention=attention)
+        storage: Any = subject.memory["cache"]
+        with GraphRunner(subject.step, subject.buffers) as runner:
+            runner.capture([4], verify=False)
+            storage.normal_()  # padding has been written
+            inputs = subject.inputs(3)
+            inputs["seq_lens"] = torch.tensor([24, 24, 3], dtype=torch.int32)
+            logits.append(runner.run(3, inputs)["logits"].clone())
+        assert not storage.isnan().any()
+    ours, theirs = (each.float() for each in logits)
+    assert (ours - theirs).norm() < 2e-2 * theirs.norm()
+
+
+def test_padding_is_measured_without_a_target_where_rows_share_no_tile() -> None:
+    subjects = [
+        hugging_face_step("tiny", CPU, max_batch=2, context=8, attention=attention)
+        for attention in ("ostinato", "sdpa")
+    ]
+    assert [subject.shares_tiles for subject in subjects] == [True, False]
+    assert subjects[1].name == "transformers_sdpa tiny bf16 ctx8"
 
 
 def test_another_depth_of_the_model_is_said_in_the_name() -> None:
@@ -115,10 +142,12 @@ def test_a_refused_step_is_an_error_in_one_line_and_costs_no_figure(
 def test_everything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "graphs.json"
     flags = ["--shape", "tiny", "--max-batch", "16", "--context", "32", "--json", str(file)]
-    assert main(["bench", "graphs", "--step", "ostinato", "transformers", *flags]) == 0
+    steps = ["ostinato", "transformers", "transformers_sdpa"]
+    assert main(["bench", "graphs", "--step", *steps, *flags]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert {row["section"] for row in rows} == {"graphs"}
-    for name in ("tiny int8 ctx32", "transformers tiny bf16 ctx32"):
+    names = ("tiny int8 ctx32", *(f"{step} tiny bf16 ctx32" for step in steps[1:]))
+    for name in names:
         figures = [row["figure"] for row in rows if row["case"].startswith(name)]
         for figure in ("all after warm-up, s", "padded against exact", "audit, s"):
             assert figure in figures
