@@ -17,6 +17,9 @@ LM_HEAD = "lm_head"
 ATTENTION = "attention"
 _PRODUCT_KERNELS = {"tiled_gemm", "small_m_gemm", "fused_linear"}
 _ATTENTION_KERNEL = "paged_decode"
+# What `run` stages inputs that are on the device with, before the graph: torch._foreach_copy_.
+_STAGING_KERNEL = "multi_tensor_apply_kernel"
+_STAGING = "inputs"
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ def short_name(name: str) -> str:
 def sites_of(names: Sequence[str], layers: int) -> list[str]:
     """Return what each kernel of a decode step of ours does, by the order of their launches.
 
-    Products and attention have names of their own; others have the kernel's, and which of those
-    they come before. A step of other kernels is left with their names.
+    Products, attention and the staging of inputs, which is no part of the graph, have names of
+    their own; others have the kernel's, and which of those they come before. A step of other
+    kernels is left with their names.
 
     Args:
         names: of the kernels and copies of one step, in order (`short_name`).
@@ -109,6 +113,8 @@ def sites_of(names: Sequence[str], layers: int) -> list[str]:
     for index in reversed(range(len(sites))):
         if index in products or index in attentions:
             following = sites[index]
+        elif names[index] == _STAGING_KERNEL:
+            sites[index] = _STAGING
         elif following:
             sites[index] = f"{names[index]} ({following})"
     return sites
