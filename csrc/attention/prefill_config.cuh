@@ -60,9 +60,18 @@ inline constexpr int kOutputs = kValueDim / 2;  // likewise
 inline constexpr int kDimSteps = kDim / kMmaDepth;
 inline constexpr int kKeySteps = kKeys / kMmaDepth;
 // The products of a tile's 8-bit weights and values are added to the output in fp32, 64 columns at
-// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once.
+// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once;
+// of 8 bits and three warpgroups that have no registers to spare, for kSumTiles tiles, before it is
+// put aside (prefill_aside.cuh).
 inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
+inline constexpr bool kPutsAside = kFp8 && kConsumers == 3 && kValueDim == 128;
+// Tiles whose products the tensor cores sum: of more they would cut off more than rounding weights
+// to 8 bits does (docs/prefill.md).
+inline constexpr int kSumTiles = 5;
+// The workspace: a counter, and what each CTA puts aside.
+inline constexpr int kCounterBytes = kPutsAside ? 256 : 8;
+inline constexpr int kAsideBytes = kPutsAside ? kOutputs * 4 * kConsumerThreads : 0;
 
 // Of three warpgroups, those that multiply head dims up to 64 can spare some for warps that copy
 // pages.
@@ -73,7 +82,8 @@ struct Registers {
       kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
-static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? kPartOutputs + 20 : 32) <=
+static_assert(kScores + kKeySteps * 4 + kOutputs +
+                      (kFp8 ? (kPutsAside ? 0 : kPartOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
 
@@ -135,6 +145,7 @@ inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages
 inline constexpr int kValueStages =
     kStages +
     (!kFp8 && kStages < kMaxStages && kRingRoom - kStages * kStageBytes >= kValueBytes ? 1 : 0);
+static_assert(!kPutsAside || kQueryBuffers == 2, "sums are completed before the next item begins");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kStages,
               "keys that a warpgroup leaves out all come before its first product");

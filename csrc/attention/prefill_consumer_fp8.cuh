@@ -4,9 +4,11 @@
 // weights and values are summed anew and then added to the output in fp32. They are enqueued with
 // the products of the next tile's keys. For value dims above 128 registers are too few for that:
 // there 64 columns of the value dim are multiplied and added at a time, the last but one beside the
-// next tile's keys. Warpgroups take no turns: with 8 bits they are faster without.
+// next tile's keys. So they are for three warpgroups and 128: there a few tiles are summed at once,
+// and put aside (prefill_aside.cuh). Warpgroups take no turns: with 8 bits they are faster without.
 #pragma once
 
+#include "prefill_aside.cuh"
 #include "prefill_consumer_base.cuh"
 #include "prefill_softmax_fp8.cuh"
 #include "prefill_transpose.cuh"
@@ -25,7 +27,7 @@ class Consumer : public ConsumerBase<Softmax> {
   struct Fragments {
     float scores[kScores];
     uint32_t weights[kKeySteps][4];
-    float products[kPartOutputs];
+    float products[kPutsAside ? 1 : kPartOutputs];
     float outputs[kOutputs];
   };
 
@@ -65,6 +67,10 @@ class Consumer : public ConsumerBase<Softmax> {
     for (int i = 0; i < kOutputs; ++i) {
       r.outputs[i] = 0;
     }
+    if constexpr (kPutsAside) {
+      softmax_.forget_fade();
+      aside_.begin(outline_.first, outline_.hiding);
+    }
   }
 
   __device__ __forceinline__ void start(const Item& item, Fragments& r) {
@@ -89,21 +95,34 @@ class Consumer : public ConsumerBase<Softmax> {
   // Begins the product of a part of the values.
   template <int kPart>
   __device__ __forceinline__ void begin_part(const ValuesOperand& values, Fragments& r) {
-    pin(r.products);
     pin(r.weights);
-    begin_multiplying();
-    multiply_values<kPart>(r.weights, values, r.products, false);
+    if constexpr (kPutsAside) {
+      pin(r.outputs);
+      begin_multiplying();
+      multiply_values<kPart>(r.weights, values, r.outputs, true);
+    } else {
+      pin(r.products);
+      begin_multiplying();
+      multiply_values<kPart>(r.weights, values, r.products, false);
+    }
   }
 
   // When it has ended: to the outputs, which the tile before left relative to another reference.
   template <int kPart>
   __device__ __forceinline__ void add_part(const float (&fade)[2], Fragments& r) {
-    pin(r.products);
     pin(r.weights);
+    if constexpr (kPutsAside) {
+      pin(r.outputs);
+      if (softmax_.fades()) {
+        softmax_.fade_now(r.outputs);
+      }
+    } else {
+      pin(r.products);
 #pragma unroll
-    for (int i = 0; i < kPartOutputs; ++i) {
-      float& output = r.outputs[kPart * kPartOutputs + i];
-      output = fmaf(output, fade[row_of(i)], r.products[i]);
+      for (int i = 0; i < kPartOutputs; ++i) {
+        float& output = r.outputs[kPart * kPartOutputs + i];
+        output = fmaf(output, fade[row_of(i)], r.products[i]);
+      }
     }
   }
 
@@ -168,6 +187,9 @@ class Consumer : public ConsumerBase<Softmax> {
         softmax_.fade_now(r.outputs);
         mend(item, softmax_, r.outputs);
       }
+      if (aside_.is_due(n)) {
+        aside_.put(args_, softmax_, n, r.outputs);
+      }
     }
     return values;
   }
@@ -175,7 +197,7 @@ class Consumer : public ConsumerBase<Softmax> {
   // What follows an item's last values: the output.
   __device__ __forceinline__ void end(const Item& item, float value_scale, Fragments& r) {
     release<Values>(values_);
-    if (outline_.tiles == outline_.hiding) {
+    if (!kPutsAside && outline_.tiles == outline_.hiding) {
       mend(item, softmax_, r.outputs);
     }
 #pragma unroll
@@ -183,6 +205,21 @@ class Consumer : public ConsumerBase<Softmax> {
       r.outputs[i] *= value_scale;
     }
     output_.store(item, queries_.slot, softmax_, r.outputs);
+  }
+
+  // What is left to do, while the products of the last values go on, with an item's sums, before
+  // the next item begins: registers have no room for both.
+  __device__ __forceinline__ void complete(const Item& item, Fragments& r) {
+    if (aside_.holds_some()) {
+      aside_.fetch(args_, r.scores);
+      wait_multiplied<0>();
+      pin(r.outputs);
+      aside_.add(args_, softmax_, r.scores, r.outputs);
+    } else if (outline_.tiles == outline_.hiding) {
+      wait_multiplied<0>();
+      pin(r.outputs);
+      mend(item, softmax_, r.outputs);
+    }
   }
 
   // The values of an item's last tile, and the output; meanwhile the first tile of the next item,
@@ -195,6 +232,9 @@ class Consumer : public ConsumerBase<Softmax> {
     if constexpr (kQueryBuffers == 2) {
       const float value_scale = read_value_scale(item);
       begin_part<0>(values, r);
+      if constexpr (kPutsAside) {
+        complete(item, r);
+      }
       const Item& next = await_item(after);
       const Tiles tiles = next;
       const Queries rows = next;
@@ -240,6 +280,7 @@ class Consumer : public ConsumerBase<Softmax> {
     release_output();
   }
 
+  std::conditional_t<kPutsAside, Aside, NoAside> aside_;
   bool keys_have_come_, values_have_come_;  // the next
 };
 

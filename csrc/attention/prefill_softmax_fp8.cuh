@@ -81,6 +81,13 @@ class Softmax {
     fade_[0] = fade_[1] = 1;
   }
 
+  // There are none yet, or they are 0.
+  __device__ __forceinline__ void forget_fade() { fade_[0] = fade_[1] = 1; }
+  // Whether some lane's outputs are to be multiplied. By a warp.
+  __device__ __forceinline__ bool fades() const {
+    return __any_sync(0xffffffff, fade_[0] != 1 || fade_[1] != 1);
+  }
+
   // Of the whole row: the sum of its weights, so far each thread's own.
   __device__ __forceinline__ void end() {
 #pragma unroll

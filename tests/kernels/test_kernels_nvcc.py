@@ -212,7 +212,7 @@ _PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16")
         ("OSTINATO_KEYS=160", "8-bit values lie in rows of up to 128 keys"),
         ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, and multiplied 64 columns at a time"),
         ("OSTINATO_SOURCE=Slots", "8-bit values are packed, and multiplied 64 columns at a time"),
-        ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
+        ("OSTINATO_KEYS=128", "scores, weights and outputs must fit in the registers"),
     ],
 )
 def test_impossible_fp8_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:

@@ -55,7 +55,8 @@ def launch() -> Launch:
     q_all = torch.randn(tokens, _HEADS_Q, 256, device="cuda").bfloat16()
     cache = torch.randn(2, _PAGES * 40, _PAGE, _HEADS_KV, 256, device="cuda").bfloat16()
     table = torch.randint(_PAGES * 40, (12, _PAGES), dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(8, dtype=torch.uint8, device="cuda")
+    most = max(library.workspace_bytes() for library in libraries.values())
+    workspace = torch.zeros(most, dtype=torch.uint8, device="cuda")
 
     def run(variant: AttentionPrefill, mode: BuildMode, lengths: list[int]) -> torch.Tensor:
         dim = variant.head_dim

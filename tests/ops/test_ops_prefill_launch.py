@@ -241,6 +241,9 @@ class Recorder:
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
 
+    def workspace_bytes(self) -> int:
+        return 8
+
     def launch(self, **arguments: Any) -> None:
         self.launches.append(arguments)
 
@@ -253,7 +256,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "on_device": lambda device: nullcontext(),
         "current_stream": lambda device: 7,
         "load": lambda kernel, *, device, stream: recorder,
-        "_workspace": lambda device, stream: torch.zeros(8, dtype=torch.uint8),
+        "_workspace": lambda device, stream, needed: torch.zeros(8, dtype=torch.uint8),
     }.items():
         monkeypatch.setattr(prefill_launch, name, value)
     return recorder.launches

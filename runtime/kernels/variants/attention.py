@@ -213,7 +213,7 @@ class AttentionPrefill(Variant):
         """
         dims = (self.head_dim, self.value_dim)
         if self.dtype == "e4m3":
-            return {64: (96, 3), 128: (128, 2), 256: (64, 2)}[self.head_dim]
+            return {64: (96, 3), 128: (96, 3), 256: (64, 2)}[self.head_dim]
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
             return 64, 3
         if self.warpgroups == 3:
