@@ -191,7 +191,8 @@ def test_references_that_rise_far_after_sums_were_put_aside(later: str, causal: 
     slope = torch.linspace(0, 1, 3000, device=CUDA)
     slope = slope if later == "greater" else slope.flip(0)
     q.copy_(q.float().abs().to(E4M3))
-    k[:3000] = (k[:3000].float().abs() * 12 * slope[:, None, None]).to(E4M3)
+    greater = k[:3000].float().abs() * 12 * slope[:, None, None]
+    k[:3000] = greater.clamp(max=448).to(E4M3)  # above it would be NaN
     case.check()
 
 
