@@ -33,6 +33,8 @@ _FP8_DIMS = (64, 128, 256)
 _ROWS, _MANY_ROWS = 128, 192
 _MANY_ROWS_COST = 0.94
 _MANY_TILES = 4
+# With 8 bits the larger tiles gain only where many tiles of keys follow one another.
+_LEAST_FP8_QUERIES = 2048
 _VECTOR_BYTES = 16
 _STRIP_BYTES = 128  # of a row, that are copied together
 # Heads of a group whose queries share tiles. The kernel chooses by the average of the queries, and
@@ -149,11 +151,19 @@ class Fp8Scales(NamedTuple):
 
 
 def fp8_variant(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scales: Fp8Scales
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    scales: Fp8Scales,
+    batch: int = 1,
+    max_seqlen_q: int = 0,
+    windowed: bool = False,
 ) -> AttentionPrefill | None:
     """Return the kernel that attends from packed FP8 queries to FP8 keys, None where none does.
 
-    The arguments are those of `varlen_attention`, checked.
+    The arguments are those of `varlen_attention`, checked; `batch` is the number of sequences, and
+    `windowed` says whether a query sees only some of the keys before it.
     """
     if (
         max(q.size(0), k.size(0)) >= _MOST_TOKENS
@@ -164,7 +174,10 @@ def fp8_variant(
         or not _serves(q, k, v, out)
     ):
         return None
-    return AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
+    kernel = AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
+    if windowed or max_seqlen_q < _LEAST_FP8_QUERIES:
+        return kernel
+    return _with_rows(kernel, q, batch, max_seqlen_q)
 
 
 def prefill_kernels(

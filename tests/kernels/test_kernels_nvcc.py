@@ -72,6 +72,7 @@ def test_kernels_are_within_their_budgets() -> None:
         AttentionPrefill(head_dim=64, dtype="fp16", keys="pages"),
         AttentionPrefill(head_dim=256, dtype="bf16", keys="slots"),
         *(AttentionPrefill(head_dim=d, dtype="e4m3", out_dtype="bf16") for d in (64, 128, 256)),
+        AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3),
         MergeStates(dtype="bf16"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Sample(dtype="fp32"),
@@ -202,7 +203,7 @@ def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -
     assert sentence in _errors(_PREFILL.source, [*flags, f"-D{define}"])
 
 
-_PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16")
+_PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,10 @@ _VARIANTS = (
     *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys) for keys in ("pages", "slots")),
     AttentionPrefill(head_dim=64, dtype="bf16", keys="pages"),
     *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys, warpgroups=3) for keys in _COPIED),
-    AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16"),
+    *(
+        AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=warpgroups)
+        for warpgroups in (0, 3)
+    ),
 )
 _CASES = [
     (variant, site)
