@@ -67,8 +67,11 @@ inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
 inline constexpr bool kPutsAside = kFp8 && kConsumers == 3 && kValueDim == 128;
 // Tiles whose products the tensor cores sum: of more they would cut off more than rounding weights
-// to 8 bits does (docs/prefill.md).
-inline constexpr int kSumTiles = 5;
+// to 8 bits does (docs/prefill.md). With each tile one of as many slices is put aside.
+#ifndef OSTINATO_SUM_TILES
+#define OSTINATO_SUM_TILES 8
+#endif
+inline constexpr int kSumTiles = OSTINATO_SUM_TILES;
 // The workspace: a counter, and what each CTA puts aside.
 inline constexpr int kCounterBytes = kPutsAside ? 256 : 8;
 inline constexpr int kAsideBytes = kPutsAside ? kOutputs * 4 * kConsumerThreads : 0;
@@ -141,10 +144,14 @@ inline constexpr int kRingRoom =
 inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
-// What is left may have room for one more tile of values, which are held for longer than keys.
+// What is left may have room for one more tile of values, which are held for longer than keys. With
+// 8 bits that gains something where three warpgroups take them at times of their own, and then for
+// keys, too.
+inline constexpr int kRoomLeft = kStages < kMaxStages ? kRingRoom - kStages * kStageBytes : 0;
 inline constexpr int kValueStages =
-    kStages +
-    (!kFp8 && kStages < kMaxStages && kRingRoom - kStages * kStageBytes >= kValueBytes ? 1 : 0);
+    kStages + ((!kFp8 || kPutsAside) && kRoomLeft >= kValueBytes ? 1 : 0);
+inline constexpr int kKeyStages =
+    kStages + (kPutsAside && kRoomLeft >= kValueBytes + kKeyBytes ? 1 : 0);
 static_assert(!kPutsAside || kQueryBuffers == 2, "sums are completed before the next item begins");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kStages,

@@ -5,7 +5,8 @@
 // the products of the next tile's keys. For value dims above 128 registers are too few for that:
 // there 64 columns of the value dim are multiplied and added at a time, the last but one beside the
 // next tile's keys. So they are for three warpgroups and 128: there a few tiles are summed at once,
-// and put aside (prefill_aside.cuh). Warpgroups take no turns: with 8 bits they are faster without.
+// and put aside in slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns: with 8
+// bits they are faster without.
 #pragma once
 
 #include "prefill_aside.cuh"
@@ -59,22 +60,26 @@ class Consumer : public ConsumerBase<Softmax> {
     release<Keys>(keys_);
     keys_have_come_ = has_come<Keys>(keys_);
     values_have_come_ = has_come<Values>(values_);
-    softmax_.find_reference(r.scores, outline_.hiding > outline_.first,
-                            [&] { hide(r.scores, tile * kKeys, seen); });
+    const bool hiding = outline_.hiding > outline_.first;
+    const auto hide_unseen = [&] { hide(r.scores, tile * kKeys, seen); };
+    if constexpr (kPutsAside) {
+      float fade[2];  // there are no outputs yet
+      softmax_.raise_reference<false>(r.scores, hiding, hide_unseen, fade);
+    } else {
+      softmax_.find_reference(r.scores, hiding, hide_unseen);
+    }
     softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
       r.outputs[i] = 0;
     }
-    if constexpr (kPutsAside) {
-      softmax_.forget_fade();
-      aside_.begin(outline_.first, outline_.hiding);
-    }
+    aside_.begin(outline_.first, outline_.hiding, outline_.tiles);
   }
 
   __device__ __forceinline__ void start(const Item& item, Fragments& r) {
     softmax_.begin(Softmax::read_scale(args_, item.kv_head));
+    aside_.find_place(args_);
     outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
     leave_out<Keys>(outline_.first, keys_);
@@ -113,9 +118,6 @@ class Consumer : public ConsumerBase<Softmax> {
     pin(r.weights);
     if constexpr (kPutsAside) {
       pin(r.outputs);
-      if (softmax_.fades()) {
-        softmax_.fade_now(r.outputs);
-      }
     } else {
       pin(r.products);
 #pragma unroll
@@ -138,6 +140,54 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
+  // A tile whose values are summed beside those before it. kExact: of those that hide nothing, with
+  // scores that are direct, and from which on sums are put aside; these are many, and a loop of
+  // their own, which does not ask. (Unrolled by slices they were slower: docs/prefill.md.)
+  template <bool kExact>
+  __device__ __forceinline__ void multiply_tile(const Item& item, int n, const Operand& queries,
+                                                KeysOperand& keys, ValuesOperand& values,
+                                                Fragments& r) {
+    pin(r.scores);
+    begin_multiplying();
+    multiply_keys(queries, keys, r.scores);
+    // While these products go on there is nothing else to do, and registers are free.
+    if (kExact || aside_.is_due(n)) {
+      aside_.put(r.outputs);
+    }
+    begin_part<0>(values, r);
+    wait_multiplied<1>();
+    pin(r.scores);
+    release<Keys>(keys_);
+    RingPosition next_values = values_;
+    next_values.advance(kStagesOf<Values>);
+    keys_have_come_ = has_come<Keys>(keys_);
+    values_have_come_ = has_come<Values>(next_values);
+    float fade[2];
+    const bool risen = softmax_.raise_reference<kExact>(
+        r.scores, n < outline_.hiding,
+        [&] { hide(r.scores, item.tile(n) * kKeys, find_seen(item)); }, fade);
+    constexpr int kBeside = 8;  // more would take registers
+    float sums[4];
+    softmax_.exponentiate_some<0, kBeside>(r.scores, sums);
+    wait_multiplied<0>();
+    release<Values>(values_);
+    add_part<0>(fade, r);
+    if (__builtin_expect(risen, false)) {
+      aside_.fade(fade, r.outputs);
+    }
+    softmax_.exponentiate_some<kBeside, kScores>(r.scores, sums);
+    softmax_.add_sums(sums);
+    pack_weights(r.scores, r.weights);
+    // What the next tile needs, before it is due.
+    if (n + 1 < outline_.tiles) {
+      keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
+    }
+    values = ValuesOperand(await<Values>(values_, values_have_come_));
+    if (!kExact && n == outline_.hiding) {
+      mend(item, softmax_, r.outputs);
+    }
+  }
+
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
   __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
     const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
@@ -147,6 +197,19 @@ class Consumer : public ConsumerBase<Softmax> {
       return values;
     }
     KeysOperand keys(await<Keys>(keys_, keys_have_come_));
+    if constexpr (kPutsAside) {
+      int n = first + 1;
+      const int exact = softmax_.is_direct() ? min(aside_.begins(), tiles) : tiles;
+#pragma unroll 1
+      for (; n < exact; ++n) {
+        multiply_tile<false>(item, n, queries, keys, values, r);
+      }
+#pragma unroll 1
+      for (; n < tiles; ++n) {
+        multiply_tile<true>(item, n, queries, keys, values, r);
+      }
+      return values;
+    }
 #pragma unroll 1
     for (int n = first + 1; n < tiles; ++n) {
       const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
@@ -187,9 +250,6 @@ class Consumer : public ConsumerBase<Softmax> {
         softmax_.fade_now(r.outputs);
         mend(item, softmax_, r.outputs);
       }
-      if (aside_.is_due(n)) {
-        aside_.put(args_, softmax_, n, r.outputs);
-      }
     }
     return values;
   }
@@ -211,10 +271,10 @@ class Consumer : public ConsumerBase<Softmax> {
   // the next item begins: registers have no room for both.
   __device__ __forceinline__ void complete(const Item& item, Fragments& r) {
     if (aside_.holds_some()) {
-      aside_.fetch(args_, r.scores);
+      aside_.fetch(r.scores);
       wait_multiplied<0>();
       pin(r.outputs);
-      aside_.add(args_, softmax_, r.scores, r.outputs);
+      aside_.add(r.scores, r.outputs);
     } else if (outline_.tiles == outline_.hiding) {
       wait_multiplied<0>();
       pin(r.outputs);

@@ -35,7 +35,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     return;
   }
   const int warp = threadIdx.x / 32;
-  if (warp < kStages) {
+  if (warp < kKeyStages) {
     init_barrier(&shared.keys_barriers.full[warp], filling(args));
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
   }
@@ -44,8 +44,10 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
     if constexpr (kFp8) {
       auto& copied = barriers_of<CopiedValues>(shared);
-      init_barrier(&copied.full[warp], filling(args));
-      init_barrier(&copied.empty[warp], kTurningWarps);
+      if (warp < kStages) {
+        init_barrier(&copied.full[warp], filling(args));
+        init_barrier(&copied.empty[warp], kTurningWarps);
+      }
     }
   }
   if (warp >= kValueStages && warp < kValueStages + kConsumers) {
