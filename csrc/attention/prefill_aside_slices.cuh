@@ -37,10 +37,10 @@ inline constexpr int kSliceVectors = ceil_div(kVectors, kSumTiles);  // the last
 #define OSTINATO_TAKE_13(...) OSTINATO_TAKE(52, 53, 54, 55, __VA_ARGS__)
 #define OSTINATO_TAKE_14(...) OSTINATO_TAKE(56, 57, 58, 59, __VA_ARGS__)
 #define OSTINATO_TAKE_15(...) OSTINATO_TAKE(60, 61, 62, 63, __VA_ARGS__)
-#define OSTINATO_FIRST(vector) OSTINATO_TAKE_##vector(64, 65, 66, 67)
-#define OSTINATO_SECOND(vector) OSTINATO_TAKE_##vector(68, 69, 70, 71)
-#define OSTINATO_THIRD(vector) OSTINATO_TAKE_##vector(72, 73, 74, 75)
-#define OSTINATO_FOURTH(vector) OSTINATO_TAKE_##vector(76, 77, 78, 79)
+#define OSTINATO_FIRST(take) OSTINATO_##take(64, 65, 66, 67)
+#define OSTINATO_SECOND(take) OSTINATO_##take(68, 69, 70, 71)
+#define OSTINATO_THIRD(take) OSTINATO_##take(72, 73, 74, 75)
+#define OSTINATO_FOURTH(take) OSTINATO_##take(76, 77, 78, 79)
 #define OSTINATO_SLICE(slice, code) "SLICE" #slice ":\n" code "bra.uni DONE;\n"
 #define OSTINATO_ONE(slice, a) OSTINATO_SLICE(slice, OSTINATO_FIRST(a))
 #define OSTINATO_TWO(slice, a, b) OSTINATO_SLICE(slice, OSTINATO_FIRST(a) OSTINATO_SECOND(b))
@@ -51,25 +51,30 @@ inline constexpr int kSliceVectors = ceil_div(kVectors, kSumTiles);  // the last
 
 #if OSTINATO_SUM_TILES == 8
 #define OSTINATO_LABELS "SLICE0, SLICE1, SLICE2, SLICE3, SLICE4, SLICE5, SLICE6, SLICE7"
-#define OSTINATO_SLICES \
-  OSTINATO_TWO(0, 0, 1) \
-  OSTINATO_TWO(1, 2, 3) \
-  OSTINATO_TWO(2, 4, 5) \
-  OSTINATO_TWO(3, 6, 7) \
-  OSTINATO_TWO(4, 8, 9) OSTINATO_TWO(5, 10, 11) OSTINATO_TWO(6, 12, 13) OSTINATO_TWO(7, 14, 15)
+#define OSTINATO_SLICES             \
+  OSTINATO_TWO(0, TAKE_0, TAKE_1)   \
+  OSTINATO_TWO(1, TAKE_2, TAKE_3)   \
+  OSTINATO_TWO(2, TAKE_4, TAKE_5)   \
+  OSTINATO_TWO(3, TAKE_6, TAKE_7)   \
+  OSTINATO_TWO(4, TAKE_8, TAKE_9)   \
+  OSTINATO_TWO(5, TAKE_10, TAKE_11) \
+  OSTINATO_TWO(6, TAKE_12, TAKE_13) OSTINATO_TWO(7, TAKE_14, TAKE_15)
 #elif OSTINATO_SUM_TILES == 6
 #define OSTINATO_LABELS "SLICE0, SLICE1, SLICE2, SLICE3, SLICE4, SLICE5"
-#define OSTINATO_SLICES      \
-  OSTINATO_THREE(0, 0, 1, 2) \
-  OSTINATO_THREE(1, 3, 4, 5) \
-  OSTINATO_THREE(2, 6, 7, 8) \
-  OSTINATO_THREE(3, 9, 10, 11) OSTINATO_THREE(4, 12, 13, 14) OSTINATO_ONE(5, 15)
+#define OSTINATO_SLICES                       \
+  OSTINATO_THREE(0, TAKE_0, TAKE_1, TAKE_2)   \
+  OSTINATO_THREE(1, TAKE_3, TAKE_4, TAKE_5)   \
+  OSTINATO_THREE(2, TAKE_6, TAKE_7, TAKE_8)   \
+  OSTINATO_THREE(3, TAKE_9, TAKE_10, TAKE_11) \
+  OSTINATO_THREE(4, TAKE_12, TAKE_13, TAKE_14) OSTINATO_ONE(5, TAKE_15)
 #else
 static_assert(kSumTiles == 4, "slices of that many tiles");
 #define OSTINATO_LABELS "SLICE0, SLICE1, SLICE2, SLICE3"
-#define OSTINATO_SLICES        \
-  OSTINATO_FOUR(0, 0, 1, 2, 3) \
-  OSTINATO_FOUR(1, 4, 5, 6, 7) OSTINATO_FOUR(2, 8, 9, 10, 11) OSTINATO_FOUR(3, 12, 13, 14, 15)
+#define OSTINATO_SLICES                              \
+  OSTINATO_FOUR(0, TAKE_0, TAKE_1, TAKE_2, TAKE_3)   \
+  OSTINATO_FOUR(1, TAKE_4, TAKE_5, TAKE_6, TAKE_7)   \
+  OSTINATO_FOUR(2, TAKE_8, TAKE_9, TAKE_10, TAKE_11) \
+  OSTINATO_FOUR(3, TAKE_12, TAKE_13, TAKE_14, TAKE_15)
 #endif
 
 #define OSTINATO_SIXTEEN(c, x, i)                                                        \

@@ -60,13 +60,14 @@ class Consumer : public ConsumerBase<Softmax> {
     release<Keys>(keys_);
     keys_have_come_ = has_come<Keys>(keys_);
     values_have_come_ = has_come<Values>(values_);
-    const bool hiding = outline_.hiding > outline_.first;
-    const auto hide_unseen = [&] { hide(r.scores, tile * kKeys, seen); };
     if constexpr (kPutsAside) {
       float fade[2];  // there are no outputs yet
-      softmax_.raise_reference<false>(r.scores, hiding, hide_unseen, fade);
+      softmax_.raise_reference<false>(
+          r.scores, outline_.hiding > outline_.first, [&] { hide(r.scores, tile * kKeys, seen); },
+          fade);
     } else {
-      softmax_.find_reference(r.scores, hiding, hide_unseen);
+      softmax_.find_reference(r.scores, outline_.hiding > outline_.first,
+                              [&] { hide(r.scores, tile * kKeys, seen); });
     }
     softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
