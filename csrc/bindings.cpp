@@ -15,8 +15,8 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::MergeStatesParams;
   using ostinato::PaddedQuantizeParams;
   using ostinato::PagedDecodeLibrary;
+  using ostinato::PrefillLibrary;
   using ostinato::SampleParams;
-  using ostinato::ScaledPrefillParams;
   using ostinato::SlotsArgument;
   using ostinato::W8A8GemmParams;
   using py::arg;
@@ -78,9 +78,10 @@ PYBIND11_MODULE(_C, module) {
            arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F,
            arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
 
-  py::class_<Library<ScaledPrefillParams>>(module, "Prefill")
+  py::class_<PrefillLibrary>(module, "Prefill")
       .def(py::init<const std::string&>(), arg("path"))
-      .def("prepare", &Library<ScaledPrefillParams>::prepare)
+      .def("prepare", &PrefillLibrary::prepare)
+      .def("workspace_bytes", &PrefillLibrary::workspace_bytes)
       .def("launch", &ostinato::launch_prefill, py::kw_only(), arg("q"), arg("k"), arg("v"),
            arg("out"), arg("batch"), arg("heads_q"), arg("heads_kv"), arg("tokens_q"),
            arg("max_seqlen_q"), arg("scale"), arg("stream"), arg("workspace") = 0,

@@ -133,7 +133,7 @@ inline void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsAr
 }
 
 inline void launch_prefill(
-    const Library<ScaledPrefillParams>& library, const HeadsArgument& q, const SlotsArgument& k,
+    const PrefillLibrary& library, const HeadsArgument& q, const SlotsArgument& k,
     const SlotsArgument& v, const HeadsArgument& out, std::int32_t batch, std::int32_t heads_q,
     std::int32_t heads_kv, std::int32_t tokens_q, std::int32_t max_seqlen_q, float scale,
     std::uintptr_t stream, std::uintptr_t workspace, std::uintptr_t cu_seqlens_q,

@@ -129,4 +129,20 @@ class PagedDecodeLibrary : public Library<PagedDecodeParams> {
   WorkspaceBytes* workspace_bytes_;
 };
 
+class PrefillLibrary : public Library<ScaledPrefillParams> {
+ public:
+  explicit PrefillLibrary(const std::string& path) : Library(path) {
+    workspace_bytes_ = symbol<int (*)(std::int64_t*)>(handle_, "ostinato_workspace_bytes");
+  }
+
+  std::int64_t workspace_bytes() const {
+    std::int64_t bytes = 0;
+    check(workspace_bytes_(&bytes), "workspace_bytes");
+    return bytes;
+  }
+
+ private:
+  int (*workspace_bytes_)(std::int64_t*);
+};
+
 }  // namespace ostinato

@@ -60,9 +60,21 @@ inline constexpr int kOutputs = kValueDim / 2;  // likewise
 inline constexpr int kDimSteps = kDim / kMmaDepth;
 inline constexpr int kKeySteps = kKeys / kMmaDepth;
 // The products of a tile's 8-bit weights and values are added to the output in fp32, 64 columns at
-// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once.
+// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once;
+// of 8 bits and three warpgroups that have no registers to spare, for kSumTiles tiles, before it is
+// put aside (prefill_aside.cuh).
 inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
+inline constexpr bool kPutsAside = kFp8 && kConsumers == 3 && kValueDim == 128;
+// Tiles whose products the tensor cores sum: of more they would cut off more than rounding weights
+// to 8 bits does (docs/prefill.md). With each tile one of as many slices is put aside.
+#ifndef OSTINATO_SUM_TILES
+#define OSTINATO_SUM_TILES 8
+#endif
+inline constexpr int kSumTiles = OSTINATO_SUM_TILES;
+// The workspace: a counter, and what each CTA puts aside.
+inline constexpr int kCounterBytes = kPutsAside ? 256 : 8;
+inline constexpr int kAsideBytes = kPutsAside ? kOutputs * 4 * kConsumerThreads : 0;
 
 // Of three warpgroups, those that multiply head dims up to 64 can spare some for warps that copy
 // pages.
@@ -73,7 +85,8 @@ struct Registers {
       kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
-static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? kPartOutputs + 20 : 32) <=
+static_assert(kScores + kKeySteps * 4 + kOutputs +
+                      (kFp8 ? (kPutsAside ? 0 : kPartOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
 
@@ -130,17 +143,20 @@ inline constexpr int kRingRoom =
     kSmemLimit - kConsumers * (kQueryBuffers * kQueryBytes + (kShareOutput ? 0 : kOutputBytes));
 inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
-inline constexpr int kFewestStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
+inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
 // What is left may have room for one more tile: of values, which are held for longer than keys, or
-// of packed keys where a warpgroup begins with the third of an item (docs/prefill.md).
-inline constexpr bool kHasSpareTile =
-    !kFp8 && kFewestStages < kMaxStages && kRingRoom - kFewestStages * kStageBytes >= kValueBytes;
-inline constexpr bool kSpareIsKeys =
-    kHasSpareTile && kConsumers == 3 && kSource == Source::Packed && kKeyBytes <= kValueBytes;
-inline constexpr int kStages = kFewestStages + (kSpareIsKeys ? 1 : 0);
-inline constexpr int kValueStages = kFewestStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
+// of packed keys where a warpgroup begins with the third of an item (docs/prefill.md). With 8 bits
+// that gains something where three warpgroups take them at times of their own, and then for both.
+inline constexpr int kRoomLeft = kStages < kMaxStages ? kRingRoom - kStages * kStageBytes : 0;
+inline constexpr bool kHasSpareTile = (!kFp8 || kPutsAside) && kRoomLeft >= kValueBytes;
+inline constexpr bool kSpareIsKeys = !kFp8 && kHasSpareTile && kConsumers == 3 &&
+                                     kSource == Source::Packed && kKeyBytes <= kValueBytes;
+inline constexpr bool kSparesBoth = kPutsAside && kRoomLeft >= kValueBytes + kKeyBytes;
+inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
+inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
+static_assert(!kPutsAside || kQueryBuffers == 2, "sums are completed before the next item begins");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
-static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kStages,
+static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,
               "keys that a warpgroup leaves out all come before its first product");
 static_assert(!kShareOutput || kOutputBytes <= kQueryBytes, "the output must fit in its place");
 

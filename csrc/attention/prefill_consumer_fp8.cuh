@@ -4,9 +4,12 @@
 // weights and values are summed anew and then added to the output in fp32. They are enqueued with
 // the products of the next tile's keys. For value dims above 128 registers are too few for that:
 // there 64 columns of the value dim are multiplied and added at a time, the last but one beside the
-// next tile's keys. Warpgroups take no turns: with 8 bits they are faster without.
+// next tile's keys. So they are for three warpgroups and 128: there a few tiles are summed at once,
+// and put aside in slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns: with 8
+// bits they are faster without.
 #pragma once
 
+#include "prefill_aside.cuh"
 #include "prefill_consumer_base.cuh"
 #include "prefill_softmax_fp8.cuh"
 #include "prefill_transpose.cuh"
@@ -25,7 +28,7 @@ class Consumer : public ConsumerBase<Softmax> {
   struct Fragments {
     float scores[kScores];
     uint32_t weights[kKeySteps][4];
-    float products[kPartOutputs];
+    float products[kPutsAside ? 1 : kPartOutputs];
     float outputs[kOutputs];
   };
 
@@ -57,18 +60,27 @@ class Consumer : public ConsumerBase<Softmax> {
     release<Keys>(keys_);
     keys_have_come_ = has_come<Keys>(keys_);
     values_have_come_ = has_come<Values>(values_);
-    softmax_.find_reference(r.scores, outline_.hiding > outline_.first,
-                            [&] { hide(r.scores, tile * kKeys, seen); });
+    if constexpr (kPutsAside) {
+      float fade[2];  // there are no outputs yet
+      softmax_.raise_reference<false>(
+          r.scores, outline_.hiding > outline_.first, [&] { hide(r.scores, tile * kKeys, seen); },
+          fade);
+    } else {
+      softmax_.find_reference(r.scores, outline_.hiding > outline_.first,
+                              [&] { hide(r.scores, tile * kKeys, seen); });
+    }
     softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
       r.outputs[i] = 0;
     }
+    aside_.begin(outline_.first, outline_.hiding, outline_.tiles);
   }
 
   __device__ __forceinline__ void start(const Item& item, Fragments& r) {
     softmax_.begin(Softmax::read_scale(args_, item.kv_head));
+    aside_.find_place(args_);
     outline_ = outline_of(item, item);
     const Operand queries = await_queries(queries_);
     leave_out<Keys>(outline_.first, keys_);
@@ -89,21 +101,31 @@ class Consumer : public ConsumerBase<Softmax> {
   // Begins the product of a part of the values.
   template <int kPart>
   __device__ __forceinline__ void begin_part(const ValuesOperand& values, Fragments& r) {
-    pin(r.products);
     pin(r.weights);
-    begin_multiplying();
-    multiply_values<kPart>(r.weights, values, r.products, false);
+    if constexpr (kPutsAside) {
+      pin(r.outputs);
+      begin_multiplying();
+      multiply_values<kPart>(r.weights, values, r.outputs, true);
+    } else {
+      pin(r.products);
+      begin_multiplying();
+      multiply_values<kPart>(r.weights, values, r.products, false);
+    }
   }
 
   // When it has ended: to the outputs, which the tile before left relative to another reference.
   template <int kPart>
   __device__ __forceinline__ void add_part(const float (&fade)[2], Fragments& r) {
-    pin(r.products);
     pin(r.weights);
+    if constexpr (kPutsAside) {
+      pin(r.outputs);
+    } else {
+      pin(r.products);
 #pragma unroll
-    for (int i = 0; i < kPartOutputs; ++i) {
-      float& output = r.outputs[kPart * kPartOutputs + i];
-      output = fmaf(output, fade[row_of(i)], r.products[i]);
+      for (int i = 0; i < kPartOutputs; ++i) {
+        float& output = r.outputs[kPart * kPartOutputs + i];
+        output = fmaf(output, fade[row_of(i)], r.products[i]);
+      }
     }
   }
 
@@ -119,6 +141,54 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
+  // A tile whose values are summed beside those before it. kExact: of those that hide nothing, with
+  // scores that are direct, and from which on sums are put aside; these are many, and a loop of
+  // their own, which does not ask. (Unrolled by slices they were slower: docs/prefill.md.)
+  template <bool kExact>
+  __device__ __forceinline__ void multiply_tile(const Item& item, int n, const Operand& queries,
+                                                KeysOperand& keys, ValuesOperand& values,
+                                                Fragments& r) {
+    pin(r.scores);
+    begin_multiplying();
+    multiply_keys(queries, keys, r.scores);
+    // While these products go on there is nothing else to do, and registers are free.
+    if (kExact || aside_.is_due(n)) {
+      aside_.put(r.outputs);
+    }
+    begin_part<0>(values, r);
+    wait_multiplied<1>();
+    pin(r.scores);
+    release<Keys>(keys_);
+    RingPosition next_values = values_;
+    next_values.advance(kStagesOf<Values>);
+    keys_have_come_ = has_come<Keys>(keys_);
+    values_have_come_ = has_come<Values>(next_values);
+    float fade[2];
+    const bool risen = softmax_.raise_reference<kExact>(
+        r.scores, n < outline_.hiding,
+        [&] { hide(r.scores, item.tile(n) * kKeys, find_seen(item)); }, fade);
+    constexpr int kBeside = 8;  // more would take registers
+    float sums[4];
+    softmax_.exponentiate_some<0, kBeside>(r.scores, sums);
+    wait_multiplied<0>();
+    release<Values>(values_);
+    add_part<0>(fade, r);
+    if (__builtin_expect(risen, false)) {
+      aside_.fade(fade, r.outputs);
+    }
+    softmax_.exponentiate_some<kBeside, kScores>(r.scores, sums);
+    softmax_.add_sums(sums);
+    pack_weights(r.scores, r.weights);
+    // What the next tile needs, before it is due.
+    if (n + 1 < outline_.tiles) {
+      keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
+    }
+    values = ValuesOperand(await<Values>(values_, values_have_come_));
+    if (!kExact && n == outline_.hiding) {
+      mend(item, softmax_, r.outputs);
+    }
+  }
+
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
   __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
     const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
@@ -128,6 +198,19 @@ class Consumer : public ConsumerBase<Softmax> {
       return values;
     }
     KeysOperand keys(await<Keys>(keys_, keys_have_come_));
+    if constexpr (kPutsAside) {
+      int n = first + 1;
+      const int exact = softmax_.is_direct() ? min(aside_.begins(), tiles) : tiles;
+#pragma unroll 1
+      for (; n < exact; ++n) {
+        multiply_tile<false>(item, n, queries, keys, values, r);
+      }
+#pragma unroll 1
+      for (; n < tiles; ++n) {
+        multiply_tile<true>(item, n, queries, keys, values, r);
+      }
+      return values;
+    }
 #pragma unroll 1
     for (int n = first + 1; n < tiles; ++n) {
       const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
@@ -175,7 +258,7 @@ class Consumer : public ConsumerBase<Softmax> {
   // What follows an item's last values: the output.
   __device__ __forceinline__ void end(const Item& item, float value_scale, Fragments& r) {
     release<Values>(values_);
-    if (outline_.tiles == outline_.hiding) {
+    if (!kPutsAside && outline_.tiles == outline_.hiding) {
       mend(item, softmax_, r.outputs);
     }
 #pragma unroll
@@ -183,6 +266,21 @@ class Consumer : public ConsumerBase<Softmax> {
       r.outputs[i] *= value_scale;
     }
     output_.store(item, queries_.slot, softmax_, r.outputs);
+  }
+
+  // What is left to do, while the products of the last values go on, with an item's sums, before
+  // the next item begins: registers have no room for both.
+  __device__ __forceinline__ void complete(const Item& item, Fragments& r) {
+    if (aside_.holds_some()) {
+      aside_.fetch(r.scores);
+      wait_multiplied<0>();
+      pin(r.outputs);
+      aside_.add(r.scores, r.outputs);
+    } else if (outline_.tiles == outline_.hiding) {
+      wait_multiplied<0>();
+      pin(r.outputs);
+      mend(item, softmax_, r.outputs);
+    }
   }
 
   // The values of an item's last tile, and the output; meanwhile the first tile of the next item,
@@ -195,6 +293,9 @@ class Consumer : public ConsumerBase<Softmax> {
     if constexpr (kQueryBuffers == 2) {
       const float value_scale = read_value_scale(item);
       begin_part<0>(values, r);
+      if constexpr (kPutsAside) {
+        complete(item, r);
+      }
       const Item& next = await_item(after);
       const Tiles tiles = next;
       const Queries rows = next;
@@ -240,6 +341,7 @@ class Consumer : public ConsumerBase<Softmax> {
     release_output();
   }
 
+  std::conditional_t<kPutsAside, Aside, NoAside> aside_;
   bool keys_have_come_, values_have_come_;  // the next
 };
 

@@ -9,7 +9,8 @@
 namespace ostinato {
 
 // PrefillParams, and of 8-bit q, k and v fp32 factors: of all (stride 0) or of each KV head
-// (stride 1), otherwise null.
+// (stride 1), otherwise null. The workspace has ostinato_workspace_bytes() bytes, and may not be
+// null where that is more than a counter.
 struct ScaledPrefillParams : PrefillParams {
   const float* q_scale;
   const float* k_scale;

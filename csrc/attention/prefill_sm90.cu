@@ -8,10 +8,11 @@
 // prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_copy.cuh,
 // prefill_mma.cuh, prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh,
 // prefill_output.cuh, prefill_mend.cuh; with 8 bits prefill_transpose.cuh,
-// prefill_softmax_fp8.cuh and prefill_consumer_fp8.cuh.
+// prefill_softmax_fp8.cuh, prefill_aside.cuh and prefill_consumer_fp8.cuh.
 //
-// With params.pdl the predecessor may write any of the inputs. The workspace must be zero before
-// its first launch and after one that was aborted; it serves one stream at a time.
+// With params.pdl the predecessor may write any of the inputs. The workspace, of
+// ostinato_workspace_bytes() bytes, must be zero before its first launch and after one that was
+// aborted; it serves one stream at a time.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -34,7 +35,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     return;
   }
   const int warp = threadIdx.x / 32;
-  if (warp < kStages) {
+  if (warp < kKeyStages) {
     init_barrier(&shared.keys_barriers.full[warp], filling(args));
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
   }
@@ -43,8 +44,10 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
     if constexpr (kFp8) {
       auto& copied = barriers_of<CopiedValues>(shared);
-      init_barrier(&copied.full[warp], filling(args));
-      init_barrier(&copied.empty[warp], kTurningWarps);
+      if (warp < kStages) {
+        init_barrier(&copied.full[warp], filling(args));
+        init_barrier(&copied.empty[warp], kTurningWarps);
+      }
     }
   }
   if (warp >= kValueStages && warp < kValueStages + kConsumers) {
@@ -140,7 +143,7 @@ bool is_supported(const Params& p) {
   return strides * kElement % kVectorBytes == 0 &&
          out_strides * int64_t{sizeof(OutType)} % kVectorBytes == 0 && is_aligned(p.q.data, 16) &&
          is_aligned(p.k.data, 16) && is_aligned(p.v.data, 16) && is_aligned(p.out.data, 16) &&
-         is_aligned(p.workspace, 8);
+         is_aligned(p.workspace, kPutsAside ? 16 : 8) && (!kPutsAside || p.workspace != nullptr);
 }
 
 // TMA steps over a dimension of one element too; such a stride may be anything, but not 0.
@@ -290,6 +293,17 @@ cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
 OSTINATO_EXPORT int ostinato_prepare() {
   return ostinato::allow_dynamic_smem(ostinato::prefill::prefill,
                                       sizeof(ostinato::prefill::SharedStorage));
+}
+
+// What a launch needs, whatever its shape.
+OSTINATO_EXPORT int ostinato_workspace_bytes(int64_t* bytes) {
+  using namespace ostinato;
+  int sms = 0;
+  if (prefill::kPutsAside) {
+    OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
+  }
+  *bytes = prefill::kCounterBytes + int64_t{sms} * prefill::kAsideBytes;
+  return cudaSuccess;
 }
 
 OSTINATO_EXPORT int ostinato_launch(const ostinato::ScaledPrefillParams* params, void* stream) {

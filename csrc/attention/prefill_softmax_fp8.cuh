@@ -34,8 +34,10 @@ class Softmax {
       reference_[half] = kNothing;
       sum_[half] = 0;
       fade_[half] = 1;
+      limit_[half] = kNothing;
     }
   }
+  __device__ __forceinline__ bool is_direct() const { return direct_; }
 
   // The first step of a tile: `hide_unseen` is called if it must be, and the references rise if
   // they must.
@@ -54,8 +56,38 @@ class Softmax {
     const float top[2] = {fmaxf(tops[0], tops[1]) * factor_, fmaxf(tops[2], tops[3]) * factor_};
     fade_[0] = fade_[1] = 1;
     if (__any_sync(0xffffffff, top[0] > reference_[0] + kMost || top[1] > reference_[1] + kMost)) {
-      raise(top);
+      raise(top, fade_);
     }
+  }
+
+  // Likewise where outputs are not multiplied with every tile: whether some row of the warp has
+  // risen, by `fade`, which is set only then. Scores are compared before they are scaled. kExact:
+  // nothing is hidden, and scores are direct.
+  template <bool kExact, class Hide>
+  __device__ __forceinline__ bool raise_reference(float (&scores)[kScores], bool hiding,
+                                                  const Hide& hide_unseen, float (&fade)[2]) {
+    if constexpr (!kExact) {
+      take_logits(scores);
+      if (__builtin_expect(hiding, false)) {
+        hide_unseen();
+      }
+    }
+    float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
+#pragma unroll
+    for (int i = 4; i < kScores; ++i) {
+      tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
+    }
+    float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
+    const bool risen = __any_sync(0xffffffff, top[0] > limit_[0] || top[1] > limit_[1]);
+    if (__builtin_expect(risen, false)) {
+      top[0] *= factor_;
+      top[1] *= factor_;
+      raise(top, fade);
+      const float inverse = __fdividef(1.0f, factor_);
+      limit_[0] = (reference_[0] + kMost) * inverse;
+      limit_[1] = (reference_[1] + kMost) * inverse;
+    }
+    return risen;
   }
 
   // The second: scores become weights, and are summed.
@@ -66,6 +98,20 @@ class Softmax {
       scores[i] = power_of_2(fmaf(scores[i], factor_, -reference_[row_of(i)]));
       sums[i % 4] += scores[i];
     }
+    add_sums(sums);
+  }
+
+  // Likewise those from kFirst to kEnd - 1; add_sums() follows the last.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void exponentiate_some(float (&scores)[kScores],
+                                                    float (&sums)[4]) const {
+#pragma unroll
+    for (int i = kFirst; i < kEnd; ++i) {
+      scores[i] = power_of_2(fmaf(scores[i], factor_, -reference_[row_of(i)]));
+      sums[i % 4] = i < 4 ? scores[i] : sums[i % 4] + scores[i];
+    }
+  }
+  __device__ __forceinline__ void add_sums(const float (&sums)[4]) {
     sum_[0] += sums[0] + sums[1];
     sum_[1] += sums[2] + sums[3];
   }
@@ -114,15 +160,15 @@ class Softmax {
     }
   }
 
-  __device__ __forceinline__ void raise(const float (&tops)[2]) {
+  __device__ __forceinline__ void raise(const float (&tops)[2], float (&fade)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float top = fmaxf(tops[half], __shfl_xor_sync(0xffffffff, tops[half], 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
       // A row's results depend on no other row.
       const float raised = top > reference_[half] + kMost ? top - kTop : reference_[half];
-      fade_[half] = power_of_2(reference_[half] - raised);
-      sum_[half] *= fade_[half];
+      fade[half] = power_of_2(reference_[half] - raised);
+      sum_[half] *= fade[half];
       reference_[half] = raised;
     }
   }
@@ -131,6 +177,7 @@ class Softmax {
   bool direct_;
   float scale_, factor_;
   float reference_[2], sum_[2], fade_[2];
+  float limit_[2];  // of scores that are not scaled yet; above it a reference rises
 };
 
 // As the MMA takes them: of 32 keys, rows g and g + 8 of the first 16, then of the others. What it

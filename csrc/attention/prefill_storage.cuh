@@ -19,7 +19,9 @@ inline constexpr int kTileBytes = std::is_same_v<What, Keys>     ? kKeyBytes
                                                                  : kCopiedValueBytes;
 
 template <class What>
-inline constexpr int kStagesOf = std::is_same_v<What, Values> ? kValueStages : kStages;
+inline constexpr int kStagesOf = std::is_same_v<What, Values> ? kValueStages
+                                 : std::is_same_v<What, Keys> ? kKeyStages
+                                                              : kStages;
 
 template <class What>
 struct Ring {

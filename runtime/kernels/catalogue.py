@@ -135,6 +135,10 @@ ATTENTION_PREFILL = (
         AttentionPrefill(head_dim=head_dim, dtype="e4m3", out_dtype=out_dtype)
         for head_dim, out_dtype in product((64, 128, 256), ("bf16", "fp16"))
     ),
+    *(
+        AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype=out_dtype, warpgroups=3)
+        for out_dtype in ("bf16", "fp16")
+    ),
 )
 EMBED = tuple(Embed(dtype=dtype) for dtype in FLOAT_DTYPES)
 MERGE_STATES = tuple(MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES)

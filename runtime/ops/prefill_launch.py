@@ -33,14 +33,15 @@ _FP8_DIMS = (64, 128, 256)
 _ROWS, _MANY_ROWS = 128, 192
 _MANY_ROWS_COST = 0.94
 _MANY_TILES = 4
+# With 8 bits the larger tiles gain only where many tiles of keys follow one another.
+_LEAST_FP8_QUERIES = 2048
 _VECTOR_BYTES = 16
 _STRIP_BYTES = 128  # of a row, that are copied together
-_WORKSPACE_BYTES = 8
 # Heads of a group whose queries share tiles. The kernel chooses by the average of the queries, and
 # with it in which order a query's keys are added up.
 _KERNELS_CHOICE, _ONE_HEAD = 0, 1
 
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
+_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and bytes
 
 
 def packed_variant(
@@ -150,11 +151,19 @@ class Fp8Scales(NamedTuple):
 
 
 def fp8_variant(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scales: Fp8Scales
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    scales: Fp8Scales,
+    batch: int = 1,
+    max_seqlen_q: int = 0,
+    windowed: bool = False,
 ) -> AttentionPrefill | None:
     """Return the kernel that attends from packed FP8 queries to FP8 keys, None where none does.
 
-    The arguments are those of `varlen_attention`, checked.
+    The arguments are those of `varlen_attention`, checked; `batch` is the number of sequences, and
+    `windowed` says whether a query sees only some of the keys before it.
     """
     if (
         max(q.size(0), k.size(0)) >= _MOST_TOKENS
@@ -165,7 +174,10 @@ def fp8_variant(
         or not _serves(q, k, v, out)
     ):
         return None
-    return AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
+    kernel = AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
+    if windowed or max_seqlen_q < _LEAST_FP8_QUERIES:
+        return kernel
+    return _with_rows(kernel, q, batch, max_seqlen_q)
 
 
 def prefill_kernels(
@@ -287,7 +299,8 @@ def _launch(
     device = q.get_device()
     with on_device(device):
         stream = current_stream(device)
-        load(kernel, device=device, stream=stream).launch(
+        library = load(kernel, device=device, stream=stream)
+        library.launch(
             q=heads_of(q),
             out=heads_of(out),
             lse=heads_of(lse),
@@ -299,7 +312,7 @@ def _launch(
             left=rule.left,
             right=0 if rule.causal else rule.right,
             sinks=address_of(sinks),
-            workspace=_workspace(device, stream).data_ptr(),
+            workspace=_workspace(device, stream, library.workspace_bytes()).data_ptr(),
             pdl=pdl.enabled(),
             stream=stream,
             **keys,
@@ -346,15 +359,19 @@ def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:
     return (data, 0, stride, head_stride)
 
 
-def _workspace(device: int, stream: int) -> torch.Tensor:
-    """Return the stream's counter of the work that was taken, which every launch leaves at zero."""
-    found = _workspaces.get((device, stream))
+def _workspace(device: int, stream: int, needed: int) -> torch.Tensor:
+    """Return the stream's workspace of so many bytes, which stays where it is.
+
+    It begins with a counter of the work that was taken, which every launch leaves at zero. What the
+    CTAs of some kernels put aside comes after it (csrc: prefill_aside.cuh): 13 MB on an H200.
+    """
+    found = _workspaces.get((device, stream, needed))
     if found is None:
         if _C.is_capturing(stream):
             raise RuntimeError(
                 "workspace: none exists for a stream that is being captured, expected a call like "
                 "this one on the stream before the capture"
             )
-        found = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
-        _workspaces[device, stream] = found
+        found = torch.zeros(needed, dtype=torch.uint8, device=f"cuda:{device}")
+        _workspaces[device, stream, needed] = found
     return found

@@ -182,7 +182,9 @@ def _varlen_attention(
         assert k_scale is not None
         assert v_scale is not None
         scales = prefill_launch.Fp8Scales(q_scale, k_scale, v_scale)
-        kernel = prefill_launch.fp8_variant(q, k, v, out, scales)
+        kernel = prefill_launch.fp8_variant(
+            q, k, v, out, scales, cu_seqlens_q.size(0) - 1, max_seqlen_q, left >= 0
+        )
         if kernel is not None:
             prefill_launch.attend_packed(kernel, q, *how, scales)
             return

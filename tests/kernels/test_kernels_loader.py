@@ -185,7 +185,13 @@ EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens, 
   *bytes = (int64_t{1} << 40) + rows + 10 * segments + 100 * tokens;
   return rows == 0;
 }
-"""
+""",
+    "ScaledPrefillParams": """\
+EXPORT int ostinato_workspace_bytes(int64_t* bytes) {
+  *bytes = int64_t{3} << 40;
+  return 0;
+}
+""",
 }
 
 
@@ -253,6 +259,11 @@ def test_the_workspace_is_the_librarys_to_say(tmp_path: Path) -> None:
     assert found == (1 << 40) + 3 + 10 * (1 << 33) + 100 * (1 << 34)
     with pytest.raises(RuntimeError, match=r"workspace_bytes of .*: invalid argument"):
         library.workspace_bytes(rows=0, segments=1, tokens=1)
+
+
+def test_a_prefill_kernel_says_its_workspace(tmp_path: Path) -> None:
+    path = build_recorder(tmp_path, "ScaledPrefillParams", extra=_EXTRA["ScaledPrefillParams"])
+    assert _C.Prefill(str(path)).workspace_bytes() == 3 << 40
 
 
 def test_optional_arguments_are_null(tmp_path: Path) -> None:

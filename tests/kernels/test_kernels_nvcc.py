@@ -74,6 +74,7 @@ def test_kernels_are_within_their_budgets() -> None:
         AttentionPrefill(head_dim=256, dtype="bf16", keys="slots"),
         *(AttentionPrefill(head_dim=d, dtype="e4m3", out_dtype="bf16") for d in (64, 128, 256)),
         Embed(dtype="bf16"),
+        AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3),
         MergeStates(dtype="bf16"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Sample(dtype="fp32"),
@@ -204,7 +205,7 @@ def test_impossible_prefill_kernels_do_not_compile(define: str, sentence: str) -
     assert sentence in _errors(_PREFILL.source, [*flags, f"-D{define}"])
 
 
-_PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16")
+_PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ _PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16")
         ("OSTINATO_KEYS=160", "8-bit values lie in rows of up to 128 keys"),
         ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, and multiplied 64 columns at a time"),
         ("OSTINATO_SOURCE=Slots", "8-bit values are packed, and multiplied 64 columns at a time"),
-        ("OSTINATO_CONSUMERS=3", "scores, weights and outputs must fit in the registers"),
+        ("OSTINATO_KEYS=128", "scores, weights and outputs must fit in the registers"),
     ],
 )
 def test_impossible_fp8_prefill_kernels_do_not_compile(define: str, sentence: str) -> None:

@@ -119,9 +119,19 @@ def test_prefill_of_head_dim_128_has_tiles_of_two_sizes() -> None:
         assert kernel.name == f"attention_prefill-bf16-d128-{keys}-w3"
         macros = kernel.defines()
         assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("64", "3")
-    for other in ({"head_dim": 96}, {"head_dim": 128, "keys": "slots"}):
+    kernel = AttentionPrefill(**_PREFILL_FP8, warpgroups=3)
+    assert kernel.name == "attention_prefill-e4m3-bf16-d128-packed-w3"
+    assert kernel.defines()["OSTINATO_KEYS"] == "96"
+    assert AttentionPrefill(**_PREFILL_FP8).defines()["OSTINATO_KEYS"] == "128"
+    bf16 = {"dtype": "bf16"}
+    for other in (
+        {**bf16, "head_dim": 96},
+        {**bf16, "head_dim": 128, "keys": "slots"},
+        {**_PREFILL_FP8, "head_dim": 64},
+        {**_PREFILL_FP8, "head_dim": 256},
+    ):
         with pytest.raises(ValueError, match="warpgroups: got 3, expected 0"):
-            AttentionPrefill(dtype="bf16", **other, warpgroups=3)
+            AttentionPrefill(**other, warpgroups=3)
 
 
 def test_8_bit_prefill_has_an_output_of_another_dtype() -> None:

@@ -201,6 +201,33 @@ def test_fp8_kernels_do_not_take_everything() -> None:
     assert fp8_variant(odd, k[..., :64], v[..., :64], out[..., :64], scales()) is None
 
 
+@pytest.mark.parametrize(
+    ("dim", "queries", "windowed", "warpgroups"),
+    [
+        *((128, 4096, False, 3), (128, 2048, False, 3), (128, 2047, False, 0)),
+        *((128, 4096, True, 0), (64, 4096, False, 0), (256, 4096, False, 0)),
+    ],
+)
+def test_many_fp8_queries_have_a_kernel_of_larger_tiles(
+    monkeypatch: pytest.MonkeyPatch, dim: int, queries: int, windowed: bool, warpgroups: int
+) -> None:
+    """Unless they see few keys, where what begins and ends an item counts for more."""
+    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 4))
+    tensors = packed(4 * queries, dim, dtype=E4M3)
+    tensors[3] = tensors[3].to(BF16)
+    kernel = fp8_variant(*tensors, scales(), 4, queries, windowed)
+    assert kernel is not None
+    assert kernel.warpgroups == warpgroups
+
+
+def test_few_tiles_of_fp8_queries_are_the_usual_ones() -> None:
+    tensors = packed(2048, 128, dtype=E4M3)
+    tensors[3] = tensors[3].to(BF16)
+    kernel = fp8_variant(*tensors, scales(), 1, 2048)
+    assert kernel is not None
+    assert kernel.warpgroups == 0
+
+
 def test_fp8_values_of_another_dim_are_left_to_torch() -> None:
     q, k, v, out = fp8()
     assert fp8_variant(q, k, v[..., :64], out[..., :64], scales()) is None
@@ -241,6 +268,9 @@ class Recorder:
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
 
+    def workspace_bytes(self) -> int:
+        return 8
+
     def launch(self, **arguments: Any) -> None:
         self.launches.append(arguments)
 
@@ -253,7 +283,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "on_device": lambda device: nullcontext(),
         "current_stream": lambda device: 7,
         "load": lambda kernel, *, device, stream: recorder,
-        "_workspace": lambda device, stream: torch.zeros(8, dtype=torch.uint8),
+        "_workspace": lambda device, stream, needed: torch.zeros(8, dtype=torch.uint8),
     }.items():
         monkeypatch.setattr(prefill_launch, name, value)
     return recorder.launches

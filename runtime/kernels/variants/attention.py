@@ -133,8 +133,8 @@ class AttentionPrefill(Variant):
             multiple of 16 tokens, copied by TMA; `slots` of pages of any size, gathered by threads.
         value_dim: of values and the output, a multiple of 16 up to `widest_values`; `head_dim`
             unless told, and always of e4m3.
-        warpgroups: that multiply, each 64 queries: 3 of 16-bit keys, packed or in pages, with head
-            dims of 128, which is faster where tiles are many; 0 for the usual number.
+        warpgroups: that multiply, each 64 queries: 3 of keys, packed or in pages, with head dims of
+            128, which is faster where tiles are many; 0 for the usual number.
     """
 
     family: ClassVar[str] = "attention_prefill"
@@ -168,7 +168,7 @@ class AttentionPrefill(Variant):
         if fp8:
             check("head_dim", self.head_dim, (64, 128, 256))
             check("value_dim", self.value_dim, (self.head_dim,))
-        some_are_wide = self.keys != "slots" and not fp8 and self.head_dim == self.value_dim == 128
+        some_are_wide = self.keys != "slots" and self.head_dim == self.value_dim == 128
         check("warpgroups", self.warpgroups, (0, 3) if some_are_wide else (0,))
 
     @staticmethod
@@ -213,7 +213,8 @@ class AttentionPrefill(Variant):
         """
         dims = (self.head_dim, self.value_dim)
         if self.dtype == "e4m3":
-            return {64: (96, 3), 128: (128, 2), 256: (64, 2)}[self.head_dim]
+            wide = self.head_dim == 64 or self.warpgroups == 3
+            return (96, 3) if wide else {128: (128, 2), 256: (64, 2)}[self.head_dim]
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
             return 64, 3
         if self.warpgroups == 3:

@@ -1,0 +1,173 @@
+// The second level of sums of 8-bit products where registers have no room for it.
+//
+// The tensor cores keep about 14 bits of a sum. So they add up no more than kSumTiles tiles: with
+// each tile a thread adds a slice of its outputs, one after the other, to a place of its own in
+// global memory, in fp32, and these start anew from 0. Nothing waits for the additions, which the
+// L2 carries out: each place is one thread's, whose accesses of it take effect in their order. At
+// an item's end what lies there is read back. Items of fewer tiles put nothing aside.
+#pragma once
+
+#include "prefill_aside_instructions.cuh"
+#include "prefill_aside_slices.cuh"
+#include "prefill_rows.cuh"
+#include "prefill_wgmma.cuh"
+
+namespace ostinato::prefill {
+
+class Aside {
+ public:
+  static constexpr int kFetched = kScores / 4 < kVectors ? kScores / 4 : kVectors;  // at once
+
+  // So that 16 bytes of each lane lie side by side.
+  __device__ __forceinline__ void find_place(const Arguments& args) {
+    place_ = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.params.workspace) +
+                                       kCounterBytes + blockIdx.x * kAsideBytes) +
+             threadIdx.x;
+  }
+
+  // The first of an item's tiles, how many of them hide some key from some query, and all. Those
+  // that do are mended (prefill_mend.cuh) before anything is put aside, so that it need not be.
+  __device__ __forceinline__ void begin(int first, int hiding, int tiles) {
+    begins_ = max(first, hiding) + 1;
+    if (tiles - begins_ < kSumTiles) {
+      begins_ = kNever;
+    }
+    next_ = 0;
+    factor_[0] = factor_[1] = 1;
+  }
+
+  // The tile with which the first slice is put aside.
+  __device__ __forceinline__ int begins() const { return begins_; }
+  __device__ __forceinline__ bool is_due(int n) const { return n >= begins_; }
+  __device__ __forceinline__ bool holds_some() const { return begins_ != kNever; }
+
+  // The next slice. What lies there is relative to a row's reference when the first was put there.
+  // All of a slice has registers of its own before it is sent: what is sent is read later, and a
+  // register that is written again before that waits for it.
+  __device__ __forceinline__ void put(float (&outputs)[kOutputs]) {
+    const bool holds_it = next_ >= kSumTiles;
+    const int slice = holds_it ? next_ - kSumTiles : next_;
+    float taken[4 * kSliceVectors];
+    take_slice(outputs, slice, factor_, taken);
+    float4* const to = place_ + slice * (kSliceVectors * kConsumerThreads);
+    if (holds_it) {
+      send(to, slice, taken, [](float4* to, float4 v) { add_vector(to, v); });
+    } else {
+      send(to, slice, taken, [](float4* to, float4 v) { store_vector(to, v); });
+    }
+    next_ = next_ == 2 * kSumTiles - 1 ? kSumTiles : next_ + 1;
+  }
+
+  // References have risen: the outputs are to be relative to the new ones.
+  __device__ __forceinline__ void fade(const float (&fade)[2], float (&outputs)[kOutputs]) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) {
+      outputs[i] *= fade[row_of(i)];
+    }
+    if (next_ == 0) {
+      return;
+    }
+    const float factor[2] = {__fdividef(factor_[0], fade[0]), __fdividef(factor_[1], fade[1])};
+    const bool near[2] = {factor[0] < kFarthest && fade[0] > 1 / kFarthest,
+                          factor[1] < kFarthest && fade[1] > 1 / kFarthest};
+    if (__any_sync(0xffffffff, !near[0] || !near[1])) {
+      rebase({near[0] ? 1.0f : __fdividef(fade[0], factor_[0]),
+              near[1] ? 1.0f : __fdividef(fade[1], factor_[1])});
+    }
+    factor_[0] = near[0] ? factor[0] : 1.0f;
+    factor_[1] = near[1] ? factor[1] : 1.0f;
+  }
+
+  // What lies there is read while the last products go on, as far as there is room: in place of the
+  // scores, which are needed no more.
+  __device__ __forceinline__ void fetch(float (&scores)[kScores]) const {
+    load<0, kFetched>(scores);
+  }
+
+  // When the products have ended: that and the rest are added to the outputs.
+  __device__ __forceinline__ void add(float (&scores)[kScores], float (&outputs)[kOutputs]) const {
+    const float factor[2] = {__fdividef(1.0f, factor_[0]), __fdividef(1.0f, factor_[1])};
+    constexpr int kRest = kVectors - kFetched;
+    add_some<0, kRest>(scores, factor, outputs);
+    pin(outputs);  // what was added makes room
+    load<kFetched, kRest>(scores);
+    add_some<kRest, kFetched - kRest>(scores, factor, outputs);
+    add_some<0, kRest, kFetched>(scores, factor, outputs);
+  }
+
+ private:
+  static constexpr int kNever = 0x7fffffff;
+  // Of what is put there, since a reference has risen: with it what a sum of all keys may be is far
+  // from overflow.
+  static constexpr float kFarthest = 18446744073709551616.0f;  // 2^64
+
+  template <class Send>
+  __device__ __forceinline__ static void send(float4* to, int slice,
+                                              const float (&taken)[4 * kSliceVectors],
+                                              const Send& send_vector) {
+    constexpr int kLast = kVectors - (kSumTiles - 1) * kSliceVectors;  // of the last slice
+#pragma unroll
+    for (int i = 0; i < kSliceVectors; ++i) {
+      if (i < kLast || slice < kSumTiles - 1) {
+        send_vector(to + i * kConsumerThreads, make_float4(taken[4 * i], taken[4 * i + 1],
+                                                           taken[4 * i + 2], taken[4 * i + 3]));
+      }
+    }
+  }
+
+  // kCount vectors from kFirst on, to the scores' first places.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void load(float (&scores)[kScores]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float4 v = load_vector(place_ + (kFirst + i) * kConsumerThreads);
+      scores[4 * i] = v.x;
+      scores[4 * i + 1] = v.y;
+      scores[4 * i + 2] = v.z;
+      scores[4 * i + 3] = v.w;
+    }
+  }
+  // The scores' vectors from kFirst on, to outputs that lie kBehind vectors behind.
+  template <int kFirst, int kCount, int kBehind = 0>
+  __device__ __forceinline__ static void add_some(const float (&scores)[kScores],
+                                                  const float (&factor)[2],
+                                                  float (&outputs)[kOutputs]) {
+#pragma unroll
+    for (int i = 4 * kFirst; i < 4 * (kFirst + kCount); ++i) {
+      float& output = outputs[4 * kBehind + i];
+      output = fmaf(scores[i], factor[row_of(i)], output);
+    }
+  }
+
+  // Seldom: makes what lies there relative to the references of now, where these are so far above
+  // that sums could overflow. Rows of which they are not keep their bits. (What was not put there
+  // yet is not read later either.)
+  __device__ __forceinline__ void rebase(const float (&factor)[2]) const {
+#pragma unroll 1
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 v = load_vector(place_ + i * kConsumerThreads);
+      store_vector(place_ + i * kConsumerThreads,
+                   make_float4(v.x * factor[0], v.y * factor[0], v.z * factor[1], v.w * factor[1]));
+    }
+  }
+
+  int begins_;
+  int next_;         // slice; from kSumTiles on those that have been put there before
+  float factor_[2];  // what is put there is multiplied with
+  float4* place_;
+};
+
+// What puts nothing aside.
+struct NoAside {
+  __device__ __forceinline__ void begin(int, int, int) {}
+  __device__ __forceinline__ void find_place(const Arguments&) {}
+  __device__ __forceinline__ int begins() const { return 0; }
+  __device__ __forceinline__ bool is_due(int) const { return false; }
+  __device__ __forceinline__ bool holds_some() const { return false; }
+  __device__ __forceinline__ void put(float (&)[kOutputs]) {}
+  __device__ __forceinline__ void fade(const float (&)[2], float (&)[kOutputs]) {}
+  __device__ __forceinline__ void fetch(float (&)[kScores]) const {}
+  __device__ __forceinline__ void add(float (&)[kScores], float (&)[kOutputs]) const {}
+};
+
+}  // namespace ostinato::prefill
