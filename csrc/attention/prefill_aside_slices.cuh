@@ -59,22 +59,28 @@ inline constexpr int kSliceVectors = ceil_div(kVectors, kSumTiles);  // the last
   OSTINATO_TWO(4, TAKE_8, TAKE_9)   \
   OSTINATO_TWO(5, TAKE_10, TAKE_11) \
   OSTINATO_TWO(6, TAKE_12, TAKE_13) OSTINATO_TWO(7, TAKE_14, TAKE_15)
-#elif OSTINATO_SUM_TILES == 6
-#define OSTINATO_LABELS "SLICE0, SLICE1, SLICE2, SLICE3, SLICE4, SLICE5"
-#define OSTINATO_SLICES                       \
-  OSTINATO_THREE(0, TAKE_0, TAKE_1, TAKE_2)   \
-  OSTINATO_THREE(1, TAKE_3, TAKE_4, TAKE_5)   \
-  OSTINATO_THREE(2, TAKE_6, TAKE_7, TAKE_8)   \
-  OSTINATO_THREE(3, TAKE_9, TAKE_10, TAKE_11) \
-  OSTINATO_THREE(4, TAKE_12, TAKE_13, TAKE_14) OSTINATO_ONE(5, TAKE_15)
 #else
-static_assert(kSumTiles == 4, "slices of that many tiles");
-#define OSTINATO_LABELS "SLICE0, SLICE1, SLICE2, SLICE3"
-#define OSTINATO_SLICES                              \
-  OSTINATO_FOUR(0, TAKE_0, TAKE_1, TAKE_2, TAKE_3)   \
-  OSTINATO_FOUR(1, TAKE_4, TAKE_5, TAKE_6, TAKE_7)   \
-  OSTINATO_FOUR(2, TAKE_8, TAKE_9, TAKE_10, TAKE_11) \
-  OSTINATO_FOUR(3, TAKE_12, TAKE_13, TAKE_14, TAKE_15)
+static_assert(kSumTiles == 16, "slices of that many tiles");
+#define OSTINATO_LABELS                                                                       \
+  "SLICE0, SLICE1, SLICE2, SLICE3, SLICE4, SLICE5, SLICE6, SLICE7, SLICE8, SLICE9, SLICE10, " \
+  "SLICE11, SLICE12, SLICE13, SLICE14, SLICE15"
+#define OSTINATO_SLICES     \
+  OSTINATO_ONE(0, TAKE_0)   \
+  OSTINATO_ONE(1, TAKE_1)   \
+  OSTINATO_ONE(2, TAKE_2)   \
+  OSTINATO_ONE(3, TAKE_3)   \
+  OSTINATO_ONE(4, TAKE_4)   \
+  OSTINATO_ONE(5, TAKE_5)   \
+  OSTINATO_ONE(6, TAKE_6)   \
+  OSTINATO_ONE(7, TAKE_7)   \
+  OSTINATO_ONE(8, TAKE_8)   \
+  OSTINATO_ONE(9, TAKE_9)   \
+  OSTINATO_ONE(10, TAKE_10) \
+  OSTINATO_ONE(11, TAKE_11) \
+  OSTINATO_ONE(12, TAKE_12) \
+  OSTINATO_ONE(13, TAKE_13) \
+  OSTINATO_ONE(14, TAKE_14) \
+  OSTINATO_ONE(15, TAKE_15)
 #endif
 
 #define OSTINATO_SIXTEEN(c, x, i)                                                        \

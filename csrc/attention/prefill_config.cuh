@@ -69,7 +69,7 @@ inline constexpr bool kPutsAside = kFp8 && kConsumers == 3 && kValueDim == 128;
 // Tiles whose products the tensor cores sum: of more they would cut off more than rounding weights
 // to 8 bits does (docs/prefill.md). With each tile one of as many slices is put aside.
 #ifndef OSTINATO_SUM_TILES
-#define OSTINATO_SUM_TILES 8
+#define OSTINATO_SUM_TILES 16
 #endif
 inline constexpr int kSumTiles = OSTINATO_SUM_TILES;
 // The workspace: a counter, and what each CTA puts aside.

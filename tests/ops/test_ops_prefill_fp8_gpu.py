@@ -184,7 +184,7 @@ def test_rules(kernel: dict[str, int], rule: dict[str, Any]) -> None:
 @both_kernels
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules_where_sums_are_put_aside(rule: dict[str, Any], warpgroups: int) -> None:
-    Case((300, 129, 1), (1500, 1000, 2100), warpgroups=warpgroups, **rule).check()
+    Case((300, 129, 1), (2500, 1900, 3100), warpgroups=warpgroups, **rule).check()
 
 
 @both_kernels
@@ -212,14 +212,14 @@ def test_references_that_rise_far_after_sums_were_put_aside(
 
 @both_kernels
 def test_a_mean_of_values_is_not_cut_off(warpgroups: int) -> None:
-    """Tensor cores that sum all keys are off by a fifth, those of 768 by 3.5e-3."""
+    """Tensor cores that sum all keys are off by a fifth, those of 1536 by 8e-3."""
     case = Case((64,), (32768,), heads=(2, 1), causal=False, scale=0.02, warpgroups=warpgroups)
     v = case.tensors[2]
     v[:32768] = (v[:32768].float() + 12).to(E4M3)
     out, _ = case.attend()
     exact, _ = case.twin(torch.float64)
     error = (out.double() - exact).square().mean().sqrt()
-    assert error <= (8e-3 if warpgroups == 3 else 4e-3) * exact.square().mean().sqrt()
+    assert error <= (1.2e-2 if warpgroups == 3 else 4e-3) * exact.square().mean().sqrt()
 
 
 @both_kernels
@@ -236,15 +236,15 @@ def test_ones_of_equal_weights_sum_to_one(keys: int, warpgroups: int) -> None:
 
 @both_kernels
 def test_long_sequences_beside_short_ones(warpgroups: int) -> None:
-    Case((1500, 1, 777, 0, 64), heads=(8, 2), warpgroups=warpgroups).check()
+    Case((2500, 1, 777, 0, 64), heads=(8, 2), warpgroups=warpgroups).check()
 
 
 @both_kernels
 def test_what_is_small_beside_the_sum_is_not_lost(warpgroups: int) -> None:
     """128 keys outweigh all others; the tensor cores alone would cut off what these add.
 
-    They do with those that three warpgroups sum together with the 128: 640 of 19872, 1.2% of the
-    mean.
+    They do with those that three warpgroups sum together with the 128: 1408 of 19872, 2.7% of
+    the mean.
     """
     case = Case((130,), (20000,), heads=(2, 1), causal=False, warpgroups=warpgroups)
     q, k, v = case.tensors
@@ -255,7 +255,7 @@ def test_what_is_small_beside_the_sum_is_not_lost(warpgroups: int) -> None:
     case.scales = Fp8Scales(*(torch.ones((), device=CUDA) for _ in "qkv"))
     out, lse = case.attend()
     mean = (128 + 19872 * 2.0**-8) / 20000
-    rtol = 2e-2 if warpgroups == 3 else 4e-3
+    rtol = 4e-2 if warpgroups == 3 else 4e-3
     torch.testing.assert_close(out.float(), torch.full_like(out.float(), mean), rtol=rtol, atol=0)
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(20000)), rtol=1e-5, atol=0)
 
