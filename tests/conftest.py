@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from hypothesis import settings
 
 from ostinato.kernels.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
+
+# A machine that others use, too, stalls at times for longer than any deadline would be worth.
+settings.register_profile("ostinato", deadline=None)
+settings.load_profile("ostinato")
 
 
 def pytest_report_header() -> list[str]:

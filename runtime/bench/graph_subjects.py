@@ -114,8 +114,9 @@ def hugging_face_step(
         device: where it runs.
         max_batch: the largest batch.
         context: tokens of each sequence in the static cache, the step's included.
-        attention: what the model attends by. Torch's is given to a kernel that repeats its results
-            bit for bit; the one that torch prefers, cuDNN's, does not.
+        attention: what the model attends by: ours, with a `RaggedStaticCache`, or torch's, with
+            transformers' `StaticCache`. Torch's is given to a kernel that repeats its results bit
+            for bit; the one that torch prefers, cuDNN's, does not.
         num_layers: of the model; by default all, and otherwise the subject's name says so.
 
     Raises:
@@ -123,11 +124,65 @@ def hugging_face_step(
     """
     model = random_hugging_face_llama(shape, device, attention=attention, num_layers=num_layers)
     ours = attention == "ostinato"
-    config: Any = model.config
+    attend = _ragged_step if ours else _static_step
+    step, memory, padding = attend(model, device, max_batch, context)
+
+    def random_tokens(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(model.config.vocab_size, size, generator=generator)
+
+    def full(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(size, context, dtype=torch.int32)
+
+    specs = {
+        "tokens": BufferSpec((), torch.int64, 0, random_tokens),
+        "seq_lens": BufferSpec((), torch.int32, padding, full),
+    }
+
+    def inputs(batch: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {name: draw(generator, (batch,)) for name, draw in examples.items()}
+
+    examples = {"tokens": random_tokens, "seq_lens": full}
+    name = "transformers" if ours else "transformers_sdpa"
+    count = "" if num_layers is None else f", {num_layers} layers"
+    return Subject(
+        f"{name} {shape} bf16 ctx{context}{count}",
+        step,
+        StaticBuffers(specs, max_batch, device),
+        {"weights": model, **memory},
+        inputs,
+        shares_tiles=ours,
+    )
+
+
+def _ragged_step(
+    model: Any, device: torch.device, max_batch: int, context: int
+) -> tuple[Step, DeclaredMemory, int]:
+    """Return a step whose rows have lengths of their own, its memory, and padding's length."""
+    from ostinato.compat.transformers import RaggedStaticCache
+
+    cache = RaggedStaticCache(model, max_batch, context)
+
+    def step(batch: BatchView) -> dict[str, torch.Tensor]:
+        rows = cache.rows(batch.seq_lens)
+        logits = model(
+            batch.tokens[:, None], past_key_values=rows, position_ids=rows.position_ids
+        ).logits[:, -1]
+        return {"tokens": logits.argmax(-1), "logits": logits}
+
+    return step, {"cache": cache.tensors()}, 0
+
+
+def _static_step(
+    model: Any, device: torch.device, max_batch: int, context: int
+) -> tuple[Step, DeclaredMemory, int]:
+    """Return a step with a `StaticCache`, its memory, and padding's length."""
+    config = model.config
     layers = config.num_hidden_layers
     heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
-    # Our kernels copy pages of such a size at once, and torch's masks of it are aligned.
-    places = -(-context // _PAGE_SIZE) * _PAGE_SIZE
+    # Torch's masks are then aligned. A batch of padding writes to the last place, in all rows, and
+    # no sequence has it.
+    places = -(-(context + 1) // _PAGE_SIZE) * _PAGE_SIZE
     storage = torch.zeros(
         (layers, 2, max_batch, heads, places, head_dim), dtype=torch.bfloat16, device=device
     )
@@ -146,47 +201,17 @@ def hugging_face_step(
         return caches[batch]
 
     def step(batch: BatchView) -> dict[str, torch.Tensor]:
-        last = (batch.seq_lens - 1).clamp_min(0)
+        last = batch.seq_lens - 1
         # The cache counts its tokens itself; to be repeatable, the step says where they end.
         torch._foreach_copy_(lengths, [last[0]] * layers)
-        if ours:
-            told = {"seq_lens": batch.seq_lens}
-        else:
-            told = {"attention_mask": (positions <= last[:, None])[:, None, None]}
-        with nullcontext() if ours else sdpa_kernel(_REPEATABLE):
+        with sdpa_kernel(_REPEATABLE):
             logits = model(
-                input_ids=batch.tokens[:, None],
+                batch.tokens[:, None],
+                attention_mask=(positions <= last[:, None])[:, None, None],
                 position_ids=last[:, None],
                 past_key_values=cache_of(batch.size),
-                use_cache=True,
-                **told,
             ).logits[:, -1]
         return {"tokens": logits.argmax(-1), "logits": logits}
 
-    def random_tokens(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(config.vocab_size, size, generator=generator)
-
-    def full(generator: torch.Generator, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.full(size, context, dtype=torch.int32)
-
-    specs = {
-        "tokens": BufferSpec((), torch.int64, 0, random_tokens),
-        # Torch's softmax of no keys is NaN, which the cache would keep.
-        "seq_lens": BufferSpec((), torch.int32, 0 if ours else 1, full),
-    }
-
-    def inputs(batch: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        return {name: draw(generator, (batch,)) for name, draw in examples.items()}
-
-    examples = {"tokens": random_tokens, "seq_lens": full}
-    name = "transformers" if ours else "transformers_sdpa"
-    count = "" if num_layers is None else f", {layers} layers"
-    return Subject(
-        f"{name} {shape} bf16 ctx{context}{count}",
-        step,
-        StaticBuffers(specs, max_batch, device),
-        {"weights": model, "cache": storage, "lengths": lengths, "positions": positions},
-        inputs,
-        shares_tiles=ours,
-    )
+    memory = {"cache": storage, "lengths": lengths, "positions": positions}
+    return step, memory, places

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ostinato.bench.gemm_cases import SHAPE_GROUPS, Shape
-from ostinato.bench.graph_subjects import hugging_face_step, our_step
+from ostinato.bench.graph_subjects import Subject, hugging_face_step, our_step
 from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure
 from ostinato.bench.report import Report
 from ostinato.cli.main import main
@@ -83,21 +83,43 @@ def test_all_steps_are_captured_verified_and_run(make: Any) -> None:
         runner.check_memory()
 
 
+def cache_of(subject: Subject) -> torch.Tensor:
+    """Return keys and values of a step of transformers."""
+    cache: Any = subject.memory["cache"]
+    return cache if isinstance(cache, torch.Tensor) else cache[0]
+
+
 def test_transformers_steps_of_both_attentions_agree() -> None:
     logits = []
     for attention in ("ostinato", "sdpa"):
         torch.manual_seed(0)
         subject = hugging_face_step("tiny", CPU, max_batch=4, context=24, attention=attention)
-        storage: Any = subject.memory["cache"]
+        storage = cache_of(subject)
         with GraphRunner(subject.step, subject.buffers) as runner:
             runner.capture([4], verify=False)
-            storage.normal_()  # padding has been written
-            inputs = subject.inputs(3)
-            inputs["seq_lens"] = torch.tensor([24, 24, 3], dtype=torch.int32)
-            logits.append(runner.run(3, inputs)["logits"].clone())
+            storage.normal_(generator=torch.Generator().manual_seed(1))
+            logits.append(runner.run(3, subject.inputs(3))["logits"].clone())
         assert not storage.isnan().any()
     ours, theirs = (each.float() for each in logits)
     assert (ours - theirs).norm() < 2e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("attention", ["ostinato", "sdpa"])
+def test_padding_changes_nothing_that_rows_of_transformers_steps_read(attention: Any) -> None:
+    subject = hugging_face_step("tiny", CPU, max_batch=4, context=24, attention=attention)
+    cache_of(subject).normal_()  # as if another batch size had left it
+    inputs, batch = subject.inputs(3), subject.buffers.view(4)
+
+    def logits() -> torch.Tensor:
+        subject.buffers.stage(inputs, 3, 4)
+        outputs: Any = subject.step(batch)
+        return outputs["logits"][:3].clone()
+
+    with torch.no_grad():
+        expected = logits()
+        subject.buffers.stage_padding(4)
+        subject.step(batch)
+        assert torch.equal(logits(), expected)
 
 
 def test_padding_is_measured_without_a_target_where_rows_share_no_tile() -> None:

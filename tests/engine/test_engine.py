@@ -121,7 +121,6 @@ def pairs() -> Iterator[dict[tuple[str, str], Pair]]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(requests=REQUESTS)

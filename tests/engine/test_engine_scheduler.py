@@ -204,7 +204,7 @@ def test_finishing_frees_everything_wherever_the_request_is(phase: str) -> None:
     assert scheduler.cache.free_pages == 5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     pages=st.integers(4, 9),
     max_batch=st.integers(1, 5),

@@ -112,7 +112,7 @@ def test_lines_take_nearly_all_ctas(shim: ctypes.CDLL) -> None:
     assert tuple(found) == (8, 33)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(load=loads())
 def test_every_tile_is_somebodys_once(
     schedule: Schedule, load: tuple[list[int], int, int, int]
@@ -142,7 +142,7 @@ def test_every_tile_is_somebodys_once(
         assert last < len(live) * max(tiles)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(load=loads(), split=st.sampled_from([1, 2, 5, 32, 1000]))
 def test_fixed_cuts_are_the_sequences_own(
     shim: ctypes.CDLL,

@@ -58,7 +58,7 @@ def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
     assert choice.band >= 0
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(m=sizes, n=sizes, k=sizes, call=calls, sms=st.sampled_from([2, 78, 114, 132]))
 def test_every_call_gets_a_legal_choice(
     m: int, n: int, k: int, call: dict[str, Any], sms: int
@@ -77,7 +77,7 @@ def test_every_call_gets_a_legal_choice(
         assert 2 * left <= sms // 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(n=st.integers(16, 60_000), m=st.integers(1, 256), k=st.integers(512, 30_000), call=calls)
 def test_no_sm_has_much_more_to_do_than_another(
     n: int, m: int, k: int, call: dict[str, Any]
@@ -99,7 +99,7 @@ def test_the_model_is_asked_for_few_more_tokens_than_there_are(m: int) -> None:
         assert [math.ceil(m / t) for t in (64, 128)] == [math.ceil(modelled / t) for t in (64, 128)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(n=st.integers(1, 100_000), m=sizes, call=calls)
 def test_the_kernels_of_a_weight_are_known_beforehand(n: int, m: int, call: dict[str, Any]) -> None:
     del call["packed"]

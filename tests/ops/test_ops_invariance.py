@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 invariance = settings(
     max_examples=25,
-    deadline=None,
     # The fixture only names a device; nothing of it changes between examples.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

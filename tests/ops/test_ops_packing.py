@@ -35,7 +35,7 @@ def test_every_byte_has_its_place(
     assert_same_bits(packed.data.cpu().view(torch.int8), expected.to(torch.int8))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 70), st.integers(1, 300), st.sampled_from([torch.int8, E4M3]))
 def test_unpack_undoes_pack(n: int, k: int, dtype: torch.dtype) -> None:
     w = quantized_randn((n, k), dtype)

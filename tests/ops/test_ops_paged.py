@@ -77,7 +77,7 @@ def test_error_is_within_twice_torchs(case: PagedCase, device: torch.device) -> 
     torch.testing.assert_close(lse, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_random_combinations(data: st.DataObject) -> None:
     draw = data.draw

@@ -48,7 +48,7 @@ def test_rows_of_zeros_get_a_positive_scale(dtype: torch.dtype, device: torch.de
     assert scale.isfinite().all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.floats(-300, 300, width=32), min_size=1, max_size=40))
 def test_int8_rounds_half_to_even_like_numpy(values: list[float]) -> None:
     x = torch.tensor([values])

@@ -189,7 +189,7 @@ def test_repetition_penalty(device: torch.device) -> None:
     assert ops.sample(logits, **arguments).tolist() == [0, 1, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_equals_the_reference(data: st.DataObject) -> None:
     draw = data.draw
