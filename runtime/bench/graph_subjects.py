@@ -213,5 +213,5 @@ def _static_step(
             ).logits[:, -1]
         return {"tokens": logits.argmax(-1), "logits": logits}
 
-    memory = {"cache": storage, "lengths": lengths, "positions": positions}
+    memory: DeclaredMemory = {"cache": storage, "lengths": lengths, "positions": positions}
     return step, memory, places
