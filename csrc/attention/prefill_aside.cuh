@@ -1,10 +1,11 @@
 // The second level of sums of 8-bit products where registers have no room for it.
 //
-// The tensor cores keep about 14 bits of a sum. So they add up no more than kSumTiles tiles: with
-// each tile a thread adds a slice of its outputs, one after the other, to a place of its own in
-// global memory, in fp32, and these start anew from 0. Nothing waits for the additions, which the
-// L2 carries out: each place is one thread's, whose accesses of it take effect in their order. At
-// an item's end what lies there is read back. Items of fewer tiles put nothing aside.
+// The tensor cores keep about 14 bits of a sum. So they add up no more than kSumTiles tiles, and at
+// first those that hide keys: with each tile a thread adds a slice of its outputs, one after the
+// other, to a place of its own in global memory, in fp32, and these start anew from 0. Nothing
+// waits for the additions, which the L2 carries out: each place is one thread's, whose accesses of
+// it take effect in their order. At an item's end what lies there is read back. Items of fewer
+// tiles put nothing aside.
 #pragma once
 
 #include "prefill_aside_instructions.cuh"
@@ -42,18 +43,18 @@ class Aside {
   __device__ __forceinline__ bool holds_some() const { return begins_ != kNever; }
 
   // The next slice. What lies there is relative to a row's reference when the first was put there.
-  // All of a slice has registers of its own before it is sent: what is sent is read later, and a
-  // register that is written again before that waits for it.
+  // What is sent has registers of its own: it is read later, and a register that is written again
+  // before that waits for it.
   __device__ __forceinline__ void put(float (&outputs)[kOutputs]) {
     const bool holds_it = next_ >= kSumTiles;
     const int slice = holds_it ? next_ - kSumTiles : next_;
-    float taken[4 * kSliceVectors];
+    float taken[4];
     take_slice(outputs, slice, factor_, taken);
-    float4* const to = place_ + slice * (kSliceVectors * kConsumerThreads);
+    float4* const to = place_ + slice * kConsumerThreads;
     if (holds_it) {
-      send(to, slice, taken, [](float4* to, float4 v) { add_vector(to, v); });
+      add_vector(to, make_float4(taken[0], taken[1], taken[2], taken[3]));
     } else {
-      send(to, slice, taken, [](float4* to, float4 v) { store_vector(to, v); });
+      store_vector(to, make_float4(taken[0], taken[1], taken[2], taken[3]));
     }
     next_ = next_ == 2 * kSumTiles - 1 ? kSumTiles : next_ + 1;
   }
@@ -100,20 +101,6 @@ class Aside {
   // Of what is put there, since a reference has risen: with it what a sum of all keys may be is far
   // from overflow.
   static constexpr float kFarthest = 18446744073709551616.0f;  // 2^64
-
-  template <class Send>
-  __device__ __forceinline__ static void send(float4* to, int slice,
-                                              const float (&taken)[4 * kSliceVectors],
-                                              const Send& send_vector) {
-    constexpr int kLast = kVectors - (kSumTiles - 1) * kSliceVectors;  // of the last slice
-#pragma unroll
-    for (int i = 0; i < kSliceVectors; ++i) {
-      if (i < kLast || slice < kSumTiles - 1) {
-        send_vector(to + i * kConsumerThreads, make_float4(taken[4 * i], taken[4 * i + 1],
-                                                           taken[4 * i + 2], taken[4 * i + 3]));
-      }
-    }
-  }
 
   // kCount vectors from kFirst on, to the scores' first places.
   template <int kFirst, int kCount>

@@ -66,12 +66,9 @@ inline constexpr int kKeySteps = kKeys / kMmaDepth;
 inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
 inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
 inline constexpr bool kPutsAside = kFp8 && kConsumers == 3 && kValueDim == 128;
-// Tiles whose products the tensor cores sum: of more they would cut off more than rounding weights
-// to 8 bits does (docs/prefill.md). With each tile one of as many slices is put aside.
-#ifndef OSTINATO_SUM_TILES
-#define OSTINATO_SUM_TILES 16
-#endif
-inline constexpr int kSumTiles = OSTINATO_SUM_TILES;
+// Tiles whose products the tensor cores sum, and slices of the outputs, of which one is put aside
+// with each: of fewer they cut off less, and are slower (docs/prefill.md).
+inline constexpr int kSumTiles = 16;
 // The workspace: a counter, and what each CTA puts aside.
 inline constexpr int kCounterBytes = kPutsAside ? 256 : 8;
 inline constexpr int kAsideBytes = kPutsAside ? kOutputs * 4 * kConsumerThreads : 0;

@@ -4,9 +4,9 @@
 // weights and values are summed anew and then added to the output in fp32. They are enqueued with
 // the products of the next tile's keys. For value dims above 128 registers are too few for that:
 // there 64 columns of the value dim are multiplied and added at a time, the last but one beside the
-// next tile's keys. So they are for three warpgroups and 128: there a few tiles are summed at once,
-// and put aside in slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns: with 8
-// bits they are faster without.
+// next tile's keys. So they are for three warpgroups and 128: there the tensor cores sum 16 tiles,
+// which are put aside in slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns:
+// with 8 bits they are faster without.
 #pragma once
 
 #include "prefill_aside.cuh"
