@@ -2,7 +2,7 @@
 //
 // Packed rows are copied by the copy engine; pages too, since a page is a copy (or one for each
 // strip), unless it holds whole tiles; slots of pages of any size by the threads of a warpgroup.
-// Where rings are short (kHasFinder), one warp finds items, one copies keys and one values.
+// For three warpgroups (kHasFinder) one warp finds items, one copies keys and one values.
 // Otherwise the first warp finds the items, and copies: packed keys and values alone, those of
 // pages beside another for keys and two for values, slots with three others.
 #pragma once
