@@ -141,6 +141,26 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
+  // A tile's scores, while its predecessor's values are still multiplied. Whether the next keys and
+  // values have come is asked well before it is waited for.
+  __device__ __forceinline__ void await_scores(Fragments& r) {
+    wait_multiplied<1>();
+    pin(r.scores);
+    release<Keys>(keys_);
+    RingPosition next_values = values_;
+    next_values.advance(kStagesOf<Values>);
+    keys_have_come_ = has_come<Keys>(keys_);
+    values_have_come_ = has_come<Values>(next_values);
+  }
+
+  // What the tile behind tile n needs, before it is due.
+  __device__ __forceinline__ void await_next(int n, KeysOperand& keys, ValuesOperand& values) {
+    if (n + 1 < outline_.tiles) {
+      keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
+    }
+    values = ValuesOperand(await<Values>(values_, values_have_come_));
+  }
+
   // A tile whose values are summed beside those before it. kExact: of those that hide nothing, with
   // scores that are direct, and from which on sums are put aside; these are many, and a loop of
   // their own, which does not ask. (Unrolled by slices they were slower: docs/prefill.md.)
@@ -156,13 +176,7 @@ class Consumer : public ConsumerBase<Softmax> {
       aside_.put(r.outputs);
     }
     begin_part<0>(values, r);
-    wait_multiplied<1>();
-    pin(r.scores);
-    release<Keys>(keys_);
-    RingPosition next_values = values_;
-    next_values.advance(kStagesOf<Values>);
-    keys_have_come_ = has_come<Keys>(keys_);
-    values_have_come_ = has_come<Values>(next_values);
+    await_scores(r);
     float fade[2];
     const bool risen = softmax_.raise_reference<kExact>(
         r.scores, n < outline_.hiding,
@@ -179,11 +193,7 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.exponentiate_some<kBeside, kScores>(r.scores, sums);
     softmax_.add_sums(sums);
     pack_weights(r.scores, r.weights);
-    // What the next tile needs, before it is due.
-    if (n + 1 < outline_.tiles) {
-      keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
-    }
-    values = ValuesOperand(await<Values>(values_, values_have_come_));
+    await_next(n, keys, values);
     if (!kExact && n == outline_.hiding) {
       mend(item, softmax_, r.outputs);
     }
@@ -227,13 +237,7 @@ class Consumer : public ConsumerBase<Softmax> {
         add_part<kParts - 2>(fade, r);
       }
       begin_part<kParts - 1>(values, r);
-      wait_multiplied<1>();
-      pin(r.scores);
-      release<Keys>(keys_);
-      RingPosition next_values = values_;
-      next_values.advance(kStagesOf<Values>);
-      keys_have_come_ = has_come<Keys>(keys_);
-      values_have_come_ = has_come<Values>(next_values);
+      await_scores(r);
       find_reference(item, n, n < hiding, r);
       softmax_.exponentiate(r.scores);
       // ptxas makes this wait begin before most of the exponentials, and so it should be: where
@@ -242,11 +246,7 @@ class Consumer : public ConsumerBase<Softmax> {
       add_part<kParts - 1>(fade, r);
       release<Values>(values_);
       pack_weights(r.scores, r.weights);
-      // What the next tile needs, before it is due.
-      if (n + 1 < tiles) {
-        keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
-      }
-      values = ValuesOperand(await<Values>(values_, values_have_come_));
+      await_next(n, keys, values);
       if (n == hiding) {
         softmax_.fade_now(r.outputs);
         mend(item, softmax_, r.outputs);

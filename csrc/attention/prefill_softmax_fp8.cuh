@@ -48,12 +48,10 @@ class Softmax {
     if (hiding) {
       hide_unseen();
     }
-    float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
-#pragma unroll
-    for (int i = 4; i < kScores; ++i) {
-      tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
-    }
-    const float top[2] = {fmaxf(tops[0], tops[1]) * factor_, fmaxf(tops[2], tops[3]) * factor_};
+    float top[2];
+    find_tops(scores, top);
+    top[0] *= factor_;
+    top[1] *= factor_;
     fade_[0] = fade_[1] = 1;
     if (__any_sync(0xffffffff, top[0] > reference_[0] + kMost || top[1] > reference_[1] + kMost)) {
       raise(top, fade_);
@@ -72,12 +70,8 @@ class Softmax {
         hide_unseen();
       }
     }
-    float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
-#pragma unroll
-    for (int i = 4; i < kScores; ++i) {
-      tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
-    }
-    float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
+    float top[2];
+    find_tops(scores, top);
     const bool risen = __any_sync(0xffffffff, top[0] > limit_[0] || top[1] > limit_[1]);
     if (__builtin_expect(risen, false)) {
       top[0] *= factor_;
@@ -158,6 +152,18 @@ class Softmax {
         __syncwarp();  // more at a time would take registers
       }
     }
+  }
+
+  // The greatest of a thread's scores in each of its rows.
+  __device__ __forceinline__ static void find_tops(const float (&scores)[kScores],
+                                                   float (&top)[2]) {
+    float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
+#pragma unroll
+    for (int i = 4; i < kScores; ++i) {
+      tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
+    }
+    top[0] = fmaxf(tops[0], tops[1]);
+    top[1] = fmaxf(tops[2], tops[3]);
   }
 
   __device__ __forceinline__ void raise(const float (&tops)[2], float (&fade)[2]) {
