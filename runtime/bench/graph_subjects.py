@@ -19,6 +19,7 @@ from ostinato.graphs import BatchView, BufferSpec, StaticBuffers
 from ostinato.graphs.memory import DeclaredMemory
 from ostinato.graphs.outputs import Step
 from ostinato.model import ModelConfig, PagedKVCache, compile_kernels
+from ostinato.ops.sizes import round_up
 
 _PAGE_SIZE = 16
 # On an H200 cuDNN's attention (9.19, torch 2.11), which torch would take, gave other bits than at
@@ -182,7 +183,7 @@ def _static_step(
     heads, head_dim = config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
     # Torch's masks are then aligned. A batch of padding writes to the last place, in all rows, and
     # no sequence has it.
-    places = -(-(context + 1) // _PAGE_SIZE) * _PAGE_SIZE
+    places = round_up(context + 1, _PAGE_SIZE)
     storage = torch.zeros(
         (layers, 2, max_batch, heads, places, head_dim), dtype=torch.bfloat16, device=device
     )

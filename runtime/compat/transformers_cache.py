@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ostinato import ops
 from ostinato.ops import checks
+from ostinato.ops.sizes import round_up
 
 _PLACES = 16  # tokens; our kernels copy pages of a multiple of it at once
 
@@ -41,7 +42,7 @@ class RaggedStaticCache:
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         heads_kv = getattr(config, "num_key_value_heads", None) or heads
-        places = -(-max_length // _PLACES) * _PLACES
+        places = round_up(max_length, _PLACES)
         self.storage = torch.zeros(
             (config.num_hidden_layers, 2, max_batch, heads_kv, places, dim),
             dtype=model.dtype,

@@ -196,7 +196,8 @@ def _check_bounds(
     cos_sin: torch.Tensor | None,
 ) -> None:
     slots = slot_mapping.tolist()
-    _check_range("slot_mapping", slots, -1, k_cache.size(0) * k_cache.size(1) - 1)
+    last = k_cache.size(0) * k_cache.size(1) - 1
+    checks.token_values("slot_mapping", slots, least=-1, most=last)
     written = [slot for slot in slots if slot >= 0]
     if len(set(written)) < len(written):
         repeated = next(slot for slot in written if written.count(slot) > 1)
@@ -205,15 +206,8 @@ def _check_bounds(
             "expected no slot twice"
         )
     if positions is not None and cos_sin is not None:
-        _check_range("positions", positions.tolist(), 0, cos_sin.size(0) - 1)
-
-
-def _check_range(name: str, values: list[int], least: int, most: int) -> None:
-    if min(values) < least or max(values) > most:
-        token = next(t for t, value in enumerate(values) if not least <= value <= most)
-        raise ValueError(
-            f"{name}: got {values[token]} for token {token}, expected {least} to {most}"
-        )
+        last = cos_sin.size(0) - 1
+        checks.token_values("positions", positions.tolist(), least=0, most=last)
 
 
 def _append_kv(

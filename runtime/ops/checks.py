@@ -141,6 +141,15 @@ def integer(name: str, value: int, *, least: int) -> None:
         raise ValueError(f"{name}: got {value}, expected at least {least}")
 
 
+def token_values(name: str, values: Sequence[int], *, least: int, most: int) -> None:
+    """Check that an integer for each of one or more tokens is from `least` to `most`."""
+    if min(values) < least or max(values) > most:
+        token = next(t for t, value in enumerate(values) if not least <= value <= most)
+        raise ValueError(
+            f"{name}: got {values[token]} for token {token}, expected {least} to {most}"
+        )
+
+
 def number(name: str, value: float, *, least: float = -math.inf) -> None:
     """Check that `value` is a finite Python number of at least `least`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):

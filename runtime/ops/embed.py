@@ -67,15 +67,6 @@ def embed(
     return out
 
 
-def _check_range(name: str, ids: torch.Tensor, size: int) -> None:
-    wrong = ((ids < 0) | (ids >= size)).nonzero()
-    if wrong.numel():
-        token = int(wrong[0])
-        raise ValueError(
-            f"{name}: got {int(ids[token])} for token {token}, expected 0 to {size - 1}"
-        )
-
-
 def _embed(
     tokens: torch.Tensor,
     table: torch.Tensor,
@@ -88,9 +79,9 @@ def _embed(
     if tokens.size(0) == 0:
         return
     if check_bounds or tokens.device.type == "cpu":
-        _check_range("tokens", tokens, table.size(0))
+        checks.token_values("tokens", tokens.tolist(), least=0, most=table.size(0) - 1)
         if seen is not None and seen_rows is not None:
-            _check_range("seen_rows", seen_rows, seen.size(0))
+            checks.token_values("seen_rows", seen_rows.tolist(), least=0, most=seen.size(0) - 1)
     if table.device.type == "cuda" and has_kernels(table.get_device()):
         embed_rows(tokens, table, seen, seen_rows, n_active, out)
         return
