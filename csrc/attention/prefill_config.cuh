@@ -142,12 +142,12 @@ inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
 // What is left may have room for one more tile: of values, which are held for longer than keys, or
-// of packed keys where a warpgroup begins with the third of an item (docs/prefill.md). With 8 bits
+// of keys where a warpgroup begins with the third of an item (docs/prefill.md). With 8 bits
 // that gains something where three warpgroups take them at times of their own, and then for both.
 inline constexpr int kRoomLeft = kStages < kMaxStages ? kRingRoom - kStages * kStageBytes : 0;
 inline constexpr bool kHasSpareTile = (!kFp8 || kPutsAside) && kRoomLeft >= kValueBytes;
-inline constexpr bool kSpareIsKeys = !kFp8 && kHasSpareTile && kConsumers == 3 &&
-                                     kSource == Source::Packed && kKeyBytes <= kValueBytes;
+inline constexpr bool kSpareIsKeys =
+    !kFp8 && kHasSpareTile && kConsumers == 3 && kKeyBytes <= kValueBytes;
 inline constexpr bool kSparesBoth = kPutsAside && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
@@ -159,5 +159,11 @@ static_assert(!kShareOutput || kOutputBytes <= kQueryBytes, "the output must fit
 
 // Tiles of queries whose description is ready before they are.
 inline constexpr int kItems = 3;
+// Whether a warp of its own finds items and copies queries, and one each keys and values: for three
+// warpgroups. To find an item takes as long as to multiply a tile, and the keys that the first of
+// them begins with are the third of an item (docs/prefill.md).
+inline constexpr bool kHasFinder = kSource != Source::Slots && !kFp8 && kConsumers == 3;
+// It also reads the ids of an item's first pages, which those that copy would wait for.
+inline constexpr bool kHandsOverBoxes = kHasFinder && kSource == Source::Pages;
 
 }  // namespace ostinato::prefill

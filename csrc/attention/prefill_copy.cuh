@@ -9,10 +9,6 @@
 
 namespace ostinato::prefill {
 
-// Whether a warp of its own finds items and copies queries, and one each keys and values: for three
-// warpgroups. To find an item takes as long as to multiply a tile, and the keys that the first of
-// them begins with are the third of an item (docs/prefill.md).
-inline constexpr bool kHasFinder = kSource != Source::Slots && !kFp8 && kConsumers == 3;
 inline constexpr int kProducerWarps = kHasFinder ? 3 : kSource == Source::Packed ? 1 : 4;
 // Warps that copy keys, and as many copy values.
 inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;
@@ -140,14 +136,9 @@ class Copier {
     __syncwarp();
   }
 
-  // Of some tiles the boxes that this warp copies, one for each lane. Pages are asked for long
-  // before their tiles are, since a place in the ring is free only shortly before it is due.
-  struct Boxes {
-    int page, slot;
-    uint32_t seen;  // whether to be copied, a bit for each
-  };
-
-  // Of the item's n-th tile and those after it.
+  // Of the item's n-th tile and those after it the boxes that this warp copies, one for each lane.
+  // Pages are asked for long before their tiles are, since a place in the ring is free only shortly
+  // before it is due.
   __device__ __forceinline__ Boxes read_boxes(const Item& item, int n) const {
     const int tile = lane_ / args_.boxes;
     const int in_tile = box_in_tile(lane_ - tile * args_.boxes) * args_.box_tokens;
@@ -159,7 +150,7 @@ class Copier {
         find_page(item, key, place);
       }
     }
-    return {place.page, place.slot, __ballot_sync(0xffffffff, place.seen)};
+    return {place.seen ? place.page : -1, place.slot};
   }
   // They go round the warps.
   __device__ __forceinline__ int box_in_tile(int own) const {
@@ -174,7 +165,8 @@ class Copier {
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];
     const int box_bytes = args_.box_tokens * kStripBytes;
-    const uint32_t seen = boxes.seen >> first & ((1u << args_.boxes) - 1);
+    const uint32_t seen =
+        __ballot_sync(0xffffffff, boxes.page >= 0) >> first & ((1u << args_.boxes) - 1);
     wait(&barriers.empty[position.slot], position.parity ^ 1);
     if (elect_lane()) {
       OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));

@@ -66,11 +66,30 @@ class Producer : Copier {
   __device__ __forceinline__ void publish_item(const RingPosition& position, int place) {
     wait(&shared_.item_empty[position.slot], position.parity ^ 1);
     find_item(shared_, args_, place, shared_.items[position.slot]);
+    if constexpr (kHandsOverBoxes) {
+      hand_over_boxes(position.slot);
+    }
     if (lane_ == 0) {
       OSTINATO_DELAY(prefill_item_publish, true);
       arrive(&shared_.item_full[position.slot]);
     }
     __syncwarp();
+  }
+
+  __device__ __forceinline__ void hand_over_boxes(int slot) {
+    __syncwarp();
+    const Item& item = shared_.items[slot];
+    if (!item.is_last()) {
+      shared_.first_boxes[slot][lane_] = read_boxes(item, 0);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ Boxes first_boxes(const Item& item) const {
+    if constexpr (kHandsOverBoxes) {
+      return shared_.first_boxes[&item - shared_.items][lane_];
+    } else {
+      return read_boxes(item, 0);
+    }
   }
 
   // The other warps that copy.
@@ -168,16 +187,16 @@ class Producer : Copier {
       return;
     }
     const int tiles = item.tiles(), due = tile_of_next(tiles), head = item.kv_head;
-    Boxes boxes = read_boxes(item, 0), ahead = {};
+    Boxes boxes = first_boxes(item), ahead = {};
     int first = 0;  // of the tile
     for (int n = 0; n < tiles; ++n) {
       if (n == due) {
         then();
       }
+      copy_boxes<What>(head, boxes, first, position);
       if (first == 0 && n + args_.tiles_ahead < tiles) {
         ahead = read_boxes(item, n + args_.tiles_ahead);
       }
-      copy_boxes<What>(head, boxes, first, position);
       first += args_.boxes;
       if (first == args_.boxes * args_.tiles_ahead) {
         first = 0;

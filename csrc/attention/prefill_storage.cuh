@@ -39,6 +39,11 @@ struct Sequence {
   int first_row, queries, first_key, length;
 };
 
+// Of a page, what a lane has copied: tokens from `slot` on.
+struct Boxes {
+  int page, slot;  // page -1: nothing
+};
+
 struct TurningStorage {
   Ring<ValuesToTurn> values_to_turn;
   RingBarriers<ValuesToTurn> values_to_turn_barriers;
@@ -58,6 +63,7 @@ struct SharedStorage : std::conditional_t<kFp8, TurningStorage, NoStorage> {
   uint64_t item_empty[kItems];
   uint64_t item_wanted;  // by the warp that copies keys (prefill_producer.cuh)
   Item items[kItems];
+  Boxes first_boxes[kHandsOverBoxes ? kItems : 1][kHandsOverBoxes ? 32 : 1];  // of each item
   // By rank: sequences with long tiles come first.
   Sequence sequences[kMaxBatch];
   int start[kMaxBatch + 1];  // items of all sequences before
