@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ostinato import ops
 from ostinato.compat.transformers import replace_norms
 from ostinato.graphs import BufferSpec, GraphRunner, StaticBuffers
+from ostinato.kernels.errors import MissingKernelError
 from ostinato.ops import reference
 
 transformers.logging.set_verbosity_error()
@@ -145,6 +146,17 @@ def test_other_norms_that_are_left_alone() -> None:
     hooked: Any = LlamaRMSNorm(64)
     hooked.forward = lambda x: x + 1
     assert replace_norms(hooked) == []
+
+
+def test_a_kernel_that_is_missing_is_no_reason_to_leave_a_norm_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rms_norm(*arguments: object, **options: object) -> torch.Tensor:
+        raise MissingKernelError("not compiled")
+
+    monkeypatch.setattr(ops, "rms_norm", rms_norm)
+    with pytest.raises(MissingKernelError, match="not compiled"):
+        replace_norms(LlamaRMSNorm(64))
 
 
 def test_trying_a_norm_runs_no_hooks() -> None:
