@@ -82,7 +82,7 @@ class Quantizer {
     if (threadIdx.x == 0) {
       shared_.scale = scale;
     }
-    const Encoder encoder(Static(rows_), scale);
+    const Encoder<Out> encoder(Static(rows_), scale);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (encoder.bounded) {

@@ -1,10 +1,11 @@
 // Quantisation of activations to 8 bits, row by row: bare, after RMS norm (with residual), or after
-// SiLU gating. One pass over memory: a row stays in the registers of its warp or CTA.
+// SiLU gating; and these two alone. One pass over memory: a row stays in the registers of its warp
+// or CTA.
 //
 // Compiled with
 //   OSTINATO_KIND          per_token, rms_norm or silu_mul
 //   OSTINATO_IN_DTYPE      bf16, fp16 or fp32, of x, residual and residual_out
-//   OSTINATO_OUT_DTYPE     int8 or e4m3
+//   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (rms_norm and silu_mul only)
 //   OSTINATO_WEIGHT_DTYPE  of norm_weight: that of x, or fp32 (rms_norm only)
 //
 // The semantics are those of runtime/ops/{quantize,norm,silu}.py. A row's bits depend on the row
@@ -94,9 +95,10 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   // With few rows latency counts, and a long gated row is bound by one SM's arithmetic: several
   // share it. The other kinds have too little of it to pay for the exchange. Of more than 16 rows
   // each is left to one CTA that can hold it: the product that follows gains more from SMs without
-  // a row.
+  // a row. Rows without a scale have nothing to exchange, and the products behind them are not
+  // ours.
   if constexpr (kKind == Kind::silu_mul) {
-    const bool share = m <= 16 || k > 16 * kMaxThreads;
+    const bool share = !kEncodes || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
                          : share && m <= kSms / 4 ? 4
                          : share && m <= kSms / 2 ? 2
@@ -137,8 +139,9 @@ bool divides(int64_t alignment, const void* pointer, int64_t stride_bytes, int32
 // Whether every row is made of whole vectors that lie on addresses their size divides.
 bool is_aligned(const QuantizeParams& p) {
   constexpr int64_t kSize = sizeof(In);
+  constexpr int64_t kOutSize = sizeof(Stored);
   bool aligned = p.k % kVectorSize == 0 && divides(16, p.x, p.x_stride * kSize, p.m) &&
-                 divides(kVectorSize, p.out, p.out_stride, p.m);
+                 divides(kVectorSize * kOutSize, p.out, p.out_stride * kOutSize, p.m);
   if constexpr (kKind == Kind::rms_norm) {
     aligned = aligned && divides(16, p.norm_weight, 0, p.m);
     if (p.residual != nullptr) {
@@ -150,8 +153,8 @@ bool is_aligned(const QuantizeParams& p) {
 }
 
 bool is_valid(const QuantizeParams& p) {
-  return (p.static_scale != nullptr || p.scale_out != nullptr) &&
-         (p.zero_point == nullptr || p.static_scale != nullptr) &&
+  const bool scaled = p.static_scale != nullptr || p.scale_out != nullptr;
+  return scaled == kEncodes && (p.zero_point == nullptr || p.static_scale != nullptr) &&
          (kKind != Kind::rms_norm || p.norm_weight != nullptr) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&
          (kKind == Kind::rms_norm || p.residual == nullptr);

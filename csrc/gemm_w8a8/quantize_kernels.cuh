@@ -15,6 +15,10 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
+// A layer's norm weights are constants, which no earlier kernel writes. ops.rms_norm takes any
+// tensor, which the kernel in front may have made (1 + weight, say): read like x, after the wait.
+constexpr bool kConstantWeights = kEncodes;
+
 // Asks how many rows are real. Inline, so that nothing waits for the answer before it is used: by
 // then x, which is asked for later, has not arrived, either.
 __device__ __forceinline__ int32_t rows_of(const PaddedQuantizeParams& p) {
@@ -50,8 +54,52 @@ __device__ __forceinline__ float cluster_max(float x, float& cta_maximum) {
   return x;
 }
 
-// From a row's values to its codes. Thread `thread` of those that share the row has the vectors
-// that begin at first_of(v), and weight_of(v) gives it the norm's weights of each.
+// From a row's final values to its codes.
+template <typename Code, Share kShare, bool kAligned, int kVectors, typename FirstOf>
+__device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static& fixed,
+                                           const Row& row, int64_t index, uint32_t thread,
+                                           const Values (&values)[kVectors],
+                                           const FirstOf& first_of, Exchange<kVectors>& exchange) {
+  float scale;
+  if (fixed.given) {
+    scale = fixed.scale;
+  } else {
+    float largest = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      largest = max_magnitude_of(largest, values[v]);
+    }
+    largest = row_max<kShare == Share::warp>(largest, exchange.maxima);
+    if constexpr (kShare == Share::cluster) {
+      largest = cluster_max(largest, exchange.cta_maximum);
+    }
+    scale = dynamic_scale<Code>(largest);
+    if (thread == 0) {
+      p.scale_out[index] = scale;
+    }
+  }
+  const Encoder<Code> encoder(fixed, scale);
+  if (encoder.bounded) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      encoder.template write<kAligned, true>(row, first_of(v), values[v]);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      encoder.template write<kAligned, false>(row, first_of(v), values[v]);
+    }
+  }
+  if constexpr (kShare == Share::cluster) {
+    if (!fixed.given) {
+      // No CTA may end while another can still read its maximum.
+      cooperative_groups::this_cluster().barrier_wait();
+    }
+  }
+}
+
+// From a row's values to what is stored. Thread `thread` of those that share the row has the
+// vectors that begin at first_of(v), and weight_of(v) gives it the norm's weights of each.
 template <Share kShare, bool kAligned, int kVectors, typename FirstOf, typename WeightOf>
 __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static& fixed,
                                            const KnownDivisor& k, const Row& row, int64_t index,
@@ -81,40 +129,12 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
     }
   }
 
-  float scale;
-  if (fixed.given) {
-    scale = fixed.scale;
-  } else {
-    float largest = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      largest = max_magnitude_of(largest, values[v]);
-    }
-    largest = row_max<kWarpPerRow>(largest, exchange.maxima);
-    if constexpr (kShare == Share::cluster) {
-      largest = cluster_max(largest, exchange.cta_maximum);
-    }
-    scale = dynamic_scale<Out>(largest);
-    if (thread == 0) {
-      p.scale_out[index] = scale;
-    }
-  }
-  const Encoder encoder(fixed, scale);
-  if (encoder.bounded) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      encoder.write<kAligned, true>(row, first_of(v), values[v]);
-    }
+  if constexpr (kEncodes) {
+    encode_row<Out, kShare, kAligned>(p, fixed, row, index, thread, values, first_of, exchange);
   } else {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      encoder.write<kAligned, false>(row, first_of(v), values[v]);
-    }
-  }
-  if constexpr (kShare == Share::cluster) {
-    if (!fixed.given) {
-      // No CTA may end while another can still read its maximum.
-      cooperative_groups::this_cluster().barrier_wait();
+      write_rounded<kAligned>(row, first_of(v), values[v]);
     }
   }
 }
@@ -149,21 +169,25 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t k = static_cast<uint32_t>(p.k);
   const auto first_of = [&](int vector) { return (vector * threads + thread) * kVectorSize; };
 
-  // The norm's weights are constants: no earlier kernel writes them.
   const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
   WeightVector weights[kHoldWeights ? kVectors : 1];
-  if constexpr (kHoldWeights) {
+  const auto ask_for_weights = [&] {
+    if constexpr (kHoldWeights) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[v]);
-    }
-  } else if constexpr (kKind == Kind::rms_norm) {
+      for (int v = 0; v < kVectors; ++v) {
+        load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[v]);
+      }
+    } else if constexpr (kKind == Kind::rms_norm) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (first_of(v) < k) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(norm_weight + first_of(v)));
+      for (int v = 0; v < kVectors; ++v) {
+        if (first_of(v) < k) {
+          asm volatile("prefetch.global.L2 [%0];" ::"l"(norm_weight + first_of(v)));
+        }
       }
     }
+  };
+  if constexpr (kConstantWeights) {
+    ask_for_weights();
   }
 
   // Before the wait: a GEMM fills its ring with weights while this kernel waits and works.
@@ -171,6 +195,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   wait_for_predecessor();
   if (index >= p.m) {
     return;
+  }
+  if constexpr (!kConstantWeights) {
+    ask_for_weights();
   }
   const Static fixed(p);
   const Row row(p, index);
@@ -201,10 +228,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
                                exchange);
 }
 
-// Rows of any length, read once for each of the sum, the maximum and the codes. With a residual the
-// first reading stores the sum, and the others, by the same threads, read it there: residual_out
-// may be the residual itself.
-template <bool kAligned>
+// Rows of any length, read once for each of the sum, the maximum and the codes, or the results.
+// With a residual the first reading stores the sum, and the others, by the same threads, read it
+// there: residual_out may be the residual itself. `Code` is Out: a parameter, so that nothing is
+// made of it where it is no code.
+template <bool kAligned, typename Code = Out>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     quantize_long_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
   __shared__ float sums[kMaxWarps];
@@ -252,26 +280,34 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
   };
 
-  float scale;
-  if (fixed.given) {
-    scale = fixed.scale;
-  } else {
-    float largest = 0.0f;
+  if constexpr (kEncodes) {
+    float scale;
+    if (fixed.given) {
+      scale = fixed.scale;
+    } else {
+      float largest = 0.0f;
+      for (uint32_t first = begin; first < k; first += step) {
+        Values values;
+        values_at(first, values);
+        largest = max_magnitude_of(largest, values);
+      }
+      scale = dynamic_scale<Code>(row_max<false>(largest, maxima));
+      if (threadIdx.x == 0) {
+        p.scale_out[blockIdx.x] = scale;
+      }
+    }
+    const Encoder<Code> encoder(fixed, scale);
     for (uint32_t first = begin; first < k; first += step) {
       Values values;
       values_at(first, values);
-      largest = max_magnitude_of(largest, values);
+      encoder.template write<kAligned, false>(row, first, values);
     }
-    scale = dynamic_scale<Out>(row_max<false>(largest, maxima));
-    if (threadIdx.x == 0) {
-      p.scale_out[blockIdx.x] = scale;
+  } else {
+    for (uint32_t first = begin; first < k; first += step) {
+      Values values;
+      values_at(first, values);
+      write_rounded<kAligned>(row, first, values);
     }
-  }
-  const Encoder encoder(fixed, scale);
-  for (uint32_t first = begin; first < k; first += step) {
-    Values values;
-    values_at(first, values);
-    encoder.write<kAligned, false>(row, first, values);
   }
 }
 

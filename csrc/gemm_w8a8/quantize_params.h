@@ -8,7 +8,8 @@
 
 namespace ostinato {
 
-// QuantizeParams of rows of which the last may be padding.
+// QuantizeParams of rows of which the last may be padding. Kernels whose results are not quantised
+// store rows of x's dtype in `out`, and are given neither scales nor zero points.
 struct PaddedQuantizeParams : QuantizeParams {
   // One element, or null: rows from here on are padding, and are not written. Written before the
   // predecessor of the launch began.

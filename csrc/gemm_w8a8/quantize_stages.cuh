@@ -1,5 +1,5 @@
-// The stages of quantising a row: load, combine, normalise, encode; for the one variant that the
-// macros of quantize.cu select.
+// The stages of quantising a row: load, combine, normalise, and encode or round; for the one
+// variant that the macros of quantize.cu select.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,11 @@ using Weight = dtype::OSTINATO_WEIGHT_DTYPE;
 static_assert(sizeof(Weight) == sizeof(In) || sizeof(Weight) == 4,
               "norm_weight has the dtype of x or is fp32");
 
+// To 8 bits, with a scale; otherwise results are rounded to the dtype of x.
+constexpr bool kEncodes = !std::is_same_v<Out, In>;
+static_assert(kEncodes || kKind != Kind::per_token, "bare rows would be copied");
+using Stored = std::conditional_t<kEncodes, uint8_t, In>;
+
 constexpr int kVectorSize = 16 / sizeof(In);
 constexpr int kCodeWords = kVectorSize / 4;
 
@@ -34,14 +39,14 @@ struct Row {
   const In* x;
   const In* second;  // of the residual, or the up half; null if there is none
   In* residual_out;
-  uint8_t* out;
+  Stored* out;
   uint32_t k;
 
   __device__ __forceinline__ Row(const QuantizeParams& p, int64_t row)
       : x(static_cast<const In*>(p.x) + row * p.x_stride),
         second(nullptr),
         residual_out(nullptr),
-        out(static_cast<uint8_t*>(p.out) + row * p.out_stride),
+        out(static_cast<Stored*>(p.out) + row * p.out_stride),
         k(static_cast<uint32_t>(p.k)) {
     if constexpr (kKind == Kind::silu_mul) {
       second = x + p.k;
@@ -159,10 +164,11 @@ struct Static {
         symmetric(p.zero_point == nullptr) {}
 };
 
-// How a row is encoded: its scale and its grid.
+// How a row is encoded: its scale and its grid, which is Code's.
+template <typename Code>
 struct Encoder {
   Divisor scale;
-  Grid<Out> grid;
+  Grid<Code> grid;
   bool bounded;  // the quotients are within the grid, and `scale` is fast
 
   __device__ __forceinline__ Encoder(const Static& fixed, float scale_value)
@@ -188,6 +194,15 @@ struct Encoder {
     store<kAligned, uint8_t, kVectorSize>(row.out, first, row.k, codes);
   }
 };
+
+// Rounds values to the dtype of x.
+template <bool kAligned>
+__device__ __forceinline__ void write_rounded(const Row& row, uint32_t first,
+                                              const Values& values) {
+  Vector rounded;
+  rounded.pack(values);
+  store<kAligned, In, kVectorSize>(row.out, first, row.k, rounded.words);
+}
 
 }  // namespace
 }  // namespace ostinato

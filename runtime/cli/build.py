@@ -140,6 +140,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ostinato.model.kernels import (
         LM_HEAD_QUANTIZATION,
         QUANTIZATION_OF,
+        plain_layer_kernels,
         unquantized_kernels,
     )
     from ostinato.ops.launch import CAPABILITY
@@ -165,7 +166,9 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     for layer in layout.layers:
         for name, kind in QUANTIZATION_OF.items():
             parts: Fused = getattr(layer, name)
-            if (scheme := parts[0].scheme) is not None:
+            if (scheme := parts[0].scheme) is None:
+                needed.update(plain_layer_kernels(kind, config.dtype))
+            else:
                 shape = (sum(part.rows for part in parts), parts[0].columns)
                 add(kind, shape, scheme.dtype, config.dtype)
     head, vocabulary = layout.lm_head, (config.vocab_size, config.hidden_size)
@@ -174,6 +177,8 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     elif lm_head is not None:
         dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[lm_head]
         add(LM_HEAD_QUANTIZATION, vocabulary, dtype, torch.float32)
+    else:
+        needed.update(plain_layer_kernels(LM_HEAD_QUANTIZATION, config.dtype))
     return needed
 
 

@@ -16,6 +16,9 @@ batch should. `docs/graphs.md` has an example.
 What would change the result and is not built is refused by name: dropout, attention weights as an
 output, additive masks and biases, 2D masks with padding, packed sequences, chunked attention.
 There is no backward pass.
+
+`replace_norms(model)` lets `ostinato.ops.rms_norm` compute the model's RMS norms, too: one kernel
+each on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ostinato import ops
 from ostinato.compat.transformers_cache import RaggedStaticCache
+from ostinato.compat.transformers_norms import replace_norms
 from ostinato.ops.launch import current_stream
 
-__all__ = ["NAME", "RaggedStaticCache", "attention", "lengths_mask"]
+__all__ = ["NAME", "RaggedStaticCache", "attention", "lengths_mask", "replace_norms"]
 
 NAME = "ostinato"
 

@@ -28,7 +28,8 @@ from ostinato.kernels.variants import (
 
 QUANTIZE = tuple(
     Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
-    for kind, in_dtype, out_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES, OPERAND_DTYPES)
+    for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
+    for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,)))
 )
 # (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
 # weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins.

@@ -12,9 +12,11 @@ from ostinato.ops.decode_launch import decode_kernels
 from ostinato.ops.embed_launch import embed_kernel
 from ostinato.ops.precompile import Variant, layer_kernels, precompile
 from ostinato.ops.prefill_launch import prefill_kernels
+from ostinato.ops.quantize_launch import quantize_kernel
 from ostinato.ops.sample_launch import sample_kernel
 
-# How the input of each layer of a decoder layer is quantised: with what comes before it.
+# How the input of each layer of a decoder layer is quantised: with what comes before it, which is
+# a kernel of its own where the layer is not W8A8.
 QUANTIZATION_OF = {"qkv": "rms_norm", "o": "per_token", "gate_up": "rms_norm", "down": "silu_mul"}
 LM_HEAD_QUANTIZATION = "rms_norm"
 
@@ -34,10 +36,10 @@ def compile_kernels(model: Llama) -> None:
 def kernels_of(model: Llama) -> list[Variant]:
     """Return the kernels of a model for any number of tokens, on its GPU or an H200.
 
-    They are those of its embedding and W8A8 layers, of `append_kv` and of attention, with a cache
-    of the model's own dtype, and of sampling. Some are named more than once.
+    They are those of its embedding, W8A8 layers, norms and gates, of `append_kv` and of attention,
+    with a cache of the model's own dtype, and of sampling. Some are named more than once.
     """
-    device = model.device if model.device.type == "cuda" else None
+    device, dtype = model.device if model.device.type == "cuda" else None, model.config.dtype
     uses: list[tuple[str, AnyLinear]] = [(LM_HEAD_QUANTIZATION, model.lm_head)]
     for layer in model.layers:
         uses += [(kind, getattr(layer, name)) for name, kind in QUANTIZATION_OF.items()]
@@ -49,13 +51,30 @@ def kernels_of(model: Llama) -> list[Variant]:
             kind,
             (linear.weight.shape[0], linear.weight.shape[1]),
             linear.weight.dtype,
-            model.config.dtype,
+            dtype,
             out_dtype=linear.out_dtype,
             batch_invariant=linear.batch_invariant,
             device=device,
         )
     ]
-    return [*unquantized_kernels(model.config, batch_invariant=model.batch_invariant), *w8a8]
+    plain = [
+        variant
+        for kind, linear in uses
+        if not isinstance(linear, W8A8Linear)
+        for variant in plain_layer_kernels(kind, dtype)
+    ]
+    others = unquantized_kernels(model.config, batch_invariant=model.batch_invariant)
+    return [*others, *plain, *w8a8]
+
+
+def plain_layer_kernels(kind: str, dtype: torch.dtype) -> list[Variant]:
+    """Return what a layer that is not W8A8 launches: of ours, the norm or gate before it.
+
+    Args:
+        kind: how a W8A8 layer in its place would quantise its input (`QUANTIZATION_OF`).
+        dtype: of the model.
+    """
+    return [] if kind == "per_token" else [quantize_kernel(kind, dtype, dtype)]
 
 
 def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:

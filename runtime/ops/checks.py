@@ -154,7 +154,8 @@ def number(name: str, value: float, *, least: float = -math.inf) -> None:
     """Check that `value` is a finite Python number of at least `least`."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
-    if not math.isfinite(value) or value < least:
+    # Not math.isfinite: with dynamic shapes torch.compile traces a module's floats as symbols.
+    if not (-math.inf < value < math.inf and value >= least):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name}: got {value}, expected a finite number{bound}")
 

@@ -7,6 +7,7 @@ from typing import overload
 import torch
 
 from ostinato.ops import checks
+from ostinato.ops.launch import has_kernels
 from ostinato.ops.library import register
 from ostinato.ops.quantize import check_static, quantize_into
 from ostinato.ops.quantize_launch import quantize_rows
@@ -46,6 +47,8 @@ def rms_norm(
 
     With `residual`, the row is first x + residual, rounded to x's dtype (Zhang and Sennrich, "Root
     Mean Square Layer Normalization", 2019, in the pre-norm residual block).
+
+    On a Hopper GPU this is one launch.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
@@ -92,8 +95,9 @@ def rms_norm_quantize(
 
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
     whose `dtype`, `scale`, `zero_point`, `check_scales` and `n_active` these are (the last counts
-    for the sum, too); all else is as for `rms_norm`. On CUDA `weight` is a constant: the kernel may
-    read it while kernels before it on the stream are still running, so none of those may write it.
+    for the sum, too); all else is as for `rms_norm`. On CUDA `weight` is a constant here: the
+    kernel may read it while kernels before it on the stream are still running, so none of those may
+    write it.
 
     Returns:
         (values [M, K] of `dtype`, scale), then the sum x + residual if `residual` was given. scale
@@ -156,6 +160,20 @@ def _rms_norm(
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
 ) -> None:
+    if x.device.type == "cuda" and has_kernels(x.get_device()):
+        quantize_rows(
+            "rms_norm",
+            x,
+            None,
+            None,
+            out,
+            None,
+            residual=residual,
+            residual_out=residual_out,
+            norm_weight=weight,
+            eps=eps,
+        )
+        return
     out.copy_(_normalized(x, weight, eps, residual, residual_out))
 
 

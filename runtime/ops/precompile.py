@@ -11,10 +11,11 @@ from ostinato.kernels import compiler
 from ostinato.kernels.cache import cache_folder
 from ostinato.kernels.mode import BuildMode
 from ostinato.kernels.toolchain import find_cutlass, find_nvcc
-from ostinato.kernels.variants import GemmSmallM, Quantize, Variant
+from ostinato.kernels.variants import GemmSmallM, Variant
 from ostinato.ops import gemm_table, gemm_tuning
 from ostinato.ops.fused_launch import fused_kernel
 from ostinato.ops.launch import KERNEL_NAMES, device_index, gpu
+from ostinato.ops.quantize_launch import quantize_kernel
 
 __all__ = ["Variant", "layer_kernels", "precompile"]
 
@@ -48,7 +49,7 @@ def layer_kernels(
     gemms = gemm_tuning.variants(
         name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
     )
-    found: list[Variant] = [Quantize(kind=kind, in_dtype=in_dtype, out_dtype=operand), *gemms]
+    found: list[Variant] = [quantize_kernel(kind, activations, dtype), *gemms]
     streams = any(isinstance(gemm, GemmSmallM) for gemm in gemms)
     if streams and kind in ("per_token", "rms_norm"):
         fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)

@@ -1,4 +1,4 @@
-"""Activation quantisation on CUDA: from tensors to a launch of csrc/gemm_w8a8/quantize.cu."""
+"""Norms, gates and quantisation on CUDA: from tensors to a launch of gemm_w8a8/quantize.cu."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ from ostinato.kernels.loader import load
 from ostinato.kernels.variants import Quantize
 from ostinato.ops import pdl
 from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, on_device
+
+
+def quantize_kernel(
+    kind: str,
+    in_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None = None,
+) -> Quantize:
+    """Return the kernel of `kind` (see `Quantize`) for these dtypes.
+
+    Args:
+        kind: per_token, rms_norm or silu_mul.
+        in_dtype: of x.
+        out_dtype: of the rows that it writes.
+        weight_dtype: of the norm's weight; by default that of x.
+    """
+    return Quantize(
+        kind=kind,
+        in_dtype=KERNEL_NAMES[in_dtype],
+        out_dtype=KERNEL_NAMES[out_dtype],
+        weight_dtype=KERNEL_NAMES[weight_dtype or in_dtype],
+    )
 
 
 def quantize_rows(
@@ -26,24 +48,19 @@ def quantize_rows(
 ) -> None:
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
-    The arguments are those of the ops, checked. Of these tensors the kernel reads only
-    `norm_weight` and `n_active` before those in front of it on the stream have ended.
+    The arguments are those of the ops, checked; `out` of x's dtype takes no scale and no zero
+    point. Of these tensors the kernel reads only `n_active` and, where it quantises, `norm_weight`
+    before those in front of it on the stream have ended.
     """
     m, k = out.shape
     if m == 0:
         return
     device = x.get_device()
     with on_device(device):
-        if scale is None and scale_out is None:
+        if scale is None and scale_out is None and out.dtype is not x.dtype:
             scale_out = torch.empty(m, dtype=torch.float32, device=x.device)
-        in_dtype = KERNEL_NAMES[x.dtype]
-        weight_dtype = in_dtype if norm_weight is None else KERNEL_NAMES[norm_weight.dtype]
-        variant = Quantize(
-            kind=kind,
-            in_dtype=in_dtype,
-            out_dtype=KERNEL_NAMES[out.dtype],
-            weight_dtype=weight_dtype,
-        )
+        weight_dtype = None if norm_weight is None else norm_weight.dtype
+        variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype)
         stream = current_stream(device)
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.ops import checks
+from ostinato.ops.launch import has_kernels
 from ostinato.ops.library import register
 from ostinato.ops.quantize import check_static, quantize_into
 from ostinato.ops.quantize_launch import quantize_rows
@@ -15,7 +16,8 @@ def silu_mul(
 ) -> torch.Tensor:
     """Gate: silu(gate) · up, where x = [gate | up] and silu(g) = g / (1 + exp(-g)).
 
-    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020.
+    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020. On a Hopper GPU this is
+    one launch.
 
     Args:
         x: [M, 2·I] bf16, fp16 or fp32.
@@ -89,7 +91,10 @@ def _gated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_gated(x))
+    if x.device.type == "cuda" and has_kernels(x.get_device()):
+        quantize_rows("silu_mul", x, None, None, out, None)
+    else:
+        out.copy_(_gated(x))
 
 
 def _silu_mul_quantize(

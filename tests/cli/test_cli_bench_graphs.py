@@ -15,6 +15,7 @@ from ostinato.bench.graph_subjects import Subject, hugging_face_step, our_step
 from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure
 from ostinato.bench.report import Report
 from ostinato.cli.main import main
+from ostinato.compat.transformers import replace_norms
 from ostinato.graphs import GraphRunner, Misses, Variant, VerificationError
 from ostinato.ops.gemm_table import Choice, choose
 
@@ -102,6 +103,13 @@ def test_transformers_steps_of_both_attentions_agree() -> None:
         assert not storage.isnan().any()
     ours, theirs = (each.float() for each in logits)
     assert (ours - theirs).norm() < 2e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("attention", ["ostinato", "sdpa"])
+def test_norms_are_ours_where_attention_is(attention: Any) -> None:
+    subject = hugging_face_step("tiny", CPU, max_batch=2, context=8, attention=attention)
+    model: Any = subject.memory["weights"]
+    assert (replace_norms(model) == []) == (attention == "ostinato")
 
 
 @pytest.mark.parametrize("attention", ["ostinato", "sdpa"])

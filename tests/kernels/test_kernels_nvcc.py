@@ -77,6 +77,7 @@ def test_kernels_are_within_their_budgets() -> None:
         AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=3),
         MergeStates(dtype="bf16"),
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
+        Quantize(kind="rms_norm", in_dtype="fp32", out_dtype="fp32"),
         Sample(dtype="fp32"),
         FusedLinear(kind="rms_norm", in_dtype="bf16", dtype="e4m3", out_dtype="bf16", max_k=4096),
         GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),

@@ -1,4 +1,4 @@
-"""The quantisation kernels on a GPU: a row's bits, whoever shares it and whoever is late.
+"""The kernels of norms, gates and quantisation on a GPU: a row's bits, whoever is late.
 
 That they are the right bits is tested where the ops are (tests/ops).
 """
@@ -10,19 +10,24 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ostinato import _C
+from ostinato import _C, ops
 from ostinato.kernels.compiler import build, plan
 from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import QUANTIZE_KINDS, Quantize
+from ostinato.kernels.variants import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _MAXIMUM = ("quantize_maximum_store", "quantize_maximum_load")
+_SUM = ("quantize_sum_store", "quantize_sum_load")
+# By kind and dtype of the results. Those that are not quantised need no maximum.
 _SITES = {
-    "per_token": _MAXIMUM,
-    "rms_norm": (*_MAXIMUM, "quantize_sum_store", "quantize_sum_load"),
-    "silu_mul": (*_MAXIMUM, "quantize_cluster_store", "quantize_cluster_load"),
+    ("per_token", "int8"): _MAXIMUM,
+    ("rms_norm", "int8"): (*_MAXIMUM, *_SUM),
+    ("silu_mul", "int8"): (*_MAXIMUM, "quantize_cluster_store", "quantize_cluster_load"),
+    ("rms_norm", "bf16"): _SUM,
+    ("silu_mul", "bf16"): (),
 }
+_DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16}
 # (m, k): one for every way in which rows are shared among warps and CTAs.
 _SHAPES = {
     "per_token": [(3, 4096), (1030, 4096), (140, 14336)],
@@ -36,26 +41,33 @@ Run = Callable[..., Outputs]
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """Give a function of kind, mode, inputs and n_active: codes, scales and, if any, sums."""
-    wanted = [(kind, RELEASE) for kind in QUANTIZE_KINDS]
-    wanted += [(kind, BuildMode(delay_site=site)) for kind in _SITES for site in _SITES[kind]]
-    plans = [plan(Quantize(kind=k, in_dtype="bf16", out_dtype="int8"), mode) for k, mode in wanted]
+    """Give a function of kind, dtype, mode, inputs, n_active: results, scales and sums, if any."""
+    wanted = [(*how, RELEASE) for how in _SITES]
+    wanted += [(*how, BuildMode(delay_site=site)) for how in _SITES for site in _SITES[how]]
+    plans = [
+        plan(Quantize(kind=kind, in_dtype="bf16", out_dtype=dtype), mode)
+        for kind, dtype, mode in wanted
+    ]
     entries = build(plans)
     libraries = {key: _C.Quantize(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
 
     def launch(
-        kind: str, mode: BuildMode, inputs: Outputs, n_active: torch.Tensor | None = None
+        kind: str,
+        dtype: str,
+        mode: BuildMode,
+        inputs: Outputs,
+        n_active: torch.Tensor | None = None,
     ) -> Outputs:
         x = inputs[0]
         m, k = x.size(0), x.size(1) // (2 if kind == "silu_mul" else 1)
-        out = torch.full((m, k), 99, dtype=torch.int8, device="cuda")
-        scale = torch.full((m,), -1.0, device="cuda")
+        out = torch.full((m, k), 99, dtype=_DTYPES[dtype], device="cuda")
+        scale = torch.full((m if dtype == "int8" else 0,), 99.0, device="cuda")
         outputs, norm = [out, scale], {}
         if kind == "rms_norm":
             weight, residual = inputs[1:]
-            outputs.append(torch.zeros_like(residual))
+            outputs.append(torch.full_like(residual, 99.0))
             norm = {
                 "norm_weight": weight.data_ptr(),
                 "residual": residual.data_ptr(),
@@ -64,7 +76,7 @@ def run() -> Run:
                 "residual_out_stride": k,
                 "eps": 1e-6,
             }
-        libraries[kind, mode].launch(
+        libraries[kind, dtype, mode].launch(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             out=out.data_ptr(),
@@ -89,59 +101,108 @@ def _inputs(kind: str, m: int, k: int) -> Outputs:
     return [x, torch.randn(k, device="cuda").bfloat16(), torch.randn_like(x)]
 
 
-_CASES = [(kind, *shape) for kind in QUANTIZE_KINDS for shape in _SHAPES[kind]]
+_CASES = [(*how, *shape) for how in _SITES for shape in _SHAPES[how[0]]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "site", "m", "k"),
-    [(kind, site, m, k) for kind, m, k in _CASES for site in _SITES[kind]],
+    ("kind", "dtype", "site", "m", "k"),
+    [(kind, dtype, site, m, k) for kind, dtype, m, k in _CASES for site in _SITES[kind, dtype]],
 )
-def test_injected_delays_change_no_bit(run: Run, kind: str, site: str, m: int, k: int) -> None:
+def test_injected_delays_change_no_bit(
+    run: Run, kind: str, dtype: str, site: str, m: int, k: int
+) -> None:
     inputs = _inputs(kind, m, k)
-    expected = run(kind, RELEASE, inputs)
+    expected = run(kind, dtype, RELEASE, inputs)
     for _ in range(3):
-        late = run(kind, BuildMode(delay_site=site), inputs)
+        late = run(kind, dtype, BuildMode(delay_site=site), inputs)
         assert all(map(torch.equal, late, expected))
 
 
-@pytest.mark.parametrize("kind", QUANTIZE_KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), _SITES)
 @pytest.mark.parametrize("k", [7, 200, 1000, 4096, 8192, 14336, 20000])
-def test_a_row_does_not_depend_on_the_rows_around_it(run: Run, kind: str, k: int) -> None:
+def test_a_row_does_not_depend_on_the_rows_around_it(
+    run: Run, kind: str, dtype: str, k: int
+) -> None:
     x, *others = _inputs(kind, 1100, k)
     weights, residuals = others[:1], others[1:]
-    expected = run(kind, RELEASE, [x, *others])
+    expected = run(kind, dtype, RELEASE, [x, *others])
     for first, end in [(0, 1), (3, 11), (5, 71), (40, 180), (7, 300), (1, 1090)]:
         rows = [x[first:end], *weights, *(tensor[first:end] for tensor in residuals)]
-        got = run(kind, RELEASE, rows)
+        got = run(kind, dtype, RELEASE, rows)
         assert all(torch.equal(a, b[first:end]) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("kind", "m", "k"), [*_CASES, *((kind, 70, 200) for kind in QUANTIZE_KINDS)]
+    ("kind", "dtype", "m", "k"), [*_CASES, *((*how, 70, 200) for how in _SITES)]
 )
-def test_padding_is_left_out_and_changes_no_real_row(run: Run, kind: str, m: int, k: int) -> None:
+def test_padding_is_left_out_and_changes_no_real_row(
+    run: Run, kind: str, dtype: str, m: int, k: int
+) -> None:
     x, *others = _inputs(kind, m, k)
     weights, residuals = others[:1], others[1:]
-    expected = run(kind, RELEASE, [x, *others])
+    expected = run(kind, dtype, RELEASE, [x, *others])
     for real in sorted({0, 1, m // 2, m - 1, m, m + 5}, reverse=True):
         n_active = torch.tensor([real], dtype=torch.int32, device="cuda")
         for tensor in (x, *residuals):
             tensor[real:] = torch.nan
-        codes, scales, *sums = run(kind, RELEASE, [x, *weights, *residuals], n_active)
-        for got, want in zip((codes, scales, *sums), expected, strict=True):
+        results = run(kind, dtype, RELEASE, [x, *weights, *residuals], n_active)
+        for got, want in zip(results, expected, strict=True):
             assert torch.equal(got[:real], want[:real])
-        assert (codes[real:] == 99).all()
-        assert (scales[real:] == -1).all()
-        assert not any(total[real:].any() for total in sums)
+            assert (got[real:] == 99).all()
 
 
-@pytest.mark.parametrize("kind", QUANTIZE_KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), _SITES)
 @pytest.mark.parametrize(
     ("m", "k"), [(3, 1024), (300, 4096), (1030, 4096), (270, 8192), (3, 20000), (2, 40000)]
 )
-def test_alignment_changes_no_bit(run: Run, kind: str, m: int, k: int) -> None:
+def test_alignment_changes_no_bit(run: Run, kind: str, dtype: str, m: int, k: int) -> None:
     x, *others = _inputs(kind, m, k)
     shifted = torch.empty(m, x.size(1) + 1, dtype=x.dtype, device="cuda")[:, 1:]
     shifted.copy_(x)
-    expected = run(kind, RELEASE, [x, *others])
-    assert all(map(torch.equal, run(kind, RELEASE, [shifted, *others]), expected))
+    expected = run(kind, dtype, RELEASE, [x, *others])
+    assert all(map(torch.equal, run(kind, dtype, RELEASE, [shifted, *others]), expected))
+
+
+@pytest.mark.parametrize("k", [61, 1024, 4096, 8192, 14336, 40000])
+@pytest.mark.parametrize("m", [1, 32])
+def test_what_is_not_quantised_may_come_late(
+    m: int, k: int, write_late: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Weights as well as rows, all written by the kernel in front, which lets this one start."""
+    right = torch.randn(2 * m + 2, k, device="cuda").bfloat16()
+    late = torch.empty_like(right)
+
+    def norm(rows: torch.Tensor) -> Outputs:
+        return [ops.rms_norm(rows[:m], rows[-1], 1e-6)]
+
+    def norm_of_sum(rows: torch.Tensor) -> Outputs:
+        return list(ops.rms_norm(rows[:m], rows[-1], 1e-6, residual=rows[m : 2 * m]))
+
+    def gate(rows: torch.Tensor) -> Outputs:
+        return [ops.silu_mul(rows.view(-1, 2 * k))]
+
+    for run in (norm, norm_of_sum, gate):
+        want = run(right)
+        late.fill_(torch.nan)
+        torch.cuda.synchronize()  # or the predecessor's own start would wait for this
+        write_late(late.view(-1).view(torch.int32), right.view(-1).view(torch.int32))
+        assert all(map(torch.equal, run(late), want))
+
+
+def test_a_launch_says_when_scales_do_not_go_with_its_results() -> None:
+    x = torch.zeros(2, 16, dtype=torch.bfloat16, device="cuda")
+    for dtype, scale in (("bf16", 1), ("int8", 0)):
+        variant = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype=dtype)
+        (entry,) = build([plan(variant)])
+        library = _C.Quantize(str(entry.library))
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            library.launch(
+                x=x.data_ptr(),
+                x_stride=16,
+                out=x.data_ptr(),
+                out_stride=16,
+                scale_out=scale * x.data_ptr(),
+                m=2,
+                k=8,
+                stream=torch.cuda.current_stream().cuda_stream,
+            )

@@ -87,6 +87,17 @@ def test_a_name_tells_every_field_apart() -> None:
     assert Quantize(**_QUANTIZE).name != Quantize(**_QUANTIZE, weight_dtype="fp32").name
 
 
+def test_rows_keep_their_dtype_only_where_something_is_done_to_them() -> None:
+    for kind in ("rms_norm", "silu_mul"):
+        variant = Quantize(kind=kind, in_dtype="fp16", out_dtype="fp16")
+        assert variant in CATALOGUE
+        assert variant.name == f"quantize-{kind}-fp16-fp16"
+        with pytest.raises(ValueError, match="out_dtype: got 'bf16', expected 'int8' or"):
+            Quantize(kind=kind, in_dtype="fp16", out_dtype="bf16")
+    with pytest.raises(ValueError, match="out_dtype: got 'fp16', expected 'int8' or 'e4m3'"):
+        Quantize(kind="per_token", in_dtype="fp16", out_dtype="fp16")
+
+
 def test_the_norm_weight_has_the_input_dtype_unless_told() -> None:
     assert Quantize(**_QUANTIZE) == Quantize(**_QUANTIZE, weight_dtype="bf16")
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
 
-from ostinato.kernels.catalogue import APPEND_KV, EMBED, FUSED_LINEAR, MERGE_STATES, SAMPLE
-from ostinato.kernels.variants import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    QUANTIZE_KINDS,
-    Quantize,
-    Variant,
+from ostinato.kernels.catalogue import (
+    APPEND_KV,
+    EMBED,
+    FUSED_LINEAR,
+    MERGE_STATES,
+    QUANTIZE,
+    SAMPLE,
 )
+from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from ostinato.ops import gemm_table
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
@@ -37,10 +39,10 @@ def kernels_of_the_tests() -> Iterator[Variant]:
     yield from MERGE_STATES
     yield from SAMPLE
     yield from FUSED_LINEAR
-    for kind, in_dtype, out_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES, OPERAND_DTYPES):
-        yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
-        if kind == "rms_norm":
-            yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype, weight_dtype="fp32")
+    for variant in QUANTIZE:
+        yield variant
+        if variant.kind == "rms_norm":
+            yield replace(variant, weight_dtype="fp32")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
         for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:

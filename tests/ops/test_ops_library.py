@@ -276,6 +276,20 @@ def test_other_ops_trace_too(name: str, device: torch.device) -> None:
         assert_same_bits(result, eager)
 
 
+def test_a_number_of_a_module_traces_with_dynamic_shapes(device: torch.device) -> None:
+    class Norm(torch.nn.Module):
+        eps = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.rms_norm(x, x[0], self.eps)
+
+    norm = Norm()
+    traced = torch.compile(norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    for norm.eps in (1e-6, 1.0):
+        x = torch.randn(3, 16, device=device)
+        assert_same_bits(traced(x), norm(x))
+
+
 def test_products_of_packed_weights_trace_too(device: torch.device) -> None:
     x, w, x_scale, w_scale, *_ = op_arguments("w8a8_linear", device)
     weight = ops.pack_weight(w)

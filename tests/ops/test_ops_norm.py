@@ -119,8 +119,8 @@ def test_fused_quantization(
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
-def test_fused_equals_separate_in_fp32_on_the_cpu(dtype: torch.dtype) -> None:
-    x, weight = torch.randn(5, 32), torch.randn(32)
+def test_fused_equals_separate_in_fp32(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = torch.randn(5, 32).to(device), torch.randn(32).to(device)
     for fused, separate in (
         (ops.rms_norm_quantize(x, weight, 1e-6, dtype), ops.rms_norm(x, weight, 1e-6)),
         (ops.silu_mul_quantize(x, dtype), ops.silu_mul(x)),

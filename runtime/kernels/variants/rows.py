@@ -16,11 +16,13 @@ QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
 class Quantize(Variant):
     """Rows of 16/32-bit values to 8-bit rows and scales, after an optional norm or activation.
 
+    A norm or activation may also be all there is: then rows keep their dtype.
+
     Args:
         kind: per_token (as they are), rms_norm (with a residual added before, if given) or
             silu_mul (of [gate | up]).
         in_dtype: of x and the residual.
-        out_dtype: int8 or e4m3.
+        out_dtype: int8 or e4m3, or in_dtype (not per_token).
         weight_dtype: of the norm's weight: in_dtype, or fp32.
     """
 
@@ -35,7 +37,8 @@ class Quantize(Variant):
     def __post_init__(self) -> None:
         check("kind", self.kind, QUANTIZE_KINDS)
         check("in_dtype", self.in_dtype, FLOAT_DTYPES)
-        check("out_dtype", self.out_dtype, OPERAND_DTYPES)
+        results = OPERAND_DTYPES if self.kind == "per_token" else (*OPERAND_DTYPES, self.in_dtype)
+        check("out_dtype", self.out_dtype, results)
         if not self.weight_dtype:
             object.__setattr__(self, "weight_dtype", self.in_dtype)
         others = ("fp32",) if self.kind == "rms_norm" else ()

@@ -1,0 +1,133 @@
+"""RMS norms of a model computed by `ostinato.ops.rms_norm`."""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import signature
+
+import torch
+
+from ostinato import ops
+from ostinato.kernels.errors import KernelError
+
+_EPS_NAMES = ("variance_epsilon", "eps")
+
+
+def replace_norms(model: torch.nn.Module) -> list[str]:
+    """Let `ops.rms_norm` compute the RMS norms of a model, in place, and return which.
+
+    A submodule is replaced when its class has RMSNorm in its name, it has a parameter `weight` [K]
+    and a number `variance_epsilon` or `eps`, its forward takes one tensor, and it computes what the
+    op does. The last is tried on random numbers, with a random weight in place of its own, as
+    weights of ones or zeros hide what is done with them. All else is left as it is: norms that
+    multiply by 1 + weight (Gemma's), with a gate or without a weight; those that raise when they
+    are tried, such as of a dtype that the op does not take or on the meta device; and modules whose
+    `forward` is not their class's, such as those with hooks of accelerate and those replaced
+    before. So a second call replaces nothing.
+
+    Parameters and the state dict stay as they are: a replaced norm reads its weight at each call,
+    be it written in place, moved or assigned anew. A deep or pickled copy of the model has norms of
+    its own. What a replaced norm takes:
+
+    - x [..., K] of its weight's dtype, on its device, with any strides; the result is contiguous.
+      Another dtype is refused: of such, some classes return the weight's and some x's.
+    - x or a weight that requires a gradient, while gradients are enabled, goes to the class's own
+      forward: the op has no backward pass.
+
+    The op rounds its result once; transformers' norms mostly round x / rms to 16 bits before they
+    multiply by the weight, so that bits differ.
+
+    On a Hopper GPU a replaced norm is one kernel, which the trial compiles where it is not yet.
+
+    Args:
+        model: of transformers, or any other module.
+
+    Returns:
+        The names of the submodules that this call replaced, in the order of `named_modules`.
+
+    Raises:
+        KernelError: when the op's kernel is not compiled and can not be compiled now.
+        TypeError: when `model` is no module; by a replaced norm, for x of another dtype.
+        ValueError: by a replaced norm, for a shape or device that does not go with the weight's.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    replaced = []
+    for name, module in model.named_modules():
+        eps_name = _eps_name(module)
+        if eps_name is not None and _computes_the_op(module, eps_name):
+            # Not a bound method: what copies or pickles the module takes a partial along with it.
+            module.forward = partial(_forward, module, eps_name)
+            replaced.append(name)
+    return replaced
+
+
+def _forward(norm: torch.nn.Module, eps_name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return x [..., K] normalised by the op, or by the norm's class where a gradient is wanted."""
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        result: torch.Tensor = type(norm).forward(norm, x)
+        return result
+    if x.dtype != weight.dtype:
+        raise TypeError(f"x: got dtype {x.dtype}, expected that of weight, {weight.dtype}")
+    rows = x.reshape(-1, x.size(-1))
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return ops.rms_norm(rows, weight, getattr(norm, eps_name)).view(x.shape)
+
+
+def _eps_name(module: torch.nn.Module) -> str | None:
+    """Return under what name a module has its eps, None for one that looks like no RMS norm."""
+    weight = getattr(module, "weight", None)
+    if (
+        "RMSNorm" not in type(module).__name__
+        or "forward" in vars(module)
+        or type(weight) is not torch.nn.Parameter  # nor of a subclass, such as DTensor
+        or weight.ndim != 1
+        or len(signature(type(module).forward).parameters) != 2
+    ):
+        return None
+    numbers = (name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float | int))
+    return next(numbers, None)
+
+
+class _Bare(torch.nn.Module):
+    """A norm's own forward, without the hooks that a caller may have put on the norm."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> object:
+        """Return what the norm's class returns for x."""
+        return type(self.norm).forward(self.norm, x)
+
+
+@torch.no_grad()
+def _computes_the_op(norm: torch.nn.Module, eps_name: str) -> bool:
+    """Return whether a norm gives what the op does, for random x [2, 3, K] and a random weight."""
+    weight, eps = norm.weight, getattr(norm, eps_name)
+    assert isinstance(weight, torch.Tensor)
+    generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+    drawn = torch.randn(
+        7, weight.size(0), generator=generator, dtype=torch.float32, device="cpu"
+    ).add_(0.5)  # a mean, so that norms that subtract it differ
+    # Of one row in three the mean of squares is about as large as eps.
+    drawn[1::3] *= max(eps, 1e-6) ** 0.5
+    other, x = drawn[0].to(weight), drawn[1:].to(weight).view(2, 3, -1)
+    # Theirs may round to this dtype twice, and sum fp32 in another order.
+    rtol = max(2 * torch.finfo(weight.dtype).eps, 1e-5)
+    # A norm that cannot be tried, for whatever reason, is none that is known to agree.
+    try:
+        theirs = torch.func.functional_call(_Bare(norm), {"norm.weight": other}, (x,))
+        ours = ops.rms_norm(x.view(6, -1), other, eps).view(x.shape)
+        return (
+            theirs.dtype is ours.dtype
+            and theirs.shape == ours.shape
+            and torch.allclose(theirs.float(), ours.float(), rtol=rtol, atol=rtol / 1000)
+        )
+    except KernelError:  # says nothing about the norm
+        raise
+    except Exception:
+        return False
