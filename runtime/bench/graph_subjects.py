@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +28,9 @@ _PAGE_SIZE = 16
 _REPEATABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+Tiles: TypeAlias = Literal["ours", "library", "rows"]
+
+
 @dataclass(frozen=True)
 class Subject:
     """A step to capture.
@@ -37,8 +40,11 @@ class Subject:
         step, buffers, memory: what a `GraphRunner` is made of.
         inputs: returns a batch's, on the CPU.
         rehearsal: a context in which the buffers' examples name places that hold nothing of value.
-        shares_tiles: whether padding rows may share tiles with real ones. Torch's attention has
-            tiles for each row and reads all places of a static cache for it, real or not.
+        tiles: where padding rows share tiles with real ones. `ours`: where our GEMMs' tiles say so.
+            `library`: where graphs of the two batch sizes hold the same kernels, since the products
+            are another library's, which says what its tiles are by its kernels' names alone.
+            `rows`: nowhere. Torch's attention has tiles for each row and reads all places of a
+            static cache for it, real or not.
     """
 
     name: str
@@ -47,7 +53,7 @@ class Subject:
     memory: DeclaredMemory
     inputs: Callable[[int], dict[str, torch.Tensor]]
     rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
-    shares_tiles: bool = True
+    tiles: Tiles = "ours"
 
 
 def our_step(
@@ -153,7 +159,7 @@ def hugging_face_step(
         StaticBuffers(specs, max_batch, device),
         {"weights": model, **memory},
         inputs,
-        shares_tiles=ours,
+        tiles="library" if ours else "rows",
     )
 
 

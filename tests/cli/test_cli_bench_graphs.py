@@ -12,7 +12,7 @@ import torch
 
 from ostinato.bench.gemm_cases import SHAPE_GROUPS, Shape
 from ostinato.bench.graph_subjects import Subject, hugging_face_step, our_step
-from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure
+from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure, falls_in_one_tile
 from ostinato.bench.report import Report
 from ostinato.cli.main import main
 from ostinato.compat.transformers import replace_norms
@@ -130,13 +130,33 @@ def test_padding_changes_nothing_that_rows_of_transformers_steps_read(attention:
         assert torch.equal(logits(), expected)
 
 
-def test_padding_is_measured_without_a_target_where_rows_share_no_tile() -> None:
+def test_whose_tiles_padding_shares_follows_from_whose_kernels_the_step_has() -> None:
     subjects = [
         hugging_face_step("tiny", CPU, max_batch=2, context=8, attention=attention)
         for attention in ("ostinato", "sdpa")
     ]
-    assert [subject.shares_tiles for subject in subjects] == [True, False]
+    assert [subject.tiles for subject in subjects] == ["library", "rows"]
     assert subjects[1].name == "transformers_sdpa tiny bf16 ctx8"
+    ours = our_step("tiny", "bf16", CPU, max_batch=2, context=8)
+    assert ours.tiles == "ours"
+
+
+@pytest.mark.parametrize(
+    ("tiles", "ours", "padded", "expected"),
+    [
+        ("ours", True, {"other": 3}, True),
+        ("ours", False, {"gemm": 2, "norm": 1}, False),
+        ("library", False, {"norm": 1, "gemm": 2}, True),
+        ("library", True, {"gemm": 1, "wider_gemm": 1, "norm": 1}, False),
+        ("library", True, {"gemm": 3, "norm": 1}, False),
+        ("library", True, None, False),
+        ("rows", True, {"gemm": 2, "norm": 1}, False),
+    ],
+)
+def test_padding_is_held_to_the_target_where_both_fall_in_one_tile(
+    tiles: Any, ours: bool, padded: Any, expected: bool
+) -> None:
+    assert falls_in_one_tile(tiles, ours, {"gemm": 2, "norm": 1}, padded) == expected
 
 
 def test_another_depth_of_the_model_is_said_in_the_name() -> None:
