@@ -219,37 +219,37 @@ class Consumer : public ConsumerBase<Softmax> {
       for (; n < tiles; ++n) {
         multiply_tile<true>(item, n, queries, keys, values, r);
       }
-      return values;
-    }
+    } else {
 #pragma unroll 1
-    for (int n = first + 1; n < tiles; ++n) {
-      const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-      // All parts but two before the next keys, one beside them and one beside the softmax.
-      if constexpr (kParts > 1) {
-        add_values<0, kParts - 2>(values, r);
-        begin_part<kParts - 2>(values, r);
-      }
-      pin(r.scores);
-      begin_multiplying();
-      multiply_keys(queries, keys, r.scores);
-      if constexpr (kParts > 1) {
-        wait_multiplied<1>();
-        add_part<kParts - 2>(fade, r);
-      }
-      begin_part<kParts - 1>(values, r);
-      await_scores(r);
-      find_reference(item, n, n < hiding, r);
-      softmax_.exponentiate(r.scores);
-      // ptxas makes this wait begin before most of the exponentials, and so it should be: where
-      // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
-      wait_multiplied<0>();
-      add_part<kParts - 1>(fade, r);
-      release<Values>(values_);
-      pack_weights(r.scores, r.weights);
-      await_next(n, keys, values);
-      if (n == hiding) {
-        softmax_.fade_now(r.outputs);
-        mend(item, softmax_, r.outputs);
+      for (int n = first + 1; n < tiles; ++n) {
+        const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+        // All parts but two before the next keys, one beside them and one beside the softmax.
+        if constexpr (kParts > 1) {
+          add_values<0, kParts - 2>(values, r);
+          begin_part<kParts - 2>(values, r);
+        }
+        pin(r.scores);
+        begin_multiplying();
+        multiply_keys(queries, keys, r.scores);
+        if constexpr (kParts > 1) {
+          wait_multiplied<1>();
+          add_part<kParts - 2>(fade, r);
+        }
+        begin_part<kParts - 1>(values, r);
+        await_scores(r);
+        find_reference(item, n, n < hiding, r);
+        softmax_.exponentiate(r.scores);
+        // ptxas makes this wait begin before most of the exponentials, and so it should be: where
+        // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
+        wait_multiplied<0>();
+        add_part<kParts - 1>(fade, r);
+        release<Values>(values_);
+        pack_weights(r.scores, r.weights);
+        await_next(n, keys, values);
+        if (n == hiding) {
+          softmax_.fade_now(r.outputs);
+          mend(item, softmax_, r.outputs);
+        }
       }
     }
     return values;
