@@ -323,12 +323,12 @@ class Loader {
     }
     arrive_expecting(full, kBlockBytes);
     if constexpr (kWholeStrips) {
-      tma_load(block, map, {0, slot, 0, current_.head, page}, full);
+      tma_load_once(block, map, {0, slot, 0, current_.head, page}, full);
     } else {  // past the end of the row it reads zeros
 #pragma unroll
       for (int strip = 0; strip < kStrips; ++strip) {
-        tma_load(block + strip * kStripBytes * kBlockTokens, map,
-                 {strip * kStripBytes, slot, 0, current_.head, page}, full);
+        tma_load_once(block + strip * kStripBytes * kBlockTokens, map,
+                      {strip * kStripBytes, slot, 0, current_.head, page}, full);
       }
     }
   }

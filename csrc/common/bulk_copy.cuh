@@ -4,17 +4,19 @@
 
 #include <cstdint>
 
+#include "cache_policy.cuh"
 #include "mbarrier.cuh"
 
 namespace ostinato {
 
-// Copies `bytes` (a multiple of 16, between 16-byte aligned addresses); `barrier` counts them.
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
-                                          uint64_t* barrier, uint64_t policy) {
+// Copies `bytes` that are read once (a multiple of 16, between 16-byte aligned addresses);
+// `barrier` counts them.
+__device__ __forceinline__ void bulk_copy_once(void* shared, const void* global, uint32_t bytes,
+                                               uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(kEvictFirst)
       : "memory");
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/bulk_copy.cuh"
-#include "common/cache_policy.cuh"
 #include "common/debug.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -49,7 +48,6 @@ class Producer {
       : shared_(shared),
         weights_(static_cast<const uint8_t*>(params.w)),
         work_(work),
-        policy_(evict_first_policy()),
         tile_(work.first_tile) {}
 
   __device__ bool done() const { return tile_ >= work_.end_tile; }
@@ -106,8 +104,9 @@ class Producer {
         const uint32_t bytes = max(blocks, 0) * kPackedBlockBytes;
         arrive_expecting(full, bytes);  // of no bytes too: the phase must end
         if (bytes > 0) {
-          bulk_copy(&shared_.ring[position_.slot][i * kChunkTileBytes + begin * kPackedBlockBytes],
-                    weights_ + (tile_block + begin) * kPackedBlockBytes, bytes, full, policy_);
+          bulk_copy_once(
+              &shared_.ring[position_.slot][i * kChunkTileBytes + begin * kPackedBlockBytes],
+              weights_ + (tile_block + begin) * kPackedBlockBytes, bytes, full);
         }
       }
     }
@@ -121,7 +120,6 @@ class Producer {
   SharedStorage& shared_;
   const uint8_t* weights_;
   const Work work_;
-  const uint64_t policy_;
   RingPosition position_;
   int tile_;
   int chunk_ = 0;

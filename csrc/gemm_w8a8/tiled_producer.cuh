@@ -56,23 +56,23 @@ class Producer {
   int rank_;
 };
 
-// tma_load and tma_load_multicast with a policy of how long the L2 shall keep what is read.
-__device__ __forceinline__ void tma_load_kept(void* shared, const CUtensorMap& map, int x, int y,
-                                              int z, uint64_t* barrier, uint64_t policy) {
+// tma_load and tma_load_multicast of what is read once.
+__device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& map, int x, int y,
+                                              int z, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(kEvictFirst)
       : "memory");
 }
-__device__ __forceinline__ void tma_load_multicast_kept(void* shared, const CUtensorMap& map, int x,
+__device__ __forceinline__ void tma_load_multicast_once(void* shared, const CUtensorMap& map, int x,
                                                         int y, int z, uint64_t* barrier,
-                                                        uint16_t ctas, uint64_t policy) {
+                                                        uint16_t ctas) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(
           shared_address(shared)),
-      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(ctas), "l"(policy)
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(ctas), "l"(kEvictFirst)
       : "memory");
 }
 
@@ -101,16 +101,14 @@ class WeightProducer : Producer {
     };
     // Each is read by one CTA, once: what the kernels around this one read shall stay in the L2.
     const bool once = packed && plan_.token_tiles == 1;
-    const uint64_t policy = evict_first_policy();
     if (once && plan_.share_weights) {
       fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        tma_load_multicast_kept(stage + offset, map_, 0, item.channel / kPackedRows,
-                                step * kStageBlocks + first, full, kBothCtas, policy);
+        tma_load_multicast_once(stage + offset, map_, 0, item.channel / kPackedRows,
+                                step * kStageBlocks + first, full, kBothCtas);
       });
     } else if (once) {
       fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        tma_load_kept(stage, map_, 0, item.channel / kPackedRows, step * kStageBlocks, full,
-                      policy);
+        tma_load_once(stage, map_, 0, item.channel / kPackedRows, step * kStageBlocks, full);
       });
     } else if (packed && plan_.share_weights) {
       fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
