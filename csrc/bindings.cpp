@@ -100,7 +100,8 @@ PYBIND11_MODULE(_C, module) {
            arg("out"), arg("out_stride"), arg("m"), arg("k"), arg("stream"), arg("scale_out") = 0,
            arg("static_scale") = 0, arg("zero_point") = 0, arg("residual") = 0,
            arg("residual_stride") = 0, arg("residual_out") = 0, arg("residual_out_stride") = 0,
-           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false, arg("n_active") = 0);
+           arg("norm_weight") = 0, arg("eps") = 0.0F, arg("pdl") = false, arg("n_active") = 0,
+           arg("discard_x") = false);
 
   py::class_<Library<FusedLinearParams>>(module, "FusedLinear")
       .def(py::init<const std::string&>(), arg("path"))

@@ -58,7 +58,7 @@ inline void launch_quantize(const Library<PaddedQuantizeParams>& library, std::u
                             std::uintptr_t zero_point, std::uintptr_t residual,
                             std::int64_t residual_stride, std::uintptr_t residual_out,
                             std::int64_t residual_out_stride, std::uintptr_t norm_weight, float eps,
-                            bool pdl, std::uintptr_t n_active) {
+                            bool pdl, std::uintptr_t n_active, bool discard_x) {
   PaddedQuantizeParams params = {};
   params.x = pointer(x);
   params.x_stride = x_stride;
@@ -77,6 +77,7 @@ inline void launch_quantize(const Library<PaddedQuantizeParams>& library, std::u
   params.k = k;
   params.pdl = pdl ? 1 : 0;
   params.n_active = pointer<std::int32_t>(n_active);
+  params.discard_x = discard_x ? 1 : 0;
   library.launch(params, stream);
 }
 

@@ -152,6 +152,12 @@ bool is_aligned(const QuantizeParams& p) {
   return aligned;
 }
 
+// Whether the halves of every gated row are made of whole lines.
+bool has_whole_lines(const QuantizeParams& p) {
+  constexpr int64_t kSize = sizeof(In);
+  return p.k * kSize % kLineBytes == 0 && divides(kLineBytes, p.x, p.x_stride * kSize, p.m);
+}
+
 bool is_valid(const QuantizeParams& p) {
   const bool scaled = p.static_scale != nullptr || p.scale_out != nullptr;
   return scaled == kEncodes && (p.zero_point == nullptr || p.static_scale != nullptr) &&
@@ -183,6 +189,8 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params
   config.block = dim3(chosen.threads);
   config.cluster = dim3(chosen.ctas_per_row);
   config.pdl = params->pdl != 0;
-  return launch(chosen.kernel, config, static_cast<cudaStream_t>(stream), *params,
+  PaddedQuantizeParams given = *params;
+  given.discard_x = given.discard_x != 0 && has_whole_lines(given);
+  return launch(chosen.kernel, config, static_cast<cudaStream_t>(stream), given,
                 KnownDivisor(static_cast<float>(params->k)));
 }

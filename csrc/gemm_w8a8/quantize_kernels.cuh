@@ -139,6 +139,29 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
   }
 }
 
+// Forgets the halves of a gated row, which are whole lines. The thread whose vector begins a line
+// does it, when all who read the line have: they have exchanged their maxima, if the scale was not
+// given.
+template <Share kShare, int kVectors, typename FirstOf>
+__device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
+                                            const FirstOf& first_of) {
+  if (fixed.given) {
+    if constexpr (kShare == Share::warp) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const uint32_t first = first_of(v);
+    if (first < row.k && first * sizeof(In) % kLineBytes == 0) {
+      discard_line(row.x + first);
+      discard_line(row.second + first);
+    }
+  }
+}
+
 // Rows of up to kElements elements per thread: each is read once and kept in registers.
 template <int kElements, Share kShare, int kThreads, int kCtas, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kCtas)
@@ -226,6 +249,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   };
   finish_row<kShare, kAligned>(p, fixed, count, row, index, thread, values, first_of, weight_of,
                                exchange);
+  if constexpr (kKind == Kind::silu_mul && kEncodes && kAligned) {
+    if (p.discard_x != 0) {
+      discard_row<kShare, kVectors>(fixed, row, first_of);
+    }
+  }
 }
 
 // Rows of any length, read once for each of the sum, the maximum and the codes, or the results.

@@ -14,6 +14,8 @@ struct PaddedQuantizeParams : QuantizeParams {
   // One element, or null: rows from here on are padding, and are not written. Written before the
   // predecessor of the launch began.
   const int32_t* n_active;
+  // Not 0: nobody reads x after this, and silu_mul may destroy what it has read of it.
+  int32_t discard_x;
 };
 
 }  // namespace ostinato

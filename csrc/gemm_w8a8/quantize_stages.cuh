@@ -195,6 +195,13 @@ struct Encoder {
   }
 };
 
+// Lets the L2 forget a line, which it would write to memory otherwise: what is read there from then
+// on is anything, until it is written.
+inline constexpr int kLineBytes = 128;
+__device__ __forceinline__ void discard_line(const void* line) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+
 // Rounds values to the dtype of x.
 template <bool kAligned>
 __device__ __forceinline__ void write_rounded(const Row& row, uint32_t first,

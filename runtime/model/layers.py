@@ -186,13 +186,17 @@ class W8A8Linear:
     def after_silu_mul(
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply the layer to the quantised silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
+        """Apply the layer to the quantised silu(gate)·up, gate_up [M, 2K] = [gate | up].
+
+        What `gate_up` holds afterwards is undefined.
+        """
         quantized, scale = ops.silu_mul_quantize(
             gate_up,
             self.weight.dtype,
             scale=self.input_scale,
             zero_point=self.input_zero_point,
             n_active=n_active,
+            discard_x=True,
         )
         return self._matmul(quantized, scale, n_active)
 

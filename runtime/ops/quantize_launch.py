@@ -45,6 +45,7 @@ def quantize_rows(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     n_active: torch.Tensor | None = None,
+    discard_x: bool = False,
 ) -> None:
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
@@ -80,5 +81,6 @@ def quantize_rows(
             k=k,
             pdl=pdl.enabled(),
             n_active=address_of(n_active),
+            discard_x=discard_x,
             stream=stream,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ostinato.ops import checks
@@ -45,6 +47,7 @@ def silu_mul_quantize(
     zero_point: torch.Tensor | None = None,
     check_scales: bool = False,
     n_active: torch.Tensor | None = None,
+    discard_x: bool = False,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do `silu_mul`, then quantise its fp32 result without rounding it in between.
@@ -52,6 +55,10 @@ def silu_mul_quantize(
     Quantisation is that of `quantize_per_token`, or with `scale` that of `quantize_per_tensor`,
     whose `dtype`, `scale`, `zero_point`, `check_scales` and `n_active` these are; all else is as
     for `silu_mul`.
+
+    With `discard_x` what x holds afterwards is undefined: on CUDA the L2 cache then forgets what
+    was read instead of writing it to memory, where rows of x begin on multiples of 128 bytes and
+    their halves are made of as many; on a CPU x becomes NaN.
 
     Returns:
         (values [M, I] of `dtype`, scale), scale fp32: [M] per token, else the one passed.
@@ -63,14 +70,18 @@ def silu_mul_quantize(
     shape = _check_gated(x)
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
+    checks.flag("discard_x", discard_x)
+    if discard_x:
+        checks.writable("x", x)
     checks.active(n_active, x.device)
+    quantize = _silu_mul_quantize_discarding_op if discard_x else _silu_mul_quantize_op
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=dtype, device=x.device)
         if scale is not None:
-            _silu_mul_quantize_op(x, scale, zero_point, check_scales, out, None, n_active)
+            quantize(x, scale, zero_point, check_scales, out, None, n_active)
             return out, scale
         scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        _silu_mul_quantize_op(x, None, None, False, out, scale_out, n_active)
+        quantize(x, None, None, False, out, scale_out, n_active)
     return out, scale_out
 
 
@@ -105,13 +116,26 @@ def _silu_mul_quantize(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
     n_active: torch.Tensor | None = None,
+    *,
+    discard_x: bool = False,
 ) -> None:
     if check_scales:
         checks.positive_scale("scale", scale)
     if x.device.type == "cuda":
-        quantize_rows("silu_mul", x, scale, zero_point, out, scale_out, n_active=n_active)
+        quantize_rows(
+            "silu_mul",
+            x,
+            scale,
+            zero_point,
+            out,
+            scale_out,
+            n_active=n_active,
+            discard_x=discard_x,
+        )
     else:
         quantize_into(_gated(x), scale, zero_point, out, scale_out)
+        if discard_x:
+            x.fill_(torch.nan)
 
 
 _silu_mul_op = register("silu_mul(Tensor x, Tensor(a!) out) -> ()", _silu_mul)
@@ -119,4 +143,9 @@ _silu_mul_quantize_op = register(
     "silu_mul_quantize(Tensor x, Tensor? scale, Tensor? zero_point, bool check_scales, "
     "Tensor(a!) out, Tensor(b!)? scale_out, Tensor? n_active=None) -> ()",
     _silu_mul_quantize,
+)
+_silu_mul_quantize_discarding_op = register(
+    "silu_mul_quantize_discarding(Tensor(a!) x, Tensor? scale, Tensor? zero_point, "
+    "bool check_scales, Tensor(b!) out, Tensor(c!)? scale_out, Tensor? n_active=None) -> ()",
+    partial(_silu_mul_quantize, discard_x=True),
 )

@@ -132,6 +132,9 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "silu_mul_quantize": lambda: [
             *(x, None, None, False, empty(3, 8, dtype=int8), empty(3), None)
         ],
+        "silu_mul_quantize_discarding": lambda: [
+            *(x, scale, zero, False, empty(3, 8, dtype=int8), None, None)
+        ],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
             *(x8, w8, x_scale, w_scale, bias, zero, w_sum, None, True, False, False, empty(3, 8))
@@ -144,7 +147,7 @@ OPS = [
     name
     for name in ops.__all__
     if name.islower() and name not in ("pack_weight", "rms_norm_w8a8_logits")
-]
+] + ["silu_mul_quantize_discarding"]
 
 
 def overload_of(name: str) -> Any:

@@ -130,6 +130,37 @@ def test_fused_equals_separate_in_fp32(dtype: torch.dtype, device: torch.device)
         assert_same_bits(fused[1], scale)
 
 
+# By rows and channels: for every way in which threads share rows, and halves of no whole lines.
+DISCARDED = [(3, 200), (70, 256), (2, 14336), (20, 14336), (140, 4096), (140, 14336), (300, 14336)]
+DISCARDED += [(300, 14328), (2, 40000)]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("rows", "channels"), DISCARDED)
+@pytest.mark.parametrize("first", [64, 63])
+def test_discarding_x_changes_nothing_else(
+    rows: int, channels: int, static: bool, first: int, device: torch.device
+) -> None:
+    scale = torch.tensor(0.02, device=device) if static else None
+    memory = torch.randn(rows + 2, 2 * channels + 128, dtype=torch.float32).bfloat16().to(device)
+    before = memory.clone()
+    x = memory[1:-1, first : first + 2 * channels]
+    real = torch.tensor([rows - 1], dtype=torch.int32, device=device)
+    expected = ops.silu_mul_quantize(x, torch.int8, scale=scale)
+    found = ops.silu_mul_quantize(x, torch.int8, scale=scale, n_active=real, discard_x=True)
+    assert_same_bits(found[0][:-1], expected[0][:-1])
+    if not static:
+        assert_same_bits(found[1][:-1], expected[1][:-1])
+    if device.type == "cpu":
+        assert x.isnan().all()
+    else:
+        torch.zeros(64 << 20, device=device)  # more than the L2 holds: all else comes from memory
+        assert_same_bits(x[-1], before[-2, first : first + 2 * channels])
+    x.zero_()
+    before[1:-1, first : first + 2 * channels] = 0
+    assert_same_bits(memory, before)
+
+
 X, W = torch.zeros(2, 4), torch.zeros(4)
 NORM = [
     ({"x": 3}, TypeError, "x: got int, expected a tensor"),
@@ -194,6 +225,15 @@ def test_silu_mul_bad_input(x: torch.Tensor, error: type[Exception], match: str)
         ops.silu_mul(x)
     with pytest.raises(error, match=match):
         ops.silu_mul_quantize(x, torch.int8)
+
+
+def test_what_shares_memory_is_not_discarded() -> None:
+    x = torch.ones(1, 4).expand(3, 4)
+    with pytest.raises(ValueError, match=r"x: got strides \[0, 1\]"):
+        ops.silu_mul_quantize(x, torch.int8, discard_x=True)
+    with pytest.raises(TypeError, match="discard_x: got int"):
+        ops.silu_mul_quantize(x, torch.int8, discard_x=1)  # type: ignore[arg-type]
+    assert x.eq(1).all()
 
 
 def test_bad_outputs() -> None:
