@@ -303,6 +303,7 @@ class Quantize:
         eps: float = 0.0,
         pdl: bool = False,
         n_active: int = 0,
+        discard_x: bool = False,
     ) -> None: ...
 
 class AppendKV:
