@@ -18,7 +18,8 @@ output, additive masks and biases, 2D masks with padding, packed sequences, chun
 There is no backward pass.
 
 `replace_norms(model)` lets `ostinato.ops.rms_norm` compute the model's RMS norms, too: one kernel
-each on a Hopper GPU.
+each on a Hopper GPU. `replace_attention(model)` lets `ostinato.ops.append_kv` rotate queries and
+keys and fill a `RaggedStaticCache`: one kernel in each layer instead of eleven.
 """
 
 from __future__ import annotations
@@ -34,11 +35,19 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ostinato import ops
+from ostinato.compat.transformers_attention import replace_attention
 from ostinato.compat.transformers_cache import RaggedStaticCache
 from ostinato.compat.transformers_norms import replace_norms
 from ostinato.ops.launch import current_stream
 
-__all__ = ["NAME", "RaggedStaticCache", "attention", "lengths_mask", "replace_norms"]
+__all__ = [
+    "NAME",
+    "RaggedStaticCache",
+    "attention",
+    "lengths_mask",
+    "replace_attention",
+    "replace_norms",
+]
 
 NAME = "ostinato"
 

@@ -86,7 +86,7 @@ class RaggedStaticCache:
         inside = positions.clamp(0, self.places - 1)
         slots = inside + self._first_slots[:batch]
         slots.masked_fill_(inside != positions, -1)
-        layers = [_Layer(layer[:, :batch], slots) for layer in self.storage]
+        layers = [RowsLayer(layer[:, :batch], slots) for layer in self.storage]
         return Rows(layers, inside, seq_lens - tokens)
 
     def _check_attention(self) -> None:
@@ -108,13 +108,57 @@ class Rows(Cache):
         super().__init__(layers=layers)
         self.position_ids = position_ids
         self._before = before
+        # The call's cosines and sines, which all layers share, and the table made of them.
+        self._rotation: tuple[torch.Tensor, ...] | None = None
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Return [batch] int32, where the first of the call's tokens stands."""
         return self._before
 
+    def rotate_and_append(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer_idx: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotate the call's q and k by RoPE and write k and v, in one kernel of a Hopper GPU.
 
-class _Layer(CacheLayerMixin):
+        Args:
+            q: [batch, tokens, heads_q, dim] of the cache's dtype.
+            k: [batch, tokens, heads_kv, dim], likewise.
+            v: like k.
+            cos: [batch or 1, tokens, dim] floating, of two equal halves.
+            sin: likewise.
+            layer_idx: of the layer whose keys and values they are.
+
+        Returns:
+            q rotated, and all places of the rows: keys and values [batch, heads_kv, places, dim].
+
+        Raises:
+            TypeError: for another dtype.
+            ValueError: for other rows or tokens than `rows` was given, or another shape.
+        """
+        layer: Any = self.layers[layer_idx]
+        layer.check(k.size(0), k.size(1))
+        return layer.append(q, k, v, *self._table(cos, sin)), layer.keys, layer.values
+
+    def _table(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `append_kv` takes: positions [batch * tokens] int32, and their `cos_sin`."""
+        known = self._rotation
+        # These very tensors: held here, so that no others can be in their place.
+        if known is None or known[0] is not cos or known[1] is not sin:
+            batch, half = self.position_ids.size(0), cos.size(-1) // 2
+            halves = [x[..., :half].expand(batch, -1, -1) for x in (cos, sin)]
+            cos_sin = torch.cat(halves, dim=-1).flatten(0, 1).float()
+            positions = torch.arange(cos_sin.size(0), dtype=torch.int32, device=cos.device)
+            known = self._rotation = (cos, sin, positions, cos_sin)
+        return known[2], known[3]
+
+
+class RowsLayer(CacheLayerMixin):
     """One layer's keys and values of some rows.
 
     Args:
@@ -145,12 +189,7 @@ class _Layer(CacheLayerMixin):
         Raises:
             ValueError: for other rows or tokens than `rows` was given.
         """
-        got = (key_states.size(0), key_states.size(2))
-        if got != self._slots.shape:
-            raise ValueError(
-                f"past_key_values: got {got[0]} rows of {got[1]} tokens, expected those of rows(): "
-                f"{self._slots.size(0)} of {self._slots.size(1)}"
-            )
+        self.check(key_states.size(0), key_states.size(2))
         ops.append_kv(
             key_states.transpose(1, 2).flatten(0, 1),
             value_states.transpose(1, 2).flatten(0, 1),
@@ -159,6 +198,43 @@ class _Layer(CacheLayerMixin):
             self._slots.flatten(),
         )
         return self._keys, self._values
+
+    def append(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the call's tokens, k rotated, and return q rotated.
+
+        Args:
+            q: [batch, tokens, heads_q, dim].
+            k: [batch, tokens, heads_kv, dim].
+            v: like k.
+            positions: as `append_kv` takes them.
+            cos_sin: likewise.
+        """
+        rotated = ops.append_kv(
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            self._keys.transpose(1, 2),
+            self._values.transpose(1, 2),
+            self._slots.flatten(),
+            positions=positions,
+            cos_sin=cos_sin,
+            q=q.flatten(0, 1),
+        )
+        return rotated.view(q.shape)
+
+    def check(self, batch: int, tokens: int) -> None:
+        """Refuse other rows or tokens than `rows` was given."""
+        if (batch, tokens) != self._slots.shape:
+            raise ValueError(
+                f"past_key_values: got {batch} rows of {tokens} tokens, expected those of rows(): "
+                f"{self._slots.size(0)} of {self._slots.size(1)}"
+            )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many places there are, from position 0 on."""
