@@ -121,10 +121,10 @@ def hugging_face_step(
         device: where it runs.
         max_batch: the largest batch.
         context: tokens of each sequence in the static cache, the step's included.
-        attention: what the model attends by: ours, with a `RaggedStaticCache` and norms by
-            `replace_norms`, which is what a user of `compat.transformers` gets, or torch's, with
-            transformers' `StaticCache` and norms. Torch's is given to a kernel that repeats its
-            results bit for bit; the one that torch prefers, cuDNN's, does not.
+        attention: what the model attends by: ours, with a `RaggedStaticCache`, `replace_norms` and
+            `replace_attention`, which is what a user of `compat.transformers` gets, or torch's,
+            with transformers' `StaticCache`, norms and RoPE. Torch's is given to a kernel that
+            repeats its results bit for bit; the one that torch prefers, cuDNN's, does not.
         num_layers: of the model; by default all, and otherwise the subject's name says so.
 
     Raises:
@@ -167,9 +167,10 @@ def _ragged_step(
     model: Any, device: torch.device, max_batch: int, context: int
 ) -> tuple[Step, DeclaredMemory, int]:
     """Return a step whose rows have lengths of their own, its memory, and padding's length."""
-    from ostinato.compat.transformers import RaggedStaticCache, replace_norms
+    from ostinato.compat.transformers import RaggedStaticCache, replace_attention, replace_norms
 
     replace_norms(model)
+    replace_attention(model)
     cache = RaggedStaticCache(model, max_batch, context)
 
     def step(batch: BatchView) -> dict[str, torch.Tensor]:

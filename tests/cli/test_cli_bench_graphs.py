@@ -15,7 +15,7 @@ from ostinato.bench.graph_subjects import Subject, hugging_face_step, our_step
 from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure, falls_in_one_tile
 from ostinato.bench.report import Report
 from ostinato.cli.main import main
-from ostinato.compat.transformers import replace_norms
+from ostinato.compat.transformers import replace_attention, replace_norms
 from ostinato.graphs import GraphRunner, Misses, Variant, VerificationError
 from ostinato.ops.gemm_table import Choice, choose
 
@@ -106,10 +106,11 @@ def test_transformers_steps_of_both_attentions_agree() -> None:
 
 
 @pytest.mark.parametrize("attention", ["ostinato", "sdpa"])
-def test_norms_are_ours_where_attention_is(attention: Any) -> None:
+def test_norms_and_rope_are_ours_where_attention_is(attention: Any) -> None:
     subject = hugging_face_step("tiny", CPU, max_batch=2, context=8, attention=attention)
     model: Any = subject.memory["weights"]
-    assert (replace_norms(model) == []) == (attention == "ostinato")
+    for replace in (replace_norms, replace_attention):
+        assert (replace(model) == []) == (attention == "ostinato")
 
 
 @pytest.mark.parametrize("attention", ["ostinato", "sdpa"])
