@@ -266,6 +266,7 @@ def test_quantization_arguments(launches: Launches) -> None:
         "k": 32,
         "pdl": True,
         "n_active": n_active.data_ptr(),
+        "discard_x": False,
         "stream": STREAM,
     }
 
@@ -274,12 +275,13 @@ def test_gated_and_static_quantization_arguments(launches: Launches) -> None:
     x, out = torch.randn(3, 64).half(), torch.empty(3, 32, dtype=torch.int8)
     scale, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
     quantize_launch.quantize_rows("silu_mul", x, scale, zero, out, None)
-    quantize_launch.quantize_rows("silu_mul", x, None, None, out.view(E4M3), None)
+    quantize_launch.quantize_rows("silu_mul", x, None, None, out.view(E4M3), None, discard_x=True)
     static, dynamic = launches
     assert static["variant"] == Quantize(kind="silu_mul", in_dtype="fp16", out_dtype="int8")
     assert (static["k"], static["x_stride"]) == (32, 64)
     assert (static["static_scale"], static["zero_point"]) == (scale.data_ptr(), zero.data_ptr())
     assert (static["scale_out"], static["norm_weight"], static["n_active"]) == (0, 0, 0)
+    assert (static["discard_x"], dynamic["discard_x"]) == (False, True)
     assert dynamic["variant"].out_dtype == "e4m3"
     assert dynamic["static_scale"] == 0
     assert dynamic["scale_out"] != 0

@@ -1,4 +1,4 @@
-// A hint, which shows in nothing, and the end of a barrier's life.
+// Hints, which show in nothing, and the end of a barrier's life.
 #pragma once
 
 #include "common/tma.cuh"
@@ -6,6 +6,10 @@
 namespace ostinato::decode {
 
 inline void tma_prefetch(const CUtensorMap& /*map*/, const int (& /*place*/)[5]) {}
+inline void tma_load_once(void* to, const CUtensorMap& map, const int (&place)[5],
+                          uint64_t* barrier) {
+  tma_load(to, map, place, barrier);
+}
 inline void retire_barrier(uint64_t* barrier) { forget_barrier(barrier); }
 
 }  // namespace ostinato::decode
