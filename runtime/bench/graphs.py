@@ -129,10 +129,8 @@ def _runs(subject: Subject) -> Iterator[Figure]:
             for each in cases:
                 each.measure(runner, subject.buffers)
     for each in cases:
-        case, label = (
-            f"{subject.name}, {each.n} rows in {each.bucket}",
-            f"inputs on the {each.place}",
-        )
+        case = f"{subject.name}, {each.n} rows in {each.bucket}"
+        label = f"inputs on the {each.place}"
         run, stage, beyond = each.medians()
         yield Figure(case, f"run() on the host, p50, µs, {label}", run)
         yield Figure(case, f"staging in it, p50, µs, {label}", stage)

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ostinato.compat.transformers_cache import Rows, RowsLayer
-from ostinato.kernels.errors import KernelError
+from ostinato.compat.transformers_replace import is_known_to_agree, replace_forwards
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ATTRIBUTES = ("head_dim", "scaling", "layer_idx", "config")
@@ -63,15 +63,14 @@ def replace_attention(model: torch.nn.Module) -> list[str]:
         TypeError: when `model` is no module; by a replaced layer, for a cache of another dtype.
         ValueError: by a replaced layer, for other rows or tokens than those of the cache's rows.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    replaced = []
-    for name, module in model.named_modules():
-        if _looks_like_llamas(module) and _computes_ours(module):
-            # Not a bound method: what copies or pickles the module takes a partial along with it.
-            module.forward = partial(_forward, module)
-            replaced.append(name)
-    return replaced
+    return replace_forwards(model, _forward_of)
+
+
+def _forward_of(module: torch.nn.Module) -> partial[Any] | None:
+    """Return a layer's new forward, None for one that is left as it is."""
+    if _looks_like_llamas(module) and is_known_to_agree(lambda: _computes_ours(module)):
+        return partial(_forward, module)
+    return None
 
 
 def _forward(
@@ -174,26 +173,19 @@ def _looks_like_llamas(module: torch.nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
 def _computes_ours(module: torch.nn.Module) -> bool:
     """Return whether a layer's class does with random numbers what `_fused` does."""
-    # A layer that cannot be tried, for whatever reason, is none that is known to agree.
-    try:
-        trial = _Trial(module)
-        theirs, their_options = trial.outcome(type(module).forward)
-        ours, our_options = trial.outcome(_fused)
-        return (
-            all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
-            and their_options.keys() == our_options.keys()
-            and all(
-                option is our_options[name] or option == our_options[name]
-                for name, option in their_options.items()
-            )
+    trial = _Trial(module)
+    theirs, their_options = trial.outcome(type(module).forward)
+    ours, our_options = trial.outcome(_fused)
+    return (
+        all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+        and their_options.keys() == our_options.keys()
+        and all(
+            option is our_options[name] or option == our_options[name]
+            for name, option in their_options.items()
         )
-    except KernelError:  # says nothing about the layer
-        raise
-    except Exception:
-        return False
+    )
 
 
 class _Trial:

@@ -143,7 +143,9 @@ class Rows(Cache):
         """
         layer: Any = self.layers[layer_idx]
         layer.check(k.size(0), k.size(1))
-        return layer.append(q, k, v, *self._table(cos, sin)), layer.keys, layer.values
+        positions, cos_sin = self._table(cos, sin)
+        rotated = layer.append(k, v, positions=positions, cos_sin=cos_sin, q=q.flatten(0, 1))
+        return rotated.view(q.shape), layer.keys, layer.values
 
     def _table(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `append_kv` takes: positions [batch * tokens] int32, and their `cos_sin`."""
@@ -190,43 +192,25 @@ class RowsLayer(CacheLayerMixin):
             ValueError: for other rows or tokens than `rows` was given.
         """
         self.check(key_states.size(0), key_states.size(2))
-        ops.append_kv(
-            key_states.transpose(1, 2).flatten(0, 1),
-            value_states.transpose(1, 2).flatten(0, 1),
-            self._keys.transpose(1, 2),
-            self._values.transpose(1, 2),
-            self._slots.flatten(),
-        )
+        self.append(key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self._keys, self._values
 
-    def append(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the call's tokens, k rotated, and return q rotated.
+    def append(self, k: torch.Tensor, v: torch.Tensor, **rotation: Any) -> Any:
+        """Write the call's tokens by `append_kv`, and return what that does.
 
         Args:
-            q: [batch, tokens, heads_q, dim].
-            k: [batch, tokens, heads_kv, dim].
-            v: like k.
-            positions: as `append_kv` takes them.
-            cos_sin: likewise.
+            k: [batch, tokens, heads_kv, dim], of as many rows and tokens as there are slots.
+            v: likewise.
+            rotation: further arguments of `append_kv`, for RoPE.
         """
-        rotated = ops.append_kv(
+        return ops.append_kv(
             k.flatten(0, 1),
             v.flatten(0, 1),
             self._keys.transpose(1, 2),
             self._values.transpose(1, 2),
             self._slots.flatten(),
-            positions=positions,
-            cos_sin=cos_sin,
-            q=q.flatten(0, 1),
+            **rotation,
         )
-        return rotated.view(q.shape)
 
     def check(self, batch: int, tokens: int) -> None:
         """Refuse other rows or tokens than `rows` was given."""

@@ -8,7 +8,7 @@ from inspect import signature
 import torch
 
 from ostinato import ops
-from ostinato.kernels.errors import KernelError
+from ostinato.compat.transformers_replace import is_known_to_agree, replace_forwards
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -50,16 +50,15 @@ def replace_norms(model: torch.nn.Module) -> list[str]:
         TypeError: when `model` is no module; by a replaced norm, for x of another dtype.
         ValueError: by a replaced norm, for a shape or device that does not go with the weight's.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    replaced = []
-    for name, module in model.named_modules():
-        eps_name = _eps_name(module)
-        if eps_name is not None and _computes_the_op(module, eps_name):
-            # Not a bound method: what copies or pickles the module takes a partial along with it.
-            module.forward = partial(_forward, module, eps_name)
-            replaced.append(name)
-    return replaced
+    return replace_forwards(model, _forward_of)
+
+
+def _forward_of(module: torch.nn.Module) -> partial[torch.Tensor] | None:
+    """Return a norm's new forward, None for one that is left as it is."""
+    eps_name = _eps_name(module)
+    if eps_name is not None and _computes_the_op(module, eps_name):
+        return partial(_forward, module, eps_name)
+    return None
 
 
 def _forward(norm: torch.nn.Module, eps_name: str, x: torch.Tensor) -> torch.Tensor:
@@ -118,8 +117,8 @@ def _computes_the_op(norm: torch.nn.Module, eps_name: str) -> bool:
     other, x = drawn[0].to(weight), drawn[1:].to(weight).view(2, 3, -1)
     # Theirs may round to this dtype twice, and sum fp32 in another order.
     rtol = max(2 * torch.finfo(weight.dtype).eps, 1e-5)
-    # A norm that cannot be tried, for whatever reason, is none that is known to agree.
-    try:
+
+    def trial() -> bool:
         theirs = torch.func.functional_call(_Bare(norm), {"norm.weight": other}, (x,))
         ours = ops.rms_norm(x.view(6, -1), other, eps).view(x.shape)
         return (
@@ -127,7 +126,5 @@ def _computes_the_op(norm: torch.nn.Module, eps_name: str) -> bool:
             and theirs.shape == ours.shape
             and torch.allclose(theirs.float(), ours.float(), rtol=rtol, atol=rtol / 1000)
         )
-    except KernelError:  # says nothing about the norm
-        raise
-    except Exception:
-        return False
+
+    return is_known_to_agree(trial)
