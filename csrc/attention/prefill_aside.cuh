@@ -48,13 +48,18 @@ class Aside {
   __device__ __forceinline__ void put(float (&outputs)[kOutputs]) {
     const bool holds_it = next_ >= kSumTiles;
     const int slice = holds_it ? next_ - kSumTiles : next_;
-    float taken[4];
+    float taken[4 * kSliceVectors];
     take_slice(outputs, slice, factor_, taken);
-    float4* const to = place_ + slice * kConsumerThreads;
-    if (holds_it) {
-      add_vector(to, make_float4(taken[0], taken[1], taken[2], taken[3]));
-    } else {
-      store_vector(to, make_float4(taken[0], taken[1], taken[2], taken[3]));
+#pragma unroll
+    for (int i = 0; i < kSliceVectors; ++i) {
+      float4* const to = place_ + (slice * kSliceVectors + i) * kConsumerThreads;
+      const float4 vector =
+          make_float4(taken[4 * i], taken[4 * i + 1], taken[4 * i + 2], taken[4 * i + 3]);
+      if (holds_it) {
+        add_vector(to, vector);
+      } else {
+        store_vector(to, vector);
+      }
     }
     next_ = next_ == 2 * kSumTiles - 1 ? kSumTiles : next_ + 1;
   }
@@ -88,12 +93,7 @@ class Aside {
   // When the products have ended: that and the rest are added to the outputs.
   __device__ __forceinline__ void add(float (&scores)[kScores], float (&outputs)[kOutputs]) const {
     const float factor[2] = {__fdividef(1.0f, factor_[0]), __fdividef(1.0f, factor_[1])};
-    constexpr int kRest = kVectors - kFetched;
-    add_some<0, kRest>(scores, factor, outputs);
-    pin(outputs);  // what was added makes room
-    load<kFetched, kRest>(scores);
-    add_some<kRest, kFetched - kRest>(scores, factor, outputs);
-    add_some<0, kRest, kFetched>(scores, factor, outputs);
+    add_from<0>(scores, factor, outputs);
   }
 
  private:
@@ -102,6 +102,24 @@ class Aside {
   // from overflow.
   static constexpr float kFarthest = 18446744073709551616.0f;  // 2^64
 
+  // The vectors from kFirst on, of which as many as the scores have room for have been loaded. What
+  // is added makes room for the next, which are read while the others are added.
+  template <int kFirst>
+  __device__ __forceinline__ void add_from(float (&scores)[kScores], const float (&factor)[2],
+                                           float (&outputs)[kOutputs]) const {
+    constexpr int kLoaded = kVectors - kFirst < kFetched ? kVectors - kFirst : kFetched;
+    constexpr int kNext = kFirst + kLoaded;
+    constexpr int kRest = kVectors - kNext < kFetched ? kVectors - kNext : kFetched;
+    if constexpr (kRest == 0) {
+      add_some<0, kLoaded, kFirst>(scores, factor, outputs);
+    } else {
+      add_some<0, kRest, kFirst>(scores, factor, outputs);
+      pin(outputs);
+      load<kNext, kRest>(scores);
+      add_some<kRest, kLoaded - kRest, kFirst>(scores, factor, outputs);
+      add_from<kNext>(scores, factor, outputs);
+    }
+  }
   // kCount vectors from kFirst on, to the scores' first places.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void load(float (&scores)[kScores]) const {
@@ -115,7 +133,7 @@ class Aside {
     }
   }
   // The scores' vectors from kFirst on, to outputs that lie kBehind vectors behind.
-  template <int kFirst, int kCount, int kBehind = 0>
+  template <int kFirst, int kCount, int kBehind>
   __device__ __forceinline__ static void add_some(const float (&scores)[kScores],
                                                   const float (&factor)[2],
                                                   float (&outputs)[kOutputs]) {

@@ -43,8 +43,9 @@ static_assert(kDim % kMmaDepth == 0 && kDim <= 256 && kValueDim % 16 == 0 && kVa
               "an MMA takes some of the head dim, and has at most 256 columns");
 static_assert(kKeys % kMmaDepth == 0 && kKeys >= 16 && kKeys <= (kFp8 ? 128 : 256),
               "an MMA takes some keys of values; 8-bit values lie in rows of up to 128 keys");
-static_assert(!kFp8 || (kSource == Source::Packed && kValueDim % 64 == 0),
-              "8-bit values are packed, and multiplied 64 columns at a time");
+static_assert(!kFp8 || (kSource == Source::Packed &&
+                        (kValueDim == 64 || kValueDim == 128 || kValueDim == 256)),
+              "8-bit values are packed, of 64, 128 or 256 columns");
 static_assert(kConsumers == 2 || kConsumers == 3, "two or three warpgroups multiply");
 
 // A warpgroup has 64 rows: queries of one head, or of some heads of a group side by side.
@@ -59,13 +60,14 @@ inline constexpr int kScores = kKeys / 2;       // of a thread, in two rows
 inline constexpr int kOutputs = kValueDim / 2;  // likewise
 inline constexpr int kDimSteps = kDim / kMmaDepth;
 inline constexpr int kKeySteps = kKeys / kMmaDepth;
-// The products of a tile's 8-bit weights and values are added to the output in fp32, 64 columns at
-// a time if registers are few (prefill_consumer_fp8.cuh). Otherwise the output takes them at once;
-// of 8 bits and three warpgroups that have no registers to spare, for kSumTiles tiles, before it is
-// put aside (prefill_aside.cuh).
-inline constexpr int kParts = kFp8 && kValueDim > 128 ? kValueDim / 64 : 1;
-inline constexpr int kPartOutputs = kOutputs / kParts;  // of a thread
-inline constexpr bool kPutsAside = kFp8 && kConsumers == 3 && kValueDim == 128;
+// The products of a tile's 8-bit weights and values are added to the output in fp32, if registers
+// have room for both (prefill_consumer_fp8.cuh). Otherwise the output takes them at once; of 8 bits
+// for kSumTiles tiles, before it is put aside (prefill_aside.cuh). OSTINATO_PUTS_ASIDE is for asm
+// that names its registers.
+#define OSTINATO_PUTS_ASIDE \
+  (OSTINATO_BYTES != 0 &&   \
+   (OSTINATO_VALUE_DIM == 256 || (OSTINATO_VALUE_DIM == 128 && OSTINATO_CONSUMERS == 3)))
+inline constexpr bool kPutsAside = OSTINATO_PUTS_ASIDE;
 // Tiles whose products the tensor cores sum, and slices of the outputs, of which one is put aside
 // with each: of fewer they cut off less, and are slower (docs/prefill.md).
 inline constexpr int kSumTiles = 16;
@@ -82,8 +84,7 @@ struct Registers {
       kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
-static_assert(kScores + kKeySteps * 4 + kOutputs +
-                      (kFp8 ? (kPutsAside ? 0 : kPartOutputs) + 20 : 32) <=
+static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? (kPutsAside ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
 
@@ -126,10 +127,12 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 
 // With room for the queries of two items an item begins before the one before it has ended
 // (prefill_consumer.cuh). The output takes the place of its item's queries, unless these have a
-// single place and it need not, or it is larger.
+// single place and it need not, or it is larger. (An output of 8-bit queries is: of head dim 256,
+// where nothing else has room for it, it takes their place in two passes.)
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
-inline constexpr bool kOutputFits = kOutputBytes <= kQueryBytes;
+inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;
+inline constexpr bool kOutputFits = kOutputBytes / kPasses <= kQueryBytes;
 inline constexpr int kTwoQueries =
     kConsumers * (2 * kQueryBytes + (kOutputFits ? 0 : kOutputBytes)) + kLeastRing;
 inline constexpr int kQueryBuffers = (kOutputFits || kFp8) && kTwoQueries <= kSmemLimit ? 2 : 1;
@@ -151,11 +154,10 @@ inline constexpr bool kSpareIsKeys =
 inline constexpr bool kSparesBoth = kPutsAside && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
-static_assert(!kPutsAside || kQueryBuffers == 2, "sums are completed before the next item begins");
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,
               "keys that a warpgroup leaves out all come before its first product");
-static_assert(!kShareOutput || kOutputBytes <= kQueryBytes, "the output must fit in its place");
+static_assert(kShareOutput ? kOutputFits : kPasses == 1, "the output must fit in its place");
 
 // Tiles of queries whose description is ready before they are.
 inline constexpr int kItems = 3;

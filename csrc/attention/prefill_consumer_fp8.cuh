@@ -2,11 +2,10 @@
 //
 // The tensor cores keep about 14 bits of a sum of 8-bit products, so the products of a tile's
 // weights and values are summed anew and then added to the output in fp32. They are enqueued with
-// the products of the next tile's keys. For value dims above 128 registers are too few for that:
-// there 64 columns of the value dim are multiplied and added at a time, the last but one beside the
-// next tile's keys. So they are for three warpgroups and 128: there the tensor cores sum 16 tiles,
-// which are put aside in slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns:
-// with 8 bits they are faster without.
+// the products of the next tile's keys. For head dim 256, and for three warpgroups and 128,
+// registers are too few for that: there the tensor cores sum 16 tiles, which are put aside in
+// slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns: with 8 bits they are
+// faster without.
 #pragma once
 
 #include "prefill_aside.cuh"
@@ -28,7 +27,7 @@ class Consumer : public ConsumerBase<Softmax> {
   struct Fragments {
     float scores[kScores];
     uint32_t weights[kKeySteps][4];
-    float products[kPutsAside ? 1 : kPartOutputs];
+    float products[kOutputs];  // not where outputs take them at once
     float outputs[kOutputs];
   };
 
@@ -98,46 +97,31 @@ class Consumer : public ConsumerBase<Softmax> {
     return args_.params.v_scale[item.kv_head * args_.params.v_scale_stride];
   }
 
-  // Begins the product of a part of the values.
-  template <int kPart>
-  __device__ __forceinline__ void begin_part(const ValuesOperand& values, Fragments& r) {
+  // Begins the product of a tile's weights and values.
+  __device__ __forceinline__ void begin_values(const ValuesOperand& values, Fragments& r) {
     pin(r.weights);
     if constexpr (kPutsAside) {
       pin(r.outputs);
       begin_multiplying();
-      multiply_values<kPart>(r.weights, values, r.outputs, true);
+      multiply_values(r.weights, values, r.outputs, true);
     } else {
       pin(r.products);
       begin_multiplying();
-      multiply_values<kPart>(r.weights, values, r.products, false);
+      multiply_values(r.weights, values, r.products, false);
     }
   }
 
   // When it has ended: to the outputs, which the tile before left relative to another reference.
-  template <int kPart>
-  __device__ __forceinline__ void add_part(const float (&fade)[2], Fragments& r) {
+  __device__ __forceinline__ void add_values(const float (&fade)[2], Fragments& r) {
     pin(r.weights);
     if constexpr (kPutsAside) {
       pin(r.outputs);
     } else {
       pin(r.products);
 #pragma unroll
-      for (int i = 0; i < kPartOutputs; ++i) {
-        float& output = r.outputs[kPart * kPartOutputs + i];
-        output = fmaf(output, fade[row_of(i)], r.products[i]);
+      for (int i = 0; i < kOutputs; ++i) {
+        r.outputs[i] = fmaf(r.outputs[i], fade[row_of(i)], r.products[i]);
       }
-    }
-  }
-
-  // Multiplies a tile's weights and values, and adds them: parts kPart to kEnd - 1.
-  template <int kPart = 0, int kEnd = kParts>
-  __device__ __forceinline__ void add_values(const ValuesOperand& values, Fragments& r) {
-    if constexpr (kPart < kEnd) {
-      const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-      begin_part<kPart>(values, r);
-      wait_multiplied<0>();
-      add_part<kPart>(fade, r);
-      add_values<kPart + 1, kEnd>(values, r);
     }
   }
 
@@ -175,7 +159,7 @@ class Consumer : public ConsumerBase<Softmax> {
     if (kExact || aside_.is_due(n)) {
       aside_.put(r.outputs);
     }
-    begin_part<0>(values, r);
+    begin_values(values, r);
     await_scores(r);
     float fade[2];
     const bool risen = softmax_.raise_reference<kExact>(
@@ -186,7 +170,7 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.exponentiate_some<0, kBeside>(r.scores, sums);
     wait_multiplied<0>();
     release<Values>(values_);
-    add_part<0>(fade, r);
+    add_values(fade, r);
     if (__builtin_expect(risen, false)) {
       aside_.fade(fade, r.outputs);
     }
@@ -223,26 +207,17 @@ class Consumer : public ConsumerBase<Softmax> {
 #pragma unroll 1
       for (int n = first + 1; n < tiles; ++n) {
         const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-        // All parts but two before the next keys, one beside them and one beside the softmax.
-        if constexpr (kParts > 1) {
-          add_values<0, kParts - 2>(values, r);
-          begin_part<kParts - 2>(values, r);
-        }
         pin(r.scores);
         begin_multiplying();
         multiply_keys(queries, keys, r.scores);
-        if constexpr (kParts > 1) {
-          wait_multiplied<1>();
-          add_part<kParts - 2>(fade, r);
-        }
-        begin_part<kParts - 1>(values, r);
+        begin_values(values, r);
         await_scores(r);
         find_reference(item, n, n < hiding, r);
         softmax_.exponentiate(r.scores);
         // ptxas makes this wait begin before most of the exponentials, and so it should be: where
         // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
         wait_multiplied<0>();
-        add_part<kParts - 1>(fade, r);
+        add_values(fade, r);
         release<Values>(values_);
         pack_weights(r.scores, r.weights);
         await_next(n, keys, values);
@@ -290,12 +265,12 @@ class Consumer : public ConsumerBase<Softmax> {
     if constexpr (!kShareOutput) {
       release_queries(queries_.slot);
     }
+    const float value_scale = read_value_scale(item);
+    begin_values(values, r);
+    if constexpr (kPutsAside) {
+      complete(item, r);
+    }
     if constexpr (kQueryBuffers == 2) {
-      const float value_scale = read_value_scale(item);
-      begin_part<0>(values, r);
-      if constexpr (kPutsAside) {
-        complete(item, r);
-      }
       const Item& next = await_item(after);
       const Tiles tiles = next;
       const Queries rows = next;
@@ -303,14 +278,11 @@ class Consumer : public ConsumerBase<Softmax> {
         end_and_start(item, next, tiles, rows, value_scale, r);
         return true;
       }
-      wait_multiplied<0>();
-      const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-      add_part<0>(fade, r);
-      end(item, value_scale, r);
-    } else {
-      add_values(values, r);
-      end(item, read_value_scale(item), r);
     }
+    wait_multiplied<0>();
+    const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
+    add_values(fade, r);
+    end(item, value_scale, r);
     release_output();
     return false;
   }
@@ -331,7 +303,7 @@ class Consumer : public ConsumerBase<Softmax> {
     const Seen seen = find_seen(rows);
     wait_multiplied<1>();
     const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
-    add_part<0>(fade, r);
+    add_values(fade, r);
     end(item, value_scale, r);
     leave_out<Values>(first, values_);
     softmax_.begin(scale);

@@ -51,21 +51,18 @@ __device__ __forceinline__ void multiply_keys(const Operand& queries, const Keys
   commit_multiplication();
 }
 
-// Enqueues products (+)= weights · values of a part of the value dim. Values have keys along the
-// columns of their rows where they have been turned, otherwise a row for each key.
+// Enqueues products (+)= weights · values. Values have keys along the columns of their rows where
+// they have been turned, otherwise a row for each key.
 using ValuesOperand =
     std::conditional_t<kFp8, OperandOf<kValueRowBytes>, OperandOf<kStripBytes, kValueGroupStep>>;
-template <int kPart = 0>
 __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeySteps][4],
                                                 const ValuesOperand& values,
-                                                float (&products)[kPartOutputs], bool accumulate) {
+                                                float (&products)[kOutputs], bool accumulate) {
   constexpr uint32_t kStep = kFp8 ? kMmaDepth * kElement : kMmaDepth / kGroup * kValueGroupStep;
-  constexpr uint32_t kPartBytes = kValueDim / kParts * kValueRowBytes;
-  static_assert(kPart < kParts, "parts are counted from 0");
 #pragma unroll
   for (int step = 0; step < kKeySteps; ++step) {
-    multiply_values_step(weights[step], values.descriptor(kPart * kPartBytes + step * kStep),
-                         products, accumulate || step > 0);
+    multiply_values_step(weights[step], values.descriptor(step * kStep), products,
+                         accumulate || step > 0);
   }
   commit_multiplication();
 }

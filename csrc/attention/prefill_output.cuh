@@ -72,16 +72,11 @@ class Output {
       wait_read();
       sync_warpgroup(warpgroup_);
     }
-    write_rows(outputs, factor);
-    fence_shared_for_tma();
-    OSTINATO_DELAY(prefill_output_store, threadIdx.x % kWarpgroup / 32 == 1);
-    sync_warpgroup(warpgroup_);
-    const int first = warpgroup_ * args_.half_tokens;
-    if (first + args_.half_tokens <= item.queries) {
-      copy_rows(item, first);
-    } else {
-      store_rows(item);
-      sync_warpgroup(warpgroup_);  // they have left shared memory
+    store_pass<0>(item, outputs, factor);
+    if constexpr (kPasses == 2) {
+      wait_read();
+      sync_warpgroup(warpgroup_);
+      store_pass<1>(item, outputs, factor);
     }
   }
 
@@ -109,19 +104,41 @@ class Output {
   }
 
  private:
+  // Of a pass.
+  static constexpr int kPassColumns = kValueDim / kPasses;
+  static constexpr int kPassStrips = kOutputStrips / kPasses;
+  static_assert(kPasses <= 2 && kOutputStrips % kPasses == 0, "passes have whole strips");
+
+  template <int kPass>
+  __device__ __forceinline__ void store_pass(const Item& item, const float (&outputs)[kOutputs],
+                                             const float (&factor)[2]) const {
+    write_rows<kPass>(outputs, factor);
+    fence_shared_for_tma();
+    OSTINATO_DELAY(prefill_output_store, threadIdx.x % kWarpgroup / 32 == 1);
+    sync_warpgroup(warpgroup_);
+    const int first = warpgroup_ * args_.half_tokens;
+    if (first + args_.half_tokens <= item.queries) {
+      copy_rows<kPass>(item, first);
+    } else {
+      store_rows<kPass>(item);
+      sync_warpgroup(warpgroup_);  // they have left shared memory
+    }
+  }
+
   // Swizzled as the copy engine reads it. Of every 16 columns a warp has four matrices: both halves
   // of its rows, of the first 8 columns and of the others.
+  template <int kPass>
   __device__ __forceinline__ void write_rows(const float (&outputs)[kOutputs],
                                              const float (&factor)[2]) const {
     const int lane = threadIdx.x % 32;
     const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     uint8_t* const begin = rows_ + row * kStripBytes;
 #pragma unroll
-    for (int step = 0; step < kOutputs / 8; ++step) {
+    for (int step = 0; step < kPassColumns / 16; ++step) {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float* const pair = &outputs[step * 8 + i * 2];
+        const float* const pair = &outputs[kPass * kPassColumns / 2 + step * 8 + i * 2];
         words[i] = pack_pair<OutType>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
       }
       const int vector = (step * 2 % 8 + lane / 16) ^ row % 8;
@@ -130,12 +147,13 @@ class Output {
   }
 
   // All rows are queries.
+  template <int kPass>
   __device__ __forceinline__ void copy_rows(const Item& item, int first) const {
     if (threadIdx.x % kWarpgroup == 0) {
 #pragma unroll
-      for (int strip = 0; strip < kOutputStrips; ++strip) {
-        tma_store(map_, rows_ + strip * kRowStrip, strip * kOutputStripDim, item.first_head,
-                  item.first_row + first);
+      for (int strip = 0; strip < kPassStrips; ++strip) {
+        tma_store(map_, rows_ + strip * kRowStrip, (kPass * kPassStrips + strip) * kOutputStripDim,
+                  item.first_head, item.first_row + first);
       }
       commit_stores();
     }
@@ -151,15 +169,16 @@ class Output {
   }
 
   // Some are not: by threads, who write nothing beyond the last query.
+  template <int kPass>
   __device__ __forceinline__ void store_rows(const Item& item) const {
-    constexpr int kVectors = kValueDim / 8;
+    constexpr int kVectors = kPassColumns / 8;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpgroup; i < kRows * kVectors; i += kWarpgroup) {
       const int in_half = i / kVectors, vector = i % kVectors;
       const RowOf row(args_, warpgroup_, in_half);
       if (row.query < item.queries) {
         const uint8_t* const from = rows_ + vector / 8 * kRowStrip + in_half * kStripBytes;
-        store_vector(item, row, vector,
+        store_vector(item, row, kPass * kVectors + vector,
                      *reinterpret_cast<const uint4*>(from + (vector % 8 ^ in_half % 8) * 16));
       }
     }

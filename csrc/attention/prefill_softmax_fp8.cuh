@@ -27,7 +27,9 @@ class Softmax {
   __device__ __forceinline__ void begin(float scale) {
     scale_ = scale;
     // With a scale that is not above 0, or a cap, a greater score need not be a greater logit.
-    direct_ = args_.direct != 0 && scale_ > 0;
+    const bool direct = args_.direct != 0 && scale_ > 0;
+    // As a value of the warp where 128 outputs leave no register for a lane's own.
+    direct_ = kOutputs > 64 ? __any_sync(0xffffffff, direct) : direct;
     factor_ = direct_ ? args_.logit_scale * scale_ : 1.0f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

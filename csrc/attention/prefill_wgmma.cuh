@@ -35,12 +35,10 @@ struct MmaOf<__nv_bfloat16> {
 };
 template <>
 struct MmaOf<__nv_fp8_e4m3> {
-#define OSTINATO_MMA_BYTES_OF(columns) MMA_64x##columns##x32_F32E4M3E4M3_SS_TN
-#define OSTINATO_MMA_BYTES(columns) OSTINATO_MMA_BYTES_OF(columns)
-  using OfKeys = gmma::OSTINATO_MMA_BYTES(OSTINATO_KEYS)<>;
-  using OfValues =
-      std::conditional_t<kValueDim / kParts == 128, gmma::MMA_64x128x32_F32E4M3E4M3_RS_TN<>,
-                         gmma::MMA_64x64x32_F32E4M3E4M3_RS_TN<>>;
+#define OSTINATO_MMA_BYTES_OF(columns, operands) MMA_64x##columns##x32_F32E4M3E4M3_##operands##_TN
+#define OSTINATO_MMA_BYTES(columns, operands) OSTINATO_MMA_BYTES_OF(columns, operands)
+  using OfKeys = gmma::OSTINATO_MMA_BYTES(OSTINATO_KEYS, SS)<>;
+  using OfValues = gmma::OSTINATO_MMA_BYTES(OSTINATO_VALUE_DIM, RS)<>;
 #undef OSTINATO_MMA_BYTES
 #undef OSTINATO_MMA_BYTES_OF
 };
@@ -60,7 +58,7 @@ __device__ __forceinline__ void enqueue_keys(uint64_t rows, uint64_t columns,
 
 template <int... kIndex>
 __device__ __forceinline__ void enqueue_values(const uint32_t (&rows)[4], uint64_t columns,
-                                               float (&sums)[kPartOutputs], bool accumulate,
+                                               float (&sums)[kOutputs], bool accumulate,
                                                std::integer_sequence<int, kIndex...>) {
   MmaOf<Type>::OfValues::fma(rows[0], rows[1], rows[2], rows[3], columns, sums[kIndex]...,
                              scale_out(accumulate));
@@ -74,8 +72,8 @@ __device__ __forceinline__ void multiply_keys_step(uint64_t rows, uint64_t colum
 
 // sums (+)= rows · columns, of kMmaDepth keys.
 __device__ __forceinline__ void multiply_values_step(const uint32_t (&rows)[4], uint64_t columns,
-                                                     float (&sums)[kPartOutputs], bool accumulate) {
-  enqueue_values(rows, columns, sums, accumulate, std::make_integer_sequence<int, kPartOutputs>());
+                                                     float (&sums)[kOutputs], bool accumulate) {
+  enqueue_values(rows, columns, sums, accumulate, std::make_integer_sequence<int, kOutputs>());
 }
 
 __device__ __forceinline__ void begin_multiplying() { cute::warpgroup_arrive(); }

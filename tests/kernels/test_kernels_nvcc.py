@@ -214,8 +214,8 @@ _PREFILL_FP8 = AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", wa
     [
         ("OSTINATO_HEAD_DIM=80", "an MMA takes some of the head dim"),
         ("OSTINATO_KEYS=160", "8-bit values lie in rows of up to 128 keys"),
-        ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, and multiplied 64 columns at a time"),
-        ("OSTINATO_SOURCE=Slots", "8-bit values are packed, and multiplied 64 columns at a time"),
+        ("OSTINATO_VALUE_DIM=96", "8-bit values are packed, of 64, 128 or 256 columns"),
+        ("OSTINATO_SOURCE=Slots", "8-bit values are packed, of 64, 128 or 256 columns"),
         ("OSTINATO_KEYS=128", "scores, weights and outputs must fit in the registers"),
     ],
 )

@@ -134,6 +134,8 @@ def test_prefill_of_head_dim_128_has_tiles_of_two_sizes() -> None:
     assert kernel.name == "attention_prefill-e4m3-bf16-d128-packed-w3"
     assert kernel.defines()["OSTINATO_KEYS"] == "96"
     assert AttentionPrefill(**_PREFILL_FP8).defines()["OSTINATO_KEYS"] == "128"
+    macros = AttentionPrefill(**{**_PREFILL_FP8, "head_dim": 256}).defines()
+    assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("96", "2")
     bf16 = {"dtype": "bf16"}
     for other in (
         {**bf16, "head_dim": 96},

@@ -214,7 +214,7 @@ class AttentionPrefill(Variant):
         dims = (self.head_dim, self.value_dim)
         if self.dtype == "e4m3":
             wide = self.head_dim == 64 or self.warpgroups == 3
-            return (96, 3) if wide else {128: (128, 2), 256: (64, 2)}[self.head_dim]
+            return (96, 3) if wide else {128: (128, 2), 256: (96, 2)}[self.head_dim]
         if max(dims) <= 64 and self.keys != "slots":  # whose threads need more registers
             return 64, 3
         if self.warpgroups == 3:
