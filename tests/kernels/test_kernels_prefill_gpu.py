@@ -21,7 +21,8 @@ _SITES = (
     *("prefill_release", "prefill_output_store"),
 )
 _COPIED = ("packed", "pages")
-# Items that overlap and those that do not; three warpgroups; copied and gathered pages.
+# Items that overlap and those that do not; three warpgroups; copied and gathered pages; outputs
+# that leave in two passes (e4m3 of 256).
 _VARIANTS = (
     *(AttentionPrefill(head_dim=dim, dtype="bf16") for dim in (64, 128, 256)),
     *(AttentionPrefill(head_dim=128, dtype="bf16", keys=keys) for keys in ("pages", "slots")),
@@ -31,6 +32,7 @@ _VARIANTS = (
         AttentionPrefill(head_dim=128, dtype="e4m3", out_dtype="bf16", warpgroups=warpgroups)
         for warpgroups in (0, 3)
     ),
+    AttentionPrefill(head_dim=256, dtype="e4m3", out_dtype="bf16"),
 )
 _CASES = [
     (variant, site)

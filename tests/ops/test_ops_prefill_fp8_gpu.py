@@ -31,7 +31,17 @@ RULES: list[dict[str, Any]] = [
 ]
 # How each head dim is multiplied; of 128, by two warpgroups and by three.
 KERNELS = [{"dim": 64}, {"dim": 128}, {"dim": 128, "warpgroups": 3}, {"dim": 256}]
-both_kernels = pytest.mark.parametrize("warpgroups", [0, 3])
+# Those whose long sums differ: added in fp32 with each tile, or put aside after 16 of 96 keys.
+LONG = [{"dim": 128}, {"dim": 128, "warpgroups": 3}, {"dim": 256}]
+each_long = pytest.mark.parametrize("kernel", LONG, ids=str)
+# Around one and two tiles of 96 keys; and where sums are put aside for the first time, and for the
+# second, when they are added to what lies there.
+EDGES = (95, 96, 97, 191, 192, 193)
+ASIDE_EDGES = (1535, 1536, 1537, 1632, 1633, 3071, 3072, 3073, 3168, 3169)
+
+
+def puts_aside(kernel: dict[str, int]) -> bool:
+    return kernel["dim"] == 256 or kernel.get("warpgroups") == 3
 
 
 class Case:
@@ -169,10 +179,24 @@ def test_the_op_gives_the_bits_of_a_launch() -> None:
     assert_same_bits(got, expected)
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (32, 8), (8, 8), (12, 1)], ids=str)
 @pytest.mark.parametrize("q_lens", [(300, 20, 1), (40, 9)], ids=str)
-def test_groups(q_lens: tuple[int, ...], heads: tuple[int, int]) -> None:
-    Case(q_lens, heads=heads).check()
+def test_groups(q_lens: tuple[int, ...], heads: tuple[int, int], dim: int) -> None:
+    Case(q_lens, heads=heads, dim=dim).check()
+
+
+@pytest.mark.parametrize("rule", [{}, {"causal": False}, {"window": (95, -1)}], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_edges_of_tiles(kernel: dict[str, int], rule: dict[str, Any]) -> None:
+    Case(EDGES, **kernel, **rule).check()
+    Case((129,) * len(EDGES), EDGES, **kernel, **rule).check()
+
+
+@each_long
+@pytest.mark.parametrize("rule", [{}, {"causal": False}, {"window": (1632, -1)}], ids=str)
+def test_edges_of_what_is_put_aside(rule: dict[str, Any], kernel: dict[str, int]) -> None:
+    Case((65,) * len(ASIDE_EDGES), ASIDE_EDGES, **kernel, **rule).check()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -181,26 +205,27 @@ def test_rules(kernel: dict[str, int], rule: dict[str, Any]) -> None:
     Case((300, 129, 64), (310, 500, 64), **kernel, **rule).check()
 
 
-@both_kernels
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_rules_where_sums_are_put_aside(rule: dict[str, Any], warpgroups: int) -> None:
-    Case((300, 129, 1), (2500, 1900, 3100), warpgroups=warpgroups, **rule).check()
+@each_long
+@pytest.mark.parametrize("rule", [*RULES, {"window": (2200, -1)}], ids=str)
+def test_rules_where_sums_are_put_aside(rule: dict[str, Any], kernel: dict[str, int]) -> None:
+    Case((300, 129, 1), (2500, 1900, 3100), **kernel, **rule).check()
 
 
-@both_kernels
+@each_long
 @pytest.mark.parametrize("scale", [0.8, 2.0, -2.0])
-def test_scores_far_above_all_before(scale: float, warpgroups: int) -> None:
-    Case((300, 70), (900, 400), scale=scale, warpgroups=warpgroups).check()
+def test_scores_far_above_all_before(scale: float, kernel: dict[str, int]) -> None:
+    Case((300, 70), (900, 400), scale=scale, **kernel).check()
 
 
-@both_kernels
+@each_long
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("later", ["greater", "smaller"])
 def test_references_that_rise_far_after_sums_were_put_aside(
-    later: str, causal: bool, warpgroups: int
+    later: str, causal: bool, kernel: dict[str, int]
 ) -> None:
     """Scores from about 0 to 400: sums relative to the first reference would be infinite."""
-    case = Case((200,), (3000,), heads=(2, 1), scale=0.4, causal=causal, warpgroups=warpgroups)
+    scale = 0.4 * 128 / kernel["dim"]
+    case = Case((200,), (3000,), heads=(2, 1), scale=scale, causal=causal, **kernel)
     q, k, _ = case.tensors
     slope = torch.linspace(0, 1, 3000, device=CUDA)
     slope = slope if later == "greater" else slope.flip(0)
@@ -210,22 +235,22 @@ def test_references_that_rise_far_after_sums_were_put_aside(
     case.check()
 
 
-@both_kernels
-def test_a_mean_of_values_is_not_cut_off(warpgroups: int) -> None:
+@each_long
+def test_a_mean_of_values_is_not_cut_off(kernel: dict[str, int]) -> None:
     """Tensor cores that sum all keys are off by a fifth, those of 1536 by 8e-3."""
-    case = Case((64,), (32768,), heads=(2, 1), causal=False, scale=0.02, warpgroups=warpgroups)
+    case = Case((64,), (32768,), heads=(2, 1), causal=False, scale=0.02, **kernel)
     v = case.tensors[2]
     v[:32768] = (v[:32768].float() + 12).to(E4M3)
     out, _ = case.attend()
     exact, _ = case.twin(torch.float64)
     error = (out.double() - exact).square().mean().sqrt()
-    assert error <= (1.2e-2 if warpgroups == 3 else 4e-3) * exact.square().mean().sqrt()
+    assert error <= (1.2e-2 if puts_aside(kernel) else 4e-3) * exact.square().mean().sqrt()
 
 
-@both_kernels
+@each_long
 @pytest.mark.parametrize("keys", [4096, 131072])
-def test_ones_of_equal_weights_sum_to_one(keys: int, warpgroups: int) -> None:
-    case = Case((128,), (keys,), heads=(2, 1), causal=False, warpgroups=warpgroups)
+def test_ones_of_equal_weights_sum_to_one(keys: int, kernel: dict[str, int]) -> None:
+    case = Case((128,), (keys,), heads=(2, 1), causal=False, **kernel)
     q, k, v = case.tensors
     for x, value in ((q, 0.0), (k[:keys], 0.0), (v[:keys], 1.0)):
         x.copy_(torch.full_like(x, value))
@@ -234,19 +259,19 @@ def test_ones_of_equal_weights_sum_to_one(keys: int, warpgroups: int) -> None:
     assert_same_bits(out, torch.ones_like(out))
 
 
-@both_kernels
-def test_long_sequences_beside_short_ones(warpgroups: int) -> None:
-    Case((2500, 1, 777, 0, 64), heads=(8, 2), warpgroups=warpgroups).check()
+@each_long
+def test_long_sequences_beside_short_ones(kernel: dict[str, int]) -> None:
+    Case((2500, 1, 777, 0, 64), heads=(8, 2), **kernel).check()
 
 
-@both_kernels
-def test_what_is_small_beside_the_sum_is_not_lost(warpgroups: int) -> None:
+@each_long
+def test_what_is_small_beside_the_sum_is_not_lost(kernel: dict[str, int]) -> None:
     """128 keys outweigh all others; the tensor cores alone would cut off what these add.
 
-    They do with those that three warpgroups sum together with the 128: 1408 of 19872, 2.7% of
-    the mean.
+    They do with those that they sum together with the 128 before they are put aside: 1408 of
+    19872, 2.7% of the mean.
     """
-    case = Case((130,), (20000,), heads=(2, 1), causal=False, warpgroups=warpgroups)
+    case = Case((130,), (20000,), heads=(2, 1), causal=False, **kernel)
     q, k, v = case.tensors
     for x in (q, k[:20000]):
         x.copy_(torch.zeros_like(x))
@@ -255,7 +280,7 @@ def test_what_is_small_beside_the_sum_is_not_lost(warpgroups: int) -> None:
     case.scales = Fp8Scales(*(torch.ones((), device=CUDA) for _ in "qkv"))
     out, lse = case.attend()
     mean = (128 + 19872 * 2.0**-8) / 20000
-    rtol = 4e-2 if warpgroups == 3 else 4e-3
+    rtol = 4e-2 if puts_aside(kernel) else 4e-3
     torch.testing.assert_close(out.float(), torch.full_like(out.float(), mean), rtol=rtol, atol=0)
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(20000)), rtol=1e-5, atol=0)
 
@@ -277,9 +302,9 @@ def test_nan_reaches_only_those_that_see_it(
     assert_same_bits(out[200:], expected[200:])
 
 
-@both_kernels
-def test_nan_that_all_see_reaches_all_when_it_was_put_aside(warpgroups: int) -> None:
-    case = Case((200, 100), (2000, 2000), heads=(2, 1), warpgroups=warpgroups)
+@each_long
+def test_nan_that_all_see_reaches_all_when_it_was_put_aside(kernel: dict[str, int]) -> None:
+    case = Case((200, 100), (2000, 2000), heads=(2, 1), **kernel)
     expected, _ = case.attend()
     case.tensors[2][100] = torch.full_like(case.tensors[2][100], math.nan)
     out, _ = case.attend()
