@@ -31,7 +31,7 @@ RULES: list[dict[str, Any]] = [
 ]
 # How each head dim is multiplied; of 128, by two warpgroups and by three.
 KERNELS = [{"dim": 64}, {"dim": 128}, {"dim": 128, "warpgroups": 3}, {"dim": 256}]
-# Those whose long sums differ: added in fp32 with each tile, or put aside after 16 of 96 keys.
+# Long sums differ: added in fp32 with each tile, or put aside after 16 tiles of 96 keys.
 LONG = [{"dim": 128}, {"dim": 128, "warpgroups": 3}, {"dim": 256}]
 each_long = pytest.mark.parametrize("kernel", LONG, ids=str)
 # Around one and two tiles of 96 keys; and where sums are put aside for the first time, and for the
