@@ -125,6 +125,19 @@ class StartUp:
         )
 
 
+@dataclass(frozen=True)
+class EngineRow(Row):
+    """A `Row` with the times that it was computed from.
+
+    Attributes:
+        short_s, long_s: seconds of each short and each long text, in the order of their runs, a
+            short one before a long one. Their spread is what a difference of medians is good to.
+    """
+
+    short_s: tuple[float, ...]
+    long_s: tuple[float, ...]
+
+
 class TooShortError(Exception):
     """Texts whose difference in length does not show in their times."""
 
@@ -148,7 +161,7 @@ def engine_for(model: Llama, plan: EnginePlan) -> Engine:
     )
 
 
-def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
+def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineRow]:
     """Time `generate` with each batch of the plan, yielding rows as they are measured.
 
     All requests arrive at once with different prompts and go on to their last token, greedily:
@@ -185,14 +198,15 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
         seconds(short)
         runs = [[seconds(tokens) for tokens in plan.outputs] for _ in range(plan.repeats)]
         case = f"{name} b{batch} prompt{plan.prompt}"
-        medians = [statistics.median(column) for column in zip(*runs, strict=True)]
+        columns = [tuple(round(s, 5) for s in column) for column in zip(*runs, strict=True)]
+        medians = [statistics.median(column) for column in columns]
         if medians[1] <= medians[0]:
             took = " and ".join(f"{median * 1e3:.3f} ms" for median in medians)
             raise TooShortError(
                 f"{case}: texts of {short} and {long} tokens took {took}, expected the longer to "
                 "take longer: measure with longer ones, or more repeats"
             )
-        yield Row.of(
+        row = Row.of(
             "engine",
             case,
             implementation(model),
@@ -200,6 +214,7 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[Row]:
             num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
             flops=step_flops(model, batch, context),
         )
+        yield EngineRow(**asdict(row), short_s=columns[0], long_s=columns[1])
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:

@@ -17,11 +17,12 @@ from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_fla
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.engine import EnginePlan, StartUp
-    from ostinato.bench.report import Report, Row
+    from ostinato.bench.engine import EnginePlan, EngineRow, StartUp
+    from ostinato.bench.report import Report
     from ostinato.model import ModelConfig
 
 _HEADER = f"{'case':<32}{'impl':<16}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
+_HEADER += f"{'short texts, s':>18}{'long texts, s':>18}"
 
 
 def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
@@ -142,7 +143,7 @@ def _measure(
         engine.close()
 
 
-def _keep(row: Row | StartUp, report: Report, file: Path | None) -> None:
+def _keep(row: EngineRow | StartUp, report: Report, file: Path | None) -> None:
     """Add a row, and write all of them: what was measured before a Ctrl-C is worth keeping."""
     report.rows.append(row)
     if file is not None:
@@ -162,9 +163,11 @@ def _targets(path: Path) -> dict[tuple[str, str], float]:
         raise UserError(f"--targets {path}: not a document of engines' times: {error!r}") from error
 
 
-def _line(row: Row, targets: dict[tuple[str, str], float]) -> str:
+def _line(row: EngineRow, targets: dict[tuple[str, str], float]) -> str:
     batch = int(row.case.split()[1][1:])
     line = f"{row.case:<32}{row.impl:<16}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
     line += f"{row.tb_s:>10.3g}"
+    for seconds in (row.short_s, row.long_s):
+        line += f"{f'{min(seconds):.3f} to {max(seconds):.3f}':>18}"
     theirs = targets.get((row.case, row.impl.split("_")[1]))  # ostinato_int8_...
     return line if theirs is None else f"{line}   ×{row.us / theirs:.3f} of {theirs:.0f}"

@@ -57,6 +57,7 @@ def test_every_batch_and_the_start_up_are_measured(
     assert start_up["load_s"] > 0
     assert start_up["capture_s"] >= start_up["warmup_s"] + start_up["verify_s"]
     assert [row["us"] for row in rows] == [pytest.approx(1000)] * 2
+    assert [(row["short_s"], row["long_s"]) for row in rows] == [([0.252] * 2, [0.256] * 2)] * 2
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.partition("   ×")[2].split(" of ")[1:] for line in lines if "b2 prompt8" in line
