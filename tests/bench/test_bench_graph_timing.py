@@ -101,5 +101,6 @@ def test_a_replay_launches_every_set_equally_often_and_long_enough() -> None:
         [times] = interleave([rotation], cuda)
         return min(times) * rotation.launches
 
-    # Where the GPU is shared, launches may be counted while it is slower than when they are timed.
-    assert any(0.8 * MIN_REPLAY_S < replay_s() < 5 * MIN_REPLAY_S for _ in range(5))
+    # Where the GPU is shared, launches may be counted while it is slower than when they are timed,
+    # or the other way round: five tries were too few beside 14 processes.
+    assert any(0.8 * MIN_REPLAY_S < replay_s() < 5 * MIN_REPLAY_S for _ in range(30))
