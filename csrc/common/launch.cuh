@@ -20,7 +20,9 @@ struct LaunchConfig {
   bool pdl = false;
 };
 
-// Enqueues kernel(args...) on the stream; returns at once.
+// Enqueues kernel(args...) on the stream; returns at once. Bytes of the arguments that belong to no
+// member are zero: what happens to lie there could look like an address to who reads a graph, as
+// the audit of ostinato.graphs does.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStream_t stream,
                    Arguments&&... args) {
@@ -45,7 +47,11 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchConfig& config, cu
   native.stream = stream;
   native.attrs = attributes;
   native.numAttrs = count;
-  return cudaLaunchKernelEx(&native, kernel, std::forward<Arguments>(args)...);
+  return [&](Parameters... values) {
+    (__builtin_clear_padding(&values), ...);
+    void* addresses[] = {&values...};
+    return cudaLaunchKernelExC(&native, reinterpret_cast<const void*>(kernel), addresses);
+  }(std::forward<Arguments>(args)...);
 }
 
 // Of the current device.
