@@ -36,7 +36,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ostinato import ops
 from ostinato.compat.transformers_attention import replace_attention
-from ostinato.compat.transformers_cache import RaggedStaticCache
+from ostinato.compat.transformers_cache import NAME, RaggedStaticCache
 from ostinato.compat.transformers_norms import replace_norms
 from ostinato.ops.launch import current_stream
 
@@ -49,7 +49,6 @@ __all__ = [
     "replace_norms",
 ]
 
-NAME = "ostinato"
 
 # Arguments of other attention functions that change the result: None or False here.
 _NOT_BUILT = ("output_attentions", "position_bias", "head_mask", "cache", "cu_seq_lens_q")

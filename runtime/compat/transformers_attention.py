@@ -12,7 +12,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ostinato.compat.transformers_cache import Rows, RowsLayer
+from ostinato.compat.transformers_cache import NAME, Rows, RowsLayer
 from ostinato.compat.transformers_replace import is_known_to_agree, replace_forwards
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -86,7 +86,7 @@ def _forward(
         not isinstance(past_key_values, Rows)
         or position_embeddings is None
         or module.training  # with what it may drop
-        or module.config._attn_implementation != "ostinato"
+        or module.config._attn_implementation != NAME
         or _wants_gradient(module, hidden_states)
     ):
         result: tuple[torch.Tensor, Any] = type(module).forward(

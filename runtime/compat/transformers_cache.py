@@ -11,6 +11,7 @@ from ostinato import ops
 from ostinato.ops import checks
 from ostinato.ops.sizes import round_up
 
+NAME = "ostinato"  # of the attention implementation
 _PLACES = 16  # tokens; our kernels copy pages of a multiple of it at once
 
 
@@ -90,9 +91,9 @@ class RaggedStaticCache:
         return Rows(layers, inside, seq_lens - tokens)
 
     def _check_attention(self) -> None:
-        if (got := self._config._attn_implementation) != "ostinato":
+        if (got := self._config._attn_implementation) != NAME:
             raise ValueError(
-                f"model: got attn_implementation {got!r}, expected 'ostinato': others read all "
+                f"model: got attn_implementation {got!r}, expected {NAME!r}: others read all "
                 "places of a row"
             )
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import compat_sizes
 import pytest
 import torch
 import transformers
@@ -33,15 +34,7 @@ from ostinato.ops import reference
 transformers.logging.set_verbosity_error()
 
 GRAPHS = Path(__file__).parents[2] / "docs" / "graphs.md"
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES: dict[str, Any] = {**compat_sizes.SIZES, "num_hidden_layers": 3}
 # With all that changes what attention does: windows in all layers or some, softcap, sinks.
 MODELS: dict[str, Any] = {
     "llama": (LlamaConfig(**SIZES), LlamaForCausalLM),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compat_sizes import TWO_LAYERS
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -40,19 +41,7 @@ from ostinato.kernels.errors import MissingKernelError
 
 transformers.logging.set_verbosity_error()
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**TWO_LAYERS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SLIDING: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 7}
 # Those that are replaced: with windows in all layers or one, biases, and RoPE of half a head.
 MODELS: dict[str, Any] = {

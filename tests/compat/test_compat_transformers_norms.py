@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compat_sizes import TWO_LAYERS as SIZES
 from torch.nn import functional
 from transformers import (
     GemmaConfig,
@@ -28,16 +29,6 @@ from ostinato.ops import reference
 
 transformers.logging.set_verbosity_error()
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-}
 BLOCK_NORMS = ("input_layernorm", "post_attention_layernorm")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
