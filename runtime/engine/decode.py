@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
@@ -10,6 +10,7 @@ import torch
 
 from ostinato import ops
 from ostinato.engine.request import Request
+from ostinato.engine.upload import upload
 from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
 from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling, SeenRows
@@ -33,10 +34,17 @@ class SeenTokens:
         """Return where a model notes tokens [T] of these slots [T]."""
         return SeenRows(self.mask, slots)
 
-    def reset(self, slot: int, tokens: Sequence[int]) -> None:
-        """Start a slot anew with the tokens of its prompt and text so far."""
-        self.mask[slot] = False
-        self.mask[slot, torch.tensor(tokens, device=self.mask.device)] = True
+    def reset(self, texts: Mapping[int, Sequence[int]]) -> None:
+        """Start slots anew, each with the tokens of its prompt and text so far."""
+        if not texts:
+            return
+        lengths = torch.tensor([len(tokens) for tokens in texts.values()])
+        slots = torch.tensor(list(texts))
+        rows = slots.repeat_interleave(lengths)
+        columns = torch.tensor([token for tokens in texts.values() for token in tokens])
+        device = self.mask.device
+        self.mask.index_fill_(0, upload(slots, device), False)
+        self.mask[tuple(upload(torch.stack((rows, columns)), device))] = True
 
 
 class DecodeStep:
@@ -248,30 +256,24 @@ class SamplingInputs(TypedDict):
     seeds: torch.Tensor
 
 
-def sampling_inputs(
-    requests: Sequence[Request], device: torch.device | str = "cpu"
-) -> SamplingInputs:
-    """Return how each request wants its next token sampled."""
+def sampling_inputs(requests: Sequence[Request]) -> SamplingInputs:
+    """Return, on the host, how each request wants its next token sampled."""
     params = [request.params for request in requests]
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
     return {
-        "temperature": column([p.temperature for p in params], torch.float32),
-        "top_k": column([p.top_k for p in params], torch.int32),
-        "top_p": column([p.top_p for p in params], torch.float32),
-        "min_p": column([p.min_p for p in params], torch.float32),
-        "repetition_penalty": column([p.repetition_penalty for p in params], torch.float32),
-        "seeds": column([request.seed for request in requests], torch.int64),
+        "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        "min_p": torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        "repetition_penalty": torch.tensor(
+            [p.repetition_penalty for p in params], dtype=torch.float32
+        ),
+        "seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),
     }
 
 
-def sampling_counters(
-    requests: Sequence[Request], device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Return the place of each request's next token in its text, [B] int64."""
-    return torch.tensor([request.sampled for request in requests], device=device)
+def sampling_counters(requests: Sequence[Request]) -> torch.Tensor:
+    """Return, on the host, the place of each request's next token in its text, [B] int64."""
+    return torch.tensor([request.sampled for request in requests])
 
 
 def _integers(low: int, high: int) -> Example:

@@ -26,6 +26,7 @@ from ostinato.engine.scheduler import PrefillChunk, Scheduler
 from ostinato.engine.stats import EngineStats
 from ostinato.engine.stream import TokenStream
 from ostinato.engine.text import TextStream
+from ostinato.engine.upload import upload
 from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
 from ostinato.graphs.integers import as_integer
 from ostinato.model import Llama, PagedKVCache
@@ -258,8 +259,7 @@ class Engine:
     def _advance(self) -> None:
         self.runner.require_captured()
         scheduler = self._scheduler
-        for request in scheduler.admit():
-            self._seen.reset(request.slot, [*request.prompt, *request.generated])
+        self._seen.reset({r.slot: [*r.prompt, *r.generated] for r in scheduler.admit()})
         batch = scheduler.decode_batch(settle=self._read_tokens)
         launched_before = len(self._in_flight)
         # Decode first, so that a prompt finished in this step waits for the next like any other.
@@ -323,22 +323,28 @@ class Engine:
         started = time.perf_counter()
         finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
         logits = self._prefill(chunks)
-        if finished:
-            slots = torch.tensor([request.slot for request in finished], device=logits.device)
-            tokens = ops.sample(
-                logits,
-                seen=self._seen.mask,
-                seen_rows=slots,
-                counters=sampling_counters(finished, logits.device),
-                **sampling_inputs(finished, logits.device),
-            )
-            self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
+        # Chunks that end no prompt are launches, too: the host waits for them as for any other,
+        # and so is one step ahead of the device at most.
+        tokens = self._first_tokens(finished, logits)
+        self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
         # Only now: after an error the prompt is computed again, first token and all.
         for chunk in chunks:
             self._scheduler.computed(chunk)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
-        if not finished:
-            self.stats.prefill_seconds.append(time.perf_counter() - started)
+
+    def _first_tokens(self, requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Sample the first token of each request from its row of the logits."""
+        device = logits.device
+        if not requests:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        params = {name: upload(of, device) for name, of in sampling_inputs(requests).items()}
+        return ops.sample(
+            logits,
+            seen=self._seen.mask,
+            seen_rows=upload(torch.tensor([r.slot for r in requests]), device),
+            counters=upload(sampling_counters(requests), device),
+            **params,
+        )
 
     def _decode_step(self, batch: Sequence[Request]) -> None:
         if not batch:

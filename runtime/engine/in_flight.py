@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.engine.request import Request
+from ostinato.engine.upload import upload
 from ostinato.graphs.mapped import pinned_words
 
 _BLOCK = 256  # tokens that pinned memory is made for, or a multiple
@@ -17,7 +18,7 @@ _BLOCK = 256  # tokens that pinned memory is made for, or a multiple
 
 @dataclass
 class _Launch:
-    """Work that samples one token for each of some requests."""
+    """Work that samples one token for each of some requests, which may be none."""
 
     requests: tuple[Request, ...]
     tokens: torch.Tensor  # [n] int64 on the device
@@ -60,6 +61,7 @@ class TokensInFlight:
 
         Args:
             requests: one per token; each has no token in flight but perhaps in an older launch.
+                None for work that is only waited for.
             tokens: [n] int64 on the device. Work that overwrites it must be ordered after the
                 current stream.
             seconds: where `read` puts the time that the launch took.
@@ -70,7 +72,7 @@ class TokensInFlight:
             host, mapped = self._pinned(count)
             if mapped is None:
                 host[:count].copy_(tokens, non_blocking=True)
-            else:  # the next step would wait for a copy engine
+            elif count:  # the next step would wait for a copy engine
                 torch._foreach_copy_([mapped[:count]], [tokens])
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self._device))
@@ -91,7 +93,7 @@ class TokensInFlight:
                 launch.copied.wait(torch.cuda.current_stream(self._device))
         if not any(request.in_flight for request in requests):
             return torch.tensor([request.generated[-1] for request in requests])
-        newest = self._launches[-1]
+        newest = next(launch for launch in reversed(self._launches) if launch.requests)
         if [r.id for r in newest.requests] == [r.id for r in requests]:
             return newest.tokens
         place: dict[int, int] = {}  # in all launches' tokens, laid side by side
@@ -106,9 +108,7 @@ class TokensInFlight:
             place[request.id] if request.in_flight else at + row
             for row, request in enumerate(requests)
         ]
-        uploaded = torch.tensor([known, rows])
-        if self._device.type == "cuda":
-            uploaded = uploaded.pin_memory().to(self._device, non_blocking=True)
+        uploaded = upload(torch.tensor([known, rows]), self._device)
         launched = [launch.tokens for launch in self._launches]
         return torch.cat([*launched, uploaded[0]])[uploaded[1]]
 
@@ -156,4 +156,4 @@ class TokensInFlight:
             host, mapped = self._free.pop()
             if len(host) >= count:
                 return host, mapped
-        return pinned_words(-(-count // _BLOCK) * _BLOCK, self._device)
+        return pinned_words(max(1, -(-count // _BLOCK)) * _BLOCK, self._device)

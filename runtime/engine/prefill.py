@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.engine.scheduler import PrefillChunk
+from ostinato.engine.upload import upload
 from ostinato.model import AttentionInputs, Llama, PagedKVCache
 
 
@@ -42,7 +43,7 @@ class Prefill:
         ids = [chunk.request.id for chunk in chunks]
         attention = AttentionInputs(
             slot_mapping=self._tensor(slots, torch.int64),
-            page_table=self._cache.page_table(ids, self._max_pages).to(self._model.device),
+            page_table=upload(self._cache.page_table(ids, self._max_pages), self._model.device),
             seq_lens=self._tensor([chunk.stop for chunk in chunks], torch.int32),
             cu_seqlens_q=self._tensor(cu_seqlens, torch.int32),
             # The capacity, not this call's maximum: shapes must not depend on the neighbours.
@@ -57,4 +58,4 @@ class Prefill:
         )
 
     def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._model.device)
+        return upload(torch.tensor(values, dtype=dtype), self._model.device)

@@ -283,6 +283,29 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read() -> None
     assert tuple(event.token_id for event in events) == engine.result(request).token_ids
 
 
+@pytest.mark.gpu
+def test_the_host_waits_for_the_device_nowhere_but_for_tokens() -> None:
+    engine = make_engine("cuda")
+    prompts = ["a prompt of many chunks, of which all but one end nothing", "short", "third"]
+    params = SamplingParams(max_tokens=6, repetition_penalty=1.1, temperature=0.5)
+    engine.generate(prompts, params)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for prompt in prompts:
+            engine.submit(prompt, params)
+        while not engine.idle:
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_every_chunk_of_a_prompt_is_timed() -> None:
+    engine = make_engine(prefill_chunk=8)
+    engine.generate(["x" * 29], SamplingParams(max_tokens=1))
+    assert len(engine.stats.prefill_seconds) == 4
+    assert engine.stats.prefill_tokens == 29
+
+
 def test_a_text_that_ends_early_leaves_nothing_of_the_step_in_flight() -> None:
     engine = make_engine()
     expected = {prompt: greedy(engine, prompt, 12) for prompt in ("abc", "other")}

@@ -12,7 +12,9 @@ from ostinato.engine.in_flight import TokensInFlight
 
 
 def add(flight: TokensInFlight, tokens: torch.Tensor) -> list[Any]:
-    requests: list[Any] = [SimpleNamespace(in_flight=0, finish_reason=None) for _ in tokens]
+    requests: list[Any] = [
+        SimpleNamespace(id=at, in_flight=0, finish_reason=None) for at in range(len(tokens))
+    ]
     flight.add(requests, tokens, [], 0.0)
     return requests
 
@@ -36,3 +38,16 @@ def test_memory_that_is_still_written_is_not_given_back() -> None:
     add(flight, torch.arange(3, device=device))
     flight.clear()
     assert torch.cuda.current_stream(device).query()
+
+
+def test_work_that_samples_nothing_is_waited_for_and_timed(device: torch.device) -> None:
+    flight = TokensInFlight(device)
+    sampled = add(flight, torch.arange(2, device=device))
+    seconds: list[float] = []
+    flight.add([], torch.empty(0, dtype=torch.int64, device=device), seconds, 0.0)
+    assert flight.last_tokens(sampled).tolist() == [0, 1]
+    read: list[tuple[Any, int]] = []
+    flight.read(lambda request, token: read.append((request, token)))
+    assert read == [(sampled[0], 0), (sampled[1], 1)]
+    assert len(seconds) == 1
+    assert len(flight) == 0
