@@ -82,7 +82,7 @@ class Attention {
                                           const TokenScales& scales) {
     scale_scores(scales);
     if (hides_some) {
-      hide_scores(sight, token + static_cast<int>(threadIdx.x) % 32 / 4);
+      hide_scores(sight, token, sight.first_row(token) + static_cast<int>(threadIdx.x) % 32 / 4);
     }
     Scores shifted;
 #pragma unroll
@@ -188,7 +188,8 @@ class Attention {
       add_values_by_query(block, sight, token);
     } else {
       // What no query sees may be NaN, and 0 * NaN is no 0.
-      add_values<Take::kMasked>(block, {sight.begin(), sight.length, token}, 0);
+      add_values<Take::kMasked>(
+          block, {sight.first_own(token, sight.begin()), sight.length, sight.first_row(token)}, 0);
     }
   }
 
@@ -258,13 +259,15 @@ class Attention {
     }
   }
 
-  __device__ __forceinline__ void hide_scores(const Sight& sight, int token) {
+  // Of a block, of which this lane has the tokens `own` and the one 8 later.
+  __device__ __forceinline__ void hide_scores(const Sight& sight, int token, int own) {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = token + i / 2 * 8, query = query_of(t, i % 2);
-        const bool seen = row >= sight.first(query) && row < sight.stop(query);
+        const int row = own + i / 2 * 8, query = query_of(t, i % 2);
+        const bool seen =
+            row >= sight.first_own(token, sight.first(query)) && row < sight.stop(query);
         score_.values[t][i] = seen ? score_.values[t][i] : -INFINITY;
       }
     }
@@ -316,7 +319,9 @@ class Attention {
                                                       int token) {
 #pragma unroll 1
     for (int query = 0; query < sight.queries; ++query) {
-      add_values<Take::kByOneQuery>(block, {sight.first(query), sight.stop(query), token}, query);
+      const ValueMask mask(sight.first_own(token, sight.first(query)), sight.stop(query),
+                           sight.first_row(token));
+      add_values<Take::kByOneQuery>(block, mask, query);
     }
   }
 

@@ -98,6 +98,10 @@ inline constexpr int kRingBytes = (kQuantized || kTwoStages ? 160 : 192) * 1024 
 inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
+// Whether a sequence's last block is loaded so that it ends with the last token, and nothing behind
+// that is read (decode_sight.cuh). Where there are more rows some kernels have no registers for it.
+inline constexpr bool kEndsWithLast = kCopyPages && kColumns == 8;
+
 // Whether CTAs may claim segments (decode_claims.cuh): at least so many for each of them, of so
 // many tiles that each warp has blocks for its rings in each, and none looks further ahead than to
 // the segment after the next. 8-bit caches of long heads have no registers left for it.

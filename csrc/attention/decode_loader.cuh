@@ -197,12 +197,13 @@ class Loader {
  private:
   static constexpr int kLanesPerBlock = kCopyPages ? 1 : kBlockTokens;
   static constexpr int kBatch = 32 / kLanesPerBlock;  // tiles
+  static constexpr int kUnseen = kEndsWithLast ? -kBlockTokens : -1;
 
   struct Batch {
     int left = 0;  // tiles
     int index = 0;
     int head;
-    // Of this lane's block or token; the slot is negative if nobody sees it.
+    // Of this lane's block (its first row: Sight::first_row) or token, or kUnseen.
     int page, slot;
     const int* entry;  // of the page table, where the page's id is
   };
@@ -274,7 +275,8 @@ class Loader {
     // Every lane reads an id, if not its own, so that nothing waits for it here.
     const int known = seen ? token : end_token_ - 1;
     const int page = params_.by.page_size.divide(known);
-    next_.slot = seen ? known - page * params_.page_size : -1;
+    const int behind_last = kEndsWithLast ? max(token + kBlockTokens - end_token_, 0) : 0;
+    next_.slot = seen ? known - page * params_.page_size - behind_last : kUnseen;
     next_.entry = page_table_ + page;
     next_.page = read_table(next_.entry, early);
     tile_ += next_.left;
@@ -288,7 +290,7 @@ class Loader {
     const int page = __shfl_sync(0xffffffff, current_.page, current_.index);
     const int slot = __shfl_sync(0xffffffff, current_.slot, current_.index);
     // Of a team's warps, some may have tokens of the tile where this one has none.
-    const bool seen = kTeamWarps == 1 || slot >= 0;
+    const bool seen = kTeamWarps == 1 || slot > kUnseen;
     if (kQuantized && has_token_scales(params_)) {
       copy_scales(stage);
       arrive_when_copied(barrier_of<Keys>(stage));
@@ -340,10 +342,10 @@ class Loader {
     const int source = current_.index * kLanesPerBlock + (kCopyPages ? 0 : token);
     const int64_t page = __shfl_sync(0xffffffff, current_.page, source);
     const int first_slot = __shfl_sync(0xffffffff, current_.slot, source);
-    if (first_slot < 0) {
+    const int slot = first_slot + (kCopyPages ? token : 0);
+    if ((kEndsWithLast ? slot : first_slot) < 0) {
       return;
     }
-    const int slot = first_slot + (kCopyPages ? token : 0);
     const bool keys = lane_ < kBlockTokens;
     const Slots &of_keys = params_.k_scale, &of_values = params_.v_scale;
     const float* const all = static_cast<const float*>(keys ? of_keys.data : of_values.data);

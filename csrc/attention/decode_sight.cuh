@@ -1,4 +1,6 @@
 // Who sees what: causality, windows and lengths.
+//
+// Blocks begin at multiples of 16 tokens; `token` is a block's first.
 #pragma once
 
 #include "decode_lengths.cuh"
@@ -30,6 +32,16 @@ struct Sight {
 
   // The tokens that any query sees are those from here to `length`.
   __device__ __forceinline__ int begin() const { return first(0); }
+
+  // The token in a block's first row. In the last block of a sequence, if it ends with the last
+  // token, there may be rows before `token`: zeros, or what another block has.
+  __device__ __forceinline__ int first_row(int token) const {
+    return kEndsWithLast ? min(token, length - kBlockTokens) : token;
+  }
+  // The first token of the block that is its own, of those from `begin` on.
+  __device__ __forceinline__ int first_own(int token, int begin) const {
+    return kEndsWithLast ? max(token, begin) : begin;
+  }
 
   // Whether some query may see some token of the block.
   __device__ __forceinline__ bool reaches(int token) const {

@@ -44,7 +44,7 @@ struct ValueMask {
   uint32_t keep[2] = {};
 
   ValueMask() = default;
-  // The tokens from `begin` to `end`, of a block that begins at `token`.
+  // The tokens from `begin` to `end`, of a block whose first row is that of `token`.
   __device__ __forceinline__ ValueMask(int begin, int end, int token) {
     const int first = token + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -82,8 +82,9 @@ __device__ __forceinline__ bool holds_no_number(const uint8_t* block, const Sigh
   }
   constexpr int kVectors = kRowBytes / 16;
   const int lane = threadIdx.x % 32, row = lane % kBlockTokens;
+  const int first = sight.first_row(token), begin = sight.first_own(token, sight.begin());
   uint32_t found = 0;
-  if (token + row >= sight.begin() && token + row < sight.length) {
+  if (first + row >= begin && first + row < sight.length) {
 #pragma unroll(kQuantized ? 1 : 2)
     for (int vector = lane / kBlockTokens; vector < kVectors; vector += 32 / kBlockTokens) {
       const uint4 words =

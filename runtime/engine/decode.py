@@ -44,7 +44,8 @@ class SeenTokens:
         columns = torch.tensor([token for tokens in texts.values() for token in tokens])
         device = self.mask.device
         self.mask.index_fill_(0, upload(slots, device), False)
-        self.mask[tuple(upload(torch.stack((rows, columns)), device))] = True
+        places = rows * self.mask.size(1) + columns
+        self.mask.view(-1).index_fill_(0, upload(places, device), True)
 
 
 class DecodeStep:
