@@ -35,7 +35,7 @@ def _parser() -> Parser:
         default=[],
         metavar="NAME",
         help=f"these families ({', '.join(families())}) or variants "
-        "(as `python -m ostinato kernels` lists them)",
+        "(as `python -m ostinato kernels` lists them, or an error names them)",
     )
     chosen.add_argument(
         "--for-model", metavar="DIR", help="what the model of this checkpoint may launch"

@@ -15,6 +15,7 @@ from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
 from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling, SeenRows
 
+_HOST = torch.device("cpu")
 _REHEARSAL = -1  # the sequence that holds the pages of a rehearsal; requests count from 0
 
 
@@ -257,24 +258,26 @@ class SamplingInputs(TypedDict):
     seeds: torch.Tensor
 
 
-def sampling_inputs(requests: Sequence[Request]) -> SamplingInputs:
-    """Return, on the host, how each request wants its next token sampled."""
+def sampling_inputs(requests: Sequence[Request], device: torch.device = _HOST) -> SamplingInputs:
+    """Return how each request wants its next token sampled."""
     params = [request.params for request in requests]
+
+    def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=dtype), device)
+
     return {
-        "temperature": torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        "top_k": torch.tensor([p.top_k for p in params], dtype=torch.int32),
-        "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        "min_p": torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        "repetition_penalty": torch.tensor(
-            [p.repetition_penalty for p in params], dtype=torch.float32
-        ),
-        "seeds": torch.tensor([request.seed for request in requests], dtype=torch.int64),
+        "temperature": column([p.temperature for p in params], torch.float32),
+        "top_k": column([p.top_k for p in params], torch.int32),
+        "top_p": column([p.top_p for p in params], torch.float32),
+        "min_p": column([p.min_p for p in params], torch.float32),
+        "repetition_penalty": column([p.repetition_penalty for p in params], torch.float32),
+        "seeds": column([request.seed for request in requests], torch.int64),
     }
 
 
-def sampling_counters(requests: Sequence[Request]) -> torch.Tensor:
-    """Return, on the host, the place of each request's next token in its text, [B] int64."""
-    return torch.tensor([request.sampled for request in requests])
+def sampling_counters(requests: Sequence[Request], device: torch.device = _HOST) -> torch.Tensor:
+    """Return the place of each request's next token in its text, [B] int64."""
+    return upload(torch.tensor([request.sampled for request in requests]), device)
 
 
 def _integers(low: int, high: int) -> Example:

@@ -337,13 +337,12 @@ class Engine:
         device = logits.device
         if not requests:
             return torch.empty(0, dtype=torch.int64, device=device)
-        params = {name: upload(of, device) for name, of in sampling_inputs(requests).items()}
         return ops.sample(
             logits,
             seen=self._seen.mask,
-            seen_rows=upload(torch.tensor([r.slot for r in requests]), device),
-            counters=upload(sampling_counters(requests), device),
-            **params,
+            seen_rows=upload(torch.tensor([request.slot for request in requests]), device),
+            counters=sampling_counters(requests, device),
+            **sampling_inputs(requests, device),
         )
 
     def _decode_step(self, batch: Sequence[Request]) -> None:

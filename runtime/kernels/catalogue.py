@@ -24,6 +24,7 @@ from ostinato.kernels.variants import (
     Sample,
     Variant,
     decode_cluster,
+    variant_of,
 )
 
 QUANTIZE = tuple(
@@ -172,7 +173,8 @@ def select(
     """Return the variants of these names and dtypes, in the catalogue's order.
 
     Args:
-        only: families or names of variants; empty for all.
+        only: families or names of variants, those that the catalogue does not list included;
+            empty for all.
         dtypes: names as in `variants`; 8-bit ones choose among operands, the others among inputs
             and outputs, and a kind of which none is named is not restricted.
         among: what to select from.
@@ -183,6 +185,8 @@ def select(
     chosen = set(dtypes)
     known = (*OPERAND_DTYPES, *FLOAT_DTYPES)
     _check("dtypes", chosen, known)
+    unlisted = [variant for name in only if (variant := variant_of(name)) is not None]
+    among = list(dict.fromkeys((*among, *unlisted)))
     _check("only", only, {name for v in among for name in (v.family, v.name)}, families())
     accepted = set().union(
         *(chosen.intersection(kind) or kind for kind in (OPERAND_DTYPES, FLOAT_DTYPES))

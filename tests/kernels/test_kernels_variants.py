@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.sources import read_sources
 from ostinato.kernels.variants import (
+    QUANTIZE_KINDS,
     AppendKV,
+    AttentionDecode,
     AttentionPrefill,
     Embed,
     FusedLinear,
@@ -236,6 +240,82 @@ def test_select_by_dtypes(dtypes: set[str], kept: set[str], dropped: set[str]) -
     found = set().union(*(variant.dtypes() for variant in select(dtypes=dtypes)))
     assert found == kept
     assert not found & dropped
+
+
+_DIMS = st.integers(1, 16).map(lambda i: 16 * i)
+
+
+def _made(family: type[Variant], **fields: object) -> Variant | None:
+    try:
+        return family(**fields)
+    except ValueError:
+        return None
+
+
+@st.composite
+def _variants_of_first_use(draw: st.DrawFn) -> Variant:
+    """Draw what an op may ask for, listed or not."""
+    dtype = draw(st.sampled_from(["bf16", "fp16"]))
+    family = draw(st.sampled_from([AttentionDecode, AttentionPrefill, Quantize]))
+    fields: dict[str, object] = {"dtype": dtype}
+    if family is AttentionDecode:
+        fields |= {
+            "head_dim": draw(_DIMS),
+            "kv_dtype": draw(st.sampled_from([dtype, "int8", "e4m3"])),
+            "columns": draw(st.sampled_from([8, 16, 32, 64])),
+            "copy_pages": draw(st.booleans()),
+            "split_tokens": draw(st.sampled_from([0, 512, 1024])),
+            "cluster": draw(st.sampled_from([1, 2, 4, 8])),
+        }
+    elif family is AttentionPrefill:
+        fields |= {
+            "head_dim": draw(_DIMS),
+            "value_dim": draw(st.just(0) | _DIMS),
+            "keys": draw(st.sampled_from(["packed", "pages", "slots"])),
+            "warpgroups": draw(st.sampled_from([0, 3])),
+        }
+        if draw(st.booleans()):
+            fields |= {"dtype": "e4m3", "out_dtype": dtype}
+    else:
+        fields = {
+            "kind": draw(st.sampled_from(QUANTIZE_KINDS)),
+            "in_dtype": dtype,
+            "out_dtype": draw(st.sampled_from([dtype, "int8", "e4m3"])),
+            "weight_dtype": draw(st.sampled_from(["", "fp32"])),
+        }
+    variant = _made(family, **fields)
+    assume(variant is not None)
+    assert variant is not None
+    return variant
+
+
+@given(_variants_of_first_use())
+def test_what_an_error_tells_to_build_can_be_selected(variant: Variant) -> None:
+    assert select(only=[variant.name]) == [variant]
+
+
+@pytest.mark.parametrize("variant", CATALOGUE, ids=lambda variant: variant.name)
+def test_every_listed_variant_is_selected_by_its_name(variant: Variant) -> None:
+    assert select(only=[variant.name]) == [variant]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention_decode-bf16-d17-c8",
+        "attention_decode-bf16-d080-c8",
+        "attention_decode-bf16-bf16_kv-d80-c8",
+        "attention_decode-bf16-d80-c8-cluster1",
+        "attention_decode-bf16-d80-c8 ",
+        "attention_prefill-bf16-d80v80-packed",
+        "attention_prefill-fp32-d80-packed",
+        "quantize-rms_norm-bf16-int8-bf16_weight",
+        "gemm_tiled-int8-bf16-64x48",
+    ],
+)
+def test_select_refuses_names_that_no_kernel_has(name: str) -> None:
+    with pytest.raises(ValueError, match=f"only: got '{name}', expected quantize or"):
+        select(only=[name])
 
 
 def test_select_refuses_unknown_names() -> None:

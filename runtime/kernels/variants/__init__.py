@@ -13,6 +13,7 @@ from ostinato.kernels.variants.attention import (
 )
 from ostinato.kernels.variants.base import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from ostinato.kernels.variants.gemm import FusedLinear, GemmSmallM, GemmTiled
+from ostinato.kernels.variants.names import variant_of
 from ostinato.kernels.variants.rows import (
     QUANTIZE_KINDS,
     AppendKV,
@@ -40,4 +41,5 @@ __all__ = [
     "Sample",
     "Variant",
     "decode_cluster",
+    "variant_of",
 ]
