@@ -264,18 +264,23 @@ def _variants_of_first_use(draw: st.DrawFn) -> Variant:
             "kv_dtype": draw(st.sampled_from([dtype, "int8", "e4m3"])),
             "columns": draw(st.sampled_from([8, 16, 32, 64])),
             "copy_pages": draw(st.booleans()),
-            "split_tokens": draw(st.sampled_from([0, 512, 1024])),
-            "cluster": draw(st.sampled_from([1, 2, 4, 8])),
+            "split_tokens": (split := draw(st.sampled_from([0, 512, 1024]))),
+            "cluster": draw(st.sampled_from([1, 4] if split else [1, 2, 4, 8])),
+        }
+    elif family is AttentionPrefill and draw(st.booleans()):
+        fields = {
+            "dtype": "e4m3",
+            "out_dtype": dtype,
+            "head_dim": (dim := draw(st.sampled_from([64, 128, 256]))),
+            "warpgroups": draw(st.sampled_from([0, 3] if dim == 128 else [0])),
         }
     elif family is AttentionPrefill:
         fields |= {
-            "head_dim": draw(_DIMS),
-            "value_dim": draw(st.just(0) | _DIMS),
+            "head_dim": (dim := draw(st.just(128) | _DIMS)),
+            "value_dim": (value_dim := draw(st.just(0) | _DIMS)),
             "keys": draw(st.sampled_from(["packed", "pages", "slots"])),
-            "warpgroups": draw(st.sampled_from([0, 3])),
+            "warpgroups": draw(st.sampled_from([0, 3] if (dim, value_dim) == (128, 0) else [0])),
         }
-        if draw(st.booleans()):
-            fields |= {"dtype": "e4m3", "out_dtype": dtype}
     else:
         fields = {
             "kind": draw(st.sampled_from(QUANTIZE_KINDS)),
