@@ -11,7 +11,7 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
-.PHONY: demo test test-gpu lint format install
+.PHONY: demo test test-gpu gpu-kernels lint format install
 
 demo: install
 	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -22,6 +22,10 @@ test: $(VENV)/.test
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
+
+# What test-gpu launches, compiled here into OSTINATO_CACHE for another machine, or for later.
+gpu-kernels: $(VENV)/.test
+	PYTHONPATH=tests:tests/ops $(BIN)/python -m pytest -q -rN -m gpu -p compile_ahead tests/kernels
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

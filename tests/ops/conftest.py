@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ops_kernels import kernels_of_the_tests
 
 from ostinato.ops.precompile import precompile
@@ -10,7 +11,8 @@ from ostinato.ops.precompile import precompile
 
 @pytest.fixture(scope="session")
 def _compiled() -> None:
-    precompile(kernels_of_the_tests())
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    precompile(kernels_of_the_tests(sms))
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-
-import torch
+from typing import Any
 
 from ostinato.kernels.catalogue import (
     APPEND_KV,
@@ -16,7 +15,14 @@ from ostinato.kernels.catalogue import (
     QUANTIZE,
     SAMPLE,
 )
-from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES, Variant
+from ostinato.kernels.variants import (
+    FLOAT_DTYPES,
+    OPERAND_DTYPES,
+    SPLIT_TOKENS,
+    AttentionDecode,
+    AttentionPrefill,
+    Variant,
+)
 from ostinato.ops import gemm_table
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
@@ -33,7 +39,8 @@ LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
 )
 
 
-def kernels_of_the_tests() -> Iterator[Variant]:
+def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
+    """Yield what the tests of the ops launch on a GPU of so many SMs, but for listed attention."""
     yield from EMBED
     yield from APPEND_KV
     yield from MERGE_STATES
@@ -43,7 +50,7 @@ def kernels_of_the_tests() -> Iterator[Variant]:
         yield variant
         if variant.kind == "rms_norm":
             yield replace(variant, weight_dtype="fp32")
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    yield from _attention()
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
         for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:
             for packed, fast_accum, invariant in product([False, True], repeat=3):
@@ -62,3 +69,29 @@ def kernels_of_the_tests() -> Iterator[Variant]:
     for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
         how = {"packed": True, "batch_invariant": True, "sms": sms}
         yield gemm_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
+
+
+# Head dims that the catalogue does not list.
+_FURTHER_DIMS = (16, 32, 48, 80, 96, 192)
+
+
+def _attention() -> Iterator[Variant]:
+    invariant = {"split_tokens": SPLIT_TOKENS}
+    alone: tuple[dict[str, Any], ...] = ({}, {"copy_pages": False}, invariant)
+    for dtype, dim in product(("bf16", "fp16"), _FURTHER_DIMS):
+        for how in (*alone, {**invariant, "copy_pages": False}, {"cluster": 2}):
+            yield AttentionDecode(dtype=dtype, head_dim=dim, **how)
+        if dim <= 128:
+            yield AttentionDecode(dtype=dtype, head_dim=dim, cluster=8)
+        if 64 < dim <= 128:
+            yield AttentionDecode(dtype=dtype, head_dim=dim, cluster=4, **invariant)
+        for keys in ("packed", "pages", "slots"):
+            yield AttentionPrefill(dtype=dtype, head_dim=dim, keys=keys)
+    for dim, kv_dtype in product((16, 80), OPERAND_DTYPES):
+        for how in (*alone, {"cluster": 2}, {"cluster": 8}):
+            yield AttentionDecode(dtype="bf16", kv_dtype=kv_dtype, head_dim=dim, **how)
+    for dim, columns, how in product((16, 32), (16, 32, 64), alone):
+        yield AttentionDecode(dtype="bf16", head_dim=dim, columns=columns, **how)
+    for (dim, value_dim), dtype in product(((64, 128), (96, 64)), ("bf16", "fp16")):
+        for keys in ("packed", "pages", "slots"):
+            yield AttentionPrefill(dtype=dtype, head_dim=dim, value_dim=value_dim, keys=keys)
