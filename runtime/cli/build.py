@@ -91,16 +91,11 @@ def _main(argv: Sequence[str]) -> int:
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [plan(variant, mode) for variant in chosen]
-    try:
-        _build(plans, args.jobs)
-    except KernelError as error:
-        # Not one line: it is what the compiler said.
-        print(f"ostinato build: error: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+    return build_plans(plans, args.jobs)
 
 
-def _build(plans: Sequence[Plan], jobs: int | None) -> None:
+def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> int:
+    """Compile kernels, say which, and return an exit code; arguments as of `compiler.build`."""
     missing = [item for item in plans if find(item) is None]
     print(
         f"{len(plans)} kernels, {len(plans) - len(missing)} of them compiled already, "
@@ -121,7 +116,13 @@ def _build(plans: Sequence[Plan], jobs: int | None) -> None:
             flush=True,
         )
 
-    build(plans, jobs=jobs, report=report)
+    try:
+        build(plans, jobs=jobs, report=report)
+    except KernelError as error:
+        # Not one line: it is what the compiler said.
+        print(f"ostinato build: error: {error}", file=sys.stderr)
+        return _FAILED
+    return 0
 
 
 def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) -> set[Variant]:

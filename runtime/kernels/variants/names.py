@@ -26,9 +26,10 @@ def variant_of(name: str) -> Variant | None:
         match = re.fullmatch(f"{family.family}-{pattern}", name, re.ASCII)
         if match is None:
             continue
-        said = {field: text for field, text in match.groupdict().items() if text is not None}
         fields: dict[str, Any] = {
-            field: int(text) if text.isdecimal() else text for field, text in said.items()
+            field: int(text) if text.isdecimal() else text
+            for field, text in match.groupdict().items()
+            if text is not None
         }
         if fields.pop("any_page", None):
             fields["copy_pages"] = False
