@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.bench.shapes import PRECISIONS
+from ostinato.checkpoint.weights import quantize_weight
 from ostinato.model import (
     AnyLinear,
     DecoderLayer,
@@ -14,6 +15,7 @@ from ostinato.model import (
     W8A8Linear,
 )
 
+_QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
 _NAMES |= {torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -66,16 +68,8 @@ def random_llama(
     ) -> AnyLinear:
         if dtype == "bf16":
             return Linear(normal(rows, columns))
-        shape = rows, columns
-        if dtype == "int8":
-            weight = torch.empty(shape, dtype=torch.int8, device=device)
-            weight.random_(-127, 128, generator=generator)
-            deviation = 127 / 3**0.5
-        else:
-            weight = normal(rows, columns).mul_(columns**0.5).to(torch.float8_e4m3fn)
-            deviation = 1.0
-        scale = torch.full((rows,), columns**-0.5 / deviation, device=device)
-        return W8A8Linear(weight, scale, out, batch_invariant=batch_invariant)
+        weight, scale = quantize_weight(normal(rows, columns), _QUANTIZED[dtype], torch.float32)
+        return W8A8Linear(weight, scale[:, 0], out, batch_invariant=batch_invariant)
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=torch.bfloat16, device=device)
