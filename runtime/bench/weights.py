@@ -41,7 +41,8 @@ def random_llama(
 ) -> Llama:
     """Return a decoder with random weights that keep activations of order one.
 
-    Its kernels are not compiled: `compile_kernels` does that.
+    8-bit ones are normal numbers quantised as a checkpoint's are. Its kernels are not compiled:
+    `compile_kernels` does that.
 
     Args:
         config: shape of the model; only bf16 models are made, without biases.

@@ -20,7 +20,7 @@ from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_llama
 from ostinato.cli.main import main
-from ostinato.model import ModelConfig, PagedKVCache
+from ostinato.model import ModelConfig, PagedKVCache, W8A8Linear
 
 TINY = ModelConfig.from_hf(SHAPES["tiny"])
 CPU = torch.device("cpu")
@@ -181,6 +181,16 @@ def test_too_large_a_cache_is_refused_in_one_line(
     assert main(["bench", "step", "--shape", "tiny", "--batch", "9", "--context", "8"]) == 2
     printed = capsys.readouterr().err
     assert printed == f"ostinato bench: error: batch 9, context 8: {reason}\n"
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("int8", 127.0), ("fp8", 448.0)])
+def test_random_8_bit_weights_are_those_of_a_checkpoint(dtype: str, largest: float) -> None:
+    layer = random_llama(TINY, dtype, CPU, max_context=8).layers[0].down
+    assert isinstance(layer, W8A8Linear) and isinstance(layer.weight, torch.Tensor)
+    codes = layer.weight.float()
+    assert (codes.abs().amax(1) == largest).all()  # each row has a scale of its own
+    values = codes * layer.weight_scale[:, None]
+    assert values.std() == pytest.approx(codes.shape[1] ** -0.5, rel=0.1)
 
 
 def test_a_plan_is_checked_before_anything_is_made() -> None:
