@@ -186,7 +186,8 @@ def test_too_large_a_cache_is_refused_in_one_line(
 @pytest.mark.parametrize(("dtype", "largest"), [("int8", 127.0), ("fp8", 448.0)])
 def test_random_8_bit_weights_are_those_of_a_checkpoint(dtype: str, largest: float) -> None:
     layer = random_llama(TINY, dtype, CPU, max_context=8).layers[0].down
-    assert isinstance(layer, W8A8Linear) and isinstance(layer.weight, torch.Tensor)
+    assert isinstance(layer, W8A8Linear)
+    assert isinstance(layer.weight, torch.Tensor)
     codes = layer.weight.float()
     assert (codes.abs().amax(1) == largest).all()  # each row has a scale of its own
     values = codes * layer.weight_scale[:, None]
