@@ -15,9 +15,9 @@ from ostinato.model import (
     W8A8Linear,
 )
 
-_QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}
-_NAMES |= {torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+_DTYPES |= {"fp16": torch.float16, "fp32": torch.float32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def precision(model: Llama) -> str:
@@ -69,7 +69,7 @@ def random_llama(
     ) -> AnyLinear:
         if dtype == "bf16":
             return Linear(normal(rows, columns))
-        weight, scale = quantize_weight(normal(rows, columns), _QUANTIZED[dtype], torch.float32)
+        weight, scale = quantize_weight(normal(rows, columns), _DTYPES[dtype], torch.float32)
         return W8A8Linear(weight, scale[:, 0], out, batch_invariant=batch_invariant)
 
     def ones(size: int) -> torch.Tensor:
