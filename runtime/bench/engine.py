@@ -120,7 +120,7 @@ class StartUp:
     def __str__(self) -> str:
         seconds = [f"{k[:-2]} {v:.2f}" for k, v in asdict(self).items() if k.endswith("_s")]
         return (
-            f"{self.case:<32}{self.impl:<16}{', '.join(seconds)} s; {self.graphs} graphs, "
+            f"{self.case:<32}{self.impl:<36}{', '.join(seconds)} s; {self.graphs} graphs, "
             f"{self.graph_mib:.0f} MiB"
         )
 

@@ -30,6 +30,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that `dtype_name` calls so."""
+    return _DTYPES[name]
+
+
 def random_llama(
     config: ModelConfig,
     precision: str,
@@ -69,7 +74,7 @@ def random_llama(
     ) -> AnyLinear:
         if dtype == "bf16":
             return Linear(normal(rows, columns))
-        weight, scale = quantize_weight(normal(rows, columns), _DTYPES[dtype], torch.float32)
+        weight, scale = quantize_weight(normal(rows, columns), dtype_named(dtype), torch.float32)
         return W8A8Linear(weight, scale[:, 0], out, batch_invariant=batch_invariant)
 
     def ones(size: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ostinato.bench.report import Report
     from ostinato.model import ModelConfig
 
-_HEADER = f"{'case':<32}{'impl':<16}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
+_HEADER = f"{'case':<32}{'impl':<36}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
 _HEADER += f"{'short texts, s':>18}{'long texts, s':>18}"
 
 
@@ -165,7 +165,7 @@ def _targets(path: Path) -> dict[tuple[str, str], float]:
 
 def _line(row: EngineRow, targets: dict[tuple[str, str], float]) -> str:
     batch = int(row.case.split()[1][1:])
-    line = f"{row.case:<32}{row.impl:<16}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
+    line = f"{row.case:<32}{row.impl:<36}{row.us:>12.1f}{batch / row.us * 1e6:>12.4g}"
     line += f"{row.tb_s:>10.3g}"
     for seconds in (row.short_s, row.long_s):
         line += f"{f'{min(seconds):.3f} to {max(seconds):.3f}':>18}"

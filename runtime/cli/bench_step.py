@@ -157,13 +157,10 @@ def _models(
     args: argparse.Namespace, plan: StepPlan, device: torch.device
 ) -> list[tuple[str, Callable[[], Llama]]]:
     """Return the models' names and how to make them: one at a time, as two might not fit."""
-    import torch
-
-    from ostinato.bench.weights import random_llama
+    from ostinato.bench.weights import dtype_named, random_llama
     from ostinato.checkpoint import load_config, load_model
     from ostinato.model import ModelConfig
 
-    heads = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, None: None}
     max_context = max(args.context)
     if args.model is not None:
         folder = Path(args.model)
@@ -172,7 +169,7 @@ def _models(
             folder,
             device=device,
             max_context=max_context,
-            lm_head_dtype=heads[args.lm_head],
+            lm_head_dtype=None if args.lm_head is None else dtype_named(args.lm_head),
             batch_invariant=args.batch_invariant,
         )
         return [(folder.resolve().name, lambda: model)]

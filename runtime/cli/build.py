@@ -135,6 +135,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     """
     import torch
 
+    from ostinato.bench.weights import dtype_named
     from ostinato.checkpoint import load_config
     from ostinato.checkpoint.formats import load_quantization
     from ostinato.checkpoint.layout import Fused, model_layout
@@ -176,8 +177,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     if head and head.scheme is not None:
         add(LM_HEAD_QUANTIZATION, (head.rows, head.columns), head.scheme.dtype, config.dtype)
     elif lm_head is not None:
-        dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[lm_head]
-        add(LM_HEAD_QUANTIZATION, vocabulary, dtype, torch.float32)
+        add(LM_HEAD_QUANTIZATION, vocabulary, dtype_named(lm_head), torch.float32)
     else:
         needed.update(plain_layer_kernels(LM_HEAD_QUANTIZATION, config.dtype))
     return needed
