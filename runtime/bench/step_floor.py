@@ -26,9 +26,13 @@ class Roofline:
     flop_s: Mapping[int, float]
 
 
-# Reading: the most that was measured (docs/performance.md). Tensor cores: NVIDIA's data sheet,
-# without sparsity.
-_ROOFLINES = {"NVIDIA H200": Roofline(4.5e12, {1: 1979e12, 2: 989.5e12})}
+# Reading: the most that was measured (docs/performance.md, docs/results/h100/gemm.json). Tensor
+# cores: NVIDIA's data sheets, without sparsity.
+_FLOP_S = {1: 1979e12, 2: 989.5e12}
+_ROOFLINES = {
+    "NVIDIA H200": Roofline(4.5e12, _FLOP_S),
+    "NVIDIA H100 80GB HBM3": Roofline(3.15e12, _FLOP_S),
+}
 
 
 @dataclass(frozen=True)

@@ -297,8 +297,9 @@ def test_no_floor_is_made_up_for_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch)
     assert roofline_of(CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
     assert roofline_of(torch.device("cuda")) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert roofline_of(torch.device("cuda")) is not None
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert roofline_of(torch.device("cuda")) is not None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
