@@ -213,12 +213,32 @@ def choose(
             wanted = row.choice(m, dtype, out_dtype)
             choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
             if choice == wanted:
-                return choice
+                return evened(choice, m)
     accumulates = fast_accum and dtype == "e4m3"
     wanted = _fastest(modelled_m(m), n, k, dtype, out_dtype, accumulates, batch_invariant, sms)
     choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
     assert choice is not None, "a choice for more tokens serves fewer"
-    return choice
+    return evened(choice, m)
+
+
+def evened(choice: Choice, m: int) -> Choice:
+    """Return a choice, made for m tokens or a few more, with tiles of as equal sizes as can be.
+
+    As many tiles as before, so the same rounds; but the last one asks for few rows behind the last
+    token, over which the copy engine takes longer than over those that there are.
+    """
+    variant = choice.variant
+    if isinstance(variant, GemmSmallM) or choice.tile_tokens == 0:
+        return choice
+    tiles = ceil_div(m, choice.tile_tokens)
+    # Turned results are stored by TMA in whole chunks (csrc: kChunkTokens).
+    step = (
+        1 if variant.token_rows or variant.tokens <= 16 else 32 if variant.tokens % 64 == 0 else 16
+    )
+    tokens = round_up(ceil_div(m, tiles), step)
+    if tokens >= choice.tile_tokens or ceil_div(m, tokens) != tiles:
+        return choice
+    return replace(choice, tile_tokens=tokens)
 
 
 # The model is asked for these only, so that few calls wait for it: (up to m, in steps of).

@@ -153,7 +153,7 @@ def choose(
         wanted = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
         choice = gemm_table.serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
         if choice is not None:
-            return choice
+            return gemm_table.evened(choice, m)
     return gemm_table.choose(
         m,
         n,
