@@ -221,21 +221,25 @@ def choose(
     return evened(choice, m)
 
 
+_EVENED_M = 257
+
+
 def evened(choice: Choice, m: int) -> Choice:
     """Return a choice, made for m tokens or a few more, with tiles of as equal sizes as can be.
 
-    As many tiles as before, so the same rounds; but the last one asks for few rows behind the last
-    token, over which the copy engine takes longer than over those that there are.
+    As many tiles as before, so the same rounds; but few rows lie behind the last token, and no tile
+    as a whole: the copy engine takes far longer over rows that there are not. With fewer tokens it
+    is memory that takes the time, and a batch and the bucket that it is padded to keep one cut.
     """
     variant = choice.variant
-    if isinstance(variant, GemmSmallM) or choice.tile_tokens == 0:
+    if isinstance(variant, GemmSmallM) or choice.tile_tokens == 0 or m < _EVENED_M:
         return choice
-    tiles = ceil_div(m, choice.tile_tokens)
+    tiles = round_up(ceil_div(m, choice.tile_tokens), 2 if choice.share_weights else 1)
     # Turned results are stored by TMA in whole chunks (csrc: kChunkTokens).
-    step = (
-        1 if variant.token_rows or variant.tokens <= 16 else 32 if variant.tokens % 64 == 0 else 16
+    chunk = 32 if variant.tokens % 64 == 0 else 16
+    tokens = round_up(
+        ceil_div(m, tiles), 1 if variant.token_rows or variant.tokens <= 16 else chunk
     )
-    tokens = round_up(ceil_div(m, tiles), step)
     if tokens >= choice.tile_tokens or ceil_div(m, tokens) != tiles:
         return choice
     return replace(choice, tile_tokens=tokens)
