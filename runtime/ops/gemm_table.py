@@ -236,10 +236,8 @@ def evened(choice: Choice, m: int) -> Choice:
         return choice
     tiles = round_up(ceil_div(m, choice.tile_tokens), 2 if choice.share_weights else 1)
     # Turned results are stored by TMA in whole chunks (csrc: kChunkTokens).
-    chunk = 32 if variant.tokens % 64 == 0 else 16
-    tokens = round_up(
-        ceil_div(m, tiles), 1 if variant.token_rows or variant.tokens <= 16 else chunk
-    )
+    step = 1 if variant.token_rows else 32 if variant.tokens % 64 == 0 else 16
+    tokens = round_up(ceil_div(m, tiles), step)
     if tokens >= choice.tile_tokens or ceil_div(m, tokens) != tiles:
         return choice
     return replace(choice, tile_tokens=tokens)
