@@ -1,9 +1,9 @@
 """How long the tiled GEMM takes, as its choice needs to know: which ways to cut an output are fast.
 
 A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
-numbers were fitted to the times of some 2000 ways to multiply 8 shapes of weights by 16 to 1024
-tokens on an H200, and of another 1900 with 256 to 8192 tokens on a card at rest. They are effective
-ones, not a data sheet's. docs/gemm_tiled.md says how well they fit.
+numbers were fitted to some 35000 times, of 18 shapes of weights by 16 to 4096 tokens, on an H200
+and an H100: not so that the times come out, but so that the fastest way is found. They are
+effective ones, not a data sheet's. docs/gemm_tiled.md says how well they do.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from ostinato.ops.sizes import ceil_div
 
 _GHZ = 1.515
 _BYTES_PER_US = 4.5e6  # of memory
-_LATENCY_US = 2.58  # of a launch that waits for memory only
-_LAUNCH_CLOCKS = 2680
-_ALONE_CLOCKS = 94  # that a launch without clusters saves
+_LATENCY_US = 1.0  # of a launch that waits for memory only
+_LAUNCH_CLOCKS = 4390
+# On SMs that a launch leaves idle the next one begins: of latency and launch so much less is left,
+# as a multiple of the share of idle SMs.
+_IDLE = 1.27
+_ALONE_CLOCKS = 1600  # that a launch without clusters saves of what is left
+_FEW_CLOCKS, _FEW_TOKENS = 1115, 32  # that tiles for so many tokens, which turn results, add
 # For 128 of K, of which the largest counts, more or less:
-_STEP_CLOCKS = 152  # at least
-_ROW_CLOCKS = 2.14  # of TMA, for a row of 128 bytes
-_SHARED_BYTES_PER_CLOCK = 176
-_MMA_CLOCKS = 1.04  # of the tensor cores, as a multiple of what they should take
-# And in addition for a row of weights, which come from memory, and of tokens, which others ask for,
-# too. With many tokens both come from the L2.
-_WEIGHT_ROW_CLOCKS, _TOKEN_ROW_CLOCKS = 0.56, 0.1
-_WIDE = 0.97  # of the clocks of a step: 256 tokens, channels as rows
-_EPILOGUE_CLOCKS = 7.8  # for a column
-# The widest tile is stored while the next one is summed: what is left for each, and at the end.
-_PACKING_CLOCKS, _LAST_EPILOGUE_CLOCKS = 6.4, 10.7
-_EXCHANGE_CLOCKS = 2500  # of CTAs that share K
-_EXCHANGE_CLOCKS_PER_RESULT = 2570 / 128**2  # of their tile
+_STEP_CLOCKS = 122  # at least
+_ROW_CLOCKS = 1.61  # of TMA, for a row of 128 bytes
+_SHARED_BYTES_PER_CLOCK = 208
+_MMA_CLOCKS = 0.926  # of the tensor cores, as a multiple of what they should take
+_WEIGHT_ROW_CLOCKS = 1.31  # and in addition for a row of weights; with many tokens the L2 has them
+_STAGE_CLOCKS = 49  # likewise for a stage of the ring, of 128 to 512 of K
+_WIDE = 0.988  # of the clocks of a step: 256 tokens, channels as rows
+_EPILOGUE_CLOCKS = 8.3  # for a column
+# The widest tile is stored while the next one is summed: what is left is at the end.
+_LAST_EPILOGUE_CLOCKS = 19.7
+_EXCHANGE_CLOCKS = 2790  # of CTAs that share K
+_EXCHANGE_CLOCKS_PER_RESULT = 0.5  # of their tile
 _STEP_DEPTH = 128
 _MMA_ROWS = 64
 _WIDE_TOKENS = 256
 _NORM = 6
 # Of all that, where every SM has one tile at most and no other CTA to wait for, so many tokens at
 # least: found with 257 to 768, where clusters were chosen that took a third longer.
-_AT_ONCE, _AT_ONCE_M = 0.86, 257
+_AT_ONCE, _AT_ONCE_M = 0.82, 257
 # So few tokens are not worth waiting for the other CTA of a cluster, the less so where some of them
 # lie beyond the last: 8.2 µs became 9.0 (docs/results/h200/lab/bench-edges.txt, 17 tokens).
 _LONELY_TOKENS = 48
@@ -124,22 +127,26 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
         _ROW_CLOCKS * (weight_rows + token_rows),
         (read + channels + tokens) * _STEP_DEPTH / _SHARED_BYTES_PER_CLOCK,
     )
+    step += _STAGE_CLOCKS / (variant.stage_depth // _STEP_DEPTH)
     if m <= _CUT_M:
-        step += _WEIGHT_ROW_CLOCKS * weight_rows + _TOKEN_ROW_CLOCKS * token_rows
-    clocks = float(_LAUNCH_CLOCKS - (_ALONE_CLOCKS if cluster == 1 else 0))
+        step += _WEIGHT_ROW_CLOCKS * weight_rows
+    busy = min(groups * cluster, sms // cluster * cluster)
+    kept = 1 - min(1.0, _IDLE * (1 - busy / sms))
+    clocks = max(0.0, _LAUNCH_CLOCKS * kept - (_ALONE_CLOCKS if cluster == 1 else 0))
+    if variant.tokens == _FEW_TOKENS:
+        clocks += _FEW_CLOCKS
     steps = rounds * ceil_div(k, _STEP_DEPTH)
     if variant.pingpong:
         # One warpgroup stores a whole tile while the other multiplies; none does at the end.
         clocks += steps * step + 2 * _EPILOGUE_CLOCKS * mma_columns
     elif variant.tokens == _WIDE_TOKENS:
-        epilogues = _PACKING_CLOCKS * (whole + bool(left)) + _LAST_EPILOGUE_CLOCKS
-        clocks += _WIDE * steps * step + epilogues * mma_columns
+        clocks += _WIDE * steps * step + _LAST_EPILOGUE_CLOCKS * mma_columns
     else:
         clocks += steps * step + _EPILOGUE_CLOCKS * mma_columns * (whole + bool(left))
     if split_k:
         results = variant.channels * variant.tokens
         clocks += _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
-    memory = n * k / _BYTES_PER_US + _LATENCY_US
+    memory = n * k / _BYTES_PER_US + _LATENCY_US * kept
     at_once = _AT_ONCE if cluster == 1 and groups <= sms and m >= _AT_ONCE_M else 1.0
     return at_once * _about_largest(clocks / _GHZ / 1e3, memory)
 

@@ -77,7 +77,7 @@ class Streaming:
         share = ceil_div(ceil_div(n, TILE_CHANNELS), sms)
         return m <= self.max_m and share in self.weight_tiles and dtype in self.dtypes
 
-    def choice(self, m: int, dtype: str, out_dtype: str) -> Choice:
+    def choice(self, dtype: str, out_dtype: str) -> Choice:
         """Return the kernel; it cuts the output by itself."""
         return Choice(
             GemmSmallM(dtype=dtype, out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles)
@@ -94,69 +94,15 @@ class Tile:
     pingpong: bool = False
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a decode step or a product is the fastest with, though the model says otherwise.
-
-    It holds for w [n, k] of a dtype and tokens in `m`, which so many `tiles` have. Two share their
-    weights, or, with `split_k`, tiles side by side in channels their K, if it may be split.
-    """
-
-    dtype: str
-    n: int
-    k: int
-    m: range
-    channels: int
-    tokens: int
-    tiles: int
-    reason: str
-    split_k: int = 0
-
-    def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
-        """Return whether the row counts for a product."""
-        own = (self.dtype, self.n, self.k, H200_SMS)
-        return (dtype, n, k, sms) == own and m in self.m
-
-    def choice(self, m: int, dtype: str, out_dtype: str) -> Choice:
-        """Return the kernel, and how it cuts the output for m tokens."""
-        variant = GemmTiled(
-            dtype=dtype,
-            out_dtype=out_dtype,
-            channels=self.channels,
-            tokens=self.tokens,
-            fast_accum=dtype == "e4m3",
-        )
-        return Choice(
-            variant,
-            self.channels,
-            ceil_div(modelled_m(m), self.tiles),
-            cluster=2 if self.split_k else self.tiles,
-            share_weights=0 if self.split_k else self.tiles - 1,
-            split_k=self.split_k,
-        )
-
-
 _MANY = range(6, 2**31)
-
-# The first four in a step, with 32 tokens, and with 64 and 128; FP8 with 1 and 8
-# (docs/performance.md). The last alone, with 256 (docs/gemm_tiled.md). Microseconds of a layer are
-# what a row gains.
-MEASURED = (
-    Measured("int8", 4096, 4096, range(17, 33), 64, 32, 2, "1.2 us less than 64 x 16"),
-    Measured("int8", 4096, 14336, range(33, 129), 64, 64, 2, ".9 and .7 less than K in two halves"),
-    Measured("e4m3", 4096, 4096, range(1, 9), 64, 8, 1, ".9, 1.2 less than of 32 on all SMs"),
-    Measured("e4m3", 4096, 4096, range(9, 17), 64, 16, 1, "as with fewer tokens"),
-    Measured("e4m3", 4096, 14336, range(241, 257), 128, 128, 2, "1.0 less", split_k=2),
-)
 
 # The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`
 # does.
-TABLE: tuple[Streaming | Measured | Tile, ...] = (
+TABLE: tuple[Streaming | Tile, ...] = (
     Streaming(8, 2, "reads weights at memory speed (docs/gemm_small_m.md)"),
     Streaming(16, 3, "whole passes of three tiles", weight_tiles=(3,)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=(1, 2, 4)),
     Streaming(16, 2, "reads weights at memory speed", weight_tiles=_MANY, dtypes=("int8",)),
-    *MEASURED,
     Tile(64, 8, "FP8: no more columns than tokens"),
     Tile(128, 8, "FP8: likewise; an SM's share of larger N in one tile"),
     Tile(64, 16, "no more columns than tokens"),
@@ -209,11 +155,10 @@ def choose(
     for name, size in (("m", m), ("n", n), ("k", k)):
         checks.integer(name, size, least=1)
     for row in TABLE:
-        if not isinstance(row, Tile) and row.holds(m, n, k, dtype, sms):
-            wanted = row.choice(m, dtype, out_dtype)
-            choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
-            if choice == wanted:
-                return evened(choice, m)
+        if isinstance(row, Streaming) and row.holds(m, n, k, dtype, sms):
+            streaming = row.choice(dtype, out_dtype)
+            if serving(streaming, m, n, packed, fast_accum, batch_invariant, sms) is not None:
+                return streaming
     accumulates = fast_accum and dtype == "e4m3"
     wanted = _fastest(modelled_m(m), n, k, dtype, out_dtype, accumulates, batch_invariant, sms)
     choice = serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
@@ -221,18 +166,14 @@ def choose(
     return evened(choice, m)
 
 
-_EVENED_M = 257
-
-
 def evened(choice: Choice, m: int) -> Choice:
     """Return a choice, made for m tokens or a few more, with tiles of as equal sizes as can be.
 
     As many tiles as before, so the same rounds; but few rows lie behind the last token, and no tile
-    as a whole: the copy engine takes far longer over rows that there are not. With fewer tokens it
-    is memory that takes the time, and a batch and the bucket that it is padded to keep one cut.
+    as a whole: the copy engine takes far longer over rows that there are not.
     """
     variant = choice.variant
-    if isinstance(variant, GemmSmallM) or choice.tile_tokens == 0 or m < _EVENED_M:
+    if isinstance(variant, GemmSmallM) or choice.tile_tokens == 0:
         return choice
     tiles = round_up(ceil_div(m, choice.tile_tokens), 2 if choice.share_weights else 1)
     # Turned results are stored by TMA in whole chunks (csrc: kChunkTokens).

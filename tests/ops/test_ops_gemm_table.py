@@ -91,16 +91,16 @@ def test_no_sm_has_much_more_to_do_than_another(
 
 
 @settings(max_examples=600)
-@given(m=st.integers(257, 20_000), n=sizes, k=sizes, call=calls)
+@given(m=st.integers(1, 20_000), n=sizes, k=sizes, call=calls)
 def test_tiles_have_few_rows_behind_the_last_token(
     m: int, n: int, k: int, call: dict[str, Any]
 ) -> None:
-    """TMA takes long over those: 257 tokens in tiles of 107 took longer than 512."""
+    """TMA takes long over those: 257 tokens in tiles of 107 took longer than 512, 33 than 64."""
     choice = choose(m, n, k, **call)
     if isinstance(choice.variant, GemmTiled) and choice.tile_tokens:
         tiles = math.ceil(m / choice.tile_tokens)
         # Chunks that TMA stores whole.
-        step = 1 if choice.variant.token_rows else 32
+        step = 1 if choice.variant.token_rows else 32 if choice.variant.tokens % 64 == 0 else 16
         assert tiles * choice.tile_tokens - m < tiles * step
         # Of a pair neither tile is without any, if there are even tiles of an even number.
         can_be_even = math.ceil(m / math.ceil(m / (tiles + 1))) == tiles + 1
@@ -145,56 +145,13 @@ def test_examples_of_the_table() -> None:
     assert chosen(9, 6144) == "gemm_small_m-e4m3-bf16-m16-w1r3x4 0"
     assert chosen(9, 28672, dtype="int8") == "gemm_small_m-int8-bf16-m16-w1r2x4 0"
     assert chosen(9, 28672) == "gemm_tiled-e4m3-bf16-128x16-fast_accum 112"
-    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x8-fast_accum 48"
-    assert chosen(9, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 48"
-    assert chosen(8, 4096, packed=False, dtype="int8") == "gemm_tiled-int8-bf16-64x16 32"
+    assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x8-fast_accum 64"
+    assert chosen(9, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 64"
+    assert chosen(8, 4096, packed=False, dtype="int8") == "gemm_tiled-int8-bf16-64x16 64"
     assert chosen(128, 6144) == "gemm_tiled-e4m3-bf16-96x64-fast_accum 96"
     assert chosen(256, 6144) == "gemm_tiled-e4m3-bf16-96x128-fast_accum 96"
     assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-64x64 64"
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
-
-
-@pytest.mark.parametrize("row", [row for row in gemm_table.MEASURED if not row.split_k], ids=str)
-def test_a_step_has_choices_of_its_own(row: gemm_table.Measured) -> None:
-    def chosen(m: int, dtype: str = row.dtype, n: int = row.n) -> Choice:
-        return choose(m, n, row.k, dtype, "bf16", packed=True, batch_invariant=True)
-
-    for m in (row.m[0], row.m[-1]):
-        choice = chosen(m)
-        shared = row.dtype == "int8"
-        assert (choice.cluster, choice.share_weights) == ((2, 1) if shared else (1, 0))
-        assert choice.split_k == 0
-        assert math.ceil(m / choice.tile_tokens) == 1 + shared
-        assert choice.tile_tokens <= row.tokens
-        assert choice.tile_channels <= row.channels
-        assert gemm_table.serving(choice, m, row.n, True, True, True, 132) == choice
-        other = {"int8": "e4m3", "e4m3": "int8"}[row.dtype]
-        assert choice not in (chosen(m, dtype=other), chosen(m, n=row.n + 16))
-    most = row.m[-1]
-    assert row.choice(most, row.dtype, "bf16") != chosen(most + 1)
-    if row.m[0] > 1:
-        assert row.choice(most, row.dtype, "bf16") != chosen(row.m[0] - 1)
-
-
-@pytest.mark.parametrize("m", [240, 241, 256, 257])
-def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(m: int) -> None:
-    def chosen(batch_invariant: bool, dtype: str = "e4m3", sms: int = 132) -> Choice:
-        options = {"packed": True, "batch_invariant": batch_invariant, "sms": sms}
-        return choose(m, 4096, 14336, dtype, "bf16", **options)
-
-    choice = chosen(batch_invariant=False)
-    is_measured = (choice.variant.name, choice.cluster, choice.split_k) == (
-        "gemm_tiled-e4m3-bf16-128x128-fast_accum",
-        2,
-        2,
-    )
-    assert is_measured == (m in (241, 256))
-    if is_measured:
-        assert choice.tile_tokens == 128
-        assert gemm_table.serving(choice, m, 4096, True, True, False, 132) == choice
-    # Elsewhere the model decides, and not the row without its split.
-    for other in (chosen(True), chosen(False, "int8"), chosen(False, sms=108)):
-        assert (other.variant, other.split_k) != (choice.variant, 0) or not is_measured
 
 
 def test_fp8_rows_that_may_depend_on_m_stream_their_weights_in_a_step_too() -> None:

@@ -99,6 +99,12 @@ class GemmTiled(Variant):
         return self.tokens in (64, 128) and not self.pingpong
 
     @property
+    def stage_depth(self) -> int:
+        """How much of K a stage of the ring holds (csrc: kStageDepth)."""
+        size = self.channels + self.tokens
+        return 512 if size <= 80 else 256 if size <= 160 else 128
+
+    @property
     def finds_best(self) -> bool:
         """Whether it can hand over the best of each part of a row (csrc: kFindsBest)."""
         return self.out_dtype == "fp32" and self.tokens > 16 and not self.pingpong
