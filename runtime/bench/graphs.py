@@ -23,8 +23,8 @@ from ostinato.graphs import (
 
 # What serving engines capture by default: 35 graphs.
 MANY_BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
-# Real rows, the bucket that serves them, and whether both have as many tiles of our GEMMs, for an 8B
-# model's sizes: 33 rows have those of 48.
+# Real rows, the bucket that serves them, and whether both have as many tiles of our GEMMs, for an
+# 8B model's sizes: 33 rows have those of 48.
 PADDED = (
     (3, 4, True),
     (5, 8, True),
