@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,31 @@ def test_examples_of_the_table() -> None:
     assert chosen(256, 6144) == "gemm_tiled-e4m3-bf16-96x128-fast_accum 96"
     assert chosen(70, 4096, fast_accum=False) == "gemm_tiled-e4m3-bf16-64x64 64"
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
+
+
+@pytest.mark.parametrize("row", gemm_table.MEASURED, ids=str)
+def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(
+    row: gemm_table.Measured,
+) -> None:
+    def chosen(m: int, dtype: str, batch_invariant: bool = False, sms: int = 132) -> Choice:
+        options = {"packed": True, "batch_invariant": batch_invariant, "sms": sms}
+        return choose(m, row.n, row.k, dtype, "bf16", **options)
+
+    for dtype in ("int8", "e4m3"):
+        own = dtype in row.dtypes
+        wanted = row.choice(dtype, "bf16")
+        for m in (row.m[0], row.m[-1]):
+            choice = chosen(m, dtype)
+            assert (replace(choice, tile_tokens=row.tokens) == wanted) == own
+            assert math.ceil(m / choice.tile_tokens) == math.ceil(m / row.tokens) or not own
+            assert gemm_table.serving(choice, m, row.n, True, True, False, 132) == choice
+        # Elsewhere the model decides, and not the row without its split.
+        others = [chosen(m, dtype) for m in (row.m[0] - 1, row.m[-1] + 1)]
+        others.append(chosen(row.m[-1], dtype, sms=108))
+        if dtype == "e4m3":
+            others.append(chosen(row.m[-1], dtype, batch_invariant=True))
+        for other in others:
+            assert replace(other, tile_tokens=row.tokens) != wanted
 
 
 def test_fp8_rows_that_may_depend_on_m_stream_their_weights_in_a_step_too() -> None:
