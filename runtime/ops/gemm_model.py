@@ -1,7 +1,7 @@
 """How long the tiled GEMM takes, as its choice needs to know: which ways to cut an output are fast.
 
 A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
-numbers were fitted to some 35000 times, of 18 shapes of weights by 16 to 4096 tokens, on an H200
+numbers were fitted to some 36000 times, of 18 shapes of weights by 16 to 4096 tokens, on an H200
 and an H100: not so that the times come out, but so that the fastest way is found. They are
 effective ones, not a data sheet's. docs/gemm_tiled.md says how well they do.
 """
