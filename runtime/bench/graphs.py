@@ -216,7 +216,7 @@ def falls_in_one_tile(
     exact: Mapping[str, int] | None,
     padded: Mapping[str, int] | None,
 ) -> bool:
-    """Return whether a padded batch falls in the tiles that one of exact size has.
+    """Return whether a padded batch falls in as many tiles as one of exact size.
 
     Args:
         tiles: of the subject.
