@@ -10,7 +10,6 @@
 #include "packed.h"
 #include "small_m_mma.cuh"
 
-// -DOSTINATO_INPUT=Int8|E4m3              operands
 // -DOSTINATO_OUTPUT=__nv_bfloat16|__half|float
 // -DOSTINATO_TOKENS=8|16|32|64            most rows of x
 // -DOSTINATO_TOKEN_WARPS=1|2|4            warps that share the tokens; the others share K
@@ -18,7 +17,6 @@
 // -DOSTINATO_X_SLOTS=n                    chunks of x that a warp holds in registers
 namespace ostinato::small_m {
 
-using Input = OSTINATO_INPUT;
 using Output = OSTINATO_OUTPUT;
 
 inline constexpr int kWarpBlocks = 2;  // of a chunk, per warp: a whole line of every token
@@ -35,18 +33,9 @@ inline constexpr int kTokenTiles = kTokens / 8 / kTokenWarps;  // of 8 tokens, p
 inline constexpr int kRowTiles = OSTINATO_ROW_TILES;
 inline constexpr int kRows = kRowTiles * kPackedRows;
 // Consecutive products into one accumulator wait for each other. Where few accumulators leave the
-// tensor core idle, even and odd blocks have their own, and with E4M3, which takes twice as many
-// products, even and odd steps of a block too.
-inline constexpr int kStepChains = !Input::kInteger && kRowTiles * kTokenTiles <= 2 ? 2 : 1;
-inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? kWarpBlocks * kStepChains : 1;
+// tensor core idle, even and odd blocks have their own.
+inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? kWarpBlocks : 1;
 inline constexpr int kXSlots = OSTINATO_X_SLOTS;
-// Whether a warp multiplies the tiles of a stage one by one as they land: then it holds its part of
-// x widened. E4M3 tokens of two tiles would spill: they are widened at each use, after the wait for
-// the whole stage.
-inline constexpr bool kTileByTile = Input::kInteger || kTokenTiles == 1;
-// Otherwise: the blocks whose weights are loaded, and widened, before x is waited for, as registers
-// allow.
-inline constexpr int kEarlyBlocks = kRowTiles * kTokenTiles <= 4 ? 1 : 0;
 static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
 static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
 static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");
@@ -85,7 +74,7 @@ inline constexpr int kInitialized = 2;
 
 struct alignas(128) SharedStorage {
   uint8_t ring[kStages][kStageBytes];
-  Input::Sum partial[kDepthWarps][kTokens][kPartialPitch];
+  int32_t partial[kDepthWarps][kTokens][kPartialPitch];
   float x_scale[kTokens];
   int32_t x_zero_point[kTokens];
   uint64_t full[kStages][kRowTiles][kHalves];

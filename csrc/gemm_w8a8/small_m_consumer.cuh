@@ -142,11 +142,11 @@ class Consumer {
     second = odd ? second : received;
   }
 
-  using Sums = Accumulator<Input::Sum>[kChains][kRowTiles][kTokenTiles];
+  using Sums = Accumulator[kChains][kRowTiles][kTokenTiles];
 
   static __device__ __forceinline__ void clear(Sums& sums) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Sums) / sizeof(Input::Sum)); ++i) {
+    for (int i = 0; i < static_cast<int>(sizeof(Sums) / sizeof(int32_t)); ++i) {
       sums[i / (4 * kTokenTiles * kRowTiles)][i / (4 * kTokenTiles) % kRowTiles]
           [i / 4 % kTokenTiles][i % 4] = 0;
     }
@@ -170,15 +170,9 @@ class Consumer {
   }
 
   // This warp's weights of a tile in a block of K.
-  static __device__ __forceinline__ Input::Weights load_weights(const uint8_t* block) {
+  static __device__ __forceinline__ WeightFragment load_weights(const uint8_t* block) {
     const uint4* fragment = reinterpret_cast<const uint4*>(block);
-    return Input::prepare(WeightFragment{fragment[0], fragment[kPackedBlockBytes / 32]});
-  }
-
-  __device__ __forceinline__ void multiply_block(int r, int b, int j, const Input::Weights& w,
-                                                 const Input::Tokens& tokens) {
-    const int chain = b * kStepChains % kChains;
-    Input::multiply(sum_[chain][r][j], sum_[chain + kStepChains - 1][r][j], w, tokens);
+    return {fragment[0], fragment[kPackedBlockBytes / 32]};
   }
 
   // Waits for this warp's half of a tile of the stage.
@@ -192,11 +186,7 @@ class Consumer {
     const uint8_t* stage =
         shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kPackedBlockBytes + in_block_;
     const bool has_part = chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks;
-    if constexpr (kTileByTile) {
-      multiply_tile_by_tile(x, stage, has_part, tiles);
-    } else {
-      multiply_block_by_block(x, stage, has_part, tiles);
-    }
+    multiply_tile_by_tile(x, stage, has_part, tiles);
     OSTINATO_DELAY(small_m_stage_release, threadIdx.x / 32 == 3);
     __syncwarp();
     if (lane_ == 0) {
@@ -205,9 +195,9 @@ class Consumer {
     position_.advance(kStages);
   }
 
+  // In the order in which they land.
   __device__ __forceinline__ void multiply_tile_by_tile(XChunk& x, const uint8_t* stage,
                                                         bool has_part, int tiles) {
-    typename Input::Tokens tokens[kWarpBlocks][kTokenTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       if (r > 0 && r >= tiles) {
@@ -215,71 +205,20 @@ class Consumer {
       }
       wait_for_tile(r);
       if (has_part) {
-        typename Input::Weights w[kWarpBlocks];
+        WeightFragment w[kWarpBlocks];
 #pragma unroll
         for (int b = 0; b < kWarpBlocks; ++b) {
           w[b] = load_weights(stage + r * kChunkTileBytes + b * kPackedBlockBytes);
         }
-        if (r == 0) {  // after the weights: at the start of a run they are there before x
-          if (fresh_) {
-            make_fragments(x);  // waits for x
-          }
-#pragma unroll
-          for (int b = 0; b < kWarpBlocks; ++b) {
-#pragma unroll
-            for (int j = 0; j < kTokenTiles; ++j) {
-              tokens[b][j] = Input::prepare(x[b][j]);
-            }
-          }
+        if (r == 0 && fresh_) {  // after the weights: at the start of a run they are there before x
+          make_fragments(x);     // waits for x
         }
 #pragma unroll
         for (int b = 0; b < kWarpBlocks; ++b) {
 #pragma unroll
           for (int j = 0; j < kTokenTiles; ++j) {
-            multiply_block(r, b, j, w[b], tokens[b][j]);
+            ostinato::multiply(sum_[b % kChains][r][j], w[b], x[b][j]);
           }
-        }
-      }
-    }
-  }
-
-  // In a pass of fewer tiles than kRowTiles the rest of the stage holds old bytes, whose sums
-  // nobody reads.
-  __device__ __forceinline__ void multiply_block_by_block(XChunk& x, const uint8_t* stage,
-                                                          bool has_part, int tiles) {
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      if (r == 0 || r < tiles) {
-        wait_for_tile(r);
-      }
-    }
-    if (!has_part) {
-      return;
-    }
-    typename Input::Weights w[kWarpBlocks][kRowTiles];
-    const auto load_block = [&](int b) {
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-        w[b][r] = load_weights(stage + r * kChunkTileBytes + b * kPackedBlockBytes);
-      }
-    };
-#pragma unroll
-    for (int b = 0; b < kEarlyBlocks; ++b) {
-      load_block(b);
-    }
-    if (fresh_) {
-      make_fragments(x);  // waits for x
-    }
-#pragma unroll
-    for (int b = 0; b < kWarpBlocks; ++b) {
-      if (b >= kEarlyBlocks) {
-        load_block(b);
-      }
-#pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) {
-#pragma unroll
-        for (int j = 0; j < kTokenTiles; ++j) {
-          multiply_block(r, b, j, w[b][r], Input::prepare(x[b][j]));
         }
       }
     }
@@ -292,15 +231,12 @@ class Consumer {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
         const int row = r * kPackedRows + lane_ / 4;
-        Accumulator<Input::Sum> sum;
+        Accumulator sum;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           sum[i] = sum_[0][r][j][i];
-          if constexpr (kChains >= 2) {
+          if constexpr (kChains == 2) {
             sum[i] += sum_[1][r][j][i];
-          }
-          if constexpr (kChains == 4) {
-            sum[i] += sum_[2][r][j][i] + sum_[3][r][j][i];
           }
         }
         auto& partial = shared_.partial[depth_warp_];
@@ -325,7 +261,7 @@ class Consumer {
       if (token >= active_) {
         break;
       }
-      typename Input::Sum sums[kDepthWarps];
+      int32_t sums[kDepthWarps];
 #pragma unroll
       for (int warp = 0; warp < kDepthWarps; ++warp) {
         sums[warp] = shared_.partial[warp][token][row];
@@ -337,13 +273,10 @@ class Consumer {
           sums[warp] += sums[warp + half];
         }
       }
-      auto sum = sums[0];
-      if constexpr (Input::kInteger) {
-        // Unsigned, since the product alone may overflow; the difference does not.
-        sum = static_cast<int32_t>(static_cast<uint32_t>(sum) -
-                                   static_cast<uint32_t>(shared_.x_zero_point[token]) *
-                                       static_cast<uint32_t>(channel.sum));
-      }
+      // Unsigned, since the product alone may overflow; the difference does not.
+      const int32_t sum = static_cast<int32_t>(static_cast<uint32_t>(sums[0]) -
+                                               static_cast<uint32_t>(shared_.x_zero_point[token]) *
+                                                   static_cast<uint32_t>(channel.sum));
       const float y = fmaf(shared_.x_scale[token], channel.scale * static_cast<float>(sum),
                            static_cast<float>(channel.bias));
       OSTINATO_DELAY(small_m_output_store, threadIdx.x / 32 == 0);

@@ -1,4 +1,4 @@
-// W8A8 GEMM for few tokens (M <= OSTINATO_TOKENS): weights are streamed once, at memory speed.
+// INT8 GEMM for few tokens (M <= OSTINATO_TOKENS): weights are streamed once, at memory speed.
 //
 // One CTA per SM owns a contiguous run of weight tiles. One thread keeps a ring of bulk copies
 // full, and begins before it waits for the predecessor kernel: weights are constants. Eight warps

@@ -33,11 +33,10 @@ QUANTIZE = tuple(
     for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,)))
 )
 # (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
-# weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins.
+# weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
 _SMALL_M = ((8, 1, 2, 4), (16, 1, 2, 4), (16, 1, 3, 4))
 GEMM_SMALL_M = tuple(
     GemmSmallM(
-        dtype=dtype,
         out_dtype=out_dtype,
         max_m=max_m,
         token_warps=token_warps,
@@ -45,14 +44,13 @@ GEMM_SMALL_M = tuple(
         x_slots=x_slots,
     )
     for max_m, token_warps, row_tiles, x_slots in _SMALL_M
-    for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES)
+    for out_dtype in FLOAT_DTYPES
 )
 # For one token of a 16-bit model, whose output projection may have fp32 results.
 FUSED_LINEAR = tuple(
-    FusedLinear(kind=kind, in_dtype=in_dtype, dtype=dtype, out_dtype=out_dtype, max_k=max_k)
+    FusedLinear(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype, max_k=max_k)
     for max_k, in_dtype in product((4096, 8192), ("bf16", "fp16"))
     for kind, out_dtype in (("rms_norm", in_dtype), ("rms_norm", "fp32"), ("per_token", in_dtype))
-    for dtype in OPERAND_DTYPES
 )
 # (channels, tokens, pingpong): those of docs/gemm_tiled.md.
 _TILES = (
@@ -61,8 +59,7 @@ _TILES = (
     *((channels, 128, False) for channels in (64, 96, 128, 160, 192, 224, 256)),
     *((128, 256, False), (128, 128, True)),
 )
-# Few tokens in FP8 whose bits must not depend on their number: gemm_small_m, which INT8 has for
-# them, adds in another order.
+# For few tokens in FP8: INT8 has gemm_small_m for them.
 _FEW_FP8_TILES = ((64, 8, False), (128, 8, False), (128, 16, False))
 # fp32 sums beside those of the tensor cores: half the tile fits in the registers.
 _EXACT_FP8_TILES = ((64, 16, False), (64, 64, False), (128, 128, False))

@@ -28,7 +28,7 @@ def dynamic_w8a8_linear(
     """Do `quantize_per_token`, then `w8a8_linear` with its results; the bits are the same.
 
     On CUDA one token of 16 bits, with up to 8192 features (a multiple of 16) and a packed w, is one
-    launch wherever `w8a8_linear` would stream the weights (not FP8 with `batch_invariant`), if x is
+    launch wherever `w8a8_linear` would stream the weights (INT8 ones: `gemm_small_m`), if x is
     aligned to 16 bytes and bias has `out_dtype`. w, w_scale and bias are constants, as
     `w8a8_linear` has it.
 

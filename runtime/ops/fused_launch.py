@@ -22,15 +22,15 @@ def fused_kernel(
         kind: "per_token" or "rms_norm".
         in_dtype: of x.
         k: input features.
-        dtype: of the weight.
+        dtype: of the weight; FP8 ones have none.
         out_dtype: of the output.
     """
-    if in_dtype.itemsize != 2 or k % _VECTOR or k > _MAX_K[-1]:
+    served = in_dtype.itemsize == 2 and dtype is torch.int8
+    if not served or k % _VECTOR or k > _MAX_K[-1]:
         return None
     return FusedLinear(
         kind=kind,
         in_dtype=KERNEL_NAMES[in_dtype],
-        dtype=KERNEL_NAMES[dtype],
         out_dtype=KERNEL_NAMES[out_dtype],
         max_k=next(most for most in _MAX_K if k <= most),
     )
@@ -75,7 +75,7 @@ def launch_fused(
         choice = gemm_tuning.choose(
             name, sms, m, n, k, kernel.dtype, kernel.out_dtype, True, True, batch_invariant
         )
-        if choice.variant != GemmSmallM(dtype=kernel.dtype, out_dtype=kernel.out_dtype, max_m=8):
+        if choice.variant != GemmSmallM(out_dtype=kernel.out_dtype, max_m=8):
             return False  # which sums in another order
         stream = current_stream(device)
         load(kernel, device=device, stream=stream).launch(

@@ -47,6 +47,7 @@ _AT_ONCE, _AT_ONCE_M = 0.82, 257
 # So few tokens are not worth waiting for the other CTA of a cluster, the less so where some of them
 # lie beyond the last: 8.2 µs became 9.0 (docs/results/h200/lab/bench-edges.txt, 17 tokens).
 _LONELY_TOKENS = 48
+_ALONE_M = 16
 # Weights that are read once have nobody to share them with: so few tokens are in one tile.
 _ONE_TILE = 8
 # Tiles are cut to no less than this, as there are smaller ones. With many tokens the card is at its
@@ -88,7 +89,9 @@ def cuts(variant: GemmTiled, m: int, n: int, sms: int) -> Iterator[Cut]:
             if sms > 1 and columns > 1:
                 if tokens > _LONELY_TOKENS:
                     yield Cut(*size, 2, 0, 0)
-                if splits(variant, ceil_div(columns, 2) * tiles, sms):
+                # With few tokens not even K is worth sharing, unless SMs would have no weights.
+                shares_k = m > _ALONE_M or units < sms
+                if shares_k and splits(variant, ceil_div(columns, 2) * tiles, sms):
                     yield Cut(*size, 2, 0, 2)
             if sms > 1 and tiles > 1:
                 yield Cut(*size, 2, 1, 0)

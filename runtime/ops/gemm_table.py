@@ -55,33 +55,34 @@ class Choice:
 CUT = tuple(field.name for field in fields(Choice) if field.name != "variant")
 
 
-_ANY = range(1, 2**31)
+_END = 2**31
+_ANY = range(1, _END)
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """gemm_small_m: every CTA streams its run of the weights once; x comes in passing.
+    """gemm_small_m, of INT8: every CTA streams its run of the weights once; x comes in passing.
 
-    It holds for at most `max_m` tokens, and some numbers of weight tiles per SM and some dtypes. A
-    weight tile is 16 channels; an SM's share is rounded up: 14 for 28672 channels on 132 SMs.
+    It holds for at most `max_m` tokens, and some numbers of weight tiles per SM and of input
+    features. A weight tile is 16 channels; an SM's share is rounded up: 14 for 28672 channels on
+    132 SMs.
     """
 
     max_m: int
     row_tiles: int
     reason: str
     weight_tiles: Container[int] = _ANY
-    dtypes: Container[str] = OPERAND_DTYPES
+    k: Container[int] = _ANY
 
     def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
         """Return whether the row counts for a product."""
         share = ceil_div(ceil_div(n, TILE_CHANNELS), sms)
-        return m <= self.max_m and share in self.weight_tiles and dtype in self.dtypes
+        sized = share in self.weight_tiles and k in self.k
+        return m <= self.max_m and sized and dtype == GemmSmallM.dtype
 
     def choice(self, dtype: str, out_dtype: str) -> Choice:
         """Return the kernel; it cuts the output by itself."""
-        return Choice(
-            GemmSmallM(dtype=dtype, out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles)
-        )
+        return Choice(GemmSmallM(out_dtype=out_dtype, max_m=self.max_m, row_tiles=self.row_tiles))
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,6 @@ class Measured:
         return Choice(variant, self.channels, self.tokens, cluster=2, split_k=2)
 
 
-_MANY = range(6, 2**31)
-
 # Alone, at rest (docs/gemm_tiled.md).
 MEASURED = (
     Measured(("e4m3",), 4096, 14336, range(241, 257), 128, 128, "26.1 us, not 27.6"),
@@ -140,9 +139,9 @@ MEASURED = (
 # does.
 TABLE: tuple[Streaming | Measured | Tile, ...] = (
     Streaming(8, 2, "reads weights at memory speed (docs/gemm_small_m.md)"),
-    Streaming(16, 3, "whole passes of three tiles", weight_tiles=(3,)),
-    Streaming(16, 2, "reads weights at memory speed", weight_tiles=(1, 2, 4)),
-    Streaming(16, 2, "reads weights at memory speed", weight_tiles=_MANY, dtypes=("int8",)),
+    Streaming(16, 3, "whole passes of three tiles", (3,), range(4096, _END)),
+    Streaming(16, 2, "reads weights at memory speed", (1, 2, 4), range(2048, _END)),
+    Streaming(16, 2, "reads weights at memory speed", range(6, 14)),
     *MEASURED,
     Tile(64, 8, "FP8: no more columns than tokens"),
     Tile(128, 8, "FP8: likewise; an SM's share of larger N in one tile"),
@@ -286,15 +285,15 @@ def serving(
 ) -> Choice | None:
     """Return a choice, with K left whole if need be, if it may be used for a call of its dtypes.
 
-    The tiled kernels of one kind of accumulation add along K in one order, unless they split K; all
-    others add in orders of their own. FP8 results that must not depend on m are left to those.
+    The tiled kernels of one kind of accumulation add along K in one order, unless they split K. FP8
+    results that must not depend on m are left to those that do not.
     """
     variant = choice.variant
     if variant not in _COMPILED:
         return None
-    exact = variant.dtype == "int8"
     if isinstance(variant, GemmSmallM):
-        return choice if packed and m <= variant.max_m and (exact or not batch_invariant) else None
+        return choice if packed and m <= variant.max_m else None
+    exact = variant.dtype == "int8"
     if not exact and variant.fast_accum != fast_accum:
         return None
     in_order = not exact and batch_invariant

@@ -375,7 +375,6 @@ def test_the_library_is_prepared_for_each_device_once(
 _FUSED = {
     "kind": "per_token",
     "in_dtype": "bf16",
-    "dtype": "int8",
     "out_dtype": "bf16",
     "max_k": 4096,
 }
@@ -384,7 +383,7 @@ _FUSED = {
 @pytest.mark.parametrize(
     ("variant", "params", "kind"),
     [
-        (GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
+        (GemmSmallM(out_dtype="bf16", max_m=8), "W8A8GemmParams", _C.W8A8Gemm),
         (AppendKV(dtype="bf16"), "AppendKVParams", _C.AppendKV),
         (AttentionDecode(dtype="bf16", head_dim=128), "PagedDecodeParams", _C.PagedDecode),
         (Embed(dtype="bf16"), "EmbedParams", _C.Embed),
@@ -486,7 +485,7 @@ def test_a_failed_compilation_is_raised_and_tried_again(nvcc_calls: Path) -> Non
 def test_the_environment_chooses_the_build_mode(
     nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+    variant = GemmSmallM(out_dtype="bf16", max_m=8)
     monkeypatch.setenv("OSTINATO_JIT", "0")
     monkeypatch.setenv("OSTINATO_DELAY_SITE", "small_m_stage_release")
     with pytest.raises(

@@ -79,8 +79,8 @@ def test_kernels_are_within_their_budgets() -> None:
         Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="int8"),
         Quantize(kind="rms_norm", in_dtype="fp32", out_dtype="fp32"),
         Sample(dtype="fp32"),
-        FusedLinear(kind="rms_norm", in_dtype="bf16", dtype="e4m3", out_dtype="bf16", max_k=4096),
-        GemmSmallM(dtype="e4m3", out_dtype="bf16", max_m=16, row_tiles=2),
+        FusedLinear(kind="rms_norm", in_dtype="bf16", out_dtype="bf16", max_k=4096),
+        GemmSmallM(out_dtype="bf16", max_m=16, row_tiles=2),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=256, tokens=128),
         GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256),
         GemmTiled(dtype="int8", out_dtype="fp32", channels=128, tokens=128, pingpong=True),
@@ -152,7 +152,7 @@ def test_asserts_do_not_compile(tmp_path: Path) -> None:
     assert "kernels are compiled with -DNDEBUG" in _errors(source, flags)
 
 
-_SMALL = GemmSmallM(dtype="int8", out_dtype="bf16", max_m=8)
+_SMALL = GemmSmallM(out_dtype="bf16", max_m=8)
 _TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=256)
 
 

@@ -1,4 +1,4 @@
-"""The GEMM for few tokens on a GPU: no delay changes a bit, and NaN stays NaN."""
+"""The GEMM for few tokens on a GPU: exact, whatever is delayed."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ def launch() -> Launch:
     return lambda variant, mode, x, w: multiply(libraries[variant, mode], x, w)
 
 
-def _operands(variant: GemmSmallM, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, w = random_codes(m, n, -(-k // 16) * 16)
-    if variant.dtype == "e4m3":
-        x, w = ((codes.float() / 16).to(torch.float8_e4m3fn) for codes in (x, w))
     return x[:, :k], w[:, :k].contiguous()
 
 
@@ -47,8 +45,8 @@ def _operands(variant: GemmSmallM, m: int, n: int, k: int) -> tuple[torch.Tensor
 def test_injected_delays_change_no_bit(
     launch: Launch, variant: GemmSmallM, site: str, n: int, k: int
 ) -> None:
-    x, w = _operands(variant, variant.max_m - 1, n, k)
-    expected = exact(x, w) if variant.dtype == "int8" else launch(variant, RELEASE, x, w)
+    x, w = _operands(variant.max_m - 1, n, k)
+    expected = exact(x, w)
     for _ in range(3):
         assert torch.equal(launch(variant, BuildMode(delay_site=site), x, w), expected)
 
@@ -62,23 +60,5 @@ def test_injected_delays_change_no_bit(
 def test_every_share_of_the_weights(
     launch: Launch, variant: GemmSmallM, n: int, k: int, m: int
 ) -> None:
-    x, w = _operands(variant, m, n, k)
-    got = launch(variant, RELEASE, x, w)
-    if variant.dtype == "int8":
-        assert torch.equal(got, exact(x, w))
-    else:
-        # Products of E4M3 are exact in fp32, their sums nearly so.
-        torch.testing.assert_close(got, exact(x.float(), w.float()), rtol=2**-7, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "variant", [v for v in _VARIANTS if v.dtype == "e4m3"], ids=lambda v: v.name
-)
-def test_nan_stays_nan(launch: Launch, variant: GemmSmallM) -> None:
-    x, w = _operands(variant, variant.max_m, 300, 528)
-    x.view(torch.uint8)[2, 77] = 0x7F
-    w.view(torch.uint8)[33, 500] = 0xFF
-    expected = torch.zeros(variant.max_m, 300, dtype=torch.bool, device="cuda")
-    expected[2] = True
-    expected[:, 33] = True
-    assert torch.equal(launch(variant, RELEASE, x, w).isnan(), expected)
+    x, w = _operands(m, n, k)
+    assert torch.equal(launch(variant, RELEASE, x, w), exact(x, w))

@@ -13,10 +13,9 @@ from ostinato.kernels.variants.rows import Quantize
 
 @dataclass(frozen=True, kw_only=True)
 class GemmSmallM(Variant):
-    """W8A8 GEMM for few tokens: streams weights that were repacked at load.
+    """INT8 GEMM for few tokens: streams weights that were repacked at load.
 
     Args:
-        dtype: of x and w, int8 or e4m3.
         out_dtype: of the output and the bias.
         max_m: the largest number of tokens: 8, 16, 32 or 64.
         token_warps: of the 8 warps, how many share the tokens; the others share K.
@@ -26,8 +25,8 @@ class GemmSmallM(Variant):
 
     family: ClassVar[str] = "gemm_small_m"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m_sm90.cu"
+    dtype: ClassVar[str] = "int8"
 
-    dtype: str
     out_dtype: str
     max_m: int
     token_warps: int = 1
@@ -35,7 +34,6 @@ class GemmSmallM(Variant):
     x_slots: int = 4
 
     def __post_init__(self) -> None:
-        check("dtype", self.dtype, OPERAND_DTYPES)
         check("out_dtype", self.out_dtype, FLOAT_DTYPES)
         check("max_m", self.max_m, (8, 16, 32, 64))
         check("token_warps", self.token_warps, (1, 2, 4))
@@ -47,7 +45,6 @@ class GemmSmallM(Variant):
 
     def defines(self) -> dict[str, str]:
         return {
-            "OSTINATO_INPUT": {"int8": "Int8", "e4m3": "E4m3"}[self.dtype],
             "OSTINATO_OUTPUT": {"bf16": "__nv_bfloat16", "fp16": "__half", "fp32": "float"}[
                 self.out_dtype
             ],
@@ -136,29 +133,27 @@ class GemmTiled(Variant):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLinear(Variant):
-    """W8A8 linear layer for one token that quantises its activations itself.
+    """INT8 linear layer for one token that quantises its activations itself.
 
     Args:
         kind: per_token (x as it is) or rms_norm (with a residual added before, if given).
         in_dtype: of x, the residual and the norm's weight: bf16 or fp16.
-        dtype: of the weight and of x once quantised, int8 or e4m3.
         out_dtype: of the output and the bias.
         max_k: the most input features, 4096 or 8192.
     """
 
     family: ClassVar[str] = "fused_linear"
     source: ClassVar[Path] = CSRC / "fused_linear" / "fused_linear_sm90.cu"
+    dtype: ClassVar[str] = "int8"
 
     kind: str
     in_dtype: str
-    dtype: str
     out_dtype: str
     max_k: int
 
     def __post_init__(self) -> None:
         check("kind", self.kind, ("per_token", "rms_norm"))
         check("in_dtype", self.in_dtype, ("bf16", "fp16"))
-        check("dtype", self.dtype, OPERAND_DTYPES)
         check("out_dtype", self.out_dtype, FLOAT_DTYPES)
         check("max_k", self.max_k, (4096, 8192))
 
@@ -168,6 +163,6 @@ class FusedLinear(Variant):
         return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}"
 
     def defines(self) -> dict[str, str]:
-        product = GemmSmallM(dtype=self.dtype, out_dtype=self.out_dtype, max_m=8)
+        product = GemmSmallM(out_dtype=self.out_dtype, max_m=8)
         rows = Quantize(kind=self.kind, in_dtype=self.in_dtype, out_dtype=self.dtype)
         return {**product.defines(), **rows.defines(), "OSTINATO_MAX_K": str(self.max_k)}
