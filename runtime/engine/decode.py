@@ -244,7 +244,9 @@ class _PageRows:
                 row[: len(pages)] = pages
                 row[len(pages) :] = DUMMY_PAGE
                 self._written[request.slot] = version
-        return self._table[slots]
+        # Not by torch's index: from some 3000 numbers on that has threads, which then spin until
+        # the next step, on all cores.
+        return torch.from_numpy(self._table.numpy().take(slots.numpy(), axis=0))
 
 
 class SamplingInputs(TypedDict):
