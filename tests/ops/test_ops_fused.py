@@ -143,24 +143,17 @@ def test_a_layer_is_compiled_with_the_kernels_that_it_may_launch() -> None:
     assert [v.max_k for v in fused("per_token", 4112)] == [8192]
     assert not fused("rms_norm", 8200) + fused("rms_norm", 9000) + fused("silu_mul", 4096)
     assert not fused("rms_norm", 4096, torch.float32)
-    assert not precompile.layer_kernels("rms_norm", (4096, 4096), E4M3, BF16, batch_invariant=True)[
-        1
-    ].family.startswith("fused")
+    families = {v.family for v in precompile.layer_kernels("rms_norm", (4096, 4096), E4M3, BF16)}
+    assert families == {"quantize", "gemm_tiled"}
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
-    ("m", "dtype", "batch_invariant", "one"),
-    [
-        (1, torch.int8, True, True),
-        (1, torch.int8, False, True),
-        (2, torch.int8, False, False),
-        (1, E4M3, False, True),
-        (1, E4M3, True, False),
-    ],
+    ("m", "dtype", "one"), [(1, torch.int8, True), (2, torch.int8, False), (1, E4M3, False)]
 )
 def test_one_token_takes_one_launch(
-    monkeypatch: pytest.MonkeyPatch, m: int, dtype: torch.dtype, batch_invariant: bool, one: bool
+    monkeypatch: pytest.MonkeyPatch, m: int, dtype: torch.dtype, one: bool, batch_invariant: bool
 ) -> None:
     launched: list[Variant] = []
 
