@@ -145,7 +145,7 @@ def test_examples_of_the_table() -> None:
     assert chosen(8, 28672, dtype="int8") == "gemm_small_m-int8-bf16-m8-w1r2x4 0"
     assert chosen(9, 6144, dtype="int8") == "gemm_small_m-int8-bf16-m16-w1r3x4 0"
     assert chosen(9, 4096, dtype="int8") == "gemm_small_m-int8-bf16-m16-w1r2x4 0"
-    assert chosen(9, 28672, dtype="int8") == "gemm_tiled-int8-bf16-64x16 48"
+    assert chosen(9, 28672, dtype="int8") == "gemm_tiled-int8-bf16-128x32 112"
     assert chosen(9, 28672) == "gemm_tiled-e4m3-bf16-128x16-fast_accum 112"
     assert chosen(8, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x8-fast_accum 64"
     assert chosen(9, 6144, batch_invariant=True) == "gemm_tiled-e4m3-bf16-64x16-fast_accum 64"
@@ -181,11 +181,13 @@ def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(
             assert replace(other, tile_tokens=row.tokens) != wanted
 
 
-def test_fp8_rows_that_may_depend_on_m_stream_their_weights_in_a_step_too() -> None:
-    for n, k in ((4096, 4096), (4096, 14336)):
-        for m in (1, 16):
-            choice = choose(m, n, k, "e4m3", "bf16", packed=True, batch_invariant=False)
-            assert isinstance(choice.variant, GemmSmallM)
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_few_tokens_share_no_k_unless_sms_would_have_no_weights(m: int) -> None:
+    for dtype in ("int8", "e4m3"):
+        options = {"dtype": dtype, "out_dtype": "bf16", "packed": dtype == "e4m3"}
+        assert choose(m, 4096, 14_336, **options).split_k <= 1
+        assert choose(m, 16 * SMS, 8192, **options).split_k <= 1
+    assert choose(m, 1024, 16_384, **options).split_k == 2
 
 
 @pytest.mark.parametrize("m", [17, 32, 33, 48])
