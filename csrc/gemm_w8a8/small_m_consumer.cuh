@@ -198,6 +198,8 @@ class Consumer {
   // In the order in which they land.
   __device__ __forceinline__ void multiply_tile_by_tile(XChunk& x, const uint8_t* stage,
                                                         bool has_part, int tiles) {
+    // A copy of x: read in place it costs ptxas two more registers with three row tiles.
+    uint4 tokens[kWarpBlocks][kTokenTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       if (r > 0 && r >= tiles) {
@@ -210,14 +212,23 @@ class Consumer {
         for (int b = 0; b < kWarpBlocks; ++b) {
           w[b] = load_weights(stage + r * kChunkTileBytes + b * kPackedBlockBytes);
         }
-        if (r == 0 && fresh_) {  // after the weights: at the start of a run they are there before x
-          make_fragments(x);     // waits for x
+        if (r == 0) {  // after the weights: at the start of a run they are there before x
+          if (fresh_) {
+            make_fragments(x);  // waits for x
+          }
+#pragma unroll
+          for (int b = 0; b < kWarpBlocks; ++b) {
+#pragma unroll
+            for (int j = 0; j < kTokenTiles; ++j) {
+              tokens[b][j] = x[b][j];
+            }
+          }
         }
 #pragma unroll
         for (int b = 0; b < kWarpBlocks; ++b) {
 #pragma unroll
           for (int j = 0; j < kTokenTiles; ++j) {
-            ostinato::multiply(sum_[b % kChains][r][j], w[b], x[b][j]);
+            ostinato::multiply(sum_[b % kChains][r][j], w[b], tokens[b][j]);
           }
         }
       }

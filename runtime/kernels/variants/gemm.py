@@ -43,9 +43,6 @@ class GemmSmallM(Variant):
         shape = f"w{self.token_warps}r{self.row_tiles}x{self.x_slots}"
         return f"{self.family}-{self.dtype}-{self.out_dtype}-m{self.max_m}-{shape}"
 
-    def dtypes(self) -> set[str]:
-        return {self.dtype, *super().dtypes()}
-
     def defines(self) -> dict[str, str]:
         return {
             "OSTINATO_OUTPUT": {"bf16": "__nv_bfloat16", "fp16": "__half", "fp32": "float"}[
@@ -164,9 +161,6 @@ class FusedLinear(Variant):
     def name(self) -> str:
         dtypes = f"{self.in_dtype}-{self.dtype}-{self.out_dtype}"
         return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}"
-
-    def dtypes(self) -> set[str]:
-        return {self.dtype, *super().dtypes()}
 
     def defines(self) -> dict[str, str]:
         product = GemmSmallM(out_dtype=self.out_dtype, max_m=8)
