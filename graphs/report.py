@@ -85,7 +85,7 @@ class CaptureReport:
         """Return a table, the kernels of the largest batch size, and what the audit found."""
         count = len(self.graphs)
         sizes = "1 batch size" if count == 1 else f"{count} batch sizes"
-        if len({graph.batch_size for graph in self.graphs}) < count:
+        if len({(graph.q_len, graph.variant) for graph in self.graphs}) > 1:
             sizes = f"{count} graphs"
         title = f"{sizes} captured on {self.device} in {self.total_ms:.1f} ms"
         if self.device == "cpu":
@@ -100,6 +100,15 @@ class CaptureReport:
                 lines.append(f"audit of {graph.key}:")
                 lines += [f"  {line}" for line in summarize(graph.findings).splitlines()]
         return "\n".join(lines)
+
+    def __add__(self, other: CaptureReport) -> CaptureReport:
+        """Return the report of this capture and another one behind it on the same device."""
+        return CaptureReport(
+            self.device,
+            self.total_ms + other.total_ms,
+            self.graphs + other.graphs,
+            self.not_inspected or other.not_inspected,
+        )
 
     def to_json(self) -> str:
         """Return the same as a JSON object, keys as the attributes."""

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from ostinato.bench.plans import check_least
 from ostinato.bench.report import Row
 from ostinato.bench.step import implementation
-from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
+from ostinato.bench.step_work import kv_bytes, prompt_flops, step_flops, weight_bytes
 from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs import CaptureReport
 from ostinato.model import Llama, ModelConfig
@@ -138,6 +138,17 @@ class EngineRow(Row):
     long_s: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class FirstTokenRow(Row):
+    """A `Row` of the time until every request has its first token.
+
+    Attributes:
+        texts_s: seconds of each repeat.
+    """
+
+    texts_s: tuple[float, ...]
+
+
 class TooShortError(Exception):
     """Texts whose difference in length does not show in their times."""
 
@@ -161,13 +172,13 @@ def engine_for(model: Llama, plan: EnginePlan) -> Engine:
     )
 
 
-def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineRow]:
+def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineRow | FirstTokenRow]:
     """Time `generate` with each batch of the plan, yielding rows as they are measured.
 
     All requests arrive at once with different prompts and go on to their last token, greedily:
     (median seconds of the long text - median seconds of the short one) / their difference in
     tokens. So prefill cancels, while scheduling, sampling, detokenisation and the host's work for
-    every token are in.
+    every token are in. A row of texts of one token follows, which are prefill and little else.
 
     Args:
         engine: from `engine_for`, captured; the model's context must hold the plan's.
@@ -215,6 +226,17 @@ def time_engine(engine: Engine, name: str, plan: EnginePlan) -> Iterator[EngineR
             flops=step_flops(model, batch, context),
         )
         yield EngineRow(**asdict(row), short_s=columns[0], long_s=columns[1])
+        seconds(1)
+        texts = tuple(round(seconds(1), 5) for _ in range(plan.repeats))
+        row = Row.of(
+            "first_token",
+            case,
+            implementation(model),
+            seconds=statistics.median(texts),
+            num_bytes=weight_bytes(model),
+            flops=prompt_flops(model, batch, plan.prompt),
+        )
+        yield FirstTokenRow(**asdict(row), texts_s=texts)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:

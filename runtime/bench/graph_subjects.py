@@ -15,6 +15,7 @@ from ostinato.bench.shapes import SHAPES
 from ostinato.bench.step import StepPlan, step_inputs
 from ostinato.bench.weights import random_llama
 from ostinato.engine.decode import DecodeStep, SeenTokens
+from ostinato.engine.rehearsal import Rehearsal
 from ostinato.graphs import BatchView, BufferSpec, StaticBuffers
 from ostinato.graphs.memory import DeclaredMemory
 from ostinato.graphs.outputs import Step
@@ -76,14 +77,14 @@ def our_step(
     pages_each = -(-context // _PAGE_SIZE)
     cache = PagedKVCache.for_model(
         model.config,
-        # The examples want as many pages again as a page table and a row each name.
         num_pages=1 + max_batch * pages_each,
         page_size=_PAGE_SIZE,
         device=device,
     )
     cache.storage.normal_()
     seen = SeenTokens(max_batch, model.config.vocab_size, device)
-    step = DecodeStep(model, cache, seen, max_pages=pages_each)
+    rehearsal = Rehearsal(cache, pages_each + max_batch)
+    step = DecodeStep(model, cache, seen, max_pages=pages_each, rehearsal=rehearsal)
     specs = step.buffer_specs()
 
     def inputs(batch: int) -> dict[str, torch.Tensor]:
@@ -101,7 +102,7 @@ def our_step(
             "seen": [value for value in vars(seen).values() if isinstance(value, torch.Tensor)],
         },
         inputs,
-        step.rehearsal,
+        rehearsal.lent,
     )
 
 

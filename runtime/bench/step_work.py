@@ -24,11 +24,24 @@ def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
 
 def step_flops(model: Llama, batch: int, context: int) -> int:
     """Multiplications and additions of one step's linear layers and attention."""
-    linears = [model.lm_head]
-    for layer in model.layers:
-        linears += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    weights = sum(linear.weight.shape.numel() for linear in linears)
+    weights = _layer_weights(model) + model.lm_head.weight.shape.numel()
     return 2 * batch * weights + attention_flops(model.config, batch, context)
+
+
+def prompt_flops(model: Llama, batch: int, prompt: int) -> int:
+    """Multiplications and additions of as many prompts' layers and attention, and last logits."""
+    head = model.lm_head.weight.shape.numel()
+    attention = sum(attention_flops(model.config, 1, end) for end in range(1, prompt + 1))
+    return batch * (2 * (prompt * _layer_weights(model) + head) + attention)
+
+
+def _layer_weights(model: Llama) -> int:
+    linears = [
+        linear
+        for layer in model.layers
+        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    ]
+    return sum(linear.weight.shape.numel() for linear in linears)
 
 
 def attention_flops(config: ModelConfig, batch: int, context: int) -> int:

@@ -17,7 +17,7 @@ from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_fla
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.engine import EnginePlan, EngineRow, StartUp
+    from ostinato.bench.engine import EnginePlan, EngineRow, FirstTokenRow, StartUp
     from ostinato.bench.report import Report
     from ostinato.model import ModelConfig
 
@@ -32,7 +32,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         usage="python -m ostinato bench engine --shape NAME [options]",
         help="the whole engine, host work included",
         description="Time Engine.generate with batches of random prompts: the time of a long text "
-        "less that of a short one, per token. What starting up takes is shown, too.",
+        "less that of a short one, per token. The time to the first tokens and what starting up "
+        "takes are shown, too.",
     )
     engine.add_argument(
         "--shape", choices=SHAPES, required=True, help="random weights of a model's shape"
@@ -107,7 +108,7 @@ def _measure(
     report: Report,
     targets: dict[tuple[str, str], float],
 ) -> None:
-    from ostinato.bench.engine import StartUp, engine_for, time_engine
+    from ostinato.bench.engine import EngineRow, StartUp, engine_for, time_engine
     from ostinato.bench.step import implementation
     from ostinato.bench.weights import random_llama
     from ostinato.model import compile_kernels
@@ -137,13 +138,19 @@ def _measure(
         print(start_up, flush=True)
         _keep(start_up, report, args.json)
         for row in time_engine(engine, args.shape, plan):
-            print(_line(row, targets), flush=True)
+            line = _line(row, targets) if isinstance(row, EngineRow) else _first_token_line(row)
+            print(line, flush=True)
             _keep(row, report, args.json)
     finally:
         engine.close()
 
 
-def _keep(row: EngineRow | StartUp, report: Report, file: Path | None) -> None:
+def _first_token_line(row: FirstTokenRow) -> str:
+    texts = f"{min(row.texts_s):.4f} to {max(row.texts_s):.4f} s"
+    return f"{row.case:<32}{row.impl:<36}{row.us:>12.1f} µs to every first token, {texts}"
+
+
+def _keep(row: EngineRow | FirstTokenRow | StartUp, report: Report, file: Path | None) -> None:
     """Add a row, and write all of them: what was measured before a Ctrl-C is worth keeping."""
     report.rows.append(row)
     if file is not None:

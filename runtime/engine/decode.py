@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import torch
 
 from ostinato import ops
+from ostinato.engine.rehearsal import Rehearsal, integers
 from ostinato.engine.request import Request
 from ostinato.engine.upload import upload
 from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
@@ -16,7 +16,6 @@ from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling, SeenRows
 
 _HOST = torch.device("cpu")
-_REHEARSAL = -1  # the sequence that holds the pages of a rehearsal; requests count from 0
 
 
 class SeenTokens:
@@ -59,6 +58,8 @@ class DecodeStep:
         model, cache: what the step runs on.
         seen: per-slot state of the repetition penalty.
         max_pages: columns of the page table: the pages of the longest context.
+        rehearsal: where the examples of a verification read and write; without it the inputs that
+            say so have none.
         logits: output all logits in any case, which takes longer.
     """
 
@@ -69,6 +70,7 @@ class DecodeStep:
         seen: SeenTokens,
         max_pages: int,
         *,
+        rehearsal: Rehearsal | None = None,
         logits: bool = False,
     ) -> None:
         self._model = model
@@ -76,55 +78,38 @@ class DecodeStep:
         self._cache = cache
         self._seen = seen
         self.max_pages = max_pages
-        self._rehearsal_pages: list[int] = []
+        self._rehearsal = rehearsal
         self._pages = _PageRows(cache, seen.padding_slot, max_pages)
         self._constants_of: list[tuple[int, int]] = []
         self._constants: dict[str, object] = {}
         self._slots = torch.empty(0, dtype=torch.int64)
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Lend the examples below free pages full of random numbers, while nothing is served.
-
-        A verification that read zeros and wrote nothing would pass with a frozen page table.
-        """
-        cache = self._cache
-        # A page table without repetitions, and a page of its own for each row to write to.
-        count = min(self.max_pages + self._seen.padding_slot, cache.free_pages)
-        cache.add(_REHEARSAL)
-        cache.reserve(_REHEARSAL, count * cache.page_size)
-        self._rehearsal_pages = cache.pages(_REHEARSAL)
-        try:
-            for page in self._rehearsal_pages:
-                cache.storage[:, :, page].normal_()
-            yield
-        finally:
-            self._rehearsal_pages = []
-            cache.free(_REHEARSAL)
-
     def buffer_specs(self) -> dict[str, BufferSpec]:
-        """Return the step's inputs; padding rows attend to nothing and write to no slot.
-
-        The examples need a `rehearsal` around them.
-        """
+        """Return the step's inputs; padding rows attend to nothing and write to no slot."""
+        rehearsal = self._rehearsal
         vocab_size = self._model.config.vocab_size
         max_length = min(self._model.max_context, self.max_pages * self._cache.page_size)
         return {
-            "tokens": BufferSpec((), torch.int64, 0, _integers(0, vocab_size)),
-            "positions": BufferSpec((), torch.int32, 0, _integers(0, max_length)),
-            "seq_lens": BufferSpec((), torch.int32, 0, _integers(1, max_length + 1)),
-            "slot_mapping": BufferSpec((), torch.int64, -1, self._example_slot_mapping),
+            "tokens": BufferSpec((), torch.int64, 0, integers(0, vocab_size)),
+            "positions": BufferSpec((), torch.int32, 0, integers(0, max_length)),
+            "seq_lens": BufferSpec((), torch.int32, 0, integers(1, max_length + 1)),
+            "slot_mapping": BufferSpec(
+                (), torch.int64, -1, None if rehearsal is None else rehearsal.slot_mapping
+            ),
             "page_table": BufferSpec(
-                (self.max_pages,), torch.int32, DUMMY_PAGE, self._example_page_table
+                (self.max_pages,),
+                torch.int32,
+                DUMMY_PAGE,
+                None if rehearsal is None else rehearsal.page_table,
             ),
             "slots": BufferSpec((), torch.int64, self._seen.padding_slot, _distinct),
             "temperature": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.7, 1.3)),
-            "top_k": BufferSpec((), torch.int32, 0, _integers(0, vocab_size + 1)),
+            "top_k": BufferSpec((), torch.int32, 0, integers(0, vocab_size + 1)),
             "top_p": BufferSpec((), torch.float32, 1.0, _one_of(0.5, 0.9, 1.0)),
             "min_p": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.05)),
             "repetition_penalty": BufferSpec((), torch.float32, 1.0, _one_of(1.0, 1.3)),
-            "seeds": BufferSpec((), torch.int64, 0, _integers(0, 2**62)),
-            "counters": BufferSpec((), torch.int64, 0, _integers(0, max_length)),
+            "seeds": BufferSpec((), torch.int64, 0, integers(0, 2**62)),
+            "counters": BufferSpec((), torch.int64, 0, integers(0, max_length)),
         }
 
     def burst_rules(self, max_steps: int) -> BurstRules:
@@ -173,23 +158,6 @@ class DecodeStep:
         if logits.best is not None:
             return {"tokens": tokens, "best": logits.best}
         return {"tokens": tokens, "logits": logits.values}
-
-    def _example_page_table(
-        self, generator: torch.Generator, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        pages = torch.tensor(self._rehearsal_pages)
-        return pages[torch.randint(len(pages), shape, generator=generator)]
-
-    def _example_slot_mapping(
-        self, generator: torch.Generator, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        size = self._cache.page_size
-        slots = torch.tensor(self._rehearsal_pages)[:, None] * size + torch.arange(size)
-        chosen = slots.flatten()[torch.randperm(slots.numel(), generator=generator)]
-        # No two rows write to one slot; where there are more rows, the others write nothing.
-        rows = torch.full(shape, -1)
-        rows[: len(chosen)] = chosen[: len(rows)]
-        return rows
 
     def inputs(self, requests: Sequence[Request], last_tokens: torch.Tensor) -> dict[str, object]:
         """Return the step's inputs for one more token of each request (its slot reserved).
@@ -280,13 +248,6 @@ def sampling_inputs(requests: Sequence[Request], device: torch.device = _HOST) -
 def sampling_counters(requests: Sequence[Request], device: torch.device = _HOST) -> torch.Tensor:
     """Return the place of each request's next token in its text, [B] int64."""
     return upload(torch.tensor([request.sampled for request in requests]), device)
-
-
-def _integers(low: int, high: int) -> Example:
-    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    return draw
 
 
 def _distinct(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ostinato.engine.decode import (
 from ostinato.engine.in_flight import TokensInFlight
 from ostinato.engine.params import Completion, SamplingParams, TokenEvent
 from ostinato.engine.prefill import Prefill
+from ostinato.engine.rehearsal import Rehearsal
 from ostinato.engine.request import Request
 from ostinato.engine.scheduler import PrefillChunk, Scheduler
 from ostinato.engine.stats import EngineStats
@@ -106,11 +107,27 @@ class Engine:
             model.config, num_pages=num_pages, page_size=page_size, device=model.device
         )
         self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
-        self._decode = DecodeStep(model, self.cache, self._seen, max_pages)
+        chunk = min(prefill_chunk, max_context - 1)
+        max_tokens = min(max(max_prefill_tokens, chunk), max_batch * chunk)
+        # For examples: a page table without repetitions, and slots enough for all tokens.
+        self._rehearsal = Rehearsal(
+            self.cache, max_pages + max(max_batch, self.cache.pages_for(max_tokens))
+        )
+        self._decode = DecodeStep(
+            model, self.cache, self._seen, max_pages, rehearsal=self._rehearsal
+        )
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
         self.runner = GraphRunner(self._decode, buffers)
         self._scheduler = Scheduler(self.cache, max_batch=max_batch, prefill_chunk=prefill_chunk)
-        self._prefill = Prefill(model, self.cache, max_pages, prefill_chunk)
+        self._prefill = Prefill(
+            model,
+            self.cache,
+            max_pages=max_pages,
+            max_chunk=prefill_chunk,
+            max_tokens=max_tokens,
+            max_sequences=max_batch,
+            rehearsal=self._rehearsal,
+        )
         self._in_flight = TokensInFlight(model.device)
         self._requests: dict[int, Request] = {}
         # Events wait here for whoever asks next: requests of a stream have a queue of their own.
@@ -125,10 +142,12 @@ class Engine:
         progress: bool = True,
         verify: bool = True,
     ) -> CaptureReport:
-        """Capture the decode step for each batch size; see `GraphRunner.capture`.
+        """Capture the decode step for each batch size, and prompts; see `GraphRunner.capture`.
 
-        A step with more requests than the largest size is served in parts. Verification works on
-        free pages of the cache, filled with random numbers.
+        A step with more requests than the largest size is served in parts. What computes prompts is
+        captured for some numbers of tokens up to the most of a step; in the report these graphs
+        are of the variant "prefill", and come first. Verification works on free pages of the cache,
+        filled with random numbers.
 
         Raises:
             RuntimeError: while requests are running.
@@ -138,8 +157,9 @@ class Engine:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
         self._in_flight.clear()  # tokens of cancelled requests, in memory of the old graphs
         # Only verification draws examples; a rehearsal takes pages that were kept for prefixes.
-        with self._decode.rehearsal() if verify else nullcontext():
-            return self.runner.capture(batch_sizes, progress=progress, verify=verify)
+        with self._rehearsal.lent() if verify else nullcontext():
+            steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
+            return self._prefill.capture(progress=progress, verify=verify) + steps
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.
@@ -222,7 +242,7 @@ class Engine:
 
         Arguments and errors are those of `generate`, raised at the call.
         """
-        self.runner.require_captured()
+        self._require_captured()
         requests = self._requests_of(prompts, params)
         queue: deque[TokenEvent] = deque()
         ids = [self._enqueue(request) for request in requests]
@@ -233,6 +253,7 @@ class Engine:
         """Release the captured graphs; the engine cannot be used afterwards."""
         self._in_flight.clear()
         self.runner.close()
+        self._prefill.close()
 
     def _requests_of(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -256,8 +277,12 @@ class Engine:
         del self._queues[request_id]
         return self.result(request_id)
 
-    def _advance(self) -> None:
+    def _require_captured(self) -> None:
         self.runner.require_captured()
+        self._prefill.require_captured()
+
+    def _advance(self) -> None:
+        self._require_captured()
         scheduler = self._scheduler
         self._seen.reset({r.slot: [*r.prompt, *r.generated] for r in scheduler.admit()})
         batch = scheduler.decode_batch(settle=self._read_tokens)
@@ -322,7 +347,7 @@ class Engine:
     def _prefill_step(self, chunks: Sequence[PrefillChunk]) -> None:
         started = time.perf_counter()
         finished = [chunk.request for chunk in chunks if chunk.ends_prompt]
-        logits = self._prefill(chunks)
+        logits = self._prefill.compute(chunks)
         # Chunks that end no prompt are launches, too: the host waits for them as for any other,
         # and so is one step ahead of the device at most.
         tokens = self._first_tokens(finished, logits)

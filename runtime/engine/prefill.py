@@ -1,4 +1,4 @@
-"""Computing prompts: chunks of several requests in one varlen call."""
+"""Computing prompts: chunks of several requests at once, from graphs captured by their tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,88 @@ from collections.abc import Sequence
 
 import torch
 
+from ostinato.engine.rehearsal import Rehearsal, integers
 from ostinato.engine.scheduler import PrefillChunk
+from ostinato.engine.sequences import Sequences
 from ostinato.engine.upload import upload
+from ostinato.graphs import (
+    BatchView,
+    BufferSpec,
+    CaptureReport,
+    GraphRunner,
+    StaticBuffers,
+    Variant,
+)
 from ostinato.model import AttentionInputs, Llama, PagedKVCache
+
+PREFILL = Variant(name="prefill")  # what a report calls these graphs
+_FEWEST, _FINER = 64, 512  # tokens
+
+
+def prefill_sizes(most: int) -> tuple[int, ...]:
+    """Return the numbers of tokens that are captured: 64, 128, 256, 512, 768, 1024, 1536, ... most.
+
+    A chunk takes the time of the next of these: up to 512 tokens mostly that of reading the
+    weights, and beyond it that of multiplying them, of up to half as many tokens again.
+    """
+    doubled = (_FEWEST << i for i in range(most.bit_length()))
+    steps = ((size, size * 3 // 2) if size >= _FINER else (size,) for size in doubled)
+    # One that is hardly smaller than the largest would save next to nothing.
+    return (*(size for step in steps for size in step if 4 * size <= 3 * most), most)
+
+
+class PrefillStep:
+    """A step function for `GraphRunner`, with a row for each token: embed and decode, sample not.
+
+    Outputs `x` and `residual`, [tokens, hidden_size] each, for `Llama.logits`.
+
+    Args:
+        model, cache: what the step runs on.
+        sequences: whose tokens they are.
+        max_chunk: tokens of the largest chunk.
+        rehearsal: where the examples of a verification read and write.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        cache: PagedKVCache,
+        sequences: Sequences,
+        max_chunk: int,
+        rehearsal: Rehearsal,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._sequences = sequences
+        self._max_chunk = max_chunk
+        self._rehearsal = rehearsal
+
+    def buffer_specs(self) -> dict[str, BufferSpec]:
+        """Return the inputs of each token; padding belongs to no sequence and writes to no slot."""
+        vocab_size, length = self._model.config.vocab_size, self._model.max_context
+        return {
+            "tokens": BufferSpec((), torch.int64, 0, integers(0, vocab_size)),
+            "positions": BufferSpec((), torch.int32, 0, integers(0, length)),
+            "slot_mapping": BufferSpec((), torch.int64, -1, self._rehearsal.slot_mapping),
+        }
+
+    def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
+        """Run the step over a batch of the buffers above."""
+        # With fewer tokens than there may be sequences some of these have none.
+        sequences = self._sequences.first(batch.size)
+        attention = AttentionInputs(
+            slot_mapping=batch.slot_mapping,
+            page_table=sequences.page_table,
+            seq_lens=sequences.seq_lens,
+            # Whatever was written there last, no sequence has rows that are padding.
+            cu_seqlens_q=torch.minimum(sequences.cu_seqlens, batch.n_active),
+            # The capacity, not this call's maximum: shapes must not depend on the neighbours.
+            max_seqlen_q=self._max_chunk,
+        )
+        x, residual = self._model.hidden(
+            batch.tokens, batch.positions, attention, self._cache, n_active=batch.n_active
+        )
+        return {"x": x, "residual": residual}
 
 
 class Prefill:
@@ -18,15 +97,72 @@ class Prefill:
         model, cache: what it runs on.
         max_pages: columns of the page table: the pages of the longest context.
         max_chunk: tokens of the largest chunk.
+        max_tokens: of all chunks of a call.
+        max_sequences: chunks of a call.
+        rehearsal: as of `PrefillStep`.
     """
 
-    def __init__(self, model: Llama, cache: PagedKVCache, max_pages: int, max_chunk: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        cache: PagedKVCache,
+        *,
+        max_pages: int,
+        max_chunk: int,
+        max_tokens: int,
+        max_sequences: int,
+        rehearsal: Rehearsal,
+    ) -> None:
         self._model = model
         self._cache = cache
         self._max_pages = max_pages
         self._max_chunk = max_chunk
+        self._max_tokens = max_tokens
+        self._rehearsal = rehearsal
+        self._sequences = Sequences(min(max_sequences, max_tokens), max_pages, model.device)
+        step = PrefillStep(model, cache, self._sequences, max_chunk, rehearsal)
+        buffers = StaticBuffers(step.buffer_specs(), max_tokens, model.device)
+        self._runner = GraphRunner(step, buffers)
 
-    def __call__(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+    def capture(self, *, progress: bool, verify: bool) -> CaptureReport:
+        """Capture the step for a few numbers of tokens; see `GraphRunner.capture`.
+
+        Verification needs the rehearsal's pages.
+        """
+        if verify:
+            self._write_examples()
+        sizes = prefill_sizes(self._max_tokens)
+        return self._runner.capture({PREFILL: sizes}, progress=progress, verify=verify)
+
+    def _write_examples(self) -> None:
+        """Write sequences of chunks of many sizes, each at the end of a text of any length."""
+        generator = torch.Generator().manual_seed(0)
+        count = self._sequences.most
+        capacity = self._max_pages * self._cache.page_size
+        largest = min(self._max_chunk, capacity)
+        rows = (largest ** torch.rand(count, generator=generator)).int()
+        # Each token belongs to one of them.
+        missing = max(0, self._max_tokens - int(rows.sum()))
+        for last in range(count - 1, -1, -1):
+            more = min(missing, largest - int(rows[last]))
+            rows[last] += more
+            missing -= more
+        before = (torch.rand(count, generator=generator) * (capacity - rows + 1)).int()
+        self._sequences.write(
+            [0, *rows.cumsum(0).tolist()],
+            (before + rows).tolist(),
+            self._rehearsal.page_table(generator, (count, self._max_pages)).int(),
+        )
+
+    def require_captured(self) -> None:
+        """Raise what `compute` would raise now if nothing is captured."""
+        self._runner.require_captured()
+
+    def close(self) -> None:
+        """Release the captured graphs."""
+        self._runner.close()
+
+    def compute(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """Compute the chunks, and return the logits [R, vocab_size] of the R prompts that end."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -40,22 +176,17 @@ class Prefill:
             cu_seqlens.append(len(tokens))
             if chunk.ends_prompt:
                 last_rows.append(len(tokens) - 1)
-        ids = [chunk.request.id for chunk in chunks]
-        attention = AttentionInputs(
-            slot_mapping=self._tensor(slots, torch.int64),
-            page_table=upload(self._cache.page_table(ids, self._max_pages), self._model.device),
-            seq_lens=self._tensor([chunk.stop for chunk in chunks], torch.int32),
-            cu_seqlens_q=self._tensor(cu_seqlens, torch.int32),
-            # The capacity, not this call's maximum: shapes must not depend on the neighbours.
-            max_seqlen_q=self._max_chunk,
+        self._sequences.write(
+            cu_seqlens,
+            [chunk.stop for chunk in chunks],
+            self._cache.page_table([chunk.request.id for chunk in chunks], self._max_pages),
         )
-        return self._model(
-            self._tensor(tokens, torch.int64),
-            self._tensor(positions, torch.int32),
-            attention,
-            self._cache,
-            logits_rows=self._tensor(last_rows, torch.int64),
-        )
-
-    def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return upload(torch.tensor(values, dtype=dtype), self._model.device)
+        inputs = {
+            "tokens": torch.tensor(tokens),
+            "positions": torch.tensor(positions, dtype=torch.int32),
+            "slot_mapping": torch.tensor(slots),
+        }
+        hidden = self._runner.run(len(tokens), inputs, variant=PREFILL)
+        self._sequences.used()
+        rows = upload(torch.tensor(last_rows, dtype=torch.int64), self._model.device)
+        return self._model.logits(hidden["x"][rows], hidden["residual"][rows])

@@ -69,6 +69,7 @@ class PagedKVCache:
         with torch.inference_mode(False):
             # Zeros, not garbage: padding rows of a captured step may read the dummy page.
             self.storage = torch.zeros(shape, dtype=dtype, device=device)
+            self._layers = [(layer[0], layer[1]) for layer in self.storage]
 
     @staticmethod
     def for_model(
@@ -101,7 +102,7 @@ class PagedKVCache:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (k, v) of one layer, each [pages, page_size, heads_kv, dim]."""
-        return self.storage[index, 0], self.storage[index, 1]
+        return self._layers[index]
 
     def add(self, sequence: int, prefix: Sequence[int] = (), *, multiple_of: int = 1) -> int:
         """Start a sequence, sharing the pages of other sequences that begin with `prefix`.

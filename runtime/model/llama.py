@@ -115,7 +115,6 @@ class Llama:
         attention: AttentionInputs,
         cache: PagedKVCache,
         *,
-        logits_rows: torch.Tensor | None = None,
         n_active: torch.Tensor | None = None,
         seen: SeenRows | None = None,
     ) -> torch.Tensor:
@@ -126,19 +125,20 @@ class Llama:
             positions: [T] int32 position of each token in its sequence.
             attention: where the sequences sit in the cache.
             cache: keys and values of the sequences so far.
-            logits_rows: [R] int64 rows of `tokens` wanted; all T by default.
             n_active: int32 [1] on the device, how many of the first rows are real; the others are
                 padding, whose logits mean nothing. All by default.
             seen: where to note the tokens, before anything else is done with them.
 
         Returns:
-            logits [R, vocab_size] fp32.
+            logits [T, vocab_size] fp32.
         """
-        x, residual = self._decoded(tokens, positions, attention, cache, n_active, seen)
-        if logits_rows is not None:
-            x = x[logits_rows]
-            residual = None if residual is None else residual[logits_rows]
-            n_active = None
+        x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
+        return self.logits(x, residual, n_active=n_active)
+
+    def logits(
+        self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return next-token logits [R, vocab_size] fp32 of R rows of what `hidden` returned."""
         eps = self.config.rms_norm_eps
         logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps, n_active)
         return logits.float()
@@ -158,20 +158,24 @@ class Llama:
 
         `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`).
         """
-        x, residual = self._decoded(tokens, positions, attention, cache, n_active, seen)
+        x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
         eps = self.config.rms_norm_eps
         return self.lm_head.logits_after_norm(x, residual, self.norm, eps, sampling, n_active)
 
-    def _decoded(
+    def hidden(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionInputs,
         cache: PagedKVCache,
-        n_active: torch.Tensor | None,
-        seen: SeenRows | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the last layer's output and the residual to add to it."""
+        *,
+        n_active: torch.Tensor | None = None,
+        seen: SeenRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as a call, up to the last layer's output and the residual to add to it.
+
+        Both are [T, hidden_size] of the model's dtype.
+        """
         eps = self.config.rms_norm_eps
         residual = None
         x = ops.embed(
@@ -188,6 +192,7 @@ class Llama:
                 x, residual, layer.post_attention_norm, eps, n_active
             )
             x = layer.down.after_silu_mul(gate_up, n_active)
+        assert residual is not None, "a model has a layer"
         return x, residual
 
     def _attend(
@@ -200,10 +205,8 @@ class Llama:
         cache: PagedKVCache,
     ) -> torch.Tensor:
         config = self.config
-        q, k, v = (
-            part.unflatten(1, (-1, config.head_dim))
-            for part in qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
-        )
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        q, k, v = qkv.view(qkv.size(0), -1, config.head_dim).split(heads, dim=1)
         k_cache, v_cache = cache.layer(index)
         q = ops.append_kv(
             k,
@@ -219,7 +222,9 @@ class Llama:
             norm_eps=config.rms_norm_eps,
         )
         window = config.sliding_windows[index]
-        out = ops.paged_attention(
+        # Given, it is not zeroed for the sake of rows that belong to no sequence.
+        out = torch.empty_like(q)
+        ops.paged_attention(
             q,
             k_cache,
             v_cache,
@@ -230,6 +235,7 @@ class Llama:
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             batch_invariant=self.batch_invariant,
+            out=out,
         )
         return out.flatten(1)
 

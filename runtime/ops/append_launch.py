@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from ostinato.kernels.loader import load
@@ -17,6 +19,7 @@ from ostinato.ops.launch import (
 )
 
 
+@cache
 def append_kernel(dtype: torch.dtype, cache_dtype: torch.dtype) -> AppendKV:
     """Return the kernel for q, k and v of `dtype` and a cache of `cache_dtype`."""
     return AppendKV(dtype=KERNEL_NAMES[dtype], cache_dtype=KERNEL_NAMES[cache_dtype])

@@ -42,7 +42,7 @@ def tensor(
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {value.dtype}, expected {_one_of(dtypes)}")
     sizes = value.shape
-    if not _matches(sizes, shape):
+    if sizes != shape and not _matches(sizes, shape):
         expected = ", ".join(map(str, shape))
         raise ValueError(f"{name}: got shape {list(sizes)}, expected [{expected}]")
     if device is not None and value.device != device:
@@ -112,6 +112,8 @@ def active(n_active: torch.Tensor | None, device: torch.device) -> None:
 
 def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
     """Check that none of the last dimensions of `value`, named here in order, has size 0."""
+    if 0 not in value.shape:
+        return
     for dimension, size in zip(reversed(dimensions), reversed(value.shape), strict=False):
         if size == 0:
             raise ValueError(f"{name}: got {dimension} = 0, expected at least 1")

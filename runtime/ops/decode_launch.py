@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 from typing import get_args
 
@@ -96,6 +97,7 @@ def variant(
     )
 
 
+@cache
 def kernel_for(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,

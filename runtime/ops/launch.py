@@ -69,6 +69,9 @@ def slots_of(x: torch.Tensor | None) -> tuple[int, int, int, int]:
     """
     if x is None:
         return (0, 0, 0, 0)
+    if x.ndim == 4:
+        page_stride, stride, head_stride, _ = x.stride()
+        return (x.data_ptr(), page_stride, stride, head_stride)
     if x.numel() == 1:
         return (x.data_ptr(), 0, 0, 0)
     if x.ndim == 1:

@@ -23,11 +23,27 @@ def register(schema: str, implementation: Callable[..., None]) -> Callable[..., 
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
-        # Autograd would otherwise record the torch ops within, and refuse those that mutate.
-        _LIBRARY.impl(name, torch.no_grad()(implementation), device)
+        _LIBRARY.impl(name, _unrecorded(implementation), device)
     torch.library.register_fake(f"ostinato::{name}", _fake, lib=_LIBRARY)
     op: Callable[..., None] = getattr(torch.ops.ostinato, name).default
     return op
+
+
+def _unrecorded(implementation: Callable[..., None]) -> Callable[..., None]:
+    """Return the implementation without autograd.
+
+    That would record the torch ops within, and refuse those that mutate.
+    """
+
+    def call(*arguments: Any) -> None:
+        # A launch takes the host not much longer than torch.no_grad, which is not always needed.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                implementation(*arguments)
+        else:
+            implementation(*arguments)
+
+    return call
 
 
 def _fake(*_args: Any, **_kwargs: Any) -> None:

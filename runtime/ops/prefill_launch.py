@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,7 @@ def paged_variant(
     return _with_rows(kernel, q, page_table.size(0), max_seqlen_q)
 
 
+@cache
 def kernel_for(
     dtype: torch.dtype, dim: int, keys: str, value_dim: int | None = None
 ) -> AttentionPrefill | None:
@@ -328,20 +330,22 @@ def _serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     )
 
 
-def _has_copied_heads(*caches: torch.Tensor) -> bool:
+def _has_copied_heads(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Return whether heads begin where pages are copied from (csrc: kSideBySide)."""
-    widths = [cache.size(3) * cache.element_size() for cache in caches]
+    size = keys.element_size()
+    if keys.stride(2) * size % _STRIP_BYTES == 0 == values.stride(2) * size % _STRIP_BYTES:
+        return True
+    widths = keys.size(3) * size, values.size(3) * size
     if max(widths) <= _STRIP_BYTES or any(width % _STRIP_BYTES for width in widths):
         return True
-    return caches[0].size(2) == 1 or all(
-        cache.stride(2) * cache.element_size() % _STRIP_BYTES == 0 for cache in caches
-    )
+    return keys.size(2) == 1
 
 
 def _in_vectors(x: torch.Tensor) -> bool:
     """Return whether every row of x, whose last dimension is dense, begins at such a multiple."""
-    steps = (stride * x.element_size() for stride in x.stride()[:-1])
-    return x.data_ptr() % _VECTOR_BYTES == 0 and all(step % _VECTOR_BYTES == 0 for step in steps)
+    size = x.element_size()
+    addresses = (x.data_ptr(), *(stride * size for stride in x.stride()[:-1]))
+    return not any(address % _VECTOR_BYTES for address in addresses)
 
 
 def _scale_arguments(scales: Fp8Scales) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from ostinato.kernels.loader import load
@@ -10,6 +12,7 @@ from ostinato.ops import pdl
 from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, on_device
 
 
+@cache
 def quantize_kernel(
     kind: str,
     in_dtype: torch.dtype,

@@ -12,6 +12,7 @@ import torch
 
 from ostinato.cli.main import main
 from ostinato.engine import Engine, SamplingParams
+from ostinato.engine.prefill import prefill_sizes
 
 
 def let_texts_take(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
@@ -49,20 +50,27 @@ def test_every_batch_and_the_start_up_are_measured(
         for row in (
             ("startup", "tiny startup", f"ostinato_{dtype}"),
             ("engine", "tiny b1 prompt8", f"ostinato_{dtype}"),
+            ("first_token", "tiny b1 prompt8", f"ostinato_{dtype}"),
             ("engine", "tiny b2 prompt8", f"ostinato_{dtype}"),
+            ("first_token", "tiny b2 prompt8", f"ostinato_{dtype}"),
         )
     ]
-    start_up, *rows = document["rows"][:3]
-    assert start_up["graphs"] == 2
+    start_up, *rows = document["rows"][:5]
+    assert start_up["graphs"] == 2 + len(prefill_sizes(16))
     assert start_up["load_s"] > 0
     assert start_up["capture_s"] >= start_up["warmup_s"] + start_up["verify_s"]
-    assert [row["us"] for row in rows] == [pytest.approx(1000)] * 2
-    assert [(row["short_s"], row["long_s"]) for row in rows] == [([0.252] * 2, [0.256] * 2)] * 2
+    of_texts, first_tokens = rows[::2], rows[1::2]
+    assert [row["us"] for row in of_texts] == [pytest.approx(1000)] * 2
+    spans = [(row["short_s"], row["long_s"]) for row in of_texts]
+    assert spans == [([0.252] * 2, [0.256] * 2)] * 2
+    assert [(row["us"], row["texts_s"]) for row in first_tokens] == [(251e3, [0.251] * 2)] * 2
     lines = capsys.readouterr().out.splitlines()
     assert [
         line.partition("   ×")[2].split(" of ")[1:] for line in lines if "b2 prompt8" in line
     ] == [
         ["0"],
+        [],
+        [],
         [],
     ]
 

@@ -404,7 +404,7 @@ def test_tokens_made_before_an_error_in_the_same_step_are_not_lost(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_prefill", fail)
+        patch.setattr(engine._prefill, "compute", fail)
         with pytest.raises(MemoryError):
             engine.step()
     while not engine.idle:

@@ -140,7 +140,7 @@ def test_results_left_over_from_the_step_itself_are_found(bucket):
         return scratch + 1
 
     difference = backend.difference(step, StaticBuffers(SPECS, 8, "cpu"), bucket)
-    assert f"batch size {bucket} with 1 real rows: the replay differs" in difference
+    assert f"batch size {bucket} with {bucket} real rows: the replay differs" in difference
 
 
 def test_outputs_left_over_in_memory_of_the_step_are_found():

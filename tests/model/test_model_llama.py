@@ -90,13 +90,13 @@ def test_logits_of_chosen_rows_are_those_of_all_rows(device: torch.device) -> No
     )
     for rows in ([20], [0, 5, 5], []):
         chosen = torch.tensor(rows, dtype=torch.int64, device=device)
-        logits = model(
+        x, residual = model.hidden(
             torch.tensor(TOKENS, device=device),
             torch.arange(21, dtype=torch.int32, device=device),
             attention,
             cache,
-            logits_rows=chosen,
         )
+        logits = model.logits(x[chosen], residual[chosen])
         assert torch.equal(logits, sequence_logits(model, TOKENS)[chosen])
 
 

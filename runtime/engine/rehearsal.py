@@ -1,0 +1,69 @@
+"""Examples for verifying captured steps, on pages of the cache that no request holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ostinato.graphs.spec import Example
+from ostinato.model import PagedKVCache
+
+_SEQUENCE = -1  # that holds the pages; requests count from 0
+
+
+class Rehearsal:
+    """Lends examples free pages full of random numbers, while nothing is served.
+
+    A verification that read zeros and wrote nothing would pass with a frozen page table.
+
+    Args:
+        cache: whose pages.
+        pages: how many are lent, if so many are free.
+    """
+
+    def __init__(self, cache: PagedKVCache, pages: int) -> None:
+        self._cache = cache
+        self._wanted = pages
+        self._pages: list[int] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Hold the pages; the examples below need it around them."""
+        cache = self._cache
+        count = min(self._wanted, cache.free_pages)
+        cache.add(_SEQUENCE)
+        cache.reserve(_SEQUENCE, count * cache.page_size)
+        self._pages = cache.pages(_SEQUENCE)
+        try:
+            for page in self._pages:
+                cache.storage[:, :, page].normal_()
+            yield
+        finally:
+            self._pages = []
+            cache.free(_SEQUENCE)
+
+    def page_table(self, generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a table of that shape, of the pages that are lent."""
+        pages = torch.tensor(self._pages)
+        return pages[torch.randint(len(pages), shape, generator=generator)]
+
+    def slot_mapping(self, generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return slots of these pages, one for each row."""
+        size = self._cache.page_size
+        slots = torch.tensor(self._pages)[:, None] * size + torch.arange(size)
+        chosen = slots.flatten()[torch.randperm(slots.numel(), generator=generator)]
+        # No two rows write to one slot; where there are more rows, the others write nothing.
+        rows = torch.full(shape, -1)
+        rows[: len(chosen)] = chosen[: len(rows)]
+        return rows
+
+
+def integers(low: int, high: int) -> Example:
+    """Return an example of integers from `low` to `high` - 1."""
+
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    return draw

@@ -1,0 +1,193 @@
+"""Prompts from captured graphs: which sizes there are, and what padding and old inputs change."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato import ops
+from ostinato.engine import Engine, SamplingParams
+from ostinato.engine.prefill import PREFILL, PrefillStep, prefill_sizes
+from ostinato.engine.rehearsal import Rehearsal
+from ostinato.engine.sequences import Sequences
+from ostinato.graphs import CaptureError, GraphRunner, NotCapturedError, StaticBuffers
+from ostinato.graphs.keys import Key
+from ostinato.model import AttentionInputs, Llama, PagedKVCache
+from tiny import byte_tokenizer, tiny_llama
+
+PAGE_SIZE, MAX_PAGES, MAX_CHUNK = 4, 8, 16
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@given(st.integers(1, 1 << 20))
+def test_sizes_rise_to_the_most_in_steps_that_pad_little(most: int) -> None:
+    sizes = prefill_sizes(most)
+    assert sizes[-1] == most
+    assert sizes[0] <= 85
+    for smaller, larger in pairwise(sizes):
+        assert smaller < larger <= smaller * (8 / 3 if smaller < 512 else 2)
+
+
+def _chunks(lengths: list[int], *, before: int = 0) -> dict[str, Any]:
+    """Return a cache, and inputs of sequences of so many new tokens after others."""
+    cache = PagedKVCache.for_model(
+        tiny_llama().config, num_pages=64, page_size=PAGE_SIZE, device="cpu"
+    )
+    cache.storage.normal_(generator=torch.Generator().manual_seed(5))
+    slots: list[int] = []
+    for sequence, length in enumerate(lengths):
+        cache.add(sequence)
+        cache.reserve(sequence, before + length)
+        slots += cache.slots(sequence, before, before + length)
+    total = sum(lengths)
+    return {
+        "cache": cache,
+        "tokens": torch.randint(256, (total,), generator=torch.Generator().manual_seed(total)),
+        "positions": torch.cat([torch.arange(before, before + n) for n in lengths]).int(),
+        "slot_mapping": torch.tensor(slots),
+        "cu_seqlens": [0, *torch.tensor(lengths).cumsum(0).tolist()],
+        "seq_lens": [before + n for n in lengths],
+        "page_table": cache.page_table(list(range(len(lengths))), MAX_PAGES),
+    }
+
+
+def _direct(model: Llama, chunks: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Return what the model makes of the chunks, and the cache after it."""
+    cache = chunks["cache"]
+    before = cache.storage.clone()
+    attention = AttentionInputs(
+        slot_mapping=chunks["slot_mapping"],
+        page_table=chunks["page_table"],
+        seq_lens=torch.tensor(chunks["seq_lens"], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor(chunks["cu_seqlens"], dtype=torch.int32),
+        max_seqlen_q=MAX_CHUNK,
+    )
+    x, residual = model.hidden(chunks["tokens"], chunks["positions"], attention, cache)
+    after = cache.storage.clone()
+    cache.storage.copy_(before)
+    return x, residual, after
+
+
+@pytest.mark.parametrize("scheme", ["plain", "int8", "fp8"])
+def test_padding_and_what_was_computed_before_change_no_bit(scheme: str) -> None:
+    model = tiny_llama(scheme=scheme)
+    most = 6
+    sequences = Sequences(most, MAX_PAGES, torch.device("cpu"))
+    for bucket in (1, 2, 7, 32):
+        # The longest first: what it leaves in the memory of the sequences is read by nobody.
+        for lengths in ([16, 1, 9, 3], [2, 5], [1] * 6, [7], [2], [1, 1], [1]):
+            if sum(lengths) > bucket:
+                continue
+            chunks = _chunks(lengths, before=5)
+            cache = chunks["cache"]
+            rehearsal = Rehearsal(cache, 8)
+            step = PrefillStep(model, cache, sequences, MAX_CHUNK, rehearsal)
+            buffers = StaticBuffers(step.buffer_specs(), bucket, "cpu")
+            runner = GraphRunner(step, buffers)
+            runner.capture([bucket], verify=False)
+            x, residual, storage = _direct(model, chunks)
+            sequences.write(chunks["cu_seqlens"], chunks["seq_lens"], chunks["page_table"])
+            inputs = {name: chunks[name] for name in buffers.specs}
+            got = runner.run(sum(lengths), inputs)
+            assert torch.equal(got["x"], x)
+            assert torch.equal(got["residual"], residual)
+            assert torch.equal(cache.storage, storage)
+
+
+def test_a_warm_up_writes_nothing_whatever_sequences_were_there() -> None:
+    chunks = _chunks([16, 16])
+    cache = chunks["cache"]
+    sequences = Sequences(4, MAX_PAGES, torch.device("cpu"))
+    sequences.write(chunks["cu_seqlens"], chunks["seq_lens"], chunks["page_table"])
+    step = PrefillStep(tiny_llama(), cache, sequences, MAX_CHUNK, Rehearsal(cache, 8))
+    before = cache.storage.clone()
+    GraphRunner(step, StaticBuffers(step.buffer_specs(), 8, "cpu")).capture([8], verify=False)
+    assert torch.equal(cache.storage, before)
+
+
+def test_sequences_behind_those_written_are_empty() -> None:
+    sequences = Sequences(3, 2, torch.device("cpu"))
+    table = torch.tensor([[5, 6], [7, 8], [9, 10]], dtype=torch.int32)
+    sequences.write([0, 4, 5, 9], [4, 11, 12], table)
+    sequences.write([0, 2], [3], table[1:2])
+    views = sequences.first(2)
+    assert views.cu_seqlens.tolist() == [0, 2, 2]
+    assert views.seq_lens.tolist() == [3, 0]
+    assert views.page_table[0].tolist() == [7, 8]
+    whole = sequences.first(100)
+    assert whole.cu_seqlens.tolist() == [0, 2, 2, 2]
+    assert whole.page_table.shape == (3, 2)
+    assert whole.page_table.data_ptr() == views.page_table.data_ptr()
+
+
+def _engine(device: torch.device | str = "cpu", **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_chunk": 16}
+    return Engine(tiny_llama(device), byte_tokenizer(), **{**defaults, **options})
+
+
+def test_graphs_of_prompts_come_first_in_the_report() -> None:
+    report = _engine(prefill_chunk=128).capture([1, 4], progress=False)
+    # Four prompts of at most 127 tokens: all but the last of a text.
+    prompts = [Key(size, PREFILL) for size in prefill_sizes(4 * 127)]
+    assert [graph.key for graph in report.graphs] == [*prompts, Key(1), Key(4)]
+    assert {graph.verdict for graph in report.graphs} == {"bit-equal"}
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({}, 4 * 16),
+        ({"max_prefill_tokens": 40}, 40),
+        ({"max_prefill_tokens": 3}, 16),
+        ({"max_context": 10}, 4 * 9),
+        ({"max_batch": 1, "max_context": 10}, 9),
+    ],
+)
+def test_the_largest_graph_holds_what_a_step_may_compute(
+    options: dict[str, Any], most: int
+) -> None:
+    engine = _engine(**options)
+    report = engine.capture([1], progress=False)
+    assert [g.batch_size for g in report.graphs if g.variant][-1] == most
+    prompts = [[7] * min(engine.max_context - 1, 60)] * 5
+    for completion in engine.generate(prompts, SamplingParams(max_tokens=1)):
+        assert len(completion.token_ids) == 1
+
+
+def test_without_graphs_of_prompts_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine()
+    logits = ops.Logits(torch.zeros(1, engine.model.config.vocab_size))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "hidden", fail)
+        patch.setattr(engine.model, "logits_to_sample", lambda *_, **__: logits)
+        with pytest.raises(CaptureError, match="prefill"):
+            engine.capture([1], progress=False, verify=False)
+    with pytest.raises(NotCapturedError):
+        engine.generate(["abc"], PARAMS)
+    engine.capture([1], progress=False)
+    assert len(engine.generate(["abc"], PARAMS)[0].token_ids) == 6
+
+
+@pytest.mark.gpu
+def test_steps_on_streams_in_turn_change_no_token() -> None:
+    engine = _engine("cuda")
+    engine.capture([1, 2, 4], progress=False)
+    prompts = [[11 * i + j for j in range(23 + i)] for i in range(7)]
+    expected = [c.token_ids for c in engine.generate(prompts, PARAMS)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    ids = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    step = 0
+    while not engine.idle:
+        with torch.cuda.stream(streams[step % 3]):
+            engine.step()
+        step += 1
+    assert [engine.result(request).token_ids for request in ids] == expected
