@@ -10,10 +10,14 @@ namespace ostinato::prefill {
 // The scores of a tile, all of whose keys there are: of the thread's row `kHalf`.
 template <int kHalf>
 struct Rescore {
+  static constexpr int kRow = kHalf;
+
   const Arguments& args;
   const Item& item;
   int n;
   const Type* q;  // or null
+
+  __device__ __forceinline__ bool is_query() const { return q != nullptr; }
 
   // Of 8 keys the thread's two.
   __device__ __forceinline__ float2 scores(int group) const {

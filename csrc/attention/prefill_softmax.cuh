@@ -189,11 +189,21 @@ class Softmax {
     for (int i = 0; i < kScores; ++i) {
       scores[i] *= fade_[row_of(i)];
     }
-    if (__any_sync(0xffffffff, lost[0])) {
-      weigh_again<0>(scores, sum[0], lost[0], again.template rows<0>());
+    find_lost(scores, sum[0], lost[0], again.template rows<0>());
+    find_lost(scores, sum[1], lost[1], again.template rows<1>());
+  }
+
+  // Rows behind the item's last query may hold anything, whose weights would be lost tile by tile:
+  // beside an infinite maximum they are never great again, and nobody asks what becomes of them.
+  template <class Rows>
+  __device__ __forceinline__ void find_lost(float (&scores)[kScores], float& sum, bool lost,
+                                            const Rows& rows) {
+    if (lost && !rows.is_query()) {
+      max_[Rows::kRow] = INFINITY;
+      lost = false;
     }
-    if (__any_sync(0xffffffff, lost[1])) {
-      weigh_again<1>(scores, sum[1], lost[1], again.template rows<1>());
+    if (__any_sync(0xffffffff, lost)) {
+      weigh_again<Rows::kRow>(scores, sum, lost, rows);
     }
   }
 

@@ -107,8 +107,9 @@ class Engine:
             model.config, num_pages=num_pages, page_size=page_size, device=model.device
         )
         self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
-        chunk = min(prefill_chunk, max_context - 1)
-        max_tokens = min(max(max_prefill_tokens, chunk), max_batch * chunk)
+        longest = max_context - 1  # of a prompt
+        max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
+        max_tokens = min(max_tokens, max_batch * longest)
         # For examples: a page table without repetitions, and slots enough for all tokens.
         self._rehearsal = Rehearsal(
             self.cache, max_pages + max(max_batch, self.cache.pages_for(max_tokens))
@@ -125,7 +126,8 @@ class Engine:
             max_pages=max_pages,
             max_chunk=prefill_chunk,
             max_tokens=max_tokens,
-            max_sequences=max_batch,
+            # Of each request's last chunk, and of whole ones.
+            max_chunks=max_batch + max_tokens // prefill_chunk,
             rehearsal=self._rehearsal,
         )
         self._in_flight = TokensInFlight(model.device)

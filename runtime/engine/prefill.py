@@ -21,19 +21,20 @@ from ostinato.graphs import (
 from ostinato.model import AttentionInputs, Llama, PagedKVCache
 
 PREFILL = Variant(name="prefill")  # what a report calls these graphs
-_FEWEST, _FINER = 64, 512  # tokens
+_FEWEST, _FINER = 128, 512  # tokens
 
 
 def prefill_sizes(most: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that are captured: 64, 128, 256, 512, 768, 1024, 1536, ... most.
+    """Return the numbers of tokens that are captured: 128, 256, 512, 768, 1024, 1536 ... most.
 
     A chunk takes the time of the next of these: up to 512 tokens mostly that of reading the
-    weights, and beyond it that of multiplying them, of up to half as many tokens again.
+    weights, beyond it that of multiplying them. Each one takes its time when a server starts.
     """
-    doubled = (_FEWEST << i for i in range(most.bit_length()))
-    steps = ((size, size * 3 // 2) if size >= _FINER else (size,) for size in doubled)
+    sizes = []
+    for size in (_FEWEST << i for i in range(most.bit_length())):
+        sizes += [size, size * 3 // 2] if size >= _FINER else [size]
     # One that is hardly smaller than the largest would save next to nothing.
-    return (*(size for step in steps for size in step if 4 * size <= 3 * most), most)
+    return (*(size for size in sizes if 8 * size <= 7 * most), most)
 
 
 class PrefillStep:
@@ -98,7 +99,7 @@ class Prefill:
         max_pages: columns of the page table: the pages of the longest context.
         max_chunk: tokens of the largest chunk.
         max_tokens: of all chunks of a call.
-        max_sequences: chunks of a call.
+        max_chunks: of a call.
         rehearsal: as of `PrefillStep`.
     """
 
@@ -110,7 +111,7 @@ class Prefill:
         max_pages: int,
         max_chunk: int,
         max_tokens: int,
-        max_sequences: int,
+        max_chunks: int,
         rehearsal: Rehearsal,
     ) -> None:
         self._model = model
@@ -119,7 +120,9 @@ class Prefill:
         self._max_chunk = max_chunk
         self._max_tokens = max_tokens
         self._rehearsal = rehearsal
-        self._sequences = Sequences(min(max_sequences, max_tokens), max_pages, model.device)
+        # To attention each chunk is a sequence, which ends where the chunk does: so it does not
+        # matter to the bits of a prompt whether its chunks are computed together.
+        self._sequences = Sequences(min(max_chunks, max_tokens), max_pages, model.device)
         step = PrefillStep(model, cache, self._sequences, max_chunk, rehearsal)
         buffers = StaticBuffers(step.buffer_specs(), max_tokens, model.device)
         self._runner = GraphRunner(step, buffers)
@@ -131,8 +134,8 @@ class Prefill:
         """
         if verify:
             self._write_examples()
-        sizes = prefill_sizes(self._max_tokens)
-        return self._runner.capture({PREFILL: sizes}, progress=progress, verify=verify)
+        sizes = {PREFILL: prefill_sizes(self._max_tokens)}
+        return self._runner.capture(sizes, progress=progress, verify=verify)
 
     def _write_examples(self) -> None:
         """Write sequences of chunks of many sizes, each at the end of a text of any length."""
@@ -163,7 +166,10 @@ class Prefill:
         self._runner.close()
 
     def compute(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
-        """Compute the chunks, and return the logits [R, vocab_size] of the R prompts that end."""
+        """Compute the chunks, and return the logits [R, vocab_size] of the R prompts that end.
+
+        Chunks of one prompt come in their order.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -68,17 +68,20 @@ class Scheduler:
     def prefill_chunks(self, max_tokens: int) -> list[PrefillChunk]:
         """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
 
-        The first chunk is returned whatever its size.
+        Where tokens are left all have another turn, and another. The first chunk is returned
+        whatever its size.
         """
         chunks: list[PrefillChunk] = []
-        for request in self.running:
-            if request.prefilled:
-                continue
-            stop = min(request.computed + self.prefill_chunk, len(request.prompt))
-            max_tokens -= stop - request.computed
+        waiting = deque((r, r.computed) for r in self.running if not r.prefilled)
+        while waiting:
+            request, start = waiting.popleft()
+            stop = min(start + self.prefill_chunk, len(request.prompt))
+            max_tokens -= stop - start
             if chunks and max_tokens < 0:
                 break
-            chunks.append(PrefillChunk(request, request.computed, stop))
+            chunks.append(PrefillChunk(request, start, stop))
+            if stop < len(request.prompt):
+                waiting.append((request, stop))
         return chunks
 
     def computed(self, chunk: PrefillChunk) -> None:

@@ -299,10 +299,11 @@ def test_the_host_waits_for_the_device_nowhere_but_for_tokens() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_every_chunk_of_a_prompt_is_timed() -> None:
-    engine = make_engine(prefill_chunk=8)
+@pytest.mark.parametrize(("most", "steps"), [(8, 4), (16, 2), (2048, 1)])
+def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
+    engine = make_engine(prefill_chunk=8, max_prefill_tokens=most)
     engine.generate(["x" * 29], SamplingParams(max_tokens=1))
-    assert len(engine.stats.prefill_seconds) == 4
+    assert len(engine.stats.prefill_seconds) == steps
     assert engine.stats.prefill_tokens == 29
 
 

@@ -25,12 +25,26 @@ PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 @given(st.integers(1, 1 << 20))
-def test_sizes_rise_to_the_most_in_steps_that_pad_little(most: int) -> None:
+def test_sizes_rise_to_the_most(most: int) -> None:
     sizes = prefill_sizes(most)
     assert sizes[-1] == most
-    assert sizes[0] <= 85
+    assert sizes[0] <= 146
+    assert len(sizes) <= 2 * most.bit_length()
     for smaller, larger in pairwise(sizes):
-        assert smaller < larger <= smaller * (8 / 3 if smaller < 512 else 2)
+        assert smaller < larger <= smaller * (16 / 7 if smaller < 512 else 12 / 7)
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [
+        (1, (1,)),
+        (140, (140,)),
+        (200, (128, 200)),
+        (2048, (128, 256, 512, 768, 1024, 1536, 2048)),
+    ],
+)
+def test_sizes(most: int, sizes: tuple[int, ...]) -> None:
+    assert prefill_sizes(most) == sizes
 
 
 def _chunks(lengths: list[int], *, before: int = 0) -> dict[str, Any]:
@@ -141,7 +155,8 @@ def test_graphs_of_prompts_come_first_in_the_report() -> None:
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({}, 4 * 16),
+        ({"max_prefill_tokens": 100}, 100),
+        ({}, 4 * 127),
         ({"max_prefill_tokens": 40}, 40),
         ({"max_prefill_tokens": 3}, 16),
         ({"max_context": 10}, 4 * 9),

@@ -60,7 +60,7 @@ def step(scheduler: Scheduler, budget: int = 16) -> Step:
     chunks = scheduler.prefill_chunks(budget)
     for chunk in chunks:
         scheduler.computed(chunk)
-    last = [chunk.request for chunk in chunks if chunk.request.prefilled]
+    last = [chunk.request for chunk in chunks if chunk.ends_prompt]
     for request in [*batch, *last]:
         request.accept(1)
         if request.finish_reason:
@@ -102,6 +102,16 @@ def test_prompts_are_computed_in_chunks_at_multiples_of_the_chunk_whatever_the_b
     assert scheduler.idle
 
 
+def test_tokens_that_are_left_are_for_another_chunk_of_each_prompt() -> None:
+    scheduler = make_scheduler(pages=30, chunk=8)
+    for number, prompt in enumerate((30, 3, 17)):
+        scheduler.submit(make_request(number, prompt=prompt, new_tokens=1))
+    first = step(scheduler, budget=40).prefilled
+    assert first == [(0, 0, 8), (1, 0, 3), (2, 0, 8), (0, 8, 16), (2, 8, 16)]
+    assert step(scheduler, budget=40).prefilled == [(0, 16, 24), (2, 16, 17), (0, 24, 30)]
+    assert scheduler.idle
+
+
 def test_the_newest_gives_way_and_comes_back_when_the_older_is_done() -> None:
     scheduler = make_scheduler(pages=5)
     for number in range(2):
@@ -140,7 +150,7 @@ def test_only_whole_chunks_of_a_prompt_are_shared() -> None:
     while not scheduler.idle:
         step(scheduler)
     scheduler.submit(make_request(1, prompt=20, new_tokens=1, fill=7))
-    assert step(scheduler).prefilled == [(1, 8, 16)]
+    assert step(scheduler).prefilled == [(1, 8, 16), (1, 16, 20)]
     # All of the prompt is known now, but its last token must be computed for its logits.
     while not scheduler.idle:
         step(scheduler)

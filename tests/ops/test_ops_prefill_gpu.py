@@ -273,6 +273,33 @@ def test_nan_reaches_only_those_that_see_it(where: str) -> None:
 
 
 @pytest.mark.usefixtures("tiles")
+def test_what_lies_behind_the_last_query_costs_nothing_and_changes_no_bit() -> None:
+    """As padding leaves it there: of a tile's rows some are such, with any scores at all."""
+    q, *rest = packed((600,), (2000,), heads=(32, 8))
+    padded = torch.zeros(1024, *q.shape[1:], dtype=BF16, device=CUDA)
+    padded[:600] = q
+    out = torch.empty_like(padded)
+    rubbish = torch.randn_like(padded[600:])
+    expected, fastest = None, math.inf
+    for behind in (0.0, 1.0, 1e4, 1e18, 3e38, math.inf, math.nan):
+        padded[600:] = rubbish * behind
+        attend([padded, *rest], out=out)
+        times = []
+        for _ in range(9):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            attend([padded, *rest], out=out)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        expected = out[:600].clone() if expected is None else expected
+        assert_same_bits(out[:600], expected)
+        fastest = min(fastest, min(times))
+        # A tile whose scores were all found again would take ten times as long.
+        assert min(times) < 2 * fastest
+
+
+@pytest.mark.usefixtures("tiles")
 def test_a_thousand_repeats_give_the_same_bits() -> None:
     args = packed((2048, 30, 700, 1300), heads=(16, 4))
     expected = attend(args)
