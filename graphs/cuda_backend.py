@@ -39,7 +39,7 @@ PoolHandle = tuple[int, int]
 _CAPTURE_MODE = "thread_local"
 _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 _CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
-_TIMED_REPLAYS = 3  # after one that is not timed
+_TIMED_REPLAYS, _TIMED_US = 3, 10_000  # at most, after one that is not timed
 _STATES = {"active_allocated": State.LIVE}
 
 
@@ -229,7 +229,7 @@ class CudaBackend:
         """Time replays on the backend's stream by events, on whatever the buffers hold."""
         graph.replay()
         times: list[float] = []
-        for _ in range(_TIMED_REPLAYS):
+        while len(times) < _TIMED_REPLAYS and sum(times) < _TIMED_US:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(self._stream)
             graph.replay()

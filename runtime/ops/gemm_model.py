@@ -155,4 +155,7 @@ def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int)
 
 
 def _about_largest(*values: float) -> float:
-    return float(sum(value**_NORM for value in values) ** (1 / _NORM))
+    total = 0.0
+    for value in values:
+        total += value**_NORM
+    return float(total ** (1 / _NORM))

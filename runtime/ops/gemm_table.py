@@ -7,9 +7,10 @@ goes before both: see `ostinato.ops.gemm_tuning`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
@@ -251,11 +252,25 @@ def _fastest(
     sms: int,
 ) -> Choice:
     """Return the tiled kernel that the model takes for the fastest."""
-    best: tuple[float, Choice] | None = None
-    for row in TABLE:
-        if not isinstance(row, Tile):
-            continue
-        variant = GemmTiled(
+    best, least_us = None, math.inf
+    for variant in _tiles(dtype, out_dtype, fast_accum):
+        for cut in gemm_model.cuts(variant, m, n, sms):
+            us = gemm_model.predicted_us(variant, cut, m, n, k, sms)
+            if us >= least_us:  # mostly: a server asks for hundreds of choices when it starts
+                continue
+            choice = Choice(variant, **cut._asdict())
+            if serving(choice, m, n, True, fast_accum, batch_invariant, sms) == choice:
+                best, least_us = choice, us
+    assert best is not None, "some kernels serve every call"
+    return best
+
+
+@cache
+def _tiles(dtype: str, out_dtype: str, fast_accum: bool) -> tuple[GemmTiled, ...]:
+    """Return the table's tiled kernels of these dtypes."""
+    tiles = [row for row in TABLE if isinstance(row, Tile)]
+    variants = (
+        GemmTiled(
             dtype=dtype,
             out_dtype=out_dtype,
             channels=row.channels,
@@ -263,15 +278,9 @@ def _fastest(
             pingpong=row.pingpong,
             fast_accum=fast_accum,
         )
-        for cut in gemm_model.cuts(variant, m, n, sms):
-            choice = Choice(variant, **cut._asdict())
-            if serving(choice, m, n, True, fast_accum, batch_invariant, sms) != choice:
-                continue
-            us = gemm_model.predicted_us(variant, cut, m, n, k, sms)
-            if best is None or us < best[0]:
-                best = us, choice
-    assert best is not None, "some kernels serve every call"
-    return best[1]
+        for row in tiles
+    )
+    return tuple(variant for variant in variants if variant in _COMPILED)
 
 
 def serving(
