@@ -390,5 +390,5 @@ def test_work_skipped_under_capture_is_found_though_its_result_lies_there(make_r
             torch.mul(batch.hidden, 2, out=scratch[: batch.size])
         return scratch[: batch.size] + 1
 
-    with pytest.raises(VerificationError, match="batch size 4 with 1 real rows: the replay"):
+    with pytest.raises(VerificationError, match="batch size 4 with 4 real rows: the replay"):
         make_runner(step).capture([4])
