@@ -146,10 +146,10 @@ class Engine:
     ) -> CaptureReport:
         """Capture the decode step for each batch size, and prompts; see `GraphRunner.capture`.
 
-        A step with more requests than the largest size is served in parts. What computes prompts is
-        captured for some numbers of tokens up to the most of a step; in the report these graphs
-        are of the variant "prefill", and come first. Verification works on free pages of the cache,
-        filled with random numbers.
+        A step with more requests than the largest size is served in parts. On CUDA what computes
+        prompts is captured for some numbers of tokens up to the most of a step; in the report these
+        graphs are of the variant "prefill", and come first. Verification works on free pages of the
+        cache, filled with random numbers.
 
         Raises:
             RuntimeError: while requests are running.
@@ -161,7 +161,8 @@ class Engine:
         # Only verification draws examples; a rehearsal takes pages that were kept for prefixes.
         with self._rehearsal.lent() if verify else nullcontext():
             steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
-            return self._prefill.capture(progress=progress, verify=verify) + steps
+            prompts = self._prefill.capture(progress=progress, verify=verify)
+            return steps if prompts is None else prompts + steps
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.

@@ -94,6 +94,9 @@ class PrefillStep:
 class Prefill:
     """Appends chunks of prompts to the cache.
 
+    On a CPU, where there are no launches to save, nothing is captured: the step is called on just
+    the tokens there are.
+
     Args:
         model, cache: what it runs on.
         max_pages: columns of the page table: the pages of the longest context.
@@ -123,15 +126,19 @@ class Prefill:
         # To attention each chunk is a sequence, which ends where the chunk does: so it does not
         # matter to the bits of a prompt whether its chunks are computed together.
         self._sequences = Sequences(min(max_chunks, max_tokens), max_pages, model.device)
-        step = PrefillStep(model, cache, self._sequences, max_chunk, rehearsal)
-        buffers = StaticBuffers(step.buffer_specs(), max_tokens, model.device)
-        self._runner = GraphRunner(step, buffers)
+        self._step = PrefillStep(model, cache, self._sequences, max_chunk, rehearsal)
+        self._buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
+        self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
+        if model.device.type != "cpu":
+            self._runner = GraphRunner(self._step, self._buffers)
 
-    def capture(self, *, progress: bool, verify: bool) -> CaptureReport:
+    def capture(self, *, progress: bool, verify: bool) -> CaptureReport | None:
         """Capture the step for a few numbers of tokens; see `GraphRunner.capture`.
 
-        Verification needs the rehearsal's pages.
+        Verification needs the rehearsal's pages. None where nothing is to be captured.
         """
+        if self._runner is None:
+            return None
         if verify:
             self._write_examples()
         sizes = {PREFILL: prefill_sizes(self._max_tokens)}
@@ -158,12 +165,14 @@ class Prefill:
         )
 
     def require_captured(self) -> None:
-        """Raise what `compute` would raise now if nothing is captured."""
-        self._runner.require_captured()
+        """Raise what `compute` would raise now if something must be captured first."""
+        if self._runner is not None:
+            self._runner.require_captured()
 
     def close(self) -> None:
         """Release the captured graphs."""
-        self._runner.close()
+        if self._runner is not None:
+            self._runner.close()
 
     def compute(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """Compute the chunks, and return the logits [R, vocab_size] of the R prompts that end.
@@ -192,7 +201,15 @@ class Prefill:
             "positions": torch.tensor(positions, dtype=torch.int32),
             "slot_mapping": torch.tensor(slots),
         }
-        hidden = self._runner.run(len(tokens), inputs, variant=PREFILL)
+        hidden = self._run(len(tokens), inputs)
         self._sequences.used()
         rows = upload(torch.tensor(last_rows, dtype=torch.int64), self._model.device)
         return self._model.logits(hidden["x"][rows], hidden["residual"][rows])
+
+    def _run(self, count: int, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the step on so many tokens."""
+        if self._runner is not None:
+            return self._runner.run(count, inputs, variant=PREFILL)
+        self._buffers.stage(inputs, count, count)
+        with torch.no_grad():
+            return self._step(self._buffers.view(count))

@@ -55,7 +55,8 @@ def test_every_batch_and_the_start_up_are_measured(
         )
     ]
     start_up, *rows = document["rows"][:5]
-    assert start_up["graphs"] == 3  # two of steps, one of prompts of up to 16 tokens
+    # Two of steps; and one of prompts, of up to 16 tokens.
+    assert start_up["graphs"] == (3 if device.type == "cuda" else 2)
     assert start_up["load_s"] > 0
     assert start_up["capture_s"] >= start_up["warmup_s"] + start_up["verify_s"]
     of_texts, first_tokens = rows[::2], rows[1::2]

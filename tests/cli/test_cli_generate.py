@@ -63,7 +63,7 @@ def test_several_texts_stand_under_headers(
     printed = capsys.readouterr()
     headers = [line for line in printed.out.splitlines() if line.startswith("==>")]
     assert headers == [f"==> {n}/3: {prompt}" for n, prompt in enumerate(prompts, start=1)]
-    assert "4 graphs captured" in printed.err
+    assert "3 batch sizes captured" in printed.err
 
 
 def test_json_is_all_that_stdout_gets(generate: Generate, checkpoint: Path) -> None:
@@ -72,11 +72,7 @@ def test_json_is_all_that_stdout_gets(generate: Generate, checkpoint: Path) -> N
     assert document["device"] == "cpu"
     assert document["interrupted"] is False
     assert torch.__version__.startswith(document["versions"]["torch"])
-    prompts, step = document["capture"]["graphs"]
-    assert [(graph["batch_size"], graph["variant"]) for graph in (prompts, step)] == [
-        (36, "prefill"),
-        (4, ""),
-    ]
+    assert [graph["batch_size"] for graph in document["capture"]["graphs"]] == [4]
     assert [c["prompt"] for c in document["completions"]] == ["Hello", "x y", "abc"]
     assert [c["prompt_tokens"] for c in document["completions"]] == [5, 3, 3]
     for completion in document["completions"]:
@@ -193,8 +189,7 @@ def test_sizes_change_no_text(flags: str, sizes: list[int], generate: Generate) 
     arguments = ("one", "two", "three", "--max-tokens", "20")
     expected = generate(*arguments, "--max-context", "32")
     document = generate(*arguments, *flags.split())
-    graphs = document["capture"]["graphs"]
-    assert [graph["batch_size"] for graph in graphs if not graph["variant"]] == sizes
+    assert [graph["batch_size"] for graph in document["capture"]["graphs"]] == sizes
     verdict = "not verified" if flags == "--no-verify" else "bit-equal"
     assert {graph["verdict"] for graph in document["capture"]["graphs"]} == {verdict}
     for key in ("text", "token_ids"):

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato import ops
 from ostinato.engine import Engine, SamplingParams
 from ostinato.engine.prefill import PREFILL, PrefillStep, prefill_sizes
 from ostinato.engine.rehearsal import Rehearsal
@@ -144,52 +143,72 @@ def _engine(device: torch.device | str = "cpu", **options: Any) -> Engine:
     return Engine(tiny_llama(device), byte_tokenizer(), **{**defaults, **options})
 
 
+@pytest.mark.gpu
 def test_graphs_of_prompts_come_first_in_the_report() -> None:
-    report = _engine(prefill_chunk=128).capture([1, 4], progress=False)
+    report = _engine("cuda", prefill_chunk=128).capture([1, 4], progress=False)
     # Four prompts of at most 127 tokens: all but the last of a text.
     prompts = [Key(size, PREFILL) for size in prefill_sizes(4 * 127)]
     assert [graph.key for graph in report.graphs] == [*prompts, Key(1), Key(4)]
     assert {graph.verdict for graph in report.graphs} == {"bit-equal"}
+    assert str(report).startswith(f"{len(prompts) + 2} graphs captured on ")
 
 
-@pytest.mark.parametrize(
-    ("options", "most"),
-    [
-        ({"max_prefill_tokens": 100}, 100),
-        ({}, 4 * 127),
-        ({"max_prefill_tokens": 40}, 40),
-        ({"max_prefill_tokens": 3}, 16),
-        ({"max_context": 10}, 4 * 9),
-        ({"max_batch": 1, "max_context": 10}, 9),
-    ],
-)
-def test_the_largest_graph_holds_what_a_step_may_compute(
-    options: dict[str, Any], most: int
+def test_on_a_cpu_nothing_is_captured_or_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _engine()
+    assert [graph.key for graph in engine.capture([1], progress=False).graphs] == [Key(1)]
+    computed = []
+    hidden = engine.model.hidden
+
+    def watched(tokens: torch.Tensor, *args: Any, **options: Any) -> Any:
+        computed.append(len(tokens))
+        return hidden(tokens, *args, **options)
+
+    monkeypatch.setattr(engine.model, "hidden", watched)
+    engine.generate([[7] * 5, [9] * 41], SamplingParams(max_tokens=1))
+    assert computed == [5 + 41]
+
+
+_MOST = [
+    ({}, 4 * 127),
+    ({"max_prefill_tokens": 100}, 100),
+    ({"max_prefill_tokens": 40}, 40),
+    ({"max_prefill_tokens": 3}, 16),
+    ({"max_context": 10}, 4 * 9),
+    ({"max_batch": 1, "max_context": 10}, 9),
+]
+
+
+@pytest.mark.parametrize(("options", "most"), _MOST)
+def test_a_step_may_be_as_large_as_can_be(
+    options: dict[str, Any], most: int, device: torch.device
 ) -> None:
-    engine = _engine(**options)
+    engine = _engine(device, **options)
     report = engine.capture([1], progress=False)
-    assert [g.batch_size for g in report.graphs if g.variant][-1] == most
-    prompts = [[7] * min(engine.max_context - 1, 60)] * 5
+    if device.type == "cuda":
+        assert [g.batch_size for g in report.graphs if g.variant][-1] == most
+    prompts = [[7] * min(engine.max_context - 1, 127)] * 5
     for completion in engine.generate(prompts, SamplingParams(max_tokens=1)):
         assert len(completion.token_ids) == 1
 
 
+@pytest.mark.gpu
 def test_without_graphs_of_prompts_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = _engine()
-    logits = ops.Logits(torch.zeros(1, engine.model.config.vocab_size))
+    engine = _engine("cuda")
+    expected = _engine("cuda")
+    expected.capture([1], progress=False)
 
     def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "hidden", fail)
-        patch.setattr(engine.model, "logits_to_sample", lambda *_, **__: logits)
+        patch.setattr(engine._prefill._runner._captured, "_step", fail)
         with pytest.raises(CaptureError, match="prefill"):
-            engine.capture([1], progress=False, verify=False)
+            engine.capture([1], progress=False)
     with pytest.raises(NotCapturedError):
         engine.generate(["abc"], PARAMS)
     engine.capture([1], progress=False)
-    assert len(engine.generate(["abc"], PARAMS)[0].token_ids) == 6
+    completions = [e.generate(["abc"], PARAMS)[0] for e in (engine, expected)]
+    assert completions[0].token_ids == completions[1].token_ids
 
 
 @pytest.mark.gpu
