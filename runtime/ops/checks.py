@@ -121,8 +121,6 @@ def not_empty(name: str, value: torch.Tensor, *dimensions: str) -> None:
 
 def int32_sizes(name: str, shape: Sequence[int], *dimensions: str) -> None:
     """Check that the sizes of a tensor, of dimensions named here, fit the kernels' 32 bits."""
-    if max(shape, default=0) <= _LARGEST_SIZE:
-        return
     for dimension, size in zip(dimensions, shape, strict=True):
         if size > _LARGEST_SIZE:
             raise ValueError(f"{name}: got {dimension} = {size}, expected at most {_LARGEST_SIZE}")
