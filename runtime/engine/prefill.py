@@ -22,6 +22,7 @@ from ostinato.model import AttentionInputs, Llama, PagedKVCache
 
 PREFILL = Variant(name="prefill")  # what a report calls these graphs
 _FEWEST, _FINER = 128, 512  # tokens
+_LONGEST_EXAMPLE = 2048  # tokens: what is verified shall not take longer where contexts are long
 
 
 def prefill_sizes(most: int) -> tuple[int, ...]:
@@ -145,11 +146,12 @@ class Prefill:
         return self._runner.capture(sizes, progress=progress, verify=verify)
 
     def _write_examples(self) -> None:
-        """Write sequences of chunks of many sizes, each at the end of a text of any length."""
+        """Write sequences of chunks of many sizes, each at the end of a text of some length."""
         generator = torch.Generator().manual_seed(0)
         count = self._sequences.most
         capacity = self._max_pages * self._cache.page_size
         largest = min(self._max_chunk, capacity)
+        longest = min(capacity, max(largest, _LONGEST_EXAMPLE))
         rows = (largest ** torch.rand(count, generator=generator)).int()
         # Each token belongs to one of them.
         missing = max(0, self._max_tokens - int(rows.sum()))
@@ -157,7 +159,7 @@ class Prefill:
             more = min(missing, largest - int(rows[last]))
             rows[last] += more
             missing -= more
-        before = (torch.rand(count, generator=generator) * (capacity - rows + 1)).int()
+        before = (torch.rand(count, generator=generator) * (longest - rows + 1)).int()
         self._sequences.write(
             [0, *rows.cumsum(0).tolist()],
             (before + rows).tolist(),

@@ -138,6 +138,23 @@ def test_sequences_behind_those_written_are_empty() -> None:
     assert whole.page_table.data_ptr() == views.page_table.data_ptr()
 
 
+@pytest.mark.parametrize("options", [{}, {"max_batch": 1}, {"max_context": 10}, {"max_batch": 200}])
+def test_each_token_of_an_example_belongs_to_a_text(options: dict[str, Any]) -> None:
+    engine = _engine(**options)
+    prefill = engine._prefill
+    with engine._rehearsal.lent():
+        prefill._write_examples()
+    views = prefill._sequences.first(1 << 20)
+    rows = views.cu_seqlens.diff()
+    capacity = views.page_table.size(1) * PAGE_SIZE
+    assert rows.min() >= 1
+    assert rows.max() <= min(16, capacity)
+    assert views.cu_seqlens[-1] >= prefill._max_tokens
+    assert (views.seq_lens >= rows).all()
+    assert views.seq_lens.max() <= capacity
+    assert views.page_table.min() >= 1
+
+
 def _engine(device: torch.device | str = "cpu", **options: Any) -> Engine:
     defaults: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_chunk": 16}
     return Engine(tiny_llama(device), byte_tokenizer(), **{**defaults, **options})
