@@ -21,9 +21,11 @@ from ostinato.ops.attend import LogitRule
 from ostinato.ops.launch import (
     KERNEL_NAMES,
     address_of,
+    address_of_row,
     current_stream,
     has_kernels,
     heads_of,
+    in_vectors,
     on_device,
     slots_of,
 )
@@ -75,10 +77,10 @@ def variant(
         or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
         or not _within_limits(page_table, page_size, heads_kv)
         or not has_kernels(q.get_device())
-        or not _in_vectors(k_cache, _VECTOR_BYTES)
-        or not _in_vectors(v_cache, _VECTOR_BYTES)
-        or not _in_vectors(q, 4)
-        or not _in_vectors(out, 8)
+        or not in_vectors(k_cache, _VECTOR_BYTES)
+        or not in_vectors(v_cache, _VECTOR_BYTES)
+        or not in_vectors(q, 4)
+        or not in_vectors(out, 8)
     ):
         return None
     rows = max_seqlen_q * (heads_q // max(heads_kv, 1))
@@ -203,23 +205,23 @@ def attend(
             raise ValueError(
                 f"workspace: got {workspace.numel()} bytes, expected at least {needed}"
             )
-        for first in range(0, seq_lens.size(0), _MOST_SEQUENCES):
-            some = slice(first, first + _MOST_SEQUENCES)
+        batch = seq_lens.size(0)
+        for first in range(0, batch, _MOST_SEQUENCES):
             # Rows of q, unless cu_seqlens_q names them.
             row = 0 if cu_seqlens_q is not None else first * max_seqlen_q
             library.launch(
-                q=heads_of(q[row:]),
+                q=heads_of(q, row),
                 k_cache=slots_of(k_cache),
                 v_cache=slots_of(v_cache),
-                page_table=page_table[some].data_ptr(),
+                page_table=address_of_row(page_table, first),
                 page_table_stride=page_table.stride(0),
-                seq_lens=seq_lens[some].data_ptr(),
-                cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q[first:].data_ptr(),
+                seq_lens=address_of_row(seq_lens, first),
+                cu_seqlens_q=0 if cu_seqlens_q is None else address_of_row(cu_seqlens_q, first),
                 sinks=address_of(sinks),
-                out=heads_of(out[row:]),
-                lse=heads_of(None if lse is None else lse[row:]),
+                out=heads_of(out, row),
+                lse=heads_of(lse, row),
                 workspace=workspace.data_ptr(),
-                batch=seq_lens[some].size(0),
+                batch=min(batch - first, _MOST_SEQUENCES),
                 heads_q=heads_q,
                 heads_kv=heads_kv,
                 pages=k_cache.size(0),
@@ -279,10 +281,3 @@ def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
 
 
 _outgrown: list[torch.Tensor] = []
-
-
-def _in_vectors(x: torch.Tensor, size: int) -> bool:
-    """Return whether every row of x, whose last dimension is dense, begins at such a multiple."""
-    element = x.element_size()
-    steps = (s * element for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
-    return x.data_ptr() % size == 0 and all(step % size == 0 for step in steps)

@@ -57,9 +57,31 @@ def address_of(x: torch.Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def heads_of(x: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return the address and strides of heads [tokens, heads, dim or nothing]; None is null."""
-    return (0, 0, 0) if x is None else (x.data_ptr(), x.stride(0), x.stride(1))
+def address_of_row(x: torch.Tensor, row: int) -> int:
+    """Return the address of x[row], without the view that would take the host longer."""
+    return x.data_ptr() + row * x.stride(0) * x.element_size()
+
+
+def in_vectors(x: torch.Tensor, size: int) -> bool:
+    """Return whether every row of x, whose last dimension is dense, begins at multiples of `size`.
+
+    `size` is in bytes.
+    """
+    if x.data_ptr() % size:
+        return False
+    element = x.element_size()
+    for stride in x.stride()[:-1]:
+        if stride * element % size:
+            return False
+    return True
+
+
+def heads_of(x: torch.Tensor | None, row: int = 0) -> tuple[int, int, int]:
+    """Return the address and strides of heads [tokens, heads, dim or nothing] from a row on.
+
+    None is null.
+    """
+    return (0, 0, 0) if x is None else (address_of_row(x, row), x.stride(0), x.stride(1))
 
 
 def slots_of(x: torch.Tensor | None) -> tuple[int, int, int, int]:

@@ -12,7 +12,6 @@ from ostinato.ops import attention_checks, checks, decode_launch, prefill_launch
 from ostinato.ops.attend import LogitRule
 from ostinato.ops.kv import PagedKV
 from ostinato.ops.library import register
-from ostinato.ops.precision import full_precision
 from ostinato.ops.sequences import attend_capacity, attend_live
 
 
@@ -209,7 +208,6 @@ def _paged_attention(
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
-    full_precision(q.device)
     kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
     rule = LogitRule(scale, causal, left, right, softcap)
     capacity = page_table.size(1) * k_cache.size(1)

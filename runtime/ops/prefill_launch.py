@@ -16,10 +16,12 @@ from ostinato.ops.attend import LogitRule
 from ostinato.ops.launch import (
     KERNEL_NAMES,
     address_of,
+    address_of_row,
     current_stream,
     gpu,
     has_kernels,
     heads_of,
+    in_vectors,
     on_device,
     slots_of,
 )
@@ -235,8 +237,8 @@ def attend_packed(
             batch=min(batch - first, _MOST_SEQUENCES),
             k=_packed_slots(k),
             v=_packed_slots(v),
-            cu_seqlens_q=cu_seqlens_q[first:].data_ptr(),
-            cu_seqlens_k=cu_seqlens_k[first:].data_ptr(),
+            cu_seqlens_q=address_of_row(cu_seqlens_q, first),
+            cu_seqlens_k=address_of_row(cu_seqlens_k, first),
             tokens_k=k.size(0),
             max_seqlen_k=max_seqlen_k,
             **({} if scales is None else _scale_arguments(scales)),
@@ -259,25 +261,25 @@ def attend_paged(
     lse: torch.Tensor | None,
 ) -> None:
     """Launch the kernel that `paged_variant` chose; else as `attend_packed`."""
-    for first in range(0, seq_lens.size(0), _MOST_SEQUENCES):
-        some = slice(first, first + _MOST_SEQUENCES)
-        # Rows of q, unless cu_seqlens_q names them.
-        row = 0 if cu_seqlens_q is not None else first * max_seqlen_q
+    batch = seq_lens.size(0)
+    for first in range(0, batch, _MOST_SEQUENCES):
         _launch(
             kernel,
-            q[row:],
+            q,
             max_seqlen_q,
             rule,
             sinks,
-            out[row:],
-            None if lse is None else lse[row:],
+            out,
+            lse,
+            # The first row, unless cu_seqlens_q names them.
+            row=0 if cu_seqlens_q is not None else first * max_seqlen_q,
             heads_kv=k_cache.size(2),
-            batch=seq_lens[some].size(0),
+            batch=min(batch - first, _MOST_SEQUENCES),
             k=slots_of(k_cache),
             v=slots_of(v_cache),
-            cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q[first:].data_ptr(),
-            seq_lens=seq_lens[some].data_ptr(),
-            page_table=page_table[some].data_ptr(),
+            cu_seqlens_q=0 if cu_seqlens_q is None else address_of_row(cu_seqlens_q, first),
+            seq_lens=address_of_row(seq_lens, first),
+            page_table=address_of_row(page_table, first),
             page_table_stride=page_table.stride(0),
             pages=k_cache.size(0),
             page_size=k_cache.size(1),
@@ -294,8 +296,11 @@ def _launch(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    *,
+    row: int = 0,
     **keys: Any,
 ) -> None:
+    """Launch for the rows of q from `row` on; `keys` are the launch's other arguments."""
     if q.size(0) == 0:
         return
     device = q.get_device()
@@ -303,11 +308,11 @@ def _launch(
         stream = current_stream(device)
         library = load(kernel, device=device, stream=stream)
         library.launch(
-            q=heads_of(q),
-            out=heads_of(out),
-            lse=heads_of(lse),
+            q=heads_of(q, row),
+            out=heads_of(out, row),
+            lse=heads_of(lse, row),
             heads_q=q.size(1),
-            tokens_q=q.size(0),
+            tokens_q=q.size(0) - row,
             max_seqlen_q=max_seqlen_q,
             scale=rule.scale,
             softcap=rule.softcap,
@@ -326,7 +331,7 @@ def _serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     return (
         has_kernels(q.get_device())
         and k.dtype == q.dtype
-        and all(_in_vectors(x) for x in (q, k, v, out))
+        and all(in_vectors(x, _VECTOR_BYTES) for x in (q, k, v, out))
     )
 
 
@@ -339,13 +344,6 @@ def _has_copied_heads(keys: torch.Tensor, values: torch.Tensor) -> bool:
     if max(widths) <= _STRIP_BYTES or any(width % _STRIP_BYTES for width in widths):
         return True
     return keys.size(2) == 1
-
-
-def _in_vectors(x: torch.Tensor) -> bool:
-    """Return whether every row of x, whose last dimension is dense, begins at such a multiple."""
-    size = x.element_size()
-    addresses = (x.data_ptr(), *(stride * size for stride in x.stride()[:-1]))
-    return not any(address % _VECTOR_BYTES for address in addresses)
 
 
 def _scale_arguments(scales: Fp8Scales) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ostinato.ops.attend import LogitRule, attend
 from ostinato.ops.kv import KV
+from ostinato.ops.precision import full_precision
 
 # On CUDA the host knows no length, so that work is cut into tiles of these shapes.
 QUERY_TILE = 64
@@ -34,6 +35,7 @@ def attend_live(
     Sequence b has the rows q_bounds[b] .. q_bounds[b + 1] - 1 of q [tokens, heads_q, dim] and
     k_lens[b] keys. Rows of `out` (and `lse` [tokens, heads_q]) of no sequence stay as they are.
     """
+    full_precision(q.device)
     fused = rule.softcap == 0 and sinks is None
     for b, k_len in enumerate(k_lens):
         begin, end = q_bounds[b], q_bounds[b + 1]
@@ -98,6 +100,7 @@ def attend_capacity(
     tokens = q.size(0)
     if tokens == 0:
         return
+    full_precision(q.device)
     # Rows of a tile that are no token's are written to a row of their own, after all others.
     out_rows = torch.cat([out, out.new_empty(1, *out.shape[1:])])
     lse_rows = q.new_empty(tokens + 1, q.size(1), dtype=torch.float32)

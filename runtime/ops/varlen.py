@@ -13,7 +13,6 @@ from ostinato.ops.attention_checks import FP8
 from ostinato.ops.e4m3 import to_float32
 from ostinato.ops.kv import PackedKV
 from ostinato.ops.library import register
-from ostinato.ops.precision import full_precision
 from ostinato.ops.sequences import attend_capacity, attend_live
 
 
@@ -168,7 +167,6 @@ def _varlen_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    full_precision(q.device)
     rule = LogitRule(scale, causal, left, right, softcap)
     kv = PackedKV(k, v, k_scale, v_scale, cu_seqlens_k)
     on_cpu = q.device.type == "cpu"
