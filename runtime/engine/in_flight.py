@@ -27,6 +27,7 @@ class _Launch:
     copied: torch.cuda.Event | None
     seconds: MutableSequence[float]
     started: float
+    ended: float | None  # by time.perf_counter; None where the host finds out when it reads
     taken: int = 0  # tokens that the host has read
 
 
@@ -45,7 +46,7 @@ class TokensInFlight:
         self._launches: deque[_Launch] = deque()
         # Pinned memory of no launch, as the host and the device see it.
         self._free: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._read = 0.0  # when tokens were read last, by time.perf_counter
+        self._ended = 0.0  # when the launch that was read last had ended
 
     def __len__(self) -> int:
         return len(self._launches)
@@ -78,7 +79,8 @@ class TokensInFlight:
             copied.record(torch.cuda.current_stream(self._device))
         else:
             host, mapped, copied = tokens.clone(), None, None
-        launch = _Launch(tuple(requests), tokens, host, mapped, copied, seconds, started)
+        ended = None if copied else time.perf_counter()
+        launch = _Launch(tuple(requests), tokens, host, mapped, copied, seconds, started, ended)
         for request in requests:
             request.in_flight += 1
         self._launches.append(launch)
@@ -123,10 +125,10 @@ class TokensInFlight:
             if launch.copied is not None:
                 launch.copied.synchronize()
             if launch.taken == 0:
-                now = time.perf_counter()
-                # Launches overlap: each is charged from where the one before it was read.
-                launch.seconds.append(now - max(launch.started, self._read))
-                self._read = now
+                ended = time.perf_counter() if launch.ended is None else launch.ended
+                # Launches overlap: each is charged from where the one before it had ended.
+                launch.seconds.append(ended - max(launch.started, self._ended))
+                self._ended = ended
             tokens = launch.host[: len(launch.requests)].tolist()
             while launch.taken < len(tokens):
                 request = launch.requests[launch.taken]

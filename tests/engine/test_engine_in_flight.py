@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.engine import in_flight
 from ostinato.engine.in_flight import TokensInFlight
 
 
@@ -28,6 +29,22 @@ def test_a_launch_that_was_forgotten_hands_out_nothing(device: torch.device) -> 
     flight.read(lambda request, token: read.append((request, token)))
     assert read == list(zip(later, range(5, 9), strict=True))
     assert len(flight) == 0
+
+
+def test_on_the_cpu_a_launch_takes_no_time_of_the_one_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(in_flight, "time", SimpleNamespace(perf_counter=lambda: now))
+    flight = TokensInFlight(torch.device("cpu"))
+    seconds: list[float] = []
+    for started, ended in ((1.0, 3.0), (4.0, 9.0), (9.0, 10.0)):
+        now = ended  # the step has run when its launch is added
+        flight.add([], torch.empty(0, dtype=torch.int64), seconds, started)
+        now += 0.5
+        flight.read(lambda *_: None, max(0, len(flight) - 1))
+    flight.read(lambda *_: None)
+    assert seconds == [2.0, 5.0, 1.0]
 
 
 @pytest.mark.gpu
