@@ -11,7 +11,7 @@ from ostinato.ops.gemm import ToSample, w8a8_gemm
 from ostinato.ops.library import register
 from ostinato.ops.packing import PackedWeight
 from ostinato.ops.precision import full_precision
-from ostinato.ops.rows import in_row_blocks
+from ostinato.ops.rows import alike_rows, in_row_blocks
 from ostinato.ops.sizes import ceil_div, round_up
 
 _CACHE_LINE = 64  # bytes
@@ -193,7 +193,8 @@ def _float_product_cpu(
     # MKL's order of summation depends on where in a cache line a row starts: all must start alike.
     depth = round_up(max(1, x.size(1)), _CACHE_LINE // x.itemsize)
     x, w = _zero_padded(x, x.size(0), depth), _zero_padded(w, w.size(0), depth)
-    in_row_blocks(lambda block: functional.linear(block, w, bias), x, out)
+    rows = alike_rows(w, bias)
+    in_row_blocks(lambda block: functional.linear(block, w, bias), x, out, rows)
 
 
 def _has_bf16_kernels() -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +69,25 @@ def test_linear(
     x, w = (torch.randn(n, depth).to(dtype).to(device) for n in (rows, columns))
     b = torch.randn(columns).to(dtype).to(device) if bias else None
     check_rows(lambda x: ops.linear(x, w, bias=b), chosen, x)
+
+
+ROWS_APART = """
+import torch
+from ostinato import ops
+for columns in (1, 2, 3, 4, 33, 257):
+    for depth in (16, 33, 100, 257):
+        x, w, bias = torch.randn(20, depth), torch.randn(columns, depth), torch.randn(columns)
+        for b in (None, bias):
+            apart = torch.cat([ops.linear(row[None], w, bias=b) for row in x])
+            assert torch.equal(apart, ops.linear(x, w, bias=b)), (columns, depth, b is None)
+"""
+
+
+@pytest.mark.parametrize("instructions", ["COMPATIBLE", "SSE4_2", "AVX2", "AVX512"])
+def test_linear_on_other_processors(instructions: str) -> None:
+    """Let MKL, where it is what multiplies, do as it does on processors with these instructions."""
+    environment = {**os.environ, "MKL_CBWR": instructions}
+    subprocess.run([sys.executable, "-c", ROWS_APART], check=True, env=environment)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
