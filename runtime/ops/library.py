@@ -22,22 +22,26 @@ def register(schema: str, implementation: Callable[..., None]) -> Callable[..., 
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, _unrecorded(implementation), device)
+    for device in ("cpu", "cuda"):
+        _LIBRARY.impl(name, _as_it_is(implementation, device), device.upper())
     torch.library.register_fake(f"ostinato::{name}", _fake, lib=_LIBRARY)
     op: Callable[..., None] = getattr(torch.ops.ostinato, name).default
     return op
 
 
-def _unrecorded(implementation: Callable[..., None]) -> Callable[..., None]:
-    """Return the implementation without autograd.
+def _as_it_is(implementation: Callable[..., None], device: str) -> Callable[..., None]:
+    """Return the implementation without autograd and autocast.
 
-    That would record the torch ops within, and refuse those that mutate.
+    The first would record the torch ops within, and refuse those that mutate; the second would
+    have them multiply in 16 bits.
     """
 
     def call(*arguments: Any) -> None:
-        # A launch takes the host not much longer than torch.no_grad, which is not always needed.
-        if torch.is_grad_enabled():
+        # A launch takes the host not much longer than such a context, which is rarely needed.
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                call(*arguments)
+        elif torch.is_grad_enabled():
             with torch.no_grad():
                 implementation(*arguments)
         else:

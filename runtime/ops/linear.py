@@ -259,6 +259,11 @@ def multiply(
 
 
 def _int8_product_cpu(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    # torch (2.13) returns garbage for rows that share memory, and for one row of such a stride.
+    x, w = (
+        a.clone(memory_format=torch.contiguous_format) if a.stride(0) < a.size(1) else a
+        for a in (x, w)
+    )
     if x.size(1) == 1:
         # torch (2.13) returns garbage for matrices of depth 1.
         x, w = _zero_padded(x, x.size(0), 2), _zero_padded(w, w.size(0), 2)

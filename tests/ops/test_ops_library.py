@@ -193,6 +193,16 @@ def test_parameters_are_taken_without_gradients(device: torch.device) -> None:
         assert not result.requires_grad
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_autocast_changes_no_bit(name: str, device: torch.device) -> None:
+    arguments = op_arguments(name, device)
+    expected = results(name, arguments)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = results(name, arguments)
+    for result, without in zip(found, expected, strict=True):
+        assert_same_bits(result, without)
+
+
 def layer(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -145,6 +145,19 @@ def test_w8a8_honours_strides_and_out(dtype: torch.dtype, device: torch.device) 
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def test_w8a8_takes_rows_that_share_memory(dtype: torch.dtype, device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((4, 6, 64), dtype, device)
+    slid = [a.as_strided((a.size(0), 16), (3, 1)) for a in (x, w)]
+    for rows in ((x[:1].expand(4, -1), w), (x, w[:1].expand(6, -1)), slid):
+        copies = [a.clone(memory_format=torch.contiguous_format) for a in rows]
+        expected = ops.w8a8_linear(*copies, x_scale, w_scale)
+        assert_same_bits(ops.w8a8_linear(*rows, x_scale, w_scale), expected)
+    alone = torch.as_strided(x, (1, 64), (0, 1))
+    expected = ops.w8a8_linear(x[:1], w, x_scale[:1], w_scale)
+    assert_same_bits(ops.w8a8_linear(alone, w, x_scale[:1], w_scale), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (0, 4, 8), (3, 33, 130), (20, 16, 128)], ids=str)
 def test_packed_weights_give_the_bits_of_plain_ones(
     dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device
