@@ -136,8 +136,8 @@ def both_or_neither(
 
 
 def integer(name: str, value: int, *, least: int) -> None:
-    """Check that `value` is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    """Check that `value` is an int of at least `least`; what torch traces may have a symbol."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
     if value < least:
         raise ValueError(f"{name}: got {value}, expected at least {least}")

@@ -172,7 +172,7 @@ def paged_attention(
             page_table,
             seq_lens,
             cu_seqlens_q,
-            min(max_seqlen_q, q.size(0)),
+            max_seqlen_q,
             *rule,
             sinks,
             k_scale,
@@ -208,6 +208,7 @@ def _paged_attention(
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> None:
+    max_seqlen_q = min(max_seqlen_q, q.size(0))
     kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
     rule = LogitRule(scale, causal, left, right, softcap)
     capacity = page_table.size(1) * k_cache.size(1)
@@ -249,7 +250,7 @@ def _paged_attention(
 
 _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
-    "Tensor? cu_seqlens_q, int max_seqlen_q, float scale, bool causal, int left, int right, "
+    "Tensor? cu_seqlens_q, SymInt max_seqlen_q, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
     "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
     _paged_attention,

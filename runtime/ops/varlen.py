@@ -132,8 +132,8 @@ def varlen_attention(
             v,
             cu_seqlens_q,
             cu_seqlens_k,
-            min(max_seqlen_q, q.size(0)),
-            min(max_seqlen_k, k.size(0)),
+            max_seqlen_q,
+            max_seqlen_k,
             *rule,
             sinks,
             q_scale,
@@ -167,6 +167,7 @@ def _varlen_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
+    max_seqlen_q, max_seqlen_k = min(max_seqlen_q, q.size(0)), min(max_seqlen_k, k.size(0))
     rule = LogitRule(scale, causal, left, right, softcap)
     kv = PackedKV(k, v, k_scale, v_scale, cu_seqlens_k)
     on_cpu = q.device.type == "cpu"
@@ -208,7 +209,7 @@ def _dequantized(q: torch.Tensor, scale: torch.Tensor, heads_kv: int) -> torch.T
 
 _varlen_attention_op = register(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "int max_seqlen_q, int max_seqlen_k, float scale, bool causal, int left, int right, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "bool check_bounds, "
     "Tensor(a!) out, Tensor(b!)? lse) -> ()",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from ops_cases import E4M3, PagedCase, assert_same_bits, int32
 
 from ostinato import ops
@@ -301,6 +302,33 @@ def test_a_number_of_a_module_traces_with_dynamic_shapes(device: torch.device) -
     for norm.eps in (1e-6, 1.0):
         x = torch.randn(3, 16, device=device)
         assert_same_bits(traced(x), norm(x))
+
+
+def attend_to_pages(
+    q: torch.Tensor, cache: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    options = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": q.size(0)}
+    return ops.paged_attention(q, cache, cache, table, cu_seqlens[1:], **options)
+
+
+def attend_to_packed(
+    q: torch.Tensor, cache: torch.Tensor, cu_seqlens: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    k = cache.flatten(0, 1)[: q.size(0)]
+    return ops.varlen_attention(q, k, k, cu_seqlens, cu_seqlens, 128, 128)
+
+
+@pytest.mark.parametrize("attend", [attend_to_pages, attend_to_packed])
+def test_attention_is_traced_once_for_all_lengths(
+    attend: Callable[..., torch.Tensor], device: torch.device
+) -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    traced = torch.compile(attend, fullgraph=True, backend=counter, dynamic=True)
+    cache, table = torch.randn(4, 8, 2, 16).to(device), int32([2, 0, 3, 1], device).view(1, 4)
+    for tokens in range(5, 30, 6):  # no other size: torch would take equal ones for one
+        arguments = (torch.randn(tokens, 4, 16).to(device), cache, int32([0, tokens], device))
+        assert_same_bits(traced(*arguments, table), attend(*arguments, table))
+    assert counter.frame_count == 1
 
 
 def test_products_of_packed_weights_trace_too(device: torch.device) -> None:
