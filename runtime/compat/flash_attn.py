@@ -2,8 +2,9 @@
 
 Arguments come in the order of flash-attn 2.8; those that only FlashAttention-3 has
 (`flash_attn_interface`) are keywords here, so that callers of either change one import. Results are
-theirs, but for three things: there is no backward pass, queries that see no key have an LSE of
--inf, and what is returned as LSE may be a view.
+theirs, but for four things: there is no backward pass, queries that see no key have an LSE of
+-inf, what is returned as LSE may be a view, and with it come three results, as from flash-attn 2,
+where FlashAttention-3 returns two.
 
 - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata` and `deterministic` are about speed,
   or about the backward pass: they are taken and do nothing.
@@ -41,7 +42,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -65,7 +66,8 @@ def flash_attn_func(
         dropout_p: 0.
         softmax_scale: factor of q·k; None is 1/sqrt(dim).
         causal: hide the keys after a query's position, the last query's being the last key's.
-        window_size: (left, right) keys beside a query's position that it sees; -1 for no limit.
+        window_size: (left, right) keys beside a query's position that it sees; -1, or None for
+            both, for no limit.
         softcap: s > 0 turns each logit into s·tanh(logit / s).
         alibi_slopes: None.
         deterministic: taken, without effect: results always are.
@@ -92,9 +94,9 @@ def flash_attn_func(
     _check_batched("v", v, q.size(0))
     batch, seqlen_q, seqlen_k = q.size(0), q.size(1), k.size(1)
     out, lse = ops.varlen_attention(
-        _dense(q).flatten(0, 1),
-        _dense(k).flatten(0, 1),
-        _dense(v).flatten(0, 1),
+        _dense("q", q).flatten(0, 1),
+        _dense("k", k).flatten(0, 1),
+        _dense("v", v).flatten(0, 1),
         _offsets(batch, seqlen_q, q.device),
         _offsets(batch, seqlen_k, q.device),
         max(seqlen_q, 1),
@@ -120,7 +122,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -157,7 +159,7 @@ def flash_attn_varlen_func(
     _refuse_others(dropout_p, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk)
     _refuse("seqused_q", seqused_q)
     _refuse_gradients(q, k, v)
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = _dense("q", q), _dense("k", k), _dense("v", v)
     scale, window = _scale(softmax_scale), _window(window_size)
     if block_table is None:
         _refuse("seqused_k", seqused_k, "without block_table")
@@ -165,8 +167,8 @@ def flash_attn_varlen_func(
             raise ValueError("cu_seqlens_k: got None, expected a tensor without block_table")
         out, lse = ops.varlen_attention(
             *(q, k, v, cu_seqlens_q, cu_seqlens_k),
-            max(max_seqlen_q, 1),
-            max(max_seqlen_k, 1),
+            _most("max_seqlen_q", max_seqlen_q),
+            _most("max_seqlen_k", max_seqlen_k),
             scale=scale,
             causal=causal,
             window=window,
@@ -178,7 +180,7 @@ def flash_attn_varlen_func(
             *(q, k, v, block_table),
             _lengths(cu_seqlens_k, seqused_k, block_table),
             cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max(max_seqlen_q, 1),
+            max_seqlen_q=_most("max_seqlen_q", max_seqlen_q),
             scale=scale,
             causal=causal,
             window=window,
@@ -202,7 +204,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
+    window_size: Sequence[int] | None = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -262,13 +264,14 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is None:
         _check_batched("q", q)
         batch, seqlen_q = q.size(0), q.size(1)
-        rows = _dense(q).flatten(0, 1)
+        rows = _dense("q", q).flatten(0, 1)
     else:
         _refuse("k", k, "with cu_seqlens_q")
         if max_seqlen_q is None:
             raise ValueError("max_seqlen_q: got None, expected an int with cu_seqlens_q")
+        rows = _dense("q", q)
         checks.tensor("cu_seqlens_q", cu_seqlens_q, _INT32, ("batch + 1",), q.device)
-        batch, seqlen_q, rows = cu_seqlens_q.size(0) - 1, max_seqlen_q, _dense(q)
+        batch, seqlen_q = cu_seqlens_q.size(0) - 1, max_seqlen_q
     cache = Cache.of(k_cache, v_cache, block_table, cache_batch_idx, cache_seqlens, batch)
     checks.both_or_neither("k", k, "v", v)
     checks.both_or_neither("rotary_cos", rotary_cos, "rotary_sin", rotary_sin)
@@ -290,7 +293,7 @@ def flash_attn_with_kvcache(
         )
         local = causal or window is not None
         rows = cache.append(
-            rows, _dense(k), _dense(v), rotary_cos, rotary_sin, rotary_interleaved, local
+            rows, _dense("k", k), _dense("v", v), rotary_cos, rotary_sin, rotary_interleaved, local
         )
         lengths = lengths + k.size(1)
     else:
@@ -341,8 +344,10 @@ def _refuse_others(
         raise ValueError(f"attention_chunk: got {attention_chunk!r}, expected 0")
 
 
-def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+def _refuse_gradients(*tensors: object) -> None:
+    if torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in tensors
+    ):
         raise ValueError(
             "q, k, v: got a tensor that requires a gradient, expected none: there is no backward "
             "pass (torch.no_grad() says that none is wanted)"
@@ -350,8 +355,7 @@ def _refuse_gradients(*tensors: torch.Tensor | None) -> None:
 
 
 def _check_batched(name: str, x: torch.Tensor, batch: int | None = None) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    _check_tensor(name, x)
     if x.ndim != 4 or batch not in (None, x.size(0)):
         first = "batch" if batch is None else batch
         raise ValueError(
@@ -359,7 +363,13 @@ def _check_batched(name: str, x: torch.Tensor, batch: int | None = None) -> None
         )
 
 
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _check_tensor(name: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+
+
+def _dense(name: str, x: torch.Tensor) -> torch.Tensor:
+    _check_tensor(name, x)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -369,10 +379,20 @@ def _scale(softmax_scale: float | None) -> float | None:
     return softmax_scale
 
 
-def _window(window_size: Sequence[int]) -> tuple[int, int] | None:
-    if len(window_size) != 2:
+def _most(name: str, max_seqlen: int) -> int:
+    """Return how many rows a sequence may have, as our ops take it: at least 1."""
+    checks.integer(name, max_seqlen, least=0)
+    return max(max_seqlen, 1)
+
+
+def _window(window_size: Sequence[int] | None) -> tuple[int, int] | None:
+    if window_size is None:
+        return None
+    if not isinstance(window_size, Sequence) or len(window_size) != 2:
         raise ValueError(f"window_size: got {window_size!r}, expected (left, right)")
     left, right = window_size
+    checks.integer("window_size", left, least=-checks.INT32_MAX)
+    checks.integer("window_size", right, least=-checks.INT32_MAX)
     return None if left < 0 and right < 0 else (max(left, -1), max(right, -1))
 
 

@@ -143,6 +143,6 @@ class Cache:
         """Return the slots [batch, count] int64 of positions, -1 for those without a page."""
         page_size, pages = self.k.size(1), self.table.size(1)
         entry = positions // page_size
-        page = self.table.gather(1, entry.clamp_max(pages - 1).long())
+        page = self.table.gather(1, entry.clamp(0, pages - 1).long())
         slots = page.long() * page_size + positions % page_size
-        return slots.masked_fill(entry >= pages, -1)
+        return slots.masked_fill((entry < 0) | (entry >= pages), -1)

@@ -84,6 +84,8 @@ def variant(
     ):
         return None
     rows = max_seqlen_q * (heads_q // max(heads_kv, 1))
+    if rows > _COLUMNS[-1]:  # prompts, of lengths that `kernel_for` shall not remember
+        return None
     return kernel_for(
         q.dtype,
         k_cache.dtype,
@@ -204,6 +206,11 @@ def attend(
         elif workspace.numel() < needed:
             raise ValueError(
                 f"workspace: got {workspace.numel()} bytes, expected at least {needed}"
+            )
+        elif workspace.data_ptr() % _VECTOR_BYTES:
+            raise ValueError(
+                f"workspace: got address {workspace.data_ptr()}, expected a multiple of "
+                f"{_VECTOR_BYTES}"
             )
         batch = seq_lens.size(0)
         for first in range(0, batch, _MOST_SEQUENCES):

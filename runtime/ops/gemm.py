@@ -9,6 +9,7 @@ import torch
 from ostinato.kernels.loader import load
 from ostinato.kernels.variants import GemmTiled
 from ostinato.ops import gemm_tuning, packing, pdl
+from ostinato.ops.gemm_table import Choice
 from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ostinato.ops.sizes import round_up
 
@@ -55,6 +56,8 @@ def w8a8_gemm(
         choice = gemm_tuning.choose(
             name, sms, m, n, k, dtype, out_dtype, packed, fast_accum, batch_invariant
         )
+        if to_sample is not None:
+            to_sample.check(n, choice)
         stream = current_stream(device)
         load(choice.variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
@@ -93,6 +96,18 @@ class ToSample:
     temperature: torch.Tensor
     repetition_penalty: torch.Tensor | None
 
+    def check(self, n: int, choice: Choice) -> None:
+        """Check that the kernel that is launched hands over as many parts as there is room for.
+
+        A table of tiles may have come or gone since `best` was made.
+        """
+        got, expected = self.best.size(1), _parts_of(choice, n)
+        if got != expected:
+            raise RuntimeError(
+                f"best: got {got} parts, expected {expected}, as {choice.variant.name} hands over: "
+                "tuned tiles have changed during the call, or since it was traced"
+            )
+
     def arguments(self) -> dict[str, int]:
         """Return them as arguments of a launch."""
         return {
@@ -111,9 +126,13 @@ def best_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) 
     (m, k), device = x.shape, x.get_device()
     if m == 0 or n == 0:
         return 0
-    dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4
+    # One that does not lie as it can be read is packed for the call.
+    dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4 or not _is_aligned(w)
     how = (packed, True, batch_invariant)
-    choice = gemm_tuning.choose(*gpu(device), m, n, k, dtype, "fp32", *how)
+    return _parts_of(gemm_tuning.choose(*gpu(device), m, n, k, dtype, "fp32", *how), n)
+
+
+def _parts_of(choice: Choice, n: int) -> int:
     variant = choice.variant
     if isinstance(variant, GemmTiled) and variant.finds_best:
         return variant.best_parts(n, choice.tile_channels)

@@ -63,15 +63,15 @@ def address_of_row(x: torch.Tensor, row: int) -> int:
 
 
 def in_vectors(x: torch.Tensor, size: int) -> bool:
-    """Return whether every row of x, whose last dimension is dense, begins at multiples of `size`.
+    """Return whether rows of x, whose last dimension is dense, begin at multiples of `size` bytes.
 
-    `size` is in bytes.
+    Each must have an address of its own, too: TMA takes no step of 0.
     """
     if x.data_ptr() % size:
         return False
-    element = x.element_size()
-    for stride in x.stride()[:-1]:
-        if stride * element % size:
+    element, sizes = x.element_size(), x.shape
+    for dimension, stride in enumerate(x.stride()[:-1]):
+        if stride * element % size or (stride == 0 and sizes[dimension] > 1):
             return False
     return True
 

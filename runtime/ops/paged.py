@@ -172,7 +172,7 @@ def paged_attention(
             page_table,
             seq_lens,
             cu_seqlens_q,
-            max_seqlen_q,
+            min(max_seqlen_q, checks.INT32_MAX),  # and in the op to q's rows, which may be a symbol
             *rule,
             sinks,
             k_scale,

@@ -120,7 +120,7 @@ def _sample(
         sample_launch.sample(logits, *parameters, repetition_penalty, seen, seen_rows, best, out)
         return
     if seen is not None and seen_rows is not None:
-        seen = seen[seen_rows]
+        seen = seen.index_select(0, seen_rows)  # a negative row is no row
     logits = _penalized(logits, repetition_penalty, seen)
     greedy = logits.argmax(dim=1)
     if best is not None:

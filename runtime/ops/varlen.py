@@ -132,8 +132,9 @@ def varlen_attention(
             v,
             cu_seqlens_q,
             cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
+            # In the op to the rows that there are, whose number may be a symbol.
+            min(max_seqlen_q, checks.INT32_MAX),
+            min(max_seqlen_k, checks.INT32_MAX),
             *rule,
             sinks,
             q_scale,

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -407,7 +408,9 @@ SOME = torch.zeros(2)
 EVERYWHERE: list[Arguments] = [
     *({name: SOME} for name in ("alibi_slopes", "qv", "q_descale", "k_descale", "v_descale")),
     *({"attention_chunk": 4}, {"window_size": (1, 2, 3)}, {"softmax_scale": math.nan}),
+    *({"window_size": size} for size in (4, (1.5, 0), "ab")),
 ]
+OTHERS = (None, np.zeros((2, 5, 2, 8)))
 TABLE = torch.zeros(2, 1, dtype=torch.int32)
 REFUSED: list[tuple[Callable[..., Any], Callable[[], Arguments], Arguments, str]] = [
     *((flash_attn_func, of_func, change, "") for change in ({"dropout_p": 0.1}, *EVERYWHERE)),
@@ -415,9 +418,12 @@ REFUSED: list[tuple[Callable[..., Any], Callable[[], Arguments], Arguments, str]
     (flash_attn_func, of_func, {"k": torch.zeros(3, 5, 2, 8)}, ""),
     (flash_attn_func, of_func, {"v": torch.zeros(2, 4, 2, 8)}, ""),
     (flash_attn_func, of_func, {"v": torch.zeros(2, 5, 2, 0)}, ""),
-    (flash_attn_func, of_func, {"v": None}, ""),
+    *((flash_attn_func, of_func, {name: other}, "") for name in "qkv" for other in OTHERS),
     *((flash_attn_varlen_func, of_varlen, change, "") for change in EVERYWHERE),
     (flash_attn_varlen_func, of_varlen, {"dropout_p": 0.5}, ""),
+    *((flash_attn_varlen_func, of_varlen, {name: None}, "") for name in ("q", "k", "v")),
+    *((flash_attn_varlen_func, of_varlen, {f"max_seqlen_{x}": None}, "") for x in "qk"),
+    (flash_attn_varlen_func, of_varlen, {"max_seqlen_k": -1}, ""),
     *((flash_attn_varlen_func, of_varlen, {n: SOME.int()}, "") for n in ("seqused_q", "seqused_k")),
     (flash_attn_varlen_func, of_varlen, {"cu_seqlens_k": None}, ""),
     (flash_attn_varlen_func, of_varlen, {"cu_seqlens_k": None, "block_table": TABLE}, ""),
@@ -425,7 +431,7 @@ REFUSED: list[tuple[Callable[..., Any], Callable[[], Arguments], Arguments, str]
     *((flash_attn_with_kvcache, of_kvcache, change, "") for change in EVERYWHERE),
     *(
         (flash_attn_with_kvcache, of_kvcache, {name: SOME}, "")
-        for name in ("cache_leftpad", "cu_seqlens_k_new", "rotary_seqlens", "q")
+        for name in ("cache_leftpad", "cu_seqlens_k_new", "rotary_seqlens", "q", "v_cache")
     ),
     (flash_attn_with_kvcache, of_kvcache, {"k_cache": torch.zeros(5, 2, 8)}, ""),
     (flash_attn_with_kvcache, of_kvcache, {"k_cache": torch.zeros(1, 5, 2, 8)}, ""),
@@ -457,6 +463,21 @@ def test_what_is_not_honoured_is_refused_by_name(
     function(**arguments())
     with pytest.raises((TypeError, ValueError), match=f"^{named or next(iter(change))}"):
         function(**{**arguments(), **change})
+
+
+def test_no_window_is_one_without_a_limit() -> None:
+    q, k, v = (torch.randn(2, 5, heads, 8) for heads in (4, 2, 2))
+    assert flash_attn_func(q, k, v, window_size=None).equal(flash_attn_func(q, k, v))
+
+
+def test_negative_lengths_are_of_nothing() -> None:
+    arguments = of_kvcache()
+    caches, new = (arguments["k_cache"], arguments["v_cache"]), torch.ones(2, 1, 2, 8)
+    lengths = torch.tensor([-3, 2], dtype=torch.int32)
+    flash_attn_with_kvcache(arguments["q"][:, :1], *caches, new, new, cache_seqlens=lengths)
+    for cache in caches:
+        assert cache[1, 2].eq(1).all()
+        assert cache.sum() == new[1].sum()
 
 
 def test_gradients_are_refused_unless_nobody_wants_them() -> None:

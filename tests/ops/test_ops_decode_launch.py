@@ -54,6 +54,30 @@ def test_values_of_another_dim_are_not_for_decode_kernels(
     assert (found is not None) is served
 
 
+def test_lengths_of_prompts_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    cache, table = torch.empty(3, 16, 2, 128, dtype=BF16), torch.zeros(1, 3, dtype=torch.int32)
+    before = kernel_for.cache_info().currsize
+    for tokens in range(100, 110):
+        q = torch.empty(tokens, 2, 128, dtype=BF16)
+        assert decode_launch.variant(q, cache, cache, table, tokens, False, q) is None
+    assert kernel_for.cache_info().currsize == before
+
+
+@pytest.mark.parametrize("expand", ["q", "k_cache", "v_cache", "out"])
+def test_heads_that_share_memory_are_not_for_kernels(
+    monkeypatch: pytest.MonkeyPatch, expand: str
+) -> None:
+    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    tensors = {name: torch.empty(4, 2, 128, dtype=BF16) for name in ("q", "out")}
+    tensors |= {x: torch.empty(3, 16, 2, 128, dtype=BF16) for x in ("k_cache", "v_cache")}
+    table = torch.zeros(4, 3, dtype=torch.int32)
+    how = {"page_table": table, "max_seqlen_q": 1, "batch_invariant": False}
+    assert decode_launch.variant(**tensors, **how) is not None
+    tensors[expand] = tensors[expand][..., :1, :].expand(tensors[expand].shape)
+    assert decode_launch.variant(**tensors, **how) is None
+
+
 def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
     names = [kernel.name for kernel in decode_kernels(FP16, 96, 8)]
     assert names == [

@@ -228,6 +228,36 @@ def test_nothing_is_launched_for_nothing(shape: tuple[int, int], launches: Launc
     assert not launches
 
 
+def to_sample(x: torch.Tensor, n: int, w: torch.Tensor) -> gemm.ToSample:
+    parts = gemm.best_parts(x, n, w, False)
+    return gemm.ToSample(torch.empty(len(x), parts, dtype=torch.int64), torch.zeros(len(x)), None)
+
+
+def logits(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.empty(len(x), n)
+
+
+def test_a_weight_that_is_packed_for_the_call_hands_over_what_a_packed_one_does(
+    launches: Launches,
+) -> None:
+    x, w = matrix(11, 14526), matrix(242, 14526)
+    assert gemm.best_parts(x, 242, w, False) == gemm.best_parts(x, 242, packing.pack(w), False)
+    x, w = matrix(32, 4090), matrix(500, 4090)
+    best = to_sample(x, 500, w)
+    launch = call(launches, x, w, out=logits(x, 500), to_sample=best)
+    assert launch["best"] == best.best.data_ptr()
+
+
+def test_room_for_another_number_of_parts_is_refused(launches: Launches) -> None:
+    x, w = matrix(64, 512), ops.pack_weight(matrix(2048, 512))
+    best = to_sample(x, 2048, w.data)
+    call(launches, x, w, out=logits(x, 2048), to_sample=best)
+    fewer = gemm.ToSample(best.best[:, 1:], best.temperature, None)
+    with pytest.raises(RuntimeError, match="best: got .* parts, expected"):
+        call(launches, x, w, out=logits(x, 2048), to_sample=fewer)
+    assert not launches
+
+
 def test_quantization_arguments(launches: Launches) -> None:
     x, residual = torch.randn(3, 40)[:, :32], torch.randn(3, 48)[:, :32]
     weight, out = torch.ones(32), torch.empty(3, 64, dtype=torch.int8)[:, :32]

@@ -170,6 +170,10 @@ def test_rows_may_share_what_was_seen(device: torch.device) -> None:
     rows = torch.tensor([1, 0, 0], device=device)
     arguments = parameters(3, device, temperature=0.0, repetition_penalty=2.0, seen=seen)
     assert ops.sample(logits, **arguments, seen_rows=rows).tolist() == [0, 1, 1]
+    if device.type == "cpu":
+        for bad in (-1, 2):
+            with pytest.raises(IndexError):
+                ops.sample(logits, **arguments, seen_rows=torch.tensor([0, bad, 0]))
 
 
 def test_rows_without_a_best_token_still_give_one(device: torch.device) -> None:

@@ -267,3 +267,19 @@ def test_packed_and_paged_keys_give_the_same_bits(device: torch.device) -> None:
     cu_k = int32([0, 9, 30], device)
     varlen = ops.varlen_attention(q, *packed, options["cu_seqlens_q"], cu_k, 21, 21, window=(6, -1))
     assert_same_bits(varlen, paged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_heads_may_share_memory(dtype: torch.dtype, device: torch.device) -> None:
+    """Let one KV head be seen as two, of packed keys and of pages, in steps and in prompts."""
+    one = torch.randn(32, 1, 64).to(dtype).to(device)
+    two = one.expand(-1, 2, -1)
+    lens, table = int32([32], device), int32([0, 1], device).view(1, 2)
+    for tokens in (1, 20):
+        q, cu_q = torch.randn(tokens, 8, 64).to(dtype).to(device), int32([0, tokens], device)
+        exact, _ = reference.varlen_attention(q, one, one, cu_q, int32([0, 32], device))
+        packed = ops.varlen_attention(q, two, two, cu_q, int32([0, 32], device), tokens, 32)
+        pages = two.unflatten(0, (2, 16))
+        options = {"cu_seqlens_q": cu_q, "max_seqlen_q": tokens}
+        for out in (packed, ops.paged_attention(q, pages, pages, table, lens, **options)):
+            torch.testing.assert_close(out, exact.to(dtype))
