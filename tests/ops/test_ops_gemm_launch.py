@@ -253,7 +253,7 @@ def test_room_for_another_number_of_parts_is_refused(launches: Launches) -> None
     best = to_sample(x, 2048, w.data)
     call(launches, x, w, out=logits(x, 2048), to_sample=best)
     fewer = gemm.ToSample(best.best[:, 1:], best.temperature, None)
-    with pytest.raises(RuntimeError, match="best: got .* parts, expected"):
+    with pytest.raises(RuntimeError, match=r"best: got .* parts, expected"):
         call(launches, x, w, out=logits(x, 2048), to_sample=fewer)
     assert not launches
 
