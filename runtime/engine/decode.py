@@ -186,9 +186,10 @@ class DecodeStep:
         """Return what does not change from step to step; made anew when the requests change."""
         key = [(request.id, request.slot) for request in requests]
         if key != self._constants_of:
-            self._slots = torch.tensor([request.slot for request in requests])
-            self._constants = {"slots": self._slots, **sampling_inputs(requests)}
-            self._constants_of = key
+            slots = torch.tensor([request.slot for request in requests])
+            self._constants_of = []  # until all of them are there
+            self._constants = {"slots": slots, **sampling_inputs(requests)}
+            self._slots, self._constants_of = slots, key
         return self._constants
 
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from tokenizers import Tokenizer
@@ -135,6 +136,9 @@ class Engine:
         # Events wait here for whoever asks next: requests of a stream have a queue of their own.
         self._events: deque[TokenEvent] = deque()
         self._queues: dict[int, deque[TokenEvent]] = {}
+        # Streams that were dropped leave their requests here: the garbage collector may do it in
+        # the middle of a step, and on any thread.
+        self._dropped: deque[int] = deque()
         self._next_id = 0
 
     def capture(
@@ -155,6 +159,7 @@ class Engine:
             RuntimeError: while requests are running.
             ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`.
         """
+        self._finish_dropped()
         if self._scheduler.running:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
         self._in_flight.clear()  # tokens of cancelled requests, in memory of the old graphs
@@ -185,12 +190,13 @@ class Engine:
             ostinato.graphs.GraphError: before `capture`; nothing is changed then.
         """
         self._advance()
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def cancel(self, request_id: int) -> TokenEvent:
         """End a request now and return its last event, which `step` does not return again.
+
+        Its text is all that no other event has brought: of tokens that `step` has not returned yet
+        there is nothing else but the completion.
 
         Raises:
             ValueError: when the id is not that of a waiting or running request.
@@ -198,11 +204,17 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id: got {request_id}, expected that of a live request")
-        event = request.cancel()
-        self._scheduler.finish(request)
+        try:
+            event = request.cancel()
+        finally:
+            self._scheduler.finish(request)
         if request_id in self._queues:
             self._queues[request_id].append(event)
-        return event
+            return event
+        unread = [waiting for waiting in self._events if waiting.request_id == request_id]
+        for waiting in unread:
+            self._events.remove(waiting)
+        return replace(event, text="".join(e.text for e in (*unread, event)))
 
     def result(self, request_id: int) -> Completion:
         """Return a finished request's completion, and forget the request.
@@ -219,6 +231,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether every submitted request has finished."""
+        self._finish_dropped()
         return self._scheduler.idle
 
     def generate(
@@ -250,7 +263,13 @@ class Engine:
         queue: deque[TokenEvent] = deque()
         ids = [self._enqueue(request) for request in requests]
         self._queues.update(dict.fromkeys(ids, queue))
-        return TokenStream(ids, queue, advance=self._advance, finish=self._finish_streamed)
+        return TokenStream(
+            ids,
+            queue,
+            advance=self._advance,
+            finish=self._finish_streamed,
+            drop=self._dropped.append,
+        )
 
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
@@ -275,10 +294,17 @@ class Engine:
         return [self._request(p, q) for p, q in zip(prompts, params, strict=True)]
 
     def _finish_streamed(self, request_id: int) -> Completion:
-        if self._requests[request_id].finish_reason is None:
-            self.cancel(request_id)
-        del self._queues[request_id]
-        return self.result(request_id)
+        try:
+            if self._requests[request_id].finish_reason is None:
+                self.cancel(request_id)
+        finally:
+            del self._queues[request_id]
+            completion = self.result(request_id)
+        return completion
+
+    def _finish_dropped(self) -> None:
+        while self._dropped:
+            self._finish_streamed(self._dropped.popleft())
 
     def _require_captured(self) -> None:
         self.runner.require_captured()
@@ -286,8 +312,14 @@ class Engine:
 
     def _advance(self) -> None:
         self._require_captured()
+        self._finish_dropped()
         scheduler = self._scheduler
-        self._seen.reset({r.slot: [*r.prompt, *r.generated] for r in scheduler.admit()})
+        scheduler.admit()
+        # Also those that were admitted before an error.
+        new = [request for request in scheduler.running if not request.marked]
+        self._seen.reset({r.slot: [*r.prompt, *r.generated] for r in new})
+        for request in new:
+            request.marked = True
         batch = scheduler.decode_batch(settle=self._read_tokens)
         launched_before = len(self._in_flight)
         # Decode first, so that a prompt finished in this step waits for the next like any other.
@@ -356,8 +388,7 @@ class Engine:
         tokens = self._first_tokens(finished, logits)
         self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
         # Only now: after an error the prompt is computed again, first token and all.
-        for chunk in chunks:
-            self._scheduler.computed(chunk)
+        self._scheduler.computed(chunks)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
 
     def _first_tokens(self, requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
@@ -386,7 +417,6 @@ class Engine:
             if len(batch) > largest:
                 tokens = tokens.clone()  # the next part's run overwrites them
             self._in_flight.add(part, tokens, self.stats.decode_seconds, started)
-            self.stats.decode_tokens += len(part)
 
     def _read_tokens(self, count: int | None = None) -> None:
         """Read the tokens of the oldest `count` launches, by default of all."""
@@ -395,6 +425,8 @@ class Engine:
     def _accept(self, request: Request, token: int) -> None:
         event = request.accept(token)
         self._queues.get(request.id, self._events).append(event)
+        if len(request.generated) > 1:  # the first is the prompt's
+            self.stats.decode_tokens += 1
         if request.finish_reason is not None:
             self._scheduler.finish(request)
 

@@ -126,8 +126,10 @@ class TokensInFlight:
                 launch.copied.synchronize()
             if launch.taken == 0:
                 ended = time.perf_counter() if launch.ended is None else launch.ended
-                # Launches overlap: each is charged from where the one before it had ended.
-                launch.seconds.append(ended - max(launch.started, self._ended))
+                # Launches overlap: each is charged from where the one before it had ended. One
+                # whose texts have all ended may be read any time later.
+                if not launch.requests or any(r.finish_reason is None for r in launch.requests):
+                    launch.seconds.append(ended - max(launch.started, self._ended))
                 self._ended = ended
             tokens = launch.host[: len(launch.requests)].tolist()
             while launch.taken < len(tokens):

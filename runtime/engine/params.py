@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -46,17 +47,20 @@ class SamplingParams:
         self._check_types()
         ranges = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "a finite number >= 0"),
+            "temperature": (0 <= _as_fp32(self.temperature) < math.inf, "a finite number >= 0"),
             "top_k": (0 <= self.top_k < 2**31, "0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "a number in [0, 1]"),
-            "repetition_penalty": (self.repetition_penalty > 0, "a finite number > 0"),
+            "repetition_penalty": (
+                0 < _as_fp32(self.repetition_penalty) < math.inf,
+                "a finite number > 0",
+            ),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "None or in [0, 2**63)"),
             "stop": (all(self.stop), "no empty string"),
         }
         for name, (holds, expected) in ranges.items():
             value = getattr(self, name)
-            if not holds or (isinstance(value, float) and not math.isfinite(value)):
+            if not holds:
                 raise ValueError(f"{name}: got {value!r}, expected {expected}")
 
     def _check_types(self) -> None:
@@ -82,6 +86,15 @@ class SamplingParams:
                     raise _wrong_type(name, value, kind)
             # A list could change while the request runs.
             object.__setattr__(self, name, tuple(values))
+
+
+def _as_fp32(value: float) -> float:
+    """Return a number as logits see it, which are fp32: rounded, beyond their range infinite."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", float(value)))[0]
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    return rounded
 
 
 def _wrong_type(name: str, value: object, kind: type | tuple[type, ...]) -> TypeError:

@@ -29,6 +29,7 @@ class Request:
     in_flight: int = 0
     computed: int = 0
     slot: int = -1
+    marked: bool = False  # whether its tokens, and none else, are marked as seen in its slot
     swapped: SwappedSequence | None = None
     finish_reason: FinishReason | None = None
 
@@ -54,16 +55,14 @@ class Request:
 
     def accept(self, token: int) -> TokenEvent:
         """Add a sampled token, decide whether it is the last, and return its event."""
-        text = self.stream.push(token)
+        stops, fills = token in self.stop_ids, len(self.generated) + 1 == self.max_new_tokens
+        # If the tokenizer fails nothing has changed.
+        text = self.stream.push(token, last=stops or fills)
         self.generated.append(token)
-        if token in self.stop_ids or self.stream.stopped:
+        if stops or self.stream.stopped:
             self.finish_reason = FinishReason.STOP
-        elif len(self.generated) == self.max_new_tokens:
+        elif fills:
             self.finish_reason = FinishReason.LENGTH
-        if self.finish_reason is not None:
-            text += self.stream.finish()
-            if self.stream.stopped:
-                self.finish_reason = FinishReason.STOP
         return TokenEvent(self.id, token, text, self.finish_reason)
 
     def cancel(self) -> TokenEvent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ostinato.engine.request import Request
@@ -55,15 +55,12 @@ class Scheduler:
         """Queue a request."""
         self.waiting.append(request)
 
-    def admit(self) -> list[Request]:
-        """Move waiting requests into free slots while their pages last; return those moved."""
-        admitted = []
+    def admit(self) -> None:
+        """Move waiting requests into free slots while their pages last."""
         while self.waiting and self._free_slots and self._place(self.waiting[0]):
             request = self.waiting.popleft()
             request.slot = self._free_slots.pop()
             self.running.append(request)
-            admitted.append(request)
-        return admitted
 
     def prefill_chunks(self, max_tokens: int) -> list[PrefillChunk]:
         """Return the next chunk of each unfinished prompt, oldest first, up to `max_tokens`.
@@ -84,14 +81,16 @@ class Scheduler:
                 waiting.append((request, stop))
         return chunks
 
-    def computed(self, chunk: PrefillChunk) -> None:
-        """Record that a chunk's keys and values are in the cache."""
-        request = chunk.request
-        request.computed = chunk.stop
-        # Whole chunks only: the last bits of keys computed in a partial chunk (or by a decode
-        # step) differ from those a longer prompt would compute for itself.
-        whole = chunk.stop - chunk.stop % self.prefill_chunk
-        self.cache.publish(request.id, request.prompt[:whole])
+    def computed(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Record that the keys and values of chunks are in the cache."""
+        # Before anything can fail: a prompt's end must not be computed, and sampled, once more.
+        for chunk in chunks:
+            chunk.request.computed = chunk.stop
+        for chunk in chunks:
+            # Whole chunks only: the last bits of keys computed in a partial chunk (or by a decode
+            # step) differ from those a longer prompt would compute for itself.
+            whole = chunk.stop - chunk.stop % self.prefill_chunk
+            self.cache.publish(chunk.request.id, chunk.request.prompt[:whole])
 
     def decode_batch(self, settle: Callable[[], None] = lambda: None) -> list[Request]:
         """Reserve a slot for one more token of every running request, and return them.
@@ -182,4 +181,4 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot = -1
+        request.slot, request.marked = -1, False

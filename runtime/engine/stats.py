@@ -17,7 +17,7 @@ class EngineStats:
     """What the engine did since it was made.
 
     `prefill_seconds` and `decode_seconds` are wall-clock times of the last 100,000 steps of each
-    kind.
+    kind; `decode_tokens` counts the tokens that were handed out behind each text's first.
     """
 
     prefill_seconds: deque[float] = field(default_factory=_recent)

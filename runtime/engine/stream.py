@@ -13,14 +13,16 @@ class TokenStream:
     """Iterates over the events of some prompts, making the engine step when none is waiting.
 
     An event's `request_id` is the index of its prompt, not the engine's id. Streams of one engine
-    may be read by turns, beside `step`. Closing one, also by leaving its `with` block or dropping
-    it, cancels what is unfinished; so does an error or an interrupt while it waits for tokens.
+    may be read by turns, beside `step`. Closing one, also by leaving its `with` block, cancels what
+    is unfinished; so does an error or an interrupt while it waits for tokens. What is unfinished
+    when a stream is dropped is cancelled before the engine's next step.
 
     Args:
         ids: the engine's ids of the prompts.
         queue: where the engine puts their events.
         advance: makes the engine step.
         finish: ends a request if it has not ended, forgets it and returns its completion.
+        drop: likewise, but later; it may be called anywhere, from any thread.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class TokenStream:
         *,
         advance: Callable[[], None],
         finish: Callable[[int], Completion],
+        drop: Callable[[int], None],
     ) -> None:
         self._advance = advance
         self._finish = finish
+        self._drop = drop
         self._index = {request_id: at for at, request_id in enumerate(ids)}
         self._queue = queue
         self._unfinished = set(ids)
@@ -74,7 +78,8 @@ class TokenStream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        while self._unfinished:
+            self._drop(self._unfinished.pop())
 
     def _wait(self) -> None:
         try:

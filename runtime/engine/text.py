@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 # How many prompt tokens the decoder sees before the text, so that it knows whether the first
 # word begins with a space.
 _CONTEXT = 8
+_CHARACTER_BYTES = 4  # at most, in UTF-8
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -27,7 +28,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         # Ids from the last complete character but one on: what follows depends on them only.
-        self._window = list(prompt[-_CONTEXT:])
+        self._window = self._end_of(prompt)
         self._window_shown = len(self._window)
         self._stop = stop
         self._decoded = ""
@@ -39,10 +40,11 @@ class TextStream:
         """Everything shown so far."""
         return self._decoded[: self._shown]
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, *, last: bool = False) -> str:
         """Add a token and return what can be shown now; sets `stopped` at a stop string.
 
-        After an error of the tokenizer the token has not been added.
+        Behind the `last` token nothing is held back. After an error of the tokenizer the token has
+        not been added.
         """
         self._window.append(token)
         try:
@@ -50,20 +52,29 @@ class TextStream:
         except BaseException:
             self._window.pop()
             raise
-        if fresh and not fresh.endswith(_INCOMPLETE):
+        if fresh and (last or not fresh.endswith(_INCOMPLETE)):
             self._decoded += fresh
             self._window = self._window[self._window_shown :]
             self._window_shown = len(self._window)
-        return self._show(self._safe_end())
+        return self._show(self._end() if last else self._safe_end())
 
     def finish(self) -> str:
         """Return what was held back, as the text has ended; may set `stopped` too."""
         if self.stopped:
             return ""
         self._decoded += self._undecoded()
-        end = self._stop_at()
-        self.stopped = end is not None
-        return self._show(len(self._decoded) if end is None else end)
+        return self._show(self._end())
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last ids of a prompt, beginning where a character does.
+
+        Where bytes are tokens a decoder makes nothing of a run of them that begins within one.
+        """
+        for more in range(_CHARACTER_BYTES):
+            window = list(prompt[-_CONTEXT - more :])
+            if not self._decode(window).startswith(_INCOMPLETE):
+                return window
+        return list(prompt[-_CONTEXT:])
 
     def _undecoded(self) -> str:
         """Return the text of the window's new ids, its last character perhaps incomplete."""
@@ -74,10 +85,15 @@ class TextStream:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _safe_end(self) -> int:
+    def _end(self) -> int:
+        """Return where the text ends if no more comes; sets `stopped` at a stop string."""
         end = self._stop_at()
-        if end is not None:
-            self.stopped = True
+        self.stopped = end is not None
+        return len(self._decoded) if end is None else end
+
+    def _safe_end(self) -> int:
+        end = self._end()
+        if self.stopped:
             return end
         held = 0
         for stop in self._stop:
@@ -86,7 +102,7 @@ class TextStream:
                 if self._decoded.endswith(stop[:length]):
                     held = length
                     break
-        return len(self._decoded) - held
+        return end - held
 
     def _stop_at(self) -> int | None:
         """Return where the stop string begins that is complete first, if there is one."""

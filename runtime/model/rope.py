@@ -59,11 +59,13 @@ class RopeConfig:
         )
         if kind == "default":
             return rope
+        original = fields.integer("original_max_position_embeddings", max_position_embeddings)
         rope = replace(
             rope,
             factor=fields.number("factor"),
-            original_max_position_embeddings=fields.integer(
-                "original_max_position_embeddings", max_position_embeddings
+            # Beside the scaling, as in configurations of Phi-3, it counts before that within.
+            original_max_position_embeddings=outer.integer(
+                "original_max_position_embeddings", original
             ),
         )
         if kind == "llama3":

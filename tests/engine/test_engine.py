@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
+from ostinato.engine import decode as decode_module
 from ostinato.engine import engine as engine_module
+from ostinato.engine.decode import sampling_inputs
 from ostinato.engine.text import TextStream
 from ostinato.graphs import NotCapturedError
 from ostinato.model import Llama, sequence_logits
@@ -426,7 +429,7 @@ def test_an_error_while_tokens_are_read_loses_none_of_the_others(
     ids = [engine.submit(prompt, params) for prompt in ("first", "second")]
     events = [event for _ in range(3) for event in engine.step()]
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
@@ -457,6 +460,158 @@ def test_an_error_while_the_first_token_is_sampled_leaves_the_prompt_to_be_compu
     while not engine.idle:
         engine.step()
     assert engine.result(request).token_ids == expected
+
+
+def failing_once(function: Callable[..., Any], turn: int = 1) -> Callable[..., Any]:
+    """Return the function, raising MemoryError in its `turn`-th call."""
+    calls = itertools.count(1)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == turn:
+            raise MemoryError
+        return function(*args, **kwargs)
+
+    return call
+
+
+def step_until_idle(engine: Engine, steps: int = 100) -> tuple[list[TokenEvent], int]:
+    """Return the events of all steps, and how many of these raised MemoryError."""
+    events, errors = [], 0
+    for _ in range(steps):
+        if engine.idle:
+            break
+        try:
+            events += engine.step()
+        except MemoryError:
+            errors += 1
+    assert engine.idle
+    assert engine.cache.free_pages == engine.cache.usable_pages
+    return events, errors
+
+
+@pytest.mark.parametrize("turn", range(1, 15))
+def test_an_error_of_the_tokenizer_loses_no_token(
+    turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(max_batch=1)
+    expected = greedy(engine, "abc", 4)
+    request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, "_decode", failing_once(TextStream._decode, turn))
+        events, errors = step_until_idle(engine)
+    assert errors <= 1
+    assert tuple(event.token_id for event in events) == expected
+    assert engine.result(request).text == TOKENIZER.decode(list(expected))
+    assert greedy(engine, "abc", 4) == expected
+
+
+def test_a_request_whose_text_cannot_be_ended_is_cancelled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(max_batch=1)
+    expected = greedy(engine, "abc", 4)
+    request = engine.submit("abc", SamplingParams(max_tokens=20, ignore_eos=True))
+    stream = engine.stream(["other"], SamplingParams())
+    engine.step()
+    monkeypatch.setattr(TextStream, "finish", failing_once(TextStream.finish))
+    with pytest.raises(MemoryError):
+        engine.cancel(request)
+    assert engine.result(request).finish_reason is FinishReason.CANCELLED
+    monkeypatch.setattr(TextStream, "finish", failing_once(TextStream.finish))
+    with pytest.raises(MemoryError):
+        stream.close()
+    step_until_idle(engine)
+    assert greedy(engine, "abc", 4) == expected
+
+
+def test_an_error_while_others_are_admitted_leaves_no_tokens_of_the_slots_last_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.5)
+    expected = [make_engine().generate([prompt], params)[0].token_ids for prompt in ("abc", "def")]
+    engine = make_engine()
+    engine.generate(["the quick brown fox"], params)
+    requests = [engine.submit(prompt, params) for prompt in ("abc", "def")]
+    monkeypatch.setattr(engine.cache, "add", failing_once(engine.cache.add, 2))
+    assert step_until_idle(engine)[1] == 1
+    assert [engine.result(request).token_ids for request in requests] == expected
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_an_error_behind_the_first_tokens_does_not_sample_them_again(
+    turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True)
+    prompts = ["123456789", "abcdefghi"]
+    expected = [c.token_ids for c in make_engine().generate(prompts, params)]
+    engine = make_engine()
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    monkeypatch.setattr(engine.cache, "publish", failing_once(engine.cache.publish, turn))
+    step_until_idle(engine)
+    assert [engine.result(request).token_ids for request in requests] == expected
+
+
+def test_an_error_while_inputs_are_made_leaves_those_of_the_batch_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    expected = greedy(engine, "abc", 20)
+    first = engine.submit("abc", params)
+    for _ in range(3):
+        engine.step()
+    second = engine.submit("def", params)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_module, "sampling_inputs", failing_once(sampling_inputs))
+        with pytest.raises(MemoryError):
+            engine.step()
+    engine.cancel(second)
+    assert step_until_idle(engine)[1] == 0
+    assert engine.result(first).token_ids == expected
+
+
+def test_a_stream_that_is_dropped_within_a_step_is_cancelled_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the garbage collector may drop one anywhere, and on any thread."""
+    engine = make_engine()
+    expected = greedy(engine, "abc", 6)
+    streams = [engine.stream(["other"], SamplingParams(max_tokens=50, ignore_eos=True))]
+    next(streams[0])
+    version = engine.cache.version
+
+    def drop_and_ask(sequence: int) -> int:
+        streams.clear()
+        return version(sequence)
+
+    monkeypatch.setattr(engine.cache, "version", drop_and_ask)
+    assert greedy(engine, "abc", 6) == expected
+    assert engine.idle
+    assert engine.cache.free_pages == engine.cache.usable_pages
+    assert not engine._requests
+    assert not engine._queues
+
+
+def test_a_cancelled_request_has_no_event_behind_its_last() -> None:
+    engine = make_engine()
+    request = engine.submit("abc", SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.generate(["other"], SamplingParams(max_tokens=4, ignore_eos=True))
+    event = engine.cancel(request)
+    completion = engine.result(request)
+    assert len(completion.token_ids) > 1
+    assert event.text == completion.text
+    assert engine.step() == []
+
+
+def test_tokens_that_nobody_gets_are_not_counted() -> None:
+    engine = make_engine()
+    tokens = greedy(engine, "abc", 12)
+    for _ in range(2):
+        engine.generate(["abc"], SamplingParams(max_tokens=12, stop_token_ids=(tokens[5],)))
+    kept = tokens.index(tokens[5])
+    assert engine.stats.decode_tokens == 11 + 2 * kept
+    assert len(engine.stats.decode_seconds) == 11 + 2 * kept
 
 
 def test_streams_submitted_requests_and_generate_share_an_engine() -> None:

@@ -26,6 +26,11 @@ from ostinato.engine import SamplingParams
         ("min_p", 1.5, "a number in .0, 1."),
         ("repetition_penalty", 0.0, "a finite number > 0"),
         ("repetition_penalty", math.inf, "a finite number > 0"),
+        # Logits are fp32, in which these are infinite or zero.
+        ("repetition_penalty", 1e39, "a finite number > 0"),
+        ("repetition_penalty", 1e-46, "a finite number > 0"),
+        ("temperature", 1e39, "a finite number >= 0"),
+        pytest.param("temperature", 10**400, "a finite number >= 0", id="temperature-huge"),
         ("seed", -1, "None or in"),
         ("seed", 2**63, "None or in"),
         ("stop", ("a", ""), "no empty string"),

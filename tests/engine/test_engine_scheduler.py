@@ -55,11 +55,12 @@ class Step:
 
 def step(scheduler: Scheduler, budget: int = 16) -> Step:
     """Do what the engine does, with token 1 for every token sampled."""
-    admitted = [request.id for request in scheduler.admit()]
+    before = list(scheduler.running)
+    scheduler.admit()
+    admitted = [request.id for request in scheduler.running if request not in before]
     batch = scheduler.decode_batch()
     chunks = scheduler.prefill_chunks(budget)
-    for chunk in chunks:
-        scheduler.computed(chunk)
+    scheduler.computed(chunks)
     last = [chunk.request for chunk in chunks if chunk.ends_prompt]
     for request in [*batch, *last]:
         request.accept(1)

@@ -108,14 +108,21 @@ def test_bytes_that_later_bytes_make_invalid_are_survived(ids: list[int]) -> Non
     assert stream.text == "".join(pieces)
 
 
-@given(st.lists(st.sampled_from(["\u2581the", "\u2581cat", "s", "é", "漢"]), max_size=8))
-def test_valid_bytes_and_words_decode_exactly(pieces: list[str]) -> None:
+PIECES = st.lists(st.sampled_from(["\u2581the", "\u2581cat", "s", "é", "漢", "𝄞"]), max_size=8)
+
+
+def ids_of(pieces: list[str]) -> list[int]:
     ids: list[int] = []
     for piece in pieces:
         known = FALLBACK.token_to_id(piece)
         ids += [known] if known is not None else [4 + byte for byte in piece.encode()]
-    stream = TextStream(FALLBACK, [2], ())
-    shown = [stream.push(token) for token in ids]
+    return ids
+
+
+@given(prompt=PIECES, pieces=PIECES)
+def test_valid_bytes_and_words_decode_exactly(prompt: list[str], pieces: list[str]) -> None:
+    stream = TextStream(FALLBACK, [2, *ids_of(prompt)], ())
+    shown = [stream.push(token) for token in ids_of(pieces)]
     assert "".join(shown) + stream.finish() == "".join(pieces).replace("\u2581", " ")
 
 

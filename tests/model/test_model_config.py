@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -77,11 +78,13 @@ def minimal(family: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_table_equals_that_of_transformers(name: str) -> None:
-    config = transformers.LlamaConfig(**SIZES, head_dim=16, rope_parameters=dict(ROPES[name]))
+@pytest.mark.parametrize("outer", [{}, {"original_max_position_embeddings": 32}], ids=str)
+def test_rope_table_equals_that_of_transformers(name: str, outer: dict[str, int]) -> None:
+    fields = {**outer, "rope_parameters": ROPES[name]}
+    config = transformers.LlamaConfig(**SIZES, head_dim=16, **copy.deepcopy(fields))
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = rotary(torch.zeros(1), torch.arange(200)[None])
-    table = RopeConfig.from_hf({"rope_parameters": ROPES[name]}, 256).cos_sin_table(16, 200)
+    table = RopeConfig.from_hf(fields, 256).cos_sin_table(16, 200)
     torch.testing.assert_close(table[:, :8], cos[0, :, :8], atol=2e-5, rtol=0)
     torch.testing.assert_close(table[:, 8:], sin[0, :, :8], atol=2e-5, rtol=0)
 
