@@ -1,4 +1,4 @@
-"""The folder of compiled kernel libraries. An entry is complete or absent, never in between."""
+"""The folder of compiled kernel libraries. Entries appear whole; a damaged one counts as absent."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Entry:
         mode: the build mode in words.
         nvcc: version of the compiler.
         seconds: that compiling took.
+        size: bytes of the library, by which a damaged one is known.
         usage: what ptxas reports.
     """
 
@@ -40,6 +41,7 @@ class Entry:
     mode: str
     nvcc: str
     seconds: float
+    size: int
     usage: Usage
 
     @property
@@ -49,12 +51,15 @@ class Entry:
 
     @staticmethod
     def read(folder: Path) -> Entry | None:
-        """Return the entry in a folder, None when the folder is absent."""
+        """Return the entry in a folder, None when it is absent or damaged."""
         try:
             fields = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            entry = Entry(folder, usage=Usage.from_json(fields.pop("usage")), **fields)
+            # To load a library that ends too early is no error, but a SIGBUS.
+            whole = entry.library.stat().st_size == entry.size
+        except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
             return None
-        return Entry(folder, usage=Usage.from_json(fields.pop("usage")), **fields)
+        return entry if whole else None
 
 
 def cache_folder() -> Path:
@@ -96,6 +101,9 @@ def exclusive_build(cache: Path) -> Iterator[Path]:
 def publish(entry: Entry, built: Path) -> None:
     """Move a finished library into the cache, at `entry.folder`, in one step.
 
+    A whole entry that is there already is kept, a damaged one is removed before. To be called by
+    the only process that builds.
+
     Args:
         entry: what to record.
         built: the library, in a folder of its own on the cache's file system.
@@ -111,9 +119,12 @@ def publish(entry: Entry, built: Path) -> None:
     try:
         os.rename(built.parent, entry.folder)
     except OSError as error:
-        # An equal library is there already: names are hashes of what is in them.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        # A whole one is equal to ours: names are hashes of what is in them.
+        if Entry.read(entry.folder) is None:
+            shutil.rmtree(entry.folder)
+            os.rename(built.parent, entry.folder)
     _flush(entry.folder.parent)
 
 

@@ -32,7 +32,7 @@ _FLAGS = (
 # Warning 20012 is about defaulted functions in CUTLASS's headers.
 _CUTLASS_FLAGS = ("--expt-relaxed-constexpr", "-diag-suppress", "20012")
 # Part of every key: to be raised when `Entry` changes, since old entries can not be read then.
-_RECORD_FORMAT = "1"
+_RECORD_FORMAT = "2"
 _LOG_LINES = 20
 
 
@@ -110,7 +110,8 @@ def find(plan: Plan) -> Entry | None:
     if can_compile and jit_enabled():
         return None
     folders = sorted(cache.glob(f"{plan.key}-nvcc*"), key=lambda path: path.stat().st_mtime)
-    return Entry.read(folders[-1]) if folders else None
+    entries = map(Entry.read, reversed(folders))
+    return next((entry for entry in entries if entry is not None), None)
 
 
 def jit_enabled() -> bool:
@@ -201,13 +202,14 @@ class _Build:
 
     def _publish(self, item: Plan, built: Path) -> None:
         log = (built / ninja.LOG).read_text(encoding="utf-8", errors="replace")
-        ended, started = ((built / name).stat().st_mtime for name in (LIBRARY, ninja.START))
+        library, start = ((built / name).stat() for name in (LIBRARY, ninja.START))
         entry = Entry(
             folder=self.folder(item),
             variant=item.variant.name,
             mode=str(item.mode),
             nvcc=self.nvcc.version,
-            seconds=round(ended - started, 1),
+            seconds=round(library.st_mtime - start.st_mtime, 1),
+            size=library.st_size,
             usage=parse_ptxas(log),
         )
         publish(entry, built / LIBRARY)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -267,6 +268,60 @@ def test_a_library_that_is_there_already_is_kept(cache: Path, nvcc_calls: Path) 
         copy.write_bytes(b"second")
         cache_module.publish(first, copy)
     assert first.library.read_bytes() != b"second"
+
+
+def _truncate(entry: Entry) -> None:
+    os.truncate(entry.library, 100)
+
+
+def _lose_library(entry: Entry) -> None:
+    entry.library.unlink()
+
+
+def _lose_record(entry: Entry) -> None:
+    (entry.folder / "build.json").unlink()
+
+
+def _empty_record(entry: Entry) -> None:
+    os.truncate(entry.folder / "build.json", 0)
+
+
+def _foreign_record(entry: Entry) -> None:
+    (entry.folder / "build.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "damage", [_truncate, _lose_library, _lose_record, _empty_record, _foreign_record]
+)
+def test_a_damaged_library_is_compiled_again(
+    cache: Path, nvcc_calls: Path, damage: Callable[[Entry], None]
+) -> None:
+    (item,) = _plans(1)
+    (built,) = build([item])
+    whole = built.library.read_bytes()
+    damage(built)
+    assert find(item) is None
+    (again,) = build([item])
+    assert find(item) == again
+    assert again.library.read_bytes() == whole
+    assert len(_calls(nvcc_calls)) == 2
+    assert not _leftovers(cache)
+
+
+def test_without_nvcc_a_damaged_library_does_not_hide_a_whole_one(
+    tmp_path: Path,
+    nvcc_calls: Path,
+    recorder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    (whole,) = build(_plans(1))
+    fake_nvcc(tmp_path / "newer", recorder, version="13.1.0")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "newer"))
+    (newer,) = build(_plans(1))
+    _truncate(newer)
+    request.getfixturevalue("no_nvcc")
+    assert find(*_plans(1)) == whole
 
 
 @pytest.mark.parametrize(
