@@ -17,10 +17,10 @@ from ostinato.bench.decode_cases import (
     Case,
     cases,
 )
-from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag, check_json_flag
 from ostinato.cli.bench_run import measure, ready_peers
 from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Parser, UserError, check_folder, user_errors
+from ostinato.cli.command import Parser, UserError, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> list[Case]:
-    check_folder("--json", args.json)
+    check_json_flag(args.json)
     for page in args.page:
         if page < 1:
             raise UserError(f"--page: got {page}, expected at least 1")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
-from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag, check_json_flag
 from ostinato.cli.bench_run import measure, ready_peers
 from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Parser, UserError, check_folder, user_errors
+from ostinato.cli.command import Parser, UserError, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 from ostinato.cli.gemm_flags import add_dtype_flag, check_tokens
 
@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> list[Case]:
     tokens = [*args.m, *(EDGE_M if args.edges else ())]
     check_tokens(tokens)
-    check_folder("--json", args.json)
+    check_json_flag(args.json)
     try:
         return cases(parse_shapes(args.shapes), tokens)
     except ValueError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.cli.command import user_errors
+from ostinato.cli.command import UserError, check_folder, user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ostinato.bench.results import CaseResult
 
 _NAMED = 20  # of what is listed in one line
+_PRINTED = ".txt"  # suffix of what is printed
 Times = Mapping[Any, Mapping[str, float]]  # by case, by implementation
 
 
@@ -24,8 +25,19 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="F",
-        help="write the times to this file, and what is printed to F with .txt for its suffix",
+        help=f"write the times to this file, and what is printed to F with {_PRINTED} for its "
+        "suffix",
     )
+
+
+def check_json_flag(path: Path | None) -> None:
+    """Check that the file of --json can be made, and is not that of what is printed."""
+    check_folder("--json", path)
+    if path is not None and path.suffix == _PRINTED:
+        raise UserError(
+            f"--json: got {path}, expected another suffix than {_PRINTED}, "
+            "the one of what is printed"
+        )
 
 
 def add_targets_flag(parser: argparse.ArgumentParser) -> None:
@@ -106,4 +118,4 @@ class Output:
         if self._json is not None:
             text = "\n".join([*self._lines, ""])
             with user_errors(OSError):
-                write_whole(self._json.with_suffix(".txt"), text)
+                write_whole(self._json.with_suffix(_PRINTED), text)

@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ostinato.bench.prefill_cases import DEFAULT_CASES, FP8_CASES, Case
-from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag
+from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag, check_json_flag
 from ostinato.cli.bench_run import measure, ready_peers
 from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Parser, UserError, check_folder, user_errors
+from ostinato.cli.command import Parser, UserError, user_errors
 from ostinato.cli.device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     budget = Budget(args.budget_s, time.monotonic())
-    check_folder("--json", args.json)
+    check_json_flag(args.json)
     try:
         cases = args.cases or (FP8_CASES if args.dtype == "fp8" else DEFAULT_CASES)
         chosen = list(dict.fromkeys(map(Case.parse, cases)))

@@ -79,6 +79,7 @@ def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str])
         ("--page 0", "--page: got 0, expected at least 1"),
         ("--peer fa2", "--peer: got 'fa2', expected all or none or fa3"),
         ("--peer xqa", "xqa_p16: No module named 'flashinfer'"),
+        ("--json f.txt", "--json: got f.txt, expected another suffix than .txt"),
         ("--max-kv-gb 1e-9", "--max-kv-gb: got 1e-09, expected room for a case"),
     ],
 )

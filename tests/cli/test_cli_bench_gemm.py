@@ -98,6 +98,7 @@ def test_a_wrong_result_fails_the_run(
         ("--budget-s 0", "--budget-s: got 0, expected more than 0"),
         ("--budget-s nan", "--budget-s: got nan, expected more than 0"),
         ("--json no-such-folder/f.json", "--json: no-such-folder is not a folder"),
+        ("--json f.txt", "--json: got f.txt, expected another suffix than .txt"),
         ("--targets no-such-file", "no-such-file: No such file or directory"),
         ("--device tpu", "--device: got 'tpu'"),
     ],

@@ -49,6 +49,7 @@ def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str])
         ("--peer xqa", "--peer: got 'xqa', expected all or none or fa3"),
         ("--peer fi_fa2", "fi_fa2: No module named 'flashinfer'"),
         ("--json /nowhere/f.json", "--json"),
+        ("--json f.txt", "--json: got f.txt, expected another suffix than .txt"),
     ],
 )
 def test_bad_input_is_named(
