@@ -64,7 +64,6 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.graphs import measure
     from ostinato.bench.hugging_face import Attention
     from ostinato.bench.report import Report
-    from ostinato.graphs import GraphError
 
     with user_errors(ValueError):
         device = resolve_device(args.device)
@@ -73,8 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", flush=True)
     sizes = {"max_batch": args.max_batch, "context": args.context}
-    refused = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError, GraphError)
-    with user_errors(*refused):
+    with user_errors(ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError):
         for step in args.step:
             if step == "ostinato":
                 subject = our_step(args.shape, args.dtype, device, **sizes)

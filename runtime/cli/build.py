@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +10,8 @@ from ostinato.cli.model_flags import add_batch_invariant_flag
 from ostinato.kernels.cache import Entry, cache_folder
 from ostinato.kernels.catalogue import CATALOGUE, families, select
 from ostinato.kernels.compiler import Plan, build, find, plan
-from ostinato.kernels.errors import KernelError
 from ostinato.kernels.mode import BuildMode
 from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES, Variant
-
-_FAILED = 1
 
 
 def _parser() -> Parser:
@@ -91,11 +87,12 @@ def _main(argv: Sequence[str]) -> int:
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [plan(variant, mode) for variant in chosen]
-    return build_plans(plans, args.jobs)
+    _build(plans, args.jobs)
+    return 0
 
 
-def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> int:
-    """Compile kernels, say which, and return an exit code; arguments as of `compiler.build`."""
+def _build(plans: Sequence[Plan], jobs: int | None) -> None:
+    """Compile kernels and say which; arguments as of `compiler.build`."""
     missing = [item for item in plans if find(item) is None]
     print(
         f"{len(plans)} kernels, {len(plans) - len(missing)} of them compiled already, "
@@ -116,13 +113,7 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> int:
             flush=True,
         )
 
-    try:
-        build(plans, jobs=jobs, report=report)
-    except KernelError as error:
-        # Not one line: it is what the compiler said.
-        print(f"ostinato build: error: {error}", file=sys.stderr)
-        return _FAILED
-    return 0
+    build(plans, jobs=jobs, report=report)
 
 
 def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) -> set[Variant]:

@@ -12,6 +12,7 @@ from ostinato import __version__
 from ostinato.cli import bench, build, env, generate, kernels, quantize, tune
 from ostinato.cli.command import Command, Parser, UserError
 from ostinato.cli.interrupt import INTERRUPTED
+from ostinato.kernels.errors import KernelError
 
 COMMANDS: dict[str, Command] = {
     "generate": generate.COMMAND,
@@ -22,6 +23,7 @@ COMMANDS: dict[str, Command] = {
     "kernels": kernels.COMMAND,
     "env": env.COMMAND,
 }
+FAILED = 1
 USER_ERROR = 2
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
@@ -49,12 +51,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return USER_ERROR
+    except RuntimeError as error:
+        if not _says_what_to_do(error):
+            raise
+        # Not one line: it may end with what the compiler said, or with what is known of a capture.
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         # The reader went away. What is still buffered must not fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _says_what_to_do(error: RuntimeError) -> bool:
+    """Return whether an error is of a kernel that cannot be had or a step that is not captured."""
+    if isinstance(error, KernelError):
+        return True
+    # Not at the top: commands are listed without torch.
+    from ostinato.graphs import GraphError
+
+    return isinstance(error, GraphError)
 
 
 def _parser() -> Parser:

@@ -19,6 +19,7 @@ from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.cli.main import main
 from ostinato.cli.sampling import add_sampling_flags
 from ostinato.engine import Engine, SamplingParams
+from ostinato.kernels.errors import MissingKernelError
 
 Generate = Callable[..., dict[str, Any]]
 
@@ -298,6 +299,28 @@ def test_damaged_checkpoints_are_refused_in_one_line(
     printed = capsys.readouterr()
     assert printed.err.startswith(f"ostinato generate: error: {folder}/")
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["load_model", "capture"])
+def test_a_kernel_that_is_not_compiled_is_named_with_the_command(
+    place: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    message = "kernel k is not compiled: run `python -m ostinato build --only k` before"
+
+    def missing(*_arguments: object, **_flags: object) -> None:
+        raise MissingKernelError(message)
+
+    if place == "load_model":
+        monkeypatch.setattr("ostinato.checkpoint.load_model", missing)
+    else:
+        monkeypatch.setattr("ostinato.engine.decode.DecodeStep.__call__", missing)
+    assert main(["generate", str(checkpoint), "x"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("ostinato generate: error: ")
+    assert message in printed.err
 
 
 class _CtrlC:

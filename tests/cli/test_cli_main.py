@@ -15,6 +15,8 @@ import pytest
 from ostinato import __version__
 from ostinato.cli.command import Command, UserError, comma_separated, user_errors
 from ostinato.cli.main import COMMANDS, main
+from ostinato.graphs import CaptureError, VerificationError
+from ostinato.kernels.errors import KernelBuildError, MissingKernelError
 
 LONG = ("--max-tokens", "50000", "--ignore-eos", "--no-verify")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -98,6 +100,26 @@ def test_other_errors_pass_through(error: Exception) -> None:
     assert raised.value is error
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MissingKernelError("kernel k is not compiled: run `python -m ostinato build --only k`"),
+        KernelBuildError("k (release):\nprobe.cu(1): error: no such thing"),
+        CaptureError("could not capture batch size 8: RuntimeError: no\n  remedy: none"),
+        VerificationError("batch size 8: the replay differs"),
+    ],
+)
+def test_what_kernels_and_captures_say_is_shown_in_all_its_lines(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_arguments: object) -> int:
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "generate", Command("", fail))
+    assert main(["generate"]) == 1
+    assert capsys.readouterr().err == f"ostinato generate: error: {error}\n"
+
+
 def test_comma_separated() -> None:
     assert comma_separated("1,-2,30") == [1, -2, 30]
     assert comma_separated("") == []
@@ -128,7 +150,7 @@ def test_standard_streams_may_be_closed(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (UserError("no"), 2), (ValueError(), None)]
+    ("error", "code"), [(KeyboardInterrupt(), 130), (UserError("no"), 2), (RuntimeError(), None)]
 )
 def test_what_was_printed_before_an_error_is_written(
     error: BaseException, code: int | None, monkeypatch: pytest.MonkeyPatch
