@@ -62,13 +62,20 @@ class Table:
 
 
 def known_choices(path: Path, gpu: str) -> Tuning:
-    """Return the choices in a file, none when there is no file or it does not hold for the GPU.
+    """Return the choices in a file, none when there is no file or it is of other sources.
 
     Raises:
-        OSError, ValueError: when it cannot be read, or is no such document.
+        OSError, ValueError: when it cannot be read, is no such document, or holds rows of another
+            GPU, which are not to be written over.
     """
     if not path.exists():
         return {}
+    document = gemm_tuning.read_document(path)
+    if document["rows"] and document["gpu"] != gpu:
+        raise ValueError(
+            f"{path}: got rows of {document['gpu']}, expected {gpu}'s: name another file by "
+            f"--out, which the ops read if {gemm_tuning.VARIABLE} names it, too"
+        )
     return gemm_tuning.read(path, gpu)
 
 

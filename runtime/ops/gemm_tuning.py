@@ -76,7 +76,7 @@ def override(path: str | os.PathLike[str] | None) -> None:
     global _overriding
     chosen = None if path is None else Path(path)
     if chosen is not None:
-        _document(chosen)
+        read_document(chosen)
     _overriding = chosen
     forget()
 
@@ -112,7 +112,7 @@ def read(path: Path, gpu: str) -> Tuning:
         OSError: when it cannot be read.
         ValueError: naming the file and the row, when it is not as this module says.
     """
-    document = _document(path)
+    document = read_document(path)
     # Before the rows: those of other sources may name kernels that there are no more.
     for what, got, here in (
         ("GPU", document["gpu"], gpu),
@@ -187,7 +187,13 @@ def variants(
     return list(dict.fromkeys(found))
 
 
-def _document(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
+    """Return a file's gpu, source and rows, which are not looked at.
+
+    Raises:
+        OSError: when it cannot be read.
+        ValueError: naming the file, when it is no such document.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

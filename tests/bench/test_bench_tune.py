@@ -147,7 +147,7 @@ def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
     assert row.choice == Choice(TILE, 64, 8)
 
 
-def test_a_table_of_another_gpu_or_other_sources_is_begun_anew(
+def test_a_table_of_other_sources_is_begun_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "table.json"
@@ -155,11 +155,21 @@ def test_a_table_of_another_gpu_or_other_sources_is_begun_anew(
     table = Table(GPU, {})
     table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
     table.write(file)
-    assert known_choices(file, "another GPU") == {}
     monkeypatch.setattr(gemm_tuning, "sources_hash", lambda: "0" * 16)
     assert known_choices(file, GPU) == {}
     file.write_text("{}")
     with pytest.raises(ValueError, match="gpu: got NoneType, expected str"):
+        known_choices(file, GPU)
+
+
+def test_a_table_of_another_gpu_is_not_written_over(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    table = Table("another GPU", {})
+    table.write(file)
+    assert known_choices(file, GPU) == {}
+    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
+    table.write(file)
+    with pytest.raises(ValueError, match=f"{file}: got rows of another GPU, expected {GPU}'s"):
         known_choices(file, GPU)
 
 

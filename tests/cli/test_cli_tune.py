@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.bench.tune_table import known_choices
+from ostinato.bench.gemm_cases import Shape
+from ostinato.bench.tune import Tuned
+from ostinato.bench.tune_table import Table, known_choices
 from ostinato.cli.main import main
+from ostinato.kernels.catalogue import GEMM_SMALL_M
+from ostinato.ops.gemm_table import Choice
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,24 @@ def test_bad_input_is_refused_in_one_line(
     assert printed.out == ""
     assert printed.err.startswith(f"ostinato tune: error: {error}")
     assert printed.err.count("\n") == 1
+
+
+def test_the_table_of_another_gpu_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "table.json"
+    table = Table("NVIDIA H100", {})
+    table.put("int8", Shape(512, 256), [Tuned(8, Choice(GEMM_SMALL_M[0]), 6.0)])
+    table.write(file)
+    before = file.read_bytes()
+    monkeypatch.setattr("ostinato.cli.tune._cuda", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    assert main(["tune", "--shapes", "512x256", "--m", "8", "--out", str(file)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"{file}: got rows of NVIDIA H100, expected NVIDIA H200's" in printed.err
+    assert "--out" in printed.err
+    assert file.read_bytes() == before
 
 
 @pytest.mark.gpu
