@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ostinato.bench.report import Report
 from ostinato.bench.tune import Timed, Tuned
 from ostinato.ops import gemm_tuning
 from ostinato.ops.gemm_table import Choice
-from ostinato.ops.gemm_tuning import Tuning
+from ostinato.ops.gemm_tuning import TunedRow, Tuning
 
 
 @dataclass
@@ -33,16 +33,30 @@ class Table:
 
     def __init__(self, gpu: str, known: Tuning) -> None:
         self._gpu = gpu
-        self._rows: dict[tuple[str, Shape], list[dict[str, Any]]] = {}
-        for (dtype, n, k), rows in known.items():
-            self._put(dtype, Shape(n, k), ((row.m_max, row.choice) for row in rows))
+        self._rows = {(dtype, Shape(n, k)): list(rows) for (dtype, n, k), rows in known.items()}
 
-    def __contains__(self, key: tuple[str, Shape]) -> bool:
-        return key in self._rows
+    def covers(self, dtype: str, shape: Shape, tokens: Iterable[int]) -> bool:
+        """Return whether there are choices for the dtype, the shape and all of these tokens."""
+        rows = self._rows.get((dtype, shape), [])
+        return all(any(row.m_min <= m <= row.m_max for row in rows) for m in tokens)
 
-    def put(self, dtype: str, shape: Shape, tuned: Iterable[Tuned]) -> None:
-        """Put choices in the place of those for the dtype and shape."""
-        self._put(dtype, shape, ((row.m, row.choice) for row in tuned))
+    def put(self, dtype: str, shape: Shape, tuned: Sequence[Tuned], m_min: int) -> None:
+        """Put choices in the place of those for the dtype, the shape and as many tokens.
+
+        Args:
+            dtype: "int8" or "e4m3".
+            shape: of the weights.
+            tuned: at least one, m ascending.
+            m_min: the smallest m that was timed.
+        """
+        kept = [
+            # What ends among the new rows ends before them; what ends after them counts after them.
+            replace(row, m_max=min(row.m_max, m_min - 1)) if row.m_max <= tuned[-1].m else row
+            for row in self._rows.get((dtype, shape), [])
+            if row.m_min < m_min or row.m_max > tuned[-1].m
+        ]
+        rows = [*kept, *(TunedRow(m_min, row.m, row.choice) for row in tuned)]
+        self._rows[dtype, shape] = sorted(rows, key=lambda row: row.m_max)
 
     def write(self, path: Path) -> None:
         """Write the document, with the versions and the commit of now.
@@ -50,15 +64,20 @@ class Table:
         Raises:
             OSError: when it cannot be written.
         """
-        rows: list[Any] = [row for of_shape in self._rows.values() for row in of_shape]
+        rows: list[Any] = [
+            {
+                "dtype": dtype,
+                "n": shape.n,
+                "k": shape.k,
+                "m_min": row.m_min,
+                "m_max": row.m_max,
+                **_fields(row.choice),
+            }
+            for (dtype, shape), of_shape in self._rows.items()
+            for row in of_shape
+        ]
         versions, source = machine.versions(), gemm_tuning.sources_hash()
         _Document(self._gpu, versions, machine.commit(), rows, source).write(path)
-
-    def _put(self, dtype: str, shape: Shape, choices: Iterable[tuple[int, Choice]]) -> None:
-        self._rows[dtype, shape] = [
-            {"dtype": dtype, "n": shape.n, "k": shape.k, "m_max": m_max, **_fields(choice)}
-            for m_max, choice in choices
-        ]
 
 
 def known_choices(path: Path, gpu: str) -> Tuning:

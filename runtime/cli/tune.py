@@ -54,8 +54,8 @@ def _parser() -> Parser:
         type=int,
         nargs="+",
         metavar="M",
-        help="tokens; what is best for M is used from the next smaller one on (default: powers "
-        "of two and the sizes of tiles, to 8192)",
+        help="tokens; what is best for M is used from the next smaller one on, and nothing for "
+        "fewer than the smallest (default: powers of two and the sizes of tiles, to 8192)",
     )
     parser.add_argument("--again", action="store_true", help="time also what the file has already")
     add_budget_flag(parser, "shape")
@@ -93,11 +93,11 @@ def _main(argv: Sequence[str]) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         gpu = torch.cuda.get_device_name(device)
         table = Table(gpu, known_choices(out, gpu))
+    tokens = sorted(set(args.m or TUNED_M))
     todo: dict[Shape, list[str]] = {}
     for shape, operand in product(shapes, (DTYPES[dtype] for dtype in args.dtype)):
-        if args.again or (operand, shape) not in table:
+        if args.again or not table.covers(operand, shape, tokens):
             todo.setdefault(shape, []).append(operand)
-    tokens = sorted(set(args.m or TUNED_M))
     print(f"{len(shapes) - len(todo)} of {len(shapes)} shapes are in {out} already", flush=True)
     _compile(todo, tokens, device)
     progress = _Progress(args.all_times, device, sum(map(len, todo.values())) * len(tokens))
@@ -107,7 +107,7 @@ def _main(argv: Sequence[str]) -> int:
             print(f"not tuned, since the budget was spent: {left}")
             break
         for operand, rows in tune_shape(shape, operands, tokens, device, progress.add).items():
-            table.put(operand, shape, rows)
+            table.put(operand, shape, rows, tokens[0])
         with user_errors(OSError):
             table.write(out)
             progress.write()

@@ -3,15 +3,16 @@
 `python -m ostinato tune` writes them as JSON:
 
     {"gpu": "NVIDIA H200", "source": "0123456789abcdef", "rows": [
-        {"dtype": "int8", "n": 6144, "k": 4096, "m_max": 8, "variant": "gemm_small_m-int8-bf16-…",
-         "tile_channels": 0, "tile_tokens": 0, "cluster": 0, "share_weights": 0, "split_k": 0,
-         "band": 0}, …]}
+        {"dtype": "int8", "n": 6144, "k": 4096, "m_min": 1, "m_max": 8,
+         "variant": "gemm_small_m-int8-bf16-…", "tile_channels": 0, "tile_tokens": 0, "cluster": 0,
+         "share_weights": 0, "split_k": 0, "band": 0}, …]}
 
-A row holds for products of exactly this dtype, n and k, and for m up to `m_max`: of the rows whose
-kernel may serve a call (`gemm_table.serving`), the one with the smallest m_max counts, so that it
-begins where the one before it ends. Calls beyond the last row are left to the built-in table. A
-variant's output dtype is only that of the measurement: the row holds for the others as well. Of the
-numbers after the variant (see `gemm_table.Choice`) those left out are 0.
+A row holds for products of exactly this dtype, n and k, and for m from `m_min`, the smallest that
+was measured and 1 where it is left out, up to `m_max`: of the rows whose kernel may serve a call
+(`gemm_table.serving`), the one with the smallest m_max counts, so that it begins where the one
+before it ends. Calls that no row holds for are left to the built-in table. A variant's output dtype
+is only that of the measurement: the row holds for the others as well. Of the numbers after the
+variant (see `gemm_table.Choice`) those left out are 0.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
 _VARIANTS = {variant.name: variant for variant in _GEMMS}
 _TILED_LIMITS = {"cluster": 2, "share_weights": 1, "split_k": 2, "band": 2**31 - 1}
 _KEYS = {"dtype", "n", "k", "m_max", "variant"}
+_OPTIONAL = ("m_min", *CUT)
 
 
 @dataclass(frozen=True)
 class TunedRow:
-    """What is best for m up to `m_max`."""
+    """What is best for m from `m_min` to `m_max`, less those of rows that end before."""
 
+    m_min: int
     m_max: int
     choice: Choice
 
@@ -148,7 +151,7 @@ def choose(
     this is called at every launch.
     """
     for row in tuning_for(gpu).get((dtype, n, k), ()):
-        if m > row.m_max:
+        if not row.m_min <= m <= row.m_max:
             continue
         wanted = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
         choice = gemm_table.serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
@@ -179,10 +182,11 @@ def variants(
     batch_invariant: bool,
 ) -> list[GemmVariant]:
     """Return every kernel that a packed weight [n, k] may be multiplied by, whatever m."""
-    tuned = (row.m_max for row in tuning_for(gpu).get((dtype, n, k), ()))
+    rows = tuning_for(gpu).get((dtype, n, k), ())
+    ends = {m for row in rows for m in (row.m_min - 1, row.m_max) if m}
     found = (
         choose(gpu, sms, m, n, k, dtype, out_dtype, True, fast_accum, batch_invariant).variant
-        for m in sorted({*gemm_table.largest_ms(), *tuned})
+        for m in sorted({*gemm_table.largest_ms(), *ends})
     )
     return list(dict.fromkeys(found))
 
@@ -223,9 +227,9 @@ def _rows(path: Path, rows: list[Any]) -> Tuning:
 def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
     if not isinstance(row, dict):
         raise ValueError(f"got {type(row).__name__}, expected an object")
-    if not _KEYS <= set(row) <= {*_KEYS, *CUT}:
+    if not _KEYS <= set(row) <= {*_KEYS, *_OPTIONAL}:
         raise ValueError(
-            f"got {sorted(row)}, expected {sorted(_KEYS)} and perhaps {', '.join(CUT)}"
+            f"got {sorted(row)}, expected {sorted(_KEYS)} and perhaps {', '.join(_OPTIONAL)}"
         )
     dtype, variant = row["dtype"], _VARIANTS.get(row["variant"])
     if dtype not in OPERAND_DTYPES:
@@ -234,7 +238,10 @@ def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
         raise ValueError(f"variant: got {row['variant']!r}, expected a compiled GEMM of {dtype}")
     for name in ("n", "k", "m_max"):
         _integer(name, row[name], least=1)
-    return (dtype, row["n"], row["k"]), TunedRow(row["m_max"], _choice(variant, row))
+    m_min = row.get("m_min", 1)
+    _integer("m_min", m_min, least=1, most=row["m_max"])
+    tuned = TunedRow(m_min, row["m_max"], _choice(variant, row))
+    return (dtype, row["n"], row["k"]), tuned
 
 
 def _choice(variant: GemmVariant, row: dict[str, Any]) -> Choice:

@@ -26,6 +26,7 @@ from ostinato.bench.tune_table import Table, known_choices, time_row
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
 from ostinato.ops import gemm_table, gemm_tuning
 from ostinato.ops.gemm_table import Choice
+from ostinato.ops.gemm_tuning import TunedRow
 
 SHAPE = Shape(6144, 4096)
 GPU = "NVIDIA H200"
@@ -124,27 +125,51 @@ def test_the_ops_read_what_was_tuned(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     table = Table(GPU, {})
     tile = Choice(TILE, 96, 64, cluster=2, band=8)
-    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0), Tuned(64, tile, 9.0)])
+    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0), Tuned(64, tile, 9.0)], m_min=4)
     table.write(file)
     document = json.loads(file.read_text())
     assert list(document) == ["gpu", "versions", "commit", "source", "rows"]
     assert (document["gpu"], document["source"]) == (GPU, gemm_tuning.sources_hash())
     rows = known_choices(file, GPU)["int8", 6144, 4096]
-    assert [(row.m_max, row.choice) for row in rows] == [(8, Choice(SMALL)), (64, tile)]
+    assert rows == [TunedRow(4, 8, Choice(SMALL)), TunedRow(4, 64, tile)]
 
 
 def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     first = Table(GPU, {})
-    first.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
+    first.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)], m_min=4)
     first.write(file)
     again = Table(GPU, known_choices(file, GPU))
-    assert ("int8", SHAPE) in again
-    assert ("e4m3", SHAPE) not in again
-    again.put("int8", SHAPE, [Tuned(8, Choice(TILE, 64, 8), 6.0)])
+    assert again.covers("int8", SHAPE, [4, 8])
+    assert not again.covers("int8", SHAPE, [1, 8])
+    assert not again.covers("int8", SHAPE, [4, 9])
+    assert not again.covers("e4m3", SHAPE, [8])
+    again.put("int8", SHAPE, [Tuned(8, Choice(TILE, 64, 8), 6.0)], m_min=4)
     again.write(file)
     [row] = known_choices(file, GPU)["int8", 6144, 4096]
     assert row.choice == Choice(TILE, 64, 8)
+
+
+def test_choices_for_other_tokens_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    few, some, many, new = (Choice(TILE, channels, 64) for channels in (16, 32, 64, 96))
+    table = Table(GPU, {})
+    ladder = [Tuned(8, few, 1.0), Tuned(64, some, 2.0), Tuned(512, many, 3.0)]
+    table.put("int8", SHAPE, ladder, m_min=1)
+    table.put("int8", SHAPE, [Tuned(128, new, 2.5)], m_min=32)
+
+    def served(m: int) -> Choice | None:
+        table.write(file)
+        rows = known_choices(file, GPU)["int8", 6144, 4096]
+        return next((row.choice for row in rows if row.m_min <= m <= row.m_max), None)
+
+    expected = {8: few, 9: some, 31: some, 32: new, 128: new, 129: many, 512: many, 513: None}
+    assert {m: served(m) for m in expected} == expected
+    table.put("int8", SHAPE, [Tuned(4096, new, 9.0)], m_min=4096)
+    assert {m: served(m) for m in expected} == expected
+    assert served(4096) == new
+    assert not table.covers("int8", SHAPE, [512, 1024, 4096])
+    assert table.covers("int8", SHAPE, [1, 512, 4096])
 
 
 def test_a_table_of_other_sources_is_begun_anew(
@@ -153,7 +178,7 @@ def test_a_table_of_other_sources_is_begun_anew(
     file = tmp_path / "table.json"
     assert known_choices(file, GPU) == {}
     table = Table(GPU, {})
-    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
+    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)], m_min=8)
     table.write(file)
     monkeypatch.setattr(gemm_tuning, "sources_hash", lambda: "0" * 16)
     assert known_choices(file, GPU) == {}
@@ -167,7 +192,7 @@ def test_a_table_of_another_gpu_is_not_written_over(tmp_path: Path) -> None:
     table = Table("another GPU", {})
     table.write(file)
     assert known_choices(file, GPU) == {}
-    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)])
+    table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)], m_min=8)
     table.write(file)
     with pytest.raises(ValueError, match=f"{file}: got rows of another GPU, expected {GPU}'s"):
         known_choices(file, GPU)

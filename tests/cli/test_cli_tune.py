@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ostinato.bench.gemm_cases import Shape
+from ostinato.bench.report import Report
 from ostinato.bench.tune import Tuned
 from ostinato.bench.tune_table import Table, known_choices
 from ostinato.cli.main import main
-from ostinato.kernels.catalogue import GEMM_SMALL_M
+from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.ops.gemm_table import Choice
 
 
@@ -38,22 +39,57 @@ def test_bad_input_is_refused_in_one_line(
     assert printed.err.count("\n") == 1
 
 
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Pretend that there is an H200, on which one kernel wins; give the tokens of each shape."""
+    timed: list[list[int]] = []
+
+    def tune_shape(
+        _shape: Shape, operands: list[str], tokens: list[int], *_: object
+    ) -> dict[str, list[Tuned]]:
+        timed.append(tokens)
+        return {operand: [Tuned(tokens[-1], Choice(GEMM_TILED[0]), 6.0)] for operand in operands}
+
+    report = Report.for_device(torch.device("cpu"))
+    monkeypatch.setattr(Report, "for_device", lambda _: report)
+    monkeypatch.setattr("ostinato.cli.tune._cuda", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr("ostinato.cli.tune._compile", lambda *_: None)
+    monkeypatch.setattr("ostinato.bench.tune.tune_shape", tune_shape)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    return timed
+
+
+def test_a_shape_is_done_when_all_of_its_tokens_are(
+    tmp_path: Path, h200: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tune(*tokens: str) -> str:
+        flags = ["--dtype", GEMM_TILED[0].dtype, "--out", str(tmp_path / "table.json")]
+        assert main(["tune", "--shapes", "512x256", *flags, "--m", *tokens]) == 0
+        return capsys.readouterr().out
+
+    assert tune("4096").startswith("0 of 1")
+    assert tune("8", "4096").startswith("0 of 1")
+    assert tune("8", "100", "4096").startswith("1 of 1")
+    assert tune("4").startswith("0 of 1")
+    assert tune("4", "8", "4096").startswith("1 of 1")
+    assert h200 == [[4096], [8, 4096], [4]]
+
+
 def test_the_table_of_another_gpu_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, h200: list[list[int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "table.json"
     table = Table("NVIDIA H100", {})
-    table.put("int8", Shape(512, 256), [Tuned(8, Choice(GEMM_SMALL_M[0]), 6.0)])
+    table.put("int8", Shape(512, 256), [Tuned(8, Choice(GEMM_SMALL_M[0]), 6.0)], m_min=8)
     table.write(file)
     before = file.read_bytes()
-    monkeypatch.setattr("ostinato.cli.tune._cuda", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
     assert main(["tune", "--shapes", "512x256", "--m", "8", "--out", str(file)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert f"{file}: got rows of NVIDIA H100, expected NVIDIA H200's" in printed.err
     assert "--out" in printed.err
     assert file.read_bytes() == before
+    assert h200 == []
 
 
 @pytest.mark.gpu

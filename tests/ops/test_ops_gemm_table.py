@@ -242,6 +242,22 @@ def test_rows_hold_for_their_size_and_up_to_their_m(tuned: Path) -> None:
     assert picked(9, out_dtype="fp32").variant.out_dtype == "fp32"
 
 
+def test_rows_do_not_hold_below_the_least_m_that_was_timed(tuned: Path) -> None:
+    write(tuned, row(64, m_min=33, tile_channels=48), row(300, m_min=300, tile_channels=16))
+    assert picked(33).tile_channels == picked(64).tile_channels == 48
+    assert picked(300).tile_channels == 16
+    for m in (1, 32, 65, 299, 301):
+        assert picked(m) == built_in(m)
+
+
+@pytest.mark.parametrize("m_min", [1, 2, 100, 256])
+def test_the_kernels_below_a_row_are_known_beforehand(tuned: Path, m_min: int) -> None:
+    write(tuned, row(256, m_min=m_min, n=6144))
+    flags = {"fast_accum": True, "batch_invariant": False}
+    known = gemm_tuning.variants(GPU, SMS, 6144, 1024, "int8", "bf16", **flags)
+    assert {picked(m, n=6144).variant for m in range(1, 400)} <= set(known)
+
+
 def test_rows_that_may_not_serve_a_call_are_passed_over(tuned: Path) -> None:
     fast = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=64, fast_accum=True)
     exact = GemmTiled(dtype="e4m3", out_dtype="bf16", channels=64, tokens=64)
@@ -331,6 +347,8 @@ def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixtu
         ([row(64, dtype="e4m3")], "variant: got 'gemm_tiled-int8-bf16-128x64', expected"),
         ([row(64, variant=["a"])], r"rows\[0\]: "),
         ([row(0)], "m_max: got 0, expected an integer in 1"),
+        ([row(8, m_min=0)], r"m_min: got 0, expected an integer in 1\.\.8"),
+        ([row(8, m_min=9)], r"m_min: got 9, expected an integer in 1\.\.8"),
         ([row(9, STREAMING)], r"m_max: got 9, expected an integer in 1\.\.8"),
         ([row(64, n=True)], "n: got True, expected an integer"),
         ([row(64, k="1")], "k: got '1', expected an integer"),
