@@ -113,7 +113,8 @@ def _build(plans: Sequence[Plan], jobs: int | None) -> None:
             flush=True,
         )
 
-    build(plans, jobs=jobs, report=report)
+    if missing:
+        build(missing, jobs=jobs, report=report)
 
 
 def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) -> set[Variant]:

@@ -179,6 +179,21 @@ def test_build_without_a_compiler(
     assert "nvcc not found" in capsys.readouterr().err
 
 
+def test_build_needs_no_compiler_for_what_is_compiled(
+    nvcc_calls: Path,
+    cache: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["build", "--only", _NAME]) == 0
+    request.getfixturevalue("no_nvcc")
+    capsys.readouterr()
+    assert main(["build", "--only", _NAME]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"1 kernels, 1 of them compiled already, in {cache}\n"
+    assert printed.err == ""
+
+
 def test_kernels_lists_what_is_compiled_and_what_is_not(
     nvcc_calls: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
