@@ -20,7 +20,7 @@ def _parser() -> Parser:
         usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
         "--dtypes D ...) [options]",
         description="Compile kernels into the cache; what is there already is left alone. "
-        "The selections combine. Needs nvcc and, for the tiled GEMM, CUTLASS: "
+        "Selections other than --all combine. Needs nvcc and, for the tiled GEMM, CUTLASS: "
         "`pip install 'ostinato[cuda]'`.",
     )
     chosen = parser.add_argument_group("which kernels")
@@ -71,6 +71,9 @@ def _main(argv: Sequence[str]) -> int:
         raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
     if not (args.all or args.only or args.for_model or args.dtypes):
         raise UserError("got no selection, expected --all, --only, --for-model or --dtypes")
+    for flag in ("only", "for_model", "dtypes"):
+        if args.all and getattr(args, flag):
+            raise UserError(f"--all: got --{flag.replace('_', '-')} beside it, expected it alone")
     if args.for_model is None and (args.lm_head or not args.batch_invariant):
         raise UserError("--lm-head and --no-batch-invariant go with --for-model")
     mode = BuildMode(args.debug_print, args.inject_delay)

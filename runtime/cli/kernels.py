@@ -30,7 +30,7 @@ def _parser() -> Parser:
         type=Path,
         metavar="F",
         help="compare with the limits in this file, docs/kernel_budgets.json in a checkout; "
-        "the exit code is 1 when one is exceeded",
+        "the exit code is 1 when one is exceeded, 2 when no kernel is compiled",
     )
     parser.add_argument(
         "--write-budgets",
@@ -50,6 +50,11 @@ def _main(argv: Sequence[str]) -> int:
         budgets = None if args.budgets is None else read_budgets(args.budgets)
         found = {variant.name: find(plan(variant)) for variant in variants}
         compiled = {name: entry for name, entry in found.items() if entry is not None}
+        if budgets is not None and not compiled:
+            raise UserError(
+                f"--budgets: none of {len(found)} kernels is compiled, in {cache_folder()}: "
+                "run `python -m ostinato build` before"
+            )
         if args.write_budgets is not None:
             write_budgets(args.write_budgets, {n: entry.usage for n, entry in compiled.items()})
     print(f"{len(compiled)} of {len(found)} compiled, in {cache_folder()}", _HEADER, sep="\n")

@@ -160,6 +160,9 @@ def test_build_for_a_model_takes_what_its_options_launch(
         (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
         (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),
         (["--for-model", "/nowhere"], "/nowhere/config.json"),
+        (["--all", "--only", "embed"], "--all: got --only beside it, expected it alone"),
+        (["--for-model", "/nowhere", "--all"], "--all: got --for-model beside it, expected"),
+        (["--all", "--dtypes", "int8"], "--all: got --dtypes beside it, expected it alone"),
     ],
 )
 def test_build_refuses_in_one_line(
@@ -224,6 +227,20 @@ def test_kernels_holds_them_to_their_budgets(
     capsys.readouterr()
     assert main(["kernels", "--budgets", str(budgets)]) == 1
     assert "    registers: got 42, expected at most 41\n" in capsys.readouterr().out
+
+
+def test_kernels_of_which_none_is_compiled_have_no_budgets_to_keep(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = tmp_path / "budgets.json"
+    budgets.write_text("{}")
+    assert main(["kernels", _NAME, "--budgets", str(budgets)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"ostinato kernels: error: --budgets: none of 1 kernels is compiled, in {cache}: "
+        "run `python -m ostinato build` before\n"
+    )
 
 
 @pytest.mark.parametrize(
