@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ COMMANDS: dict[str, Command] = {
 FAILED = 1
 USER_ERROR = 2
 BROKEN_PIPE = 128 + signal.SIGPIPE
+# A full disk, a quota, a limit on a file's size, a terminal that is gone.
+_NO_MORE_IS_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,9 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader went away. What is still buffered must not fail again when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _NO_MORE_IS_WRITTEN:
+            raise
+        _drop_output()
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return FAILED
+
+
+def _drop_output() -> None:
+    """Forget what is still buffered, which must not fail again when Python exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _says_what_to_do(error: RuntimeError) -> bool:

@@ -149,6 +149,21 @@ def test_standard_streams_may_be_closed(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["env", "generate {} x --max-tokens 2 --no-verify"])
+def test_a_full_disk_is_an_error_in_one_line(
+    command: str, unbuffered: str, checkpoint: Path
+) -> None:
+    script = f"{sys.executable} -m ostinato {command.format(checkpoint)} >/dev/full"
+    environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        ["sh", "-c", script], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("error: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (UserError("no"), 2), (RuntimeError(), None)]
 )
