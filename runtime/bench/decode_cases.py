@@ -113,7 +113,7 @@ def cases(
     q_lens: Iterable[int] = (1,),
     dims: Iterable[int] = (DIM,),
     skews: Iterable[bool] = (False,),
-    max_kv_bytes: int,
+    max_kv_bytes: float,
 ) -> list[Case]:
     """Return the cases whose keys and values, of 2 bytes an element, are no more than so much.
 

@@ -132,7 +132,7 @@ def _check(args: argparse.Namespace) -> list[Case]:
             q_lens=args.q_len,
             dims=args.head_dim,
             skews=(False, True) if args.skew else (False,),
-            max_kv_bytes=int(args.max_kv_gb * _GB),
+            max_kv_bytes=args.max_kv_gb * _GB,
         )
     except ValueError as error:
         raise UserError(str(error)) from error

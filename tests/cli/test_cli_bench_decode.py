@@ -64,6 +64,11 @@ def test_targets_that_are_not_measured_are_counted_and_named(
     assert many.endswith("4/2 b21 kv33 d16 and 28 more\n")
 
 
+def test_caches_may_be_of_any_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"{SMALL} --page 16 --peer none --max-kv-gb inf") == 0
+    assert "4/2 b2 kv33 d16" in capsys.readouterr().out
+
+
 def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{SMALL} --page 16 --peer none --budget-s 1e-9") == 0
     message = "since the budget was spent: 4/2 b1 kv33 d16, 4/2 b2 kv33 d16\n"
@@ -81,6 +86,7 @@ def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str])
         ("--peer xqa", "xqa_p16: No module named 'flashinfer'"),
         ("--json f.txt", "--json: got f.txt, expected another suffix than .txt"),
         ("--max-kv-gb 1e-9", "--max-kv-gb: got 1e-09, expected room for a case"),
+        ("--max-kv-gb nan", "--max-kv-gb: got nan, expected room for a case"),
     ],
 )
 def test_bad_input_is_named(
