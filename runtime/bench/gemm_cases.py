@@ -31,9 +31,10 @@ class Shape:
             ValueError: when it is not spelt so, or a size is not positive.
         """
         match = _SPELLING.fullmatch(text)
-        if match is None or "0" in match.groups():
+        n, k = map(int, match.groups()) if match else (0, 0)
+        if 0 in (n, k):
             raise ValueError(f"got {text!r}, expected NxK such as 6144x4096")
-        return Shape(*map(int, match.groups()))
+        return Shape(n, k)
 
     def __str__(self) -> str:
         return f"{self.n}x{self.k}"

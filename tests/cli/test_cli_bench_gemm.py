@@ -88,6 +88,7 @@ def test_a_wrong_result_fails_the_run(
         ("--dtype int4", "argument --dtype: invalid choice: 'int4'"),
         ("--shapes 64", "--shapes: got '64', expected NxK such as 6144x4096 or one of llama-8b"),
         ("--shapes 0x64", "--shapes: got '0x64'"),
+        ("--shapes 64x00", "--shapes: got '64x00'"),
         ("--m 0", "--m: got 0, expected at least 1"),
         ("--m x", "argument --m: invalid int value: 'x'"),
         ("--peer vllm", "--peer: got 'vllm', expected all or none or sgl_i8"),
