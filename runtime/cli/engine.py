@@ -75,10 +75,12 @@ def make_engine(
     if [] in tokens:
         number = tokens.index([]) + 1
         raise UserError(f"prompt {number}: got no tokens, expected at least one")
-    max_context = args.max_context
+    max_context, own = args.max_context, config.max_position_embeddings
     if max_context is None:
-        needed = max(map(len, tokens)) + max_tokens
-        max_context = min(needed, config.max_position_embeddings)
+        max_context = min(max(map(len, tokens)) + max_tokens, own)
+    # Here, because the model is loaded for this context, which then counts as its own.
+    elif not 2 <= max_context <= own:
+        raise UserError(f"max_context: got {max_context}, expected 2 to the model's {own}")
     max_batch = args.max_batch
     if max_batch is None:
         # At least 1, so that it is the sizes, if they are wrong, that the error is about.
