@@ -143,7 +143,7 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     headers: dict[str, dict[str, StoredTensor]] = {}
     stored: dict[str, StoredTensor] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or not _is_file_name(shard):
             raise CheckpointError(
                 f"{index}: weight_map: {name}: got {shard!r}, expected the name of a file beside it"
             )
@@ -159,6 +159,10 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
                     f"{index.with_name(shard)}: {name} is not listed for this file in {index}"
                 )
     return stored
+
+
+def _is_file_name(text: str) -> bool:
+    return Path(text).name == text and text not in ("", "..") and "\0" not in text
 
 
 def _check_tensor(stored: StoredTensor, spec: TensorSpec) -> None:

@@ -169,8 +169,12 @@ def test_an_index_and_shards_that_disagree_are_named(sharded: Path) -> None:
     index.write_text(json.dumps({**content, "weight_map": unlisted}))
     refused(sharded, f"{name} is not listed for this file in", index)
 
-    index.write_text(json.dumps({"weight_map": {name: "../elsewhere.safetensors"}}))
-    refused(sharded, index, name, "expected the name of a file beside it")
+
+@pytest.mark.parametrize("shard", ["../elsewhere.safetensors", "", ".", "..", "a\0b", 1])
+def test_a_shard_that_is_no_name_of_a_file_is_refused(sharded: Path, shard: object) -> None:
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": shard}}))
+    refused(sharded, index, "a.weight", repr(shard), "expected the name of a file beside it")
 
     index.write_text("{}")
     refused(sharded, index, "weight_map: got None, expected an object")
