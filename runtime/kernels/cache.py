@@ -67,8 +67,9 @@ def cache_folder() -> Path:
     chosen = os.environ.get("OSTINATO_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ostinato" / "kernels"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative one is to be ignored, as its specification says.
+    return (base if base.is_absolute() else Path.home() / ".cache") / "ostinato" / "kernels"
 
 
 @contextmanager

@@ -330,6 +330,7 @@ def test_without_nvcc_a_damaged_library_does_not_hide_a_whole_one(
         ({"OSTINATO_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, "/a/b"),
         ({"OSTINATO_CACHE": "~/b", "HOME": "/h"}, "/h/b"),
         ({"XDG_CACHE_HOME": "/x"}, "/x/ostinato/kernels"),
+        ({"XDG_CACHE_HOME": "x", "HOME": "/h"}, "/h/.cache/ostinato/kernels"),
         ({"HOME": "/h"}, "/h/.cache/ostinato/kernels"),
     ],
 )
