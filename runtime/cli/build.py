@@ -90,12 +90,15 @@ def _main(argv: Sequence[str]) -> int:
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [plan(variant, mode) for variant in chosen]
-    _build(plans, args.jobs)
+    build_plans(plans, args.jobs)
     return 0
 
 
-def _build(plans: Sequence[Plan], jobs: int | None) -> None:
-    """Compile kernels and say which; arguments as of `compiler.build`."""
+def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
+    """Compile those of the kernels that are missing and say which.
+
+    Arguments and errors are those of `compiler.build`.
+    """
     missing = [item for item in plans if find(item) is None]
     print(
         f"{len(plans)} kernels, {len(plans) - len(missing)} of them compiled already, "
