@@ -21,6 +21,7 @@ from ostinato.graphs.diagnosis import Failure, Trace
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.guards import Turn
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.ranks import Ranks
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.spec import BufferSpec
 
@@ -171,8 +172,14 @@ class Backend(Protocol):
     def location_of(self, address: int) -> str | None:
         """Return "device 0" or "the host", which means pinned; None if the driver knows neither."""
 
-    def replay_us(self, graph: Graph) -> float | None:
-        """Replay a few times and return the median in µs; None where nothing is recorded."""
+    def replay_us(self, graph: Graph, ranks: Ranks) -> float | None:
+        """Replay a few times and return the median in µs; None where nothing is recorded.
+
+        All ranks replay equally often.
+
+        Raises:
+            RankError: when another rank has failed.
+        """
 
     def replay_timer(self) -> ReplayTimer:
         """Return what times replays in the midst of serving."""
@@ -284,7 +291,7 @@ class CpuBackend:
         """Return None: there is no device memory."""
         return None
 
-    def replay_us(self, graph: Graph) -> float | None:
+    def replay_us(self, graph: Graph, ranks: Ranks) -> float | None:
         """Return None: a replay is a call of the step."""
         return None
 

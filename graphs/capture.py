@@ -142,7 +142,7 @@ def capture_graphs(
                                 difference += f"; {outside}"
                         raise VerificationError(difference)
                     with costs.measured("time", key):
-                        costs.replayed(key, backend.replay_us(graphs[key]))
+                        costs.replayed(key, backend.replay_us(graphs[key], ranks))
             if (moved := watch.moved()) is not None:
                 raise CaptureError(f"{moved} has moved since the captures began: graphs have it")
             if bursts is not None:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -29,6 +30,7 @@ from ostinato.graphs.errors import BusyError, GraphError
 from ostinato.graphs.guards import only_capture, turn_of
 from ostinato.graphs.launch import Launch
 from ostinato.graphs.outputs import Outputs, Step
+from ostinato.graphs.ranks import Ranks
 from ostinato.graphs.recording import Recording
 from ostinato.graphs.spec import BufferSpec
 from ostinato.graphs.streams import CallerOrder, EventTimer, StreamScope
@@ -39,7 +41,7 @@ PoolHandle = tuple[int, int]
 _CAPTURE_MODE = "thread_local"
 _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 _CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
-_TIMED_REPLAYS, _TIMED_US = 3, 10_000  # at most, after one that is not timed
+_TIMED_REPLAYS, _TIMED_US = 3, 10_000  # at most, after one that is not timed; ranks take all
 _STATES = {"active_allocated": State.LIVE}
 
 
@@ -225,17 +227,21 @@ class CudaBackend:
         self.check_readable()
         return cast("GraphDriver", self._driver).location_of(address)
 
-    def replay_us(self, graph: Graph) -> float | None:
+    def replay_us(self, graph: Graph, ranks: Ranks) -> float | None:
         """Time replays on the backend's stream by events, on whatever the buffers hold."""
-        graph.replay()
+        # Several ranks replay equally often, however long it takes each: a replay's collectives
+        # need all of them. For the same reason they meet before this one waits.
+        at_once = 1 if ranks.size == 1 else _TIMED_REPLAYS
         times: list[float] = []
+        graph.replay()
         while len(times) < _TIMED_REPLAYS and sum(times) < _TIMED_US:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(self._stream)
-            graph.replay()
-            end.record(self._stream)
-            end.synchronize()
-            times.append(1e3 * start.elapsed_time(end))
+            marks = [_mark(self._stream)]
+            for _ in range(at_once):
+                graph.replay()
+                marks.append(_mark(self._stream))
+            ranks.agree("the timing of replays")
+            marks[-1].synchronize()
+            times += [1e3 * start.elapsed_time(end) for start, end in pairwise(marks)]
         return statistics.median(times)
 
     def release(self, graphs: list[Graph]) -> None:
@@ -362,6 +368,12 @@ class _CudaGraph:
             self.loop = None
         self._graph.reset()
         self.replay = self._graph.replay  # which refuses; the driver would take what is gone
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def _empty_cache() -> None:

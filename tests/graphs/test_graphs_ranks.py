@@ -1,9 +1,12 @@
 """Captures in several processes: all succeed or all fail, and nobody hangs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from graphs_ranks import FAILING, SCENARIOS, run_ranks, work
 
+from ostinato.graphs.cuda_backend import CudaBackend
 from ostinato.graphs.errors import RankError
 from ostinato.graphs.ranks import Ranks
 
@@ -143,3 +146,32 @@ def test_a_store_that_fails_is_an_error_of_ranks(monkeypatch):
 def test_a_timeout_that_is_none_is_refused():
     with pytest.raises(ValueError, match="group_timeout_s"):
         Ranks(None, 0)
+
+
+@pytest.mark.parametrize("microseconds", [1.0, 4_999.0, 20_000.0])
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_ranks_time_as_many_replays_and_meet_before_they_wait(size, microseconds, monkeypatch):
+    did = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            pass
+
+        def synchronize(self):
+            did.append("wait")
+
+        def elapsed_time(self, end):
+            return microseconds / 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    ranks = SimpleNamespace(size=size, agree=lambda at: did.append("meet"))
+    graph = SimpleNamespace(replay=lambda: did.append("replay"))
+    median = CudaBackend.replay_us(SimpleNamespace(_stream=None), graph, ranks)
+    assert median == pytest.approx(microseconds)
+    if size > 1:  # whatever a rank's own times are: a replay's all-reduce needs all of them
+        assert did == ["replay"] * 4 + ["meet", "wait"]
+    else:
+        assert did.count("replay") == (2 if microseconds > 10_000 else 4)
