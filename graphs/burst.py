@@ -18,12 +18,14 @@ import torch
 
 from ostinato.graphs.backend import Backend, BurstLoop, Graph
 from ostinato.graphs.buffers import StaticBuffers
+from ostinato.graphs.burst_inputs import WatchedStep
 from ostinato.graphs.burst_memory import BurstMemory
 from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.errors import BusyError
 from ostinato.graphs.guards import ProcessGuard
 from ostinato.graphs.integers import as_integer
 from ostinato.graphs.keys import Key
+from ostinato.graphs.outputs import Step
 
 Stops = Sequence[int] | Sequence[Sequence[int]]
 
@@ -231,6 +233,10 @@ class Bursts:
         self._backend = backend
         self._memory = BurstMemory(rules, buffers.max_batch, buffers.device)
         self._current: weakref.ref[Burst] | None = None
+
+    def watched(self, step: Step) -> WatchedStep:
+        """Return the step such that its calls show whether it can be repeated."""
+        return WatchedStep(step, self._buffers.specs)
 
     def prepare(self, graph: Graph, key: Key) -> BurstLoop:
         """Return what repeats a graph, made at the first call; it goes with the graph.

@@ -80,7 +80,7 @@ def capture_graphs(
         auditor: of this runner's graphs.
         watch: of the declared memory, whose places are noted when the captures begin.
         options: how.
-        bursts: makes each graph ready to be repeated on the device.
+        bursts: makes each graph ready to be repeated on the device, if the step can be.
         ranks: the processes that do the same together; when one fails, all do.
 
     Raises:
@@ -98,6 +98,8 @@ def capture_graphs(
     costs = _Costs(backend, ranks)
     bar = partial(_bar, backend=backend, progress=options.progress)
     largest_first = _largest_first(keys)
+    watched = None if bursts is None else bursts.watched(step)
+    eager: Step = watched or step
     try:
         sizes = ", ".join(map(str, keys))
         ranks.agree(f"the capture of {sizes}, verify={options.verify}, audit={options.audit!r}")
@@ -108,7 +110,9 @@ def capture_graphs(
                 auditor.begin()
             for key in bar(_largest_first(warmed), "Warming up"):
                 with costs.measured("warm up", key):
-                    _warm_up(step, buffers, key)
+                    _warm_up(eager, buffers, key)
+            if watched is not None:
+                watched.check()
             # A step may place its memory in the warm-up; from here on graphs have the addresses.
             watch.note()
             with only_capture():
@@ -134,7 +138,7 @@ def capture_graphs(
                 for key in bar(largest_first, "Verifying graphs"):
                     with costs.measured("verify", key):
                         difference = find_difference(
-                            step, buffers, backend, graphs[key], key, ranks
+                            eager, buffers, backend, graphs[key], key, ranks
                         )
                     if difference is not None:
                         with suppress(Exception):  # which must not hide the difference
@@ -143,6 +147,8 @@ def capture_graphs(
                         raise VerificationError(difference)
                     with costs.measured("time", key):
                         costs.replayed(key, backend.replay_us(graphs[key], ranks))
+                if watched is not None:
+                    watched.check()
             if (moved := watch.moved()) is not None:
                 raise CaptureError(f"{moved} has moved since the captures began: graphs have it")
             if bursts is not None:

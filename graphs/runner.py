@@ -150,6 +150,7 @@ class GraphRunner(Generic[OutputT]):
                 nothing is changed then.
             CaptureError: when the step fails.
             AuditError: when a strict audit refuses a graph.
+            BurstError: when there are `burst` rules, and the step cannot be repeated by them.
             GraphError: when a strict audit is impossible, for want of cuda-python.
             VerificationError: when a replay differs from the step.
             ClosedError, BusyError: see `run`.
@@ -269,7 +270,8 @@ class GraphRunner(Generic[OutputT]):
         """Take many steps in one launch, each on what the last one left; see `BurstRules`.
 
         A row ends with one of its stop tokens or at its limit, and is padding from then on; the
-        burst ends with its last row. Tokens are those that as many calls of `run` would give.
+        burst ends with its last row. Tokens are those that as many calls of `run` would give, since
+        `capture` refuses a step that writes to its input buffers where there are burst rules.
         Until the burst has ended and was read, every other call but `close`, which cancels it, is
         refused.
 
