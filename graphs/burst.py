@@ -236,7 +236,7 @@ class Bursts:
 
     def watched(self, step: Step) -> WatchedStep:
         """Return the step such that its calls show whether it can be repeated."""
-        return WatchedStep(step, self._buffers.specs)
+        return WatchedStep(step, self._rules, self._buffers.specs)
 
     def prepare(self, graph: Graph, key: Key) -> BurstLoop:
         """Return what repeats a graph, made at the first call; it goes with the graph.

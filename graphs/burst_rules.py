@@ -17,7 +17,10 @@ OutputKey = str | int | None
 
 @dataclass(frozen=True)
 class Feed:
-    """The buffer takes what the step returned: the key of a dict, the index of a tuple, or None."""
+    """The buffer takes what the step returned: the key of a dict, the index of a tuple, or None.
+
+    That must not be a view of a buffer.
+    """
 
     output: OutputKey
 
@@ -162,13 +165,18 @@ class BurstRules:
                         )
 
 
+def name_of(key: OutputKey) -> str:
+    """Return the name of an output, as `Outputs` has it."""
+    return "output" if key is None else f"output[{key!r}]"
+
+
 def output_of(outputs: Outputs, key: OutputKey, what: str) -> torch.Tensor:
     """Return an output by its key.
 
     Raises:
         ValueError: when there is no such output.
     """
-    name = "output" if key is None else f"output[{key!r}]"
+    name = name_of(key)
     for known, tensor in zip(outputs.names, outputs.tensors, strict=True):
         if known == name:
             return tensor

@@ -70,3 +70,30 @@ def test_a_step_that_writes_to_clones_of_its_inputs_gives_the_tokens_of_runs(dev
         runner.capture([2])
         inputs = {"tokens": [1], "position": [0], "scale": [[0.5, 0.5]]}
         assert list(runner.burst(1, inputs, 4)) == [[4], [14], [45], [139]]
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1, 1)[:, 0]])
+def test_a_buffer_cannot_be_fed_from_a_view_of_a_buffer(view, device):
+    rules = BurstRules({"tokens": Feed("tokens"), "position": Feed("last")})
+
+    def step(batch):
+        return {"tokens": batch.tokens + 1, "last": view(batch.tokens)}
+
+    with make(step, device, rules) as runner:
+        with pytest.raises(BurstError, match=r"next\['position'\]: .* output\['last'\].*clone"):
+            runner.capture([1, 2], verify=False)
+        assert runner.batch_sizes == ()
+
+
+def test_a_buffer_may_be_fed_from_a_clone_of_a_buffer(device):
+    rules = BurstRules({"tokens": Feed("tokens"), "position": Feed("last")})
+
+    def step(batch):
+        other = batch.scale[:, 0]  # a view of a buffer that feeds none
+        return {"tokens": batch.tokens + batch.position, "last": batch.tokens.clone(), "x": other}
+
+    with make(step, device, rules) as runner:
+        runner.capture([2])
+        inputs = {"tokens": [1, 10], "position": [0, 1], "scale": [[0.5, 0.5]] * 2}
+        burst = runner.burst(2, inputs, 4)
+        assert list(burst) == [[1, 11], [2, 21], [3, 32], [5, 53]]
