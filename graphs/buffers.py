@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -101,6 +103,7 @@ class StaticBuffers:
                 torch._foreach_copy_(words, [word.clone() for word in words])
         self._padding: dict[int, torch.Tensor] = {}
         self._views: dict[Key, BatchView] = {}
+        self._user: weakref.ref[object] | None = None
 
     @property
     def n_active(self) -> torch.Tensor:
@@ -188,6 +191,29 @@ class StaticBuffers:
         """
         bucket = self._as_size("bucket", bucket)
         self._static.pad(bucket)
+
+    def claim(self, user: object) -> None:
+        """Let a runner be the only one that stages here, until `release` or its end.
+
+        Raises:
+            ValueError: when another one is.
+        """
+        if self._is_claimed():
+            gc.collect()  # a runner that was dropped without `close` is a reference cycle
+        if self._is_claimed():
+            raise ValueError(
+                "buffers: got those of another GraphRunner, which both would write over; close "
+                "that one first, or make other StaticBuffers"
+            )
+        self._user = weakref.ref(user)
+
+    def release(self, user: object) -> None:
+        """Let others claim the buffers, if `user` has done so."""
+        if self._user is not None and self._user() is user:
+            self._user = None
+
+    def _is_claimed(self) -> bool:
+        return self._user is not None and self._user() is not None
 
     def _copy_through_pinned(
         self,

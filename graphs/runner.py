@@ -49,7 +49,7 @@ class GraphRunner(Generic[OutputT]):
     Args:
         step: takes a `BatchView` and returns a tensor, or a tuple or dict of tensors, with one row
             per row of the batch.
-        buffers: the inputs; their device is the runner's.
+        buffers: the inputs, of this runner alone until it is closed; their device is the runner's.
         memory: what else the step works on and stays where it is: names such as "weights" and
             "cache" to modules or tensors, which are kept alive. The audit reports any other memory,
             and runs are refused when something of it has moved. By default the audit takes every
@@ -64,7 +64,8 @@ class GraphRunner(Generic[OutputT]):
         burst: how the step feeds itself, for `burst`.
 
     Raises:
-        TypeError, ValueError: when an argument is of the wrong kind, or for another device.
+        TypeError, ValueError: when an argument is of the wrong kind, or for another device, or the
+            buffers are those of another runner that is neither closed nor dropped.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class GraphRunner(Generic[OutputT]):
         )
         self._gate = Gate(self, self._backend)
         self._repeat = self._captured.repeat
+        buffers.claim(self)  # last: nothing else may fail then
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
@@ -408,6 +410,7 @@ class GraphRunner(Generic[OutputT]):
         """
         if self._gate.is_fork:
             self._gate.close()
+            self._buffers.release(self)
             return
         end = None if self._bursts is None else self._bursts.end_current
         with self._gate.closing(timeout_s, end):
@@ -416,6 +419,7 @@ class GraphRunner(Generic[OutputT]):
                 self._captured.release()
                 self._backend.close()
                 self._gate.close()
+                self._buffers.release(self)
 
     def __enter__(self) -> GraphRunner[OutputT]:
         """Return the runner, which is closed on exit."""

@@ -299,3 +299,31 @@ def test_calls_from_inside_the_step_of_a_late_capture_are_refused_as_busy(call, 
         runner.run(1, ONE_ROW)
     armed = False
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_two_living_runners_cannot_have_the_same_buffers(step, buffers):
+    first = GraphRunner(step, buffers)
+    with pytest.raises(ValueError, match=r"buffers: .* another GraphRunner.*close"):
+        GraphRunner(step, buffers)
+    first.capture([2])
+    first.sleep()
+    with pytest.raises(ValueError, match="buffers: "):
+        GraphRunner(step, buffers)
+    first.wake()
+    assert first.run(1, ONE_ROW)["tokens"].tolist() == [3]
+    first.close()
+    with GraphRunner(step, buffers) as second:
+        first.close()  # again, which gives away nothing of the second's
+        with pytest.raises(ValueError, match="buffers: "):
+            GraphRunner(step, buffers)
+        second.capture([2])
+        assert second.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_buffers_of_a_runner_that_was_dropped_or_never_made_are_free(step, buffers):
+    GraphRunner(step, buffers).capture([2])
+    with pytest.raises(TypeError, match="burst: got dict"):
+        GraphRunner(step, buffers, burst={})
+    with GraphRunner(step, buffers) as runner:
+        runner.capture([2])
+        assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
