@@ -29,8 +29,10 @@ class Observer:
         self._timer = timer
         self._nvtx = nvtx
         self._times = HistogramBuilder()
-        # Statistics may be asked for by any thread, also by the step. It is never held in a replay.
-        self._lock = threading.Lock()
+        # Statistics may be asked for by any thread, also by the step. It is never held in a replay,
+        # but a signal handler may ask where this thread holds it.
+        self._lock = threading.RLock()
+        self._collecting = False
 
     def replay(self, key: Key, graph: Graph) -> None:
         """Replay a graph."""
@@ -62,8 +64,14 @@ class Observer:
             return self._times.build()
 
     def _collect(self, timer: ReplayTimer) -> None:
-        for microseconds in timer.finished():
-            self._times.add(microseconds)
+        if self._collecting:  # this is a signal handler, in the midst of the block below
+            return
+        try:
+            self._collecting = True
+            for microseconds in timer.finished():
+                self._times.add(microseconds)
+        finally:
+            self._collecting = False
 
 
 def _check_nvtx() -> None:

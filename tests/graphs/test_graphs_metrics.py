@@ -65,6 +65,28 @@ def test_replays_that_cannot_be_timed_are_counted_as_missed():
     assert observer.replay_us() == Histogram(missed=1)
 
 
+@pytest.mark.parametrize("outer", ["stats", "replay"])
+def test_a_signal_handler_may_ask_for_the_times_while_they_are_collected(outer):
+    times, seen = [10.0, 20.0], []
+
+    class Timer:
+        def replay(self, graph):
+            return True
+
+        def finished(self):
+            if not seen:
+                seen.append(observer.replay_us())  # as a handler does, in the same thread
+            return [times.pop() for _ in range(len(times))]
+
+    observer = Observer(Timer(), nvtx=False)
+    calls = {"stats": observer.replay_us, "replay": lambda: observer.replay(Key(1), None)}
+    thread = threading.Thread(target=calls[outer], daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    assert (seen[0].count, observer.replay_us().count) == (0, 2)
+
+
 def test_stats_do_not_wait_for_a_replay_not_even_from_inside_the_step():
     def step(batch):
         if observed:
