@@ -116,7 +116,8 @@ def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torc
         raise TypeError(f"inputs[{name!r}]: got numbers of {rows.dtype}, expected {spec.dtype}")
     if rows.dtype is not torch.bool:
         limits = torch.iinfo(spec.dtype)
-        low, high = (int(bound) for bound in rows.aminmax())
+        numbers = rows.numpy()  # torch has no minimum of unsigned numbers
+        low, high = int(numbers.min()), int(numbers.max())
         if low < limits.min or high > limits.max:
             raise ValueError(
                 f"inputs[{name!r}]: got numbers from {low} to {high}, "

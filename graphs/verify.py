@@ -110,8 +110,12 @@ def _poison(outputs: Outputs, owned: Sequence[int], expected: Outputs) -> None:
                 tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
+        elif tensor.dtype is torch.bool:
+            tensor.copy_(values.logical_not())
         else:
-            tensor.copy_(values.bitwise_not())
+            # As other integers of that size: torch has few operators for unsigned ones.
+            integer = _INTEGERS[tensor.element_size()]
+            tensor.view(integer).copy_(values.view(integer).bitwise_not())
 
 
 def _first_difference(expected: Outputs, got: Outputs, n: int) -> str | None:

@@ -155,6 +155,31 @@ def test_outputs_left_over_in_memory_of_the_step_are_found():
     assert backend.difference(step, StaticBuffers(SPECS, 8, "cpu"), 2) is not None
 
 
+INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.uint16, torch.uint32, torch.uint64])
+def test_outputs_of_every_integer_type_are_poisoned_and_compared(dtype):
+    backend = TellingBackend()
+    specs = {"x": BufferSpec((), torch.bool, False)}
+
+    def step(batch):
+        return torch.ones(batch.size, dtype=torch.bool).to(dtype)
+
+    assert backend.difference(step, StaticBuffers(specs, 4, "cpu"), 2) is None
+
+    class Idle(TellingBackend):
+        """Its replays write nothing."""
+
+        def capture(self, step, batch):
+            graph = super().capture(step, batch)
+            graph.replay = lambda: None
+            return graph
+
+    difference = Idle().difference(step, StaticBuffers(specs, 4, "cpu"), 2)
+    assert "output in 1 of 1 values" in difference
+
+
 def test_results_beyond_the_real_rows_may_differ(make_runner):
     def step(batch):
         index = torch.arange(batch.size, device=batch.tokens.device)
