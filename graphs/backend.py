@@ -327,7 +327,7 @@ class CpuBackend:
         shared = self._shared.get(key)
         if shared is None or shared.size(0) < shape[0]:
             with torch.inference_mode(False):
-                shared = self._shared[key] = torch.empty(shape, dtype=dtype)
+                shared = self._shared[key] = torch.empty(shape, dtype=dtype, device="cpu")
         return shared[: shape[0]]
 
 

@@ -58,7 +58,7 @@ class BurstMemory:
         for limit, tokens in zip(limits, stops, strict=True):
             spare = self.row_words - 2 - len(tokens)
             words += [limit, len(tokens), *tokens, *[0] * spare]
-        self._staged[: len(words)] = torch.tensor(words)
+        self._staged[: len(words)] = torch.tensor(words, device="cpu")
         self.ring[: RING_HEAD + 2 * self.max_batch] = 0
         self.control[: len(words)].copy_(self._staged[: len(words)], non_blocking=True)
 

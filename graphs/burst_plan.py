@@ -33,7 +33,7 @@ def encode(
     for name in specs:
         words += _rule(name, rules.next.get(name), batch, specs, outputs)
     with torch.inference_mode(False):
-        return torch.tensor(words, dtype=torch.int64).to(batch.n_active.device)
+        return torch.tensor(words, dtype=torch.int64, device=batch.n_active.device)
 
 
 def _rule(
@@ -68,5 +68,5 @@ def _row_bytes(rows: torch.Tensor) -> int:
 
 
 def _bits_of_pad(spec: BufferSpec) -> int:
-    pad = torch.tensor([spec.pad], dtype=spec.dtype)
+    pad = torch.tensor([spec.pad], dtype=spec.dtype, device="cpu")
     return int(pad.view(_INTEGERS[pad.element_size()]).item())

@@ -154,7 +154,7 @@ class BurstRules:
                 for key in (rule.table, rule.positions)
             )
             if isinstance(moves, Add) and table.is_cpu and positions.is_cpu:
-                later = torch.arange(1, max(limits))
+                later = torch.arange(1, max(limits), device="cpu")
                 places = positions.long()[:, None] + moves.amount * later
                 room = _steps_with_pages(table, places, rule.page_size, specs[rule.table].pad)
                 for row, (steps, limit) in enumerate(zip(room, limits, strict=True)):

@@ -42,6 +42,6 @@ def pinned_words(size: int, device: torch.device) -> tuple[torch.Tensor, torch.T
     """
     # Made in inference mode they could not be written outside it.
     with torch.inference_mode(False), torch.cuda.device(device):
-        words = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        words = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=True)
         mapped = torch.as_tensor(_Exported(words), device=device)
     return words, mapped if mapped.data_ptr() == words.data_ptr() else None

@@ -101,7 +101,8 @@ def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torc
     floating = spec.dtype.is_floating_point
     try:
         # Directly in a narrow dtype, numbers too large for it would become infinite or saturate.
-        rows = torch.as_tensor(value, dtype=torch.float64 if floating else None)
+        dtype = torch.float64 if floating else None
+        rows = torch.as_tensor(value, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"inputs[{name!r}]: got {type(value).__name__}, expected a tensor or numbers: {error}"
@@ -142,7 +143,7 @@ def _check_range(name: str, rows: torch.Tensor, dtype: torch.dtype) -> None:
 
 @lru_cache
 def _has_infinity(dtype: torch.dtype) -> bool:
-    return bool(torch.tensor(math.inf).to(dtype).float().isinf())
+    return bool(torch.tensor(math.inf, device="cpu").to(dtype).float().isinf())
 
 
 def _check_shape(name: str, value: torch.Tensor, spec: BufferSpec, n: int) -> None:

@@ -83,7 +83,7 @@ def _example_inputs(
     for name, spec in buffers.specs.items():
         shape = (n, *spec.shape)
         if spec.example is None:
-            inputs[name] = torch.full((1,), spec.pad, dtype=spec.dtype).expand(shape)
+            inputs[name] = torch.full((1,), spec.pad, dtype=spec.dtype, device="cpu").expand(shape)
             continue
         rows = spec.example(generator, shape)
         if not isinstance(rows, torch.Tensor) or rows.shape != shape:

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import math
 import sys
 import threading
 from typing import NamedTuple
@@ -13,7 +14,16 @@ from graphs_toys import PAD_TOKEN, SPECS, toy_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.graphs import (
+    Add,
+    BufferSpec,
+    BurstRules,
+    Feed,
+    GraphRunner,
+    Slot,
+    StaticBuffers,
+)
+from ostinato.graphs.spec import _has_infinity
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 
@@ -327,3 +337,34 @@ def test_a_group_of_one_waits_for_nobody(step, make_runner):
         assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_another_default_device_changes_nothing(device):
+    specs = {
+        "tokens": BufferSpec((), torch.int64, 0),
+        "position": BufferSpec((), torch.int32, 0),
+        "slot": BufferSpec((), torch.int64, -1),
+        "table": BufferSpec((4,), torch.int64, -1),
+        "scale": BufferSpec((), torch.float8_e5m2, math.inf),
+    }
+    rules = BurstRules(
+        {"tokens": Feed("tokens"), "position": Add(), "slot": Slot("table", "position", 4)}
+    )
+
+    def step(batch):
+        return {"tokens": batch.tokens + batch.slot}
+
+    inputs = {
+        "tokens": [1, 2],
+        "position": [0, 0],
+        "slot": [0, 4],
+        "table": [[0, 1, 2, 3], [1, 5, 6, 7]],
+        "scale": [0.5, 1.0],
+    }
+    with torch.device("meta"):
+        _has_infinity.cache_clear()
+        buffers = StaticBuffers(specs, 2, device)
+        with GraphRunner(step, buffers, burst=rules) as runner:
+            runner.capture()
+            assert runner.run(2, inputs)["tokens"].tolist() == [1, 6]
+            assert list(runner.burst(2, inputs, 3)) == [[1, 6], [2, 11], [4, 17]]
