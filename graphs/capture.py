@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -351,8 +352,9 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 def _bar(keys: Iterable[Key], label: str, *, backend: Backend, progress: bool) -> Iterator[Key]:
-    # None shows the bar on a terminal only.
-    with tqdm(keys, disable=None if progress else True, leave=False) as bar:
+    # None shows the bar on a terminal only. A program without a console has no standard error.
+    disable = None if progress and sys.stderr is not None else True
+    with tqdm(keys, disable=disable, leave=False) as bar:
         for key in bar:
             memory = None if bar.disable else backend.memory()
             free = "" if memory is None else f" | avail_mem = {memory.free_bytes / 2**30:.2f} GiB"

@@ -328,6 +328,13 @@ def test_progress_is_shown_on_a_terminal_only(
     assert shown or stream.getvalue() == ""
 
 
+def test_progress_is_not_shown_where_there_is_no_standard_error(step, make_runner, monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    runner = make_runner(step)
+    runner.capture([1, 4])
+    assert runner.batch_sizes == (1, 4)
+
+
 def test_a_group_of_one_waits_for_nobody(step, make_runner):
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
