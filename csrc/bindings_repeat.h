@@ -28,8 +28,8 @@ struct KnownRun {
     kBatchSize,
     kReplay,  // replays the graph where `executable` is 0, or says why that cannot be launched
     kCounts,
-    kRows,    // (the outputs as they are packed, [(tensor, its shape), ...])
-    kRemake,  // returns the outputs where one of these has another shape
+    kRows,    // (the outputs as they are packed, [(tensor, its shape, strides, address), ...])
+    kRemake,  // returns the outputs where one of these is no longer so
     kParts
   };
   PyObject* parts[kParts];
@@ -196,14 +196,27 @@ inline bool replay(const KnownRun& run, std::uintptr_t stream) {
   return is_done(PyObject_CallNoArgs(run.parts[KnownRun::kReplay]));
 }
 
+// Whether a caller has left a tensor as it was: (tensor, its shape, strides, address).
+inline Found is_in_its_place(PyObject* place) {
+  static PyObject* const shape = PyUnicode_InternFromString("shape");
+  static PyObject* const stride = PyUnicode_InternFromString("stride");
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  PyObject* const tensor = PyTuple_GET_ITEM(place, 0);
+  Found same = equals(PyObject_GetAttr(tensor, shape), PyTuple_GET_ITEM(place, 1));
+  if (same == Found::yes) {
+    same = equals(PyObject_CallMethodNoArgs(tensor, stride), PyTuple_GET_ITEM(place, 2));
+  }
+  if (same == Found::yes) {
+    same = equals(PyObject_CallMethodNoArgs(tensor, data_ptr), PyTuple_GET_ITEM(place, 3));
+  }
+  return same;
+}
+
 inline PyObject* outputs(const KnownRun& run, PyObject* n) {
-  static PyObject* const name = PyUnicode_InternFromString("shape");
   PyObject* const packed = PyTuple_GET_ITEM(run.parts[KnownRun::kRows], 0);
-  PyObject* const shapes = PyTuple_GET_ITEM(run.parts[KnownRun::kRows], 1);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(shapes); ++i) {
-    PyObject* const pair = PyList_GET_ITEM(shapes, i);
-    const Found same =
-        equals(PyObject_GetAttr(PyTuple_GET_ITEM(pair, 0), name), PyTuple_GET_ITEM(pair, 1));
+  PyObject* const places = PyTuple_GET_ITEM(run.parts[KnownRun::kRows], 1);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(places); ++i) {
+    const Found same = is_in_its_place(PyList_GET_ITEM(places, i));
     if (same == Found::error) {
       return nullptr;
     }

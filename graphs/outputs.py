@@ -13,7 +13,8 @@ from ostinato.graphs.buffers import BatchView
 StepOutput = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Step = Callable[[BatchView], StepOutput]
 _Pack = Callable[[list[torch.Tensor]], Any]
-_PackedRows = tuple[Any, list[tuple[torch.Tensor, torch.Size]]]  # and the shape of each
+_Place = tuple[torch.Tensor, torch.Size, tuple[int, ...], int]  # its shape, strides and address
+_PackedRows = tuple[Any, list[_Place]]  # and where each of them was when it was made
 
 
 class Outputs:
@@ -68,23 +69,21 @@ class Outputs:
         """Return the first `n` rows of each tensor, packed as the step packed them.
 
         The tensors are the same for the same `n`, since making them would take as long as all else
-        that a run does on the host; one that a caller has reshaped in place is made anew.
+        that a run does on the host; one that a caller has made another of in place is made anew.
         """
-        packed, shapes = self._rows.get(n) or self._make_rows(n)
-        for row, shape in shapes:
-            if row.shape != shape:
-                packed, _ = self._make_rows(n)
-                break
+        packed, places = self._rows.get(n) or self._make_rows(n)
+        if any(_place_of(place[0]) != place for place in places):
+            packed, _ = self._make_rows(n)
         return packed.copy() if isinstance(packed, dict) else packed
 
     def kept(self, n: int) -> _PackedRows:
-        """Return what `rows` keeps of the same `n`: the packed rows, and each with its shape."""
+        """Return what `rows` keeps of the same `n`: the packed rows, and each with its place."""
         return self._rows[n]
 
     def _make_rows(self, n: int) -> _PackedRows:
         with torch.inference_mode(False):
             rows = [tensor.narrow(0, 0, n) for tensor in self.tensors]
-        made = self._rows[n] = self._pack(rows), [(row, row.shape) for row in rows]
+        made = self._rows[n] = self._pack(rows), [_place_of(row) for row in rows]
         return made
 
     def layout(self) -> list[tuple[str, torch.Size, torch.dtype]]:
@@ -93,6 +92,10 @@ class Outputs:
             (name, tensor.shape, tensor.dtype)
             for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
+
+
+def _place_of(row: torch.Tensor) -> _Place:
+    return row, row.shape, row.stride(), row.data_ptr()
 
 
 def _check_output(name: str, tensor: object, batch: BatchView) -> None:

@@ -107,7 +107,7 @@ class Repeat:
         counts: RunCounts,
         look: Callable[[], object],
         runs_per_look: int,
-        rows: tuple[Any, list[tuple[Any, Any]]],
+        rows: tuple[Any, list[tuple[Any, Any, Any, Any]]],
         remake: Callable[[int], Any],
     ) -> None:
         """Take note of a run that has just been made, in the place of another if there are many.
@@ -125,8 +125,9 @@ class Repeat:
             counts: of the graph.
             look: returns None unless memory has moved.
             runs_per_look: how often it is called.
-            rows: the outputs, and each tensor of them with its shape; outputs in a dict are copied.
-            remake: returns the outputs of `n` rows where a tensor has another shape.
+            rows: the outputs, and each tensor of them with its shape, strides and address; outputs
+                in a dict are copied.
+            remake: returns the outputs of `n` rows where a tensor no longer has these.
         """
 
 class W8A8Gemm:

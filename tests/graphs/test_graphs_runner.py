@@ -113,6 +113,31 @@ def test_what_a_caller_does_to_its_outputs_is_not_seen_in_the_next_run(step, mak
     assert second["tokens"].tolist() == [3, 5, 7]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda output: output.t_(),
+        lambda output: output.set_(torch.full_like(output, 7.0)),
+        lambda output: setattr(output, "data", torch.full_like(output, 7.0)),
+        lambda output: output.as_strided_((3, 3), (3, 1), 3),
+    ],
+    ids=["transposed", "set", "data", "moved"],
+)
+@pytest.mark.parametrize("earlier_runs", [0, 3])  # of which the last are repeated without Python
+def test_what_a_caller_makes_of_its_outputs_is_not_seen_later(
+    earlier_runs, change, step, make_runner
+):
+    runner = make_runner(step)
+    runner.capture([6])
+    inputs = toy_inputs(3)
+    expected = runner.run(3, inputs)["hidden"].clone()
+    for _ in range(earlier_runs):
+        runner.run(3, inputs)
+    change(runner.run(3, inputs)["hidden"])
+    for _ in range(3):
+        assert torch.equal(runner.run(3, inputs)["hidden"], expected)
+
+
 def test_buckets_share_the_memory_of_outputs_on_cpu():
     runner = GraphRunner(lambda batch: batch.tokens + 0, StaticBuffers(SPECS, 8, "cpu"))
     runner.capture([2, 8])
