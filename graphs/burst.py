@@ -21,7 +21,7 @@ from ostinato.graphs.buffers import StaticBuffers
 from ostinato.graphs.burst_inputs import WatchedStep
 from ostinato.graphs.burst_memory import BurstMemory
 from ostinato.graphs.burst_rules import BurstRules
-from ostinato.graphs.errors import BusyError
+from ostinato.graphs.errors import BurstError, BusyError
 from ostinato.graphs.guards import ProcessGuard
 from ostinato.graphs.integers import as_integer
 from ostinato.graphs.keys import Key
@@ -140,7 +140,8 @@ class Burst:
         """Wait for a step and return its tokens.
 
         Raises:
-            BurstError: when the device failed. On a CPU also what the step raises.
+            BurstError: when the device failed. On a CPU also what the step raises, and this for its
+                StopIteration.
             BusyError: from inside the step.
             ForkedError: in a fork of the process that the burst was begun in.
         """
@@ -156,8 +157,10 @@ class Burst:
         self._reader = threading.get_ident()
         try:
             self._loop.wait(step)
-        except Exception:
+        except Exception as error:
             self._end()
+            if isinstance(error, StopIteration):  # of the step: the burst would seem to be over
+                raise BurstError("the step raised StopIteration") from error
             raise
         finally:
             self._reader = 0

@@ -406,6 +406,28 @@ def test_what_the_step_raises_ends_the_burst():
         runner.run(2, first_inputs(2))
 
 
+def test_a_step_that_raises_stop_iteration_does_not_end_the_burst_silently():
+    def step(batch):
+        if armed:
+            next(iter(()))
+        return {"x": batch.x + 1}
+
+    armed = False
+    rules = BurstRules({"x": Feed("x")}, "x")
+    buffers = StaticBuffers({"x": BufferSpec((), torch.int64, 0)}, 2, "cpu")
+    with GraphRunner(step, buffers, burst=rules) as runner:
+        runner.capture([2])
+        burst = runner.burst(1, {"x": [1]}, 4)
+        assert next(burst) == [2]
+        armed = True
+        with pytest.raises(BurstError, match="the step raised StopIteration") as caught:
+            list(burst)
+        assert isinstance(caught.value.__cause__, StopIteration)
+        armed = False
+        assert list(burst) == []
+        assert runner.run(1, {"x": [1]})["x"].tolist() == [2]
+
+
 KERNEL = Node("kernel", "good")
 PAGEABLE = Node("memcpy", words=[Word(4096, "source", True), Word(8192, "destination", True)])
 
