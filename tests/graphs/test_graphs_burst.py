@@ -290,10 +290,19 @@ def test_bad_arguments_are_named_before_anything_is_launched(options, message, r
 
 
 @pytest.mark.parametrize(
-    "options", [{"steps": 2.5}, {"limits": [1, "x"]}, {"stops": [1.5]}, {"inputs": [1]}]
+    "options",
+    [
+        {"steps": 2.5},
+        {"limits": [1, "x"]},
+        {"stops": [1.5]},
+        {"stops": torch.tensor([[23], [13]])},
+        {"stops": torch.tensor([True])},
+        {"n": torch.tensor([2])},
+        {"inputs": [1]},
+    ],
 )
 def test_arguments_of_the_wrong_kind_are_named(options, runner):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=f"^{next(iter(options))}: got"):
         runner.burst(**({"n": 2, "inputs": first_inputs(2), "steps": 5} | options))
     runner.run(2, first_inputs(2))
 
