@@ -124,7 +124,7 @@ class Burst:
         """
         self.check_outside()
         self.cancel()
-        if self._lock.acquire(timeout=max(0.0, timeout_s)):
+        if self._lock.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX)):
             try:
                 with suppress(StopIteration):
                     while True:

@@ -1,5 +1,6 @@
 """Who may read and end a burst: the step, other threads, forks, and the runner that is closed."""
 
+import math
 import threading
 import time
 
@@ -92,6 +93,12 @@ def test_close_reads_what_another_thread_has_left(runner, step):
     assert (burst.tokens, burst.reasons) == ([[2]], ["cancelled"])
     with pytest.raises(ClosedError):
         runner.run(1, {"x": [1]})
+
+
+def test_close_may_wait_for_ever(runner):
+    burst = runner.burst(1, {"x": [1]}, 3)
+    runner.close(timeout_s=math.inf)
+    assert burst.reasons == ["cancelled"]
 
 
 def test_a_burst_is_cancelled_when_no_other_can_begin(runner, monkeypatch):
