@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, as_list
 
 # Below 16 rows a tile is not full anyway, and a user waits for every microsecond; up to 128 rows
 # the tiles of attention and GEMM double; beyond, work grows by one whole tile of 128 rows.
@@ -38,7 +40,7 @@ def check_batch_sizes(batch_sizes: Iterable[int], max_batch: int) -> tuple[int, 
         ValueError: unless they are integers from 1 to `max_batch`, at least one, strictly
             increasing; the message shows the corrected list.
     """
-    got = list(batch_sizes)
+    got = list(map(_as_plain, as_list("batch_sizes", batch_sizes)))
     valid = {size for size in got if _is_int(size) and 1 <= size <= max_batch}
     corrected = sorted(valid) or list(default_batch_sizes(max_batch))
     if got != corrected or not all(map(_is_int, got)):
@@ -61,6 +63,13 @@ def smallest_bucket(n: int, batch_sizes: Sequence[int]) -> int:
             "split a larger batch, or capture a larger size"
         )
     return batch_sizes[bisect_left(batch_sizes, n)]
+
+
+def _as_plain(value: object) -> Any:
+    """Return Python's own number for an integer of any library, and other things as they are."""
+    with suppress(TypeError):
+        return as_integer("batch_sizes", value)
+    return value
 
 
 def _is_int(value: object) -> bool:

@@ -23,7 +23,7 @@ from ostinato.graphs.burst_memory import BurstMemory
 from ostinato.graphs.burst_rules import BurstRules
 from ostinato.graphs.errors import BurstError, BusyError
 from ostinato.graphs.guards import ProcessGuard
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, as_list
 from ostinato.graphs.keys import Key
 from ostinato.graphs.outputs import Step
 
@@ -321,7 +321,7 @@ class Bursts:
             raise ValueError(f"steps: got {steps}, expected 1 to the rules' max_steps={most}")
         if limits is None:
             return [steps] * n
-        numbers = [as_integer("limits", limit) for limit in limits]
+        numbers = [as_integer("limits", limit) for limit in as_list("limits", limits)]
         if len(numbers) != n:
             raise ValueError(f"limits: got {len(numbers)}, expected one for each of {n} rows")
         if min(numbers) < 1:
@@ -329,11 +329,12 @@ class Bursts:
         return [min(number, steps) for number in numbers]
 
     def _stops(self, n: int, stops: Stops) -> list[list[int]]:
-        nested = [tokens for tokens in stops if isinstance(tokens, Sequence)]
+        entries = as_list("stops", stops)
+        nested = [tokens for tokens in entries if isinstance(tokens, Sequence)]
         if not nested:
-            rows = [[as_integer("stops", token) for token in stops]] * n
-        elif len(nested) != len(stops) or len(stops) != n:
-            raise ValueError(f"stops: got {len(stops)} entries, expected tokens, or {n} lists")
+            rows = [[as_integer("stops", token) for token in entries]] * n
+        elif len(nested) != len(entries) or len(entries) != n:
+            raise ValueError(f"stops: got {len(entries)} entries, expected tokens, or {n} lists")
         else:
             rows = [[as_integer("stops", token) for token in tokens] for tokens in nested]
         for token in itertools.chain.from_iterable(rows):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import SupportsIndex, cast
+from typing import SupportsIndex, TypeVar, cast
 
 import torch
+
+T = TypeVar("T")
 
 
 def as_integer(argument: str, value: object) -> int:
@@ -25,3 +28,16 @@ def as_integer(argument: str, value: object) -> int:
         with suppress(TypeError):
             return operator.index(cast("SupportsIndex", value))
     raise TypeError(f"{argument}: got {value!r}, expected an integer")
+
+
+def as_list(argument: str, values: Iterable[T]) -> list[T]:
+    """Return what should be several integers as a list, whatever they are.
+
+    Raises:
+        TypeError: when they cannot be iterated.
+    """
+    try:
+        several = iter(values)
+    except TypeError:
+        raise TypeError(f"{argument}: got {values!r}, expected several integers") from None
+    return list(several)

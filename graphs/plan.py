@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ostinato.graphs.buckets import check_batch_sizes, default_batch_sizes
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, as_list
 from ostinato.graphs.keys import DEFAULT, Key, Variant, as_variant
 
 # For each variant its batch sizes, None for the default ones; or those of the default variant.
@@ -125,7 +125,7 @@ def _by_variant(
         variant = as_variant("batch_sizes", key)
         if sizes is None:
             checked[variant] = default_batch_sizes(max_batch)
-        elif may_be_empty and not (sizes := list(sizes)):
+        elif may_be_empty and not (sizes := as_list("batch_sizes", sizes)):
             checked[variant] = ()
         else:
             checked[variant] = check_batch_sizes(sizes, max_batch)

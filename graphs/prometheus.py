@@ -43,8 +43,10 @@ def to_text(metrics: Sequence[Metric], labels: Mapping[str, str]) -> str:
     """Return the metrics as text, every sample with `labels` beside its own.
 
     Raises:
+        TypeError: when the labels are not a mapping of strings to strings.
         ValueError: for a label whose name is not allowed, or that a metric has itself.
     """
+    _check_kinds(labels)
     lines = []
     for metric in metrics:
         lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
@@ -56,6 +58,16 @@ def to_text(metrics: Sequence[Metric], labels: Mapping[str, str]) -> str:
             braces = f"{{{','.join(pairs)}}}" if pairs else ""
             lines.append(f"{name}{braces} {value:.17g}")
     return "\n".join([*lines, ""])
+
+
+def _check_kinds(labels: object) -> None:
+    if not isinstance(labels, Mapping):
+        raise TypeError(f"labels: got {type(labels).__name__}, expected a mapping")
+    for label, text in labels.items():
+        if not isinstance(label, str):
+            raise TypeError(f"labels: got the name {label!r}, expected a string")
+        if not isinstance(text, str):
+            raise TypeError(f"labels[{label!r}]: got {text!r}, expected a string")
 
 
 def _escape(text: str) -> str:

@@ -25,7 +25,7 @@ from ostinato.graphs.errors import (
 )
 from ostinato.graphs.gate import Gate
 from ostinato.graphs.integers import as_integer
-from ostinato.graphs.keys import DEFAULT, Key, Variant
+from ostinato.graphs.keys import DEFAULT, Key, Variant, as_variant
 from ostinato.graphs.memory import DeclaredMemory, kept_alive
 from ostinato.graphs.plan import BatchSizes, Misses, Plan
 from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
@@ -339,7 +339,7 @@ class GraphRunner(Generic[OutputT]):
         """
         with self._gate.exclusively("dump"):
             self._gate.require_ready()
-            key = Key(as_integer("batch_size", batch_size), variant)
+            key = Key(as_integer("batch_size", batch_size), as_variant("variant", variant))
             drawing = self._captured.drawing(key)
             Path(path).write_text(drawing, encoding="utf-8")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 Example = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
@@ -99,11 +100,13 @@ def as_rows(
 
 def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torch.Tensor:
     floating = spec.dtype.is_floating_point
+    if isinstance(value, np.ndarray) and np.iscomplexobj(value):  # torch would take the real part
+        raise TypeError(f"inputs[{name!r}]: got numbers of {value.dtype}, expected {spec.dtype}")
     try:
         # Directly in a narrow dtype, numbers too large for it would become infinite or saturate.
         dtype = torch.float64 if floating else None
         rows = torch.as_tensor(value, dtype=dtype, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(
             f"inputs[{name!r}]: got {type(value).__name__}, expected a tensor or numbers: {error}"
         ) from error

@@ -96,6 +96,7 @@ class RunnerStats:
         Counters begin anew with each capture, which Prometheus takes for a restart.
 
         Raises:
+            TypeError: when the labels are not a mapping of strings to strings.
             ValueError: for a label whose name Prometheus does not allow, or that is used here.
         """
         runs = Metric("ostinato_graph_runs_total", "counter", "Runs, by what served them.")

@@ -81,8 +81,13 @@ class GraphTable:
 
         Raises:
             ValueError: when `n` is too large or too small, or the variant is none of the plan.
+            TypeError: when the variant is something that cannot be hashed.
         """
-        sizes, buckets = self._hits.get(variant) or self._row(variant)
+        try:
+            hits = self._hits.get(variant)
+        except TypeError as error:
+            raise TypeError(f"variant: got {variant!r}, expected a Variant") from error
+        sizes, buckets = hits or self._row(variant)
         if not sizes or n > sizes[-1]:
             sizes, buckets = self._row(variant)
         if not 1 <= n <= sizes[-1]:

@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,9 +63,17 @@ def test_bad_batch_sizes_are_refused_with_the_corrected_list(got, corrected):
     assert str(info.value).endswith(f"corrected: {corrected}")
 
 
-def test_batch_sizes_that_are_no_sequence():
-    with pytest.raises(TypeError):
-        check_batch_sizes(8, 8)
+@pytest.mark.parametrize("got", [8, None, torch.tensor(8)])
+def test_batch_sizes_that_are_no_sequence(got):
+    with pytest.raises(TypeError, match=r"batch_sizes: got .*, expected several integers"):
+        check_batch_sizes(got, 8)
+
+
+@pytest.mark.parametrize("got", [np.array([1, 2]), torch.tensor([1, 2]), {1: "a", 2: "b"}.keys()])
+def test_batch_sizes_of_other_libraries(got):
+    sizes = check_batch_sizes(got, 8)
+    assert sizes == (1, 2)
+    assert {type(size) for size in sizes} == {int}
 
 
 @given(st.sets(st.integers(1, 300), min_size=1), st.data())

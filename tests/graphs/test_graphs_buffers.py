@@ -268,6 +268,8 @@ def test_sequences_of_numbers(dtype, value, device):
         (torch.float8_e4m3fn, [NAN, 1e6], ValueError, "expected at most 448.0"),
         (torch.float8_e4m3fn, [0, -float("inf")], ValueError, "got numbers up to inf in magnitude"),
         (torch.int64, [0, 2**80], TypeError, r"inputs\['x'\]: got list"),
+        (torch.float32, [0, 10**400], TypeError, r"inputs\['x'\]: got list.*too large"),
+        (torch.float32, np.array([1 + 2j, 0]), TypeError, "got numbers of complex128, expected"),
         (torch.int64, "ab", TypeError, r"inputs\['x'\]: got str"),
         (torch.int64, None, TypeError, r"inputs\['x'\]: got NoneType"),
         (torch.int64, [[1], [2, 3]], TypeError, r"inputs\['x'\]: got list"),

@@ -294,6 +294,9 @@ def test_bad_arguments_are_named_before_anything_is_launched(options, message, r
     [
         {"steps": 2.5},
         {"limits": [1, "x"]},
+        {"limits": 5},
+        {"stops": 5},
+        {"stops": None},
         {"stops": [1.5]},
         {"stops": torch.tensor([[23], [13]])},
         {"stops": torch.tensor([True])},

@@ -98,6 +98,7 @@ def test_failures_name_the_variant(make_runner):
         ({}, ValueError, "batch_sizes: got no variant"),
         ({DRAFT: []}, ValueError, "corrected: "),
         ({DRAFT: [2, 1]}, ValueError, r"corrected: \[1, 2\]"),
+        ({DRAFT: 2}, TypeError, "batch_sizes: got 2, expected several integers"),
         ({4: [1]}, TypeError, "batch_sizes: got 4, expected a Variant"),
         ({Variant(0): [1]}, ValueError, "batch_sizes.q_len: got 0, expected at least 1"),
         ({Variant(True): [1]}, TypeError, "batch_sizes.q_len: got True"),
@@ -131,3 +132,16 @@ def test_outputs_of_variants_may_have_other_shapes(make_runner):
     runner.capture({Variant(): [2], Variant(3): [2]})
     assert runner.run(1, ONE_ROW).shape == (1, 1)
     assert torch.equal(runner.run(1, ONE_ROW, variant=Variant(3)).cpu(), torch.ones(1, 3).long())
+
+
+def test_a_variant_that_cannot_be_hashed_is_named(step, make_runner, tmp_path):
+    runner = make_runner(step)
+    runner.capture([2])
+    for call in (
+        lambda: runner.run(1, ONE_ROW, variant=[1]),
+        lambda: runner.bucket_for(1, [1]),
+        lambda: runner.dump(2, tmp_path / "step.dot", variant=[1]),
+    ):
+        with pytest.raises(TypeError, match=r"variant: got \[1\], expected a Variant"):
+            call()
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]

@@ -232,6 +232,19 @@ def test_labels_that_cannot_be_used(label, step, make_runner):
         runner.stats().to_prometheus({label: "x"})
 
 
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        ({"rank": 0}, r"labels\['rank'\]: got 0, expected a string"),
+        ({0: "a"}, "labels: got the name 0, expected a string"),
+        ("rank", "labels: got str, expected a mapping"),
+    ],
+)
+def test_labels_of_the_wrong_kind(labels, match, step, make_runner):
+    with pytest.raises(TypeError, match=match):
+        make_runner(step).stats().to_prometheus(labels)
+
+
 def test_stats_of_a_runner_without_graphs(step, make_runner):
     runner = make_runner(step)
     assert runner.stats().to_prometheus().count("\n") == 9
