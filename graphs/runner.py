@@ -396,9 +396,10 @@ class GraphRunner(Generic[OutputT]):
     def close(self, *, timeout_s: float = 60.0) -> None:
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
 
-        From here on other calls are refused. One that is under way in another thread, also of
-        another runner of the same pool, is waited for; a burst is cancelled and read to its end.
-        In a fork of the process nothing is released: the graphs are the parent's.
+        From here on other calls are refused, but `stats`, `keys`, `batch_sizes` and `invalidate`,
+        which find no graphs. One that is under way in another thread, also of another runner of the
+        same pool, is waited for; a burst is cancelled and read to its end. In a fork of the process
+        nothing is released: the graphs are the parent's.
 
         Args:
             timeout_s: wait so long at most.

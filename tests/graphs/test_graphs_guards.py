@@ -70,6 +70,28 @@ def test_a_fork_of_the_process_is_refused_and_the_parent_goes_on(step):
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
 
 
+def test_what_a_runner_has_can_be_asked_for_in_a_fork(step):
+    runner = cpu_runner(step)
+    runner.capture([1, 4])
+    runner.run(1, ONE_ROW)
+
+    def ask():
+        return [
+            runner.stats(),
+            runner.keys,
+            runner.batch_sizes,
+            runner.max_batch_size,
+            runner.bucket_for(3),
+            runner.require_captured(),
+        ]
+
+    def compare():
+        assert ask() == told
+
+    told = ask()
+    assert in_a_fork(compare) == "nothing"
+
+
 def test_a_fork_beside_a_capture_may_capture():
     def capture():
         with only_capture():

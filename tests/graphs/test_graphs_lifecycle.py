@@ -327,3 +327,28 @@ def test_buffers_of_a_runner_that_was_dropped_or_never_made_are_free(step, buffe
     with GraphRunner(step, buffers) as runner:
         runner.capture([2])
         assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+
+
+def test_what_may_be_asked_of_a_closed_runner(step, make_runner):
+    runner = make_runner(step)
+    runner.capture([2])
+    runner.run(1, ONE_ROW)
+    runner.close()
+    assert (runner.keys, runner.batch_sizes, runner.stats().buckets) == ((), (), ())
+    runner.invalidate("it is closed anyway")
+    for refused in (
+        lambda: runner.run(1, ONE_ROW),
+        lambda: runner.bucket_for(1),
+        lambda: runner.max_batch_size,
+        lambda: runner.burst(1, ONE_ROW, 1),
+        lambda: runner.dump(2, "nowhere"),
+        runner.require_captured,
+        runner.check_memory,
+        runner.observe,
+        runner.capture,
+        runner.recapture,
+        runner.sleep,
+        runner.wake,
+    ):
+        with pytest.raises(ClosedError):
+            refused()
