@@ -343,8 +343,8 @@ def _ask(failure: Callable[[], Failure]) -> Failure:
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if enabled:

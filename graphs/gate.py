@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
+from ostinato import _C
 from ostinato.graphs.backend import Backend
 from ostinato.graphs.errors import (
     AsleepError,
@@ -33,6 +30,9 @@ class Gate:
     Args:
         owner: the runner whose calls these are.
         backend: knows whose turn it is in its memory pool, and where nothing may be run.
+
+    Attributes:
+        closing: of calls of `close`, each in a `with` statement, in which other calls are refused.
     """
 
     def __init__(self, owner: object, backend: Backend) -> None:
@@ -40,8 +40,7 @@ class Gate:
         self._backend = backend
         self._process = ProcessGuard()
         self._refusal: _Refusal | None = _NOT_CAPTURED
-        self._closing = 0  # calls of `close` under way, in as many threads
-        self._counting = threading.Lock()
+        self.closing = _C.Closing(backend.turn)
 
     @property
     def is_fork(self) -> bool:
@@ -58,75 +57,19 @@ class Gate:
         """Whether `sleep` was called last."""
         return self._refusal is _ASLEEP
 
-    def enter(self, what: str, timeout_s: float = 0.0, *, is_run: bool = False) -> None:
-        """Take the turn for the call `what`; `leave` must follow. See `Turn.begin`.
+    def exclusively(self, what: str, timeout_s: float = 0.0, *, is_run: bool = False) -> _C.Hold:
+        """Return what has the turn for the call `what`, in a `with` statement. See `Turn.hold`.
 
         Raises:
-            ForkedError, BusyError: when the call may not proceed.
+            ForkedError: when the call may not proceed; the statement raises BusyError.
         """
         self._process.check()
-        self._backend.turn.begin(self._owner, what, timeout_s, is_run=is_run)
-        try:
-            self._backend.check_idle()
-        except BaseException:
-            self._backend.turn.end()
-            raise
-
-    def leave(self) -> None:
-        """Give the turn back."""
-        self._backend.turn.end()
-
-    def detach(self) -> None:
-        """Keep the turn after the call; `leave` may follow in any thread."""
-        self._backend.turn.detach()
-
-    @contextmanager
-    def exclusively(self, what: str) -> Iterator[None]:
-        """Take the turn for the call `what`.
-
-        Raises:
-            ForkedError, BusyError: when the call may not proceed.
-        """
-        self.enter(what)
-        try:
-            yield
-        finally:
-            self.leave()
-
-    @contextmanager
-    def closing(
-        self, timeout_s: float, end: Callable[[float], float] | None = None
-    ) -> Iterator[None]:
-        """Refuse further calls, wait for the one under way, and take the turn.
-
-        Args:
-            timeout_s: wait so long at most.
-            end: ends what may be under way by itself, given `timeout_s`; returns what is left.
-
-        Raises:
-            BusyError: when it takes longer than `timeout_s`, is one of this thread, or the
-                caller's stream is being captured; calls are admitted as before then.
-        """
-        self._count(1)
-        try:
-            if end is not None:
-                timeout_s = end(timeout_s)
-            self.enter("close", timeout_s)
-            try:
-                yield
-            finally:
-                self.leave()
-        finally:
-            self._count(-1)
-
-    def _count(self, closing: int) -> None:
-        with self._counting:
-            self._closing += closing
-        self._backend.turn.count_closing(closing)
+        turn, check = self._backend.turn, self._backend.check_idle
+        return turn.hold(self._owner, what, timeout_s, is_run=is_run, check=check)
 
     def require_ready(self) -> None:
         """Raise the reason, with the remedy, for which nothing can be run now."""
-        if self._closing:
+        if self.closing:
             raise ClosedError(_CLOSED[1])
         if self._refusal is not None:
             kind, message = self._refusal
@@ -134,7 +77,7 @@ class Gate:
 
     def require_open(self) -> None:
         """Raise ClosedError after `close`."""
-        if self._closing or self.is_closed:
+        if self.closing or self.is_closed:
             raise ClosedError(_CLOSED[1])
 
     def raise_own(self, error: BaseException) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -16,32 +16,28 @@ from ostinato.graphs.errors import BusyError, ForkedError
 from ostinato.graphs.memory import DeclaredMemory
 
 # Torch keeps track of one capture at a time in a process, in whichever thread.
-_capturing = threading.Lock()
+_capturing = _C.Turn()
 
 
 def _forget_captures() -> None:
     """Take back the place: the thread that held it was not copied into a fork."""
     global _capturing
-    _capturing = threading.Lock()
+    _capturing = _C.Turn()
 
 
 os.register_at_fork(after_in_child=_forget_captures)
 
 
-@contextmanager
-def only_capture() -> Iterator[None]:
-    """Hold the process's one place for a series of captures.
+def only_capture() -> _C.Hold:
+    """Return what holds the process's one place for a series of captures, in a `with` statement.
 
-    Raises:
-        BusyError: when it is taken, also by this thread.
+    The statement raises BusyError when it is taken, also by this thread.
     """
-    place = _capturing
-    if not place.acquire(blocking=False):
-        raise BusyError("another runner is being captured: one at a time in a process")
-    try:
-        yield
-    finally:
-        place.release()
+    return _C.Hold(_capturing, None, "capture", refuse=_refuse_capture)
+
+
+def _refuse_capture(owner: object, what: str) -> NoReturn:
+    raise BusyError("another runner is being captured: one at a time in a process")
 
 
 class ProcessGuard:
@@ -170,29 +166,37 @@ class Turn(_C.Turn):
         self.last_event: torch.cuda.Event | None = None
         self.last_is_foreign = False
 
-    def begin(
-        self, owner: object, what: str, timeout_s: float = 0.0, *, is_run: bool = False
-    ) -> None:
-        """Take the turn for the call `what` of `owner`; `end` must follow.
+    def hold(
+        self,
+        owner: object,
+        what: str,
+        timeout_s: float = 0.0,
+        *,
+        is_run: bool = False,
+        check: Callable[[], None] | None = None,
+    ) -> _C.Hold:
+        """Return what has the turn for the call `what` of `owner`, in a `with` statement.
+
+        The statement raises BusyError when it is taken, also by this thread.
 
         Args:
             owner: a runner.
             what: its call, for messages.
             timeout_s: wait so long for other threads.
             is_run: after any other call no run is repeated by `_C.Repeat` until it is known anew.
-
-        Raises:
-            BusyError: when it is taken, also by this thread.
+            check: called with the turn taken, which is given back if this raises.
         """
-        if not self.take(owner, what, timeout_s):
-            who = "the runner" if self.owner is owner else "another runner of the same pool"
-            raise BusyError(
-                f"{what}: {who} is in the middle of {self.what}; "
-                "one call at a time, and none from inside the step",
-                busy=self.owner,
-            )
-        if not is_run:
-            self.forget()
+        return _C.Hold(
+            self, owner, what, timeout_s, is_run=is_run, check=check, refuse=self._refuse
+        )
+
+    def _refuse(self, owner: object, what: str) -> NoReturn:
+        who = "the runner" if self.owner is owner else "another runner of the same pool"
+        raise BusyError(
+            f"{what}: {who} is in the middle of {self.what}; "
+            "one call at a time, and none from inside the step",
+            busy=self.owner,
+        )
 
 
 _turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()

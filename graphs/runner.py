@@ -247,17 +247,15 @@ class GraphRunner(Generic[OutputT]):
         repeated: OutputT | None = self._repeat.run(self, n, inputs, variant)
         if repeated is not None:
             return repeated
-        self._gate.enter("run", is_run=True)
-        try:
+        with self._gate.exclusively("run", is_run=True):
             self._gate.require_ready()
             if self._captured.is_look_due():
                 self._require_unmoved(self._captured.watch.look())
-            return self._captured.run(as_integer("n", n), inputs, variant)
-        except CaptureError as error:
-            self._gate.raise_own(error)
-            raise
-        finally:
-            self._gate.leave()
+            try:
+                return self._captured.run(as_integer("n", n), inputs, variant)
+            except CaptureError as error:
+                self._gate.raise_own(error)
+                raise
 
     def burst(
         self,
@@ -291,22 +289,21 @@ class GraphRunner(Generic[OutputT]):
             BurstError: without `burst` rules or a graph, or when no loop can hold the step.
             GraphError: as `run`.
         """
-        self._gate.enter("burst")
-        try:
+        with self._gate.exclusively("burst") as hold:
             self._gate.require_ready()
             if self._bursts is None:
                 raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
             self._require_unmoved(self._captured.watch.look())
             n = as_integer("n", n)
             asked = self._bursts.check(n, steps, limits, stops)
-            key, graph, inputs = self._captured.graph_for(n, inputs, variant)
-            burst = self._bursts.start(graph, key, inputs, asked, self._gate.leave)
-        except BaseException as error:
-            self._gate.leave()
-            self._gate.raise_own(error)
-            raise
-        self._gate.detach()
-        return burst
+            try:
+                key, graph, inputs = self._captured.graph_for(n, inputs, variant)
+            except CaptureError as error:
+                self._gate.raise_own(error)
+                raise
+            burst = self._bursts.start(graph, key, inputs, asked, hold.end)
+            hold.detach()
+            return burst
 
     def bucket_for(self, n: int, variant: Variant = DEFAULT) -> int:
         """Return the batch size that a run of `n` rows would have.
@@ -413,14 +410,16 @@ class GraphRunner(Generic[OutputT]):
             self._gate.close()
             self._buffers.release(self)
             return
-        end = None if self._bursts is None else self._bursts.end_current
-        with self._gate.closing(timeout_s, end):
-            if not self._gate.is_closed:
-                self._gate.empty()  # also when the release fails
-                self._captured.release()
-                self._backend.close()
-                self._gate.close()
-                self._buffers.release(self)
+        with self._gate.closing:
+            if self._bursts is not None:
+                timeout_s = self._bursts.end_current(timeout_s)
+            with self._gate.exclusively("close", timeout_s):
+                if not self._gate.is_closed:
+                    self._gate.empty()  # also when the release fails
+                    self._captured.release()
+                    self._backend.close()
+                    self._gate.close()
+                    self._buffers.release(self)
 
     def __enter__(self) -> GraphRunner[OutputT]:
         """Return the runner, which is closed on exit."""

@@ -56,14 +56,48 @@ class Turn:
     def forget(self) -> None:
         """Let every `Repeat` of this turn forget its runs; whoever calls it has the turn."""
 
-    def detach(self) -> None:
-        """Let the turn outlast the call that took it: any thread may end it, or wait for that."""
-
     def end(self) -> None:
         """Give the turn back."""
 
-    def count_closing(self, calls: int) -> None:
-        """Add to the calls that wait to close a runner: while there are any, no run is repeated."""
+class Hold:
+    """Has a turn inside of a `with` statement, which no exception of a signal handler can lose.
+
+    Args:
+        turn, owner, what, timeout_s: as `Turn.take` says.
+        is_run: else every `Repeat` forgets its runs.
+        check: called when the turn has been taken; it is given back if this raises.
+        refuse: called with owner and what when the turn is not free; it must raise.
+    """
+
+    def __init__(
+        self,
+        turn: Turn,
+        owner: object,
+        what: str,
+        timeout_s: float = 0.0,
+        *,
+        is_run: bool = False,
+        check: Callable[[], None] | None = None,
+        refuse: Callable[[object, str], object],
+    ) -> None: ...
+    def __enter__(self) -> Hold: ...
+    def __exit__(self, *error: object) -> None: ...
+    def detach(self) -> None:
+        """Let the turn outlast the statement: any thread may `end` it, or wait for that."""
+
+    def end(self) -> None:
+        """Give the turn back, if it is still had; again does nothing."""
+
+class Closing:
+    """Counts the calls that wait to close a runner, each inside of a `with` statement.
+
+    While there are any (then this is true), no run is repeated in the turn.
+    """
+
+    def __init__(self, turn: Turn) -> None: ...
+    def __bool__(self) -> bool: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 class Repeat:
     """Repeats runs without a frame of Python, while nothing but runs is done in their turn.

@@ -265,7 +265,7 @@ def test_runners_of_one_pool_take_turns(step, monkeypatch):
     for runner in runners:
         runner.capture([2])
         monkeypatch.setattr(runner._backend, "turn", runners[0]._backend.turn)
-    runners[0]._backend.turn.begin(runners[0], "run")
+    assert runners[0]._backend.turn.take(runners[0], "run")
     with pytest.raises(BusyError, match="run: another runner of the same pool is in the middle"):
         runners[1].run(1, ONE_ROW)
     with pytest.raises(BusyError, match="close: the runner is in the middle of run"):

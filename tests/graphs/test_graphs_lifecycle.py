@@ -217,17 +217,13 @@ def test_runs_are_refused_while_close_waits(step, monkeypatch):
     runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
     runner.capture([2])
     seen = []
-    begin = runner._backend.turn.begin
 
-    def waiting_begin(owner, what, *options, **named):
-        begin(owner, what, *options, **named)
-        if what == "close":
-            try:
-                runner.require_captured()
-            except ClosedError as error:
-                seen.append(str(error))
+    def check_idle():  # of the device, when `close` has waited
+        with pytest.raises(ClosedError) as info:
+            runner.require_captured()
+        seen.append(str(info.value))
 
-    monkeypatch.setattr(runner._backend.turn, "begin", waiting_begin)
+    monkeypatch.setattr(runner._backend, "check_idle", check_idle)
     runner.close()
     assert seen == ["the runner is closed: make a new GraphRunner"]
 
@@ -248,7 +244,7 @@ def test_two_closes_wait_and_the_one_that_gives_up_admits_no_calls(slow_run):
     runner, step, thread, _ = slow_run
     patient = threading.Thread(target=runner.close)
     patient.start()
-    while not runner._gate._closing:
+    while not runner._gate.closing:
         time.sleep(0.001)
     with pytest.raises(BusyError):
         runner.close(timeout_s=0.01)

@@ -37,7 +37,7 @@ def fast(monkeypatch):
         def refuse(what, *_args, **_options):
             raise AssertionError(f"{what} was not repeated")
 
-        monkeypatch.setattr(runner._gate, "enter", refuse)
+        monkeypatch.setattr(runner._gate, "exclusively", refuse)
 
     yield only_repeat
     monkeypatch.undo()  # so that the runners can be closed
@@ -174,10 +174,9 @@ def test_a_capture_that_fails_leaves_nothing_to_repeat(step):
 
 def test_nothing_is_repeated_while_a_runner_of_the_pool_waits_to_be_closed(step):
     runner = known_runner(step)
-    runner._backend.turn.count_closing(1)
-    assert runner._repeat.run(runner, 1, ONE_ROW, Variant()) is None
-    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]  # if it is not this one
-    runner._backend.turn.count_closing(-1)
+    with _C.Closing(runner._backend.turn):  # of another runner
+        assert runner._repeat.run(runner, 1, ONE_ROW, Variant()) is None
+        assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
     assert runner._repeat.run(runner, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
 
 
@@ -219,7 +218,7 @@ def test_runners_of_a_pool_may_take_turns_without_forgetting(step, monkeypatch, 
         runner.run(1, ONE_ROW)
     with pytest.MonkeyPatch.context() as patch:
         for runner in runners:
-            patch.setattr(runner._gate, "enter", None)
+            patch.setattr(runner._gate, "exclusively", None)
         for runner in runners * 2:
             assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
     runners[0].check_memory()  # anything else makes all forget
@@ -247,7 +246,7 @@ def test_few_tensors_are_looked_at_by_every_run(step, fast):
     places = [torch.zeros(4), torch.zeros(4)]
     runner = known_runner(step, memory={"cache": places})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._gate, "enter", None)
+        patch.setattr(runner._gate, "exclusively", None)
         for _ in range(20):
             runner.run(1, ONE_ROW)
     places[1].resize_(1 << 16)

@@ -1,0 +1,115 @@
+"""What a signal handler raises, at any moment, loses neither the turn nor the place of captures."""
+
+import gc
+import os
+import random
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from graphs_toys import SPECS, ToyStep
+
+import ostinato.graphs
+from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.graphs.guards import only_capture
+
+ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
+FOLDER = os.path.dirname(ostinato.graphs.__file__)
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest takes for its own."""
+
+
+def make_runner():
+    runner = GraphRunner(ToyStep(), StaticBuffers(SPECS, 2, "cpu"))
+    runner.capture([2], progress=False, verify=False)
+    return runner
+
+
+CALLS = {
+    "run": lambda runner: runner.run(1, ONE_ROW),
+    "check_memory": lambda runner: runner.check_memory(),
+    "invalidate": lambda runner: runner.invalidate("new weights"),
+    "capture": lambda runner: runner.capture([1], progress=False, verify=False),
+    "sleep": lambda runner: runner.sleep(),
+    "close": lambda runner: runner.close(),
+}
+
+
+def is_interrupted_at(event, call):
+    """Raise at an instruction of the package that `call` comes to; return whether there is one."""
+    left = event
+
+    def trace(frame, kind, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        frame.f_trace_opcodes = True
+        if kind == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return left <= 0
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_exception_at_any_instruction_leaves_a_runner_that_can_be_used(name):
+    event, step = 1, 41 if name == "capture" else 1
+    while True:
+        runner = make_runner()
+        was_interrupted = is_interrupted_at(event, lambda runner=runner: CALLS[name](runner))
+        with only_capture():
+            pass
+        if name != "close":
+            runner.capture([2], progress=False, verify=False)
+            assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+        runner.close()
+        if not was_interrupted:
+            break
+        event += step
+    assert event > 20
+
+
+# What is raised in a destructor is lost.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["run", "capture"])
+def test_signals_at_any_moment_leave_a_runner_that_can_be_used(name):
+    def interrupt(*_):
+        raise Interrupt
+
+    heard, runner, call = 0, make_runner(), CALLS[name]
+    runner.observe(replay_times=True)  # so that runs are not repeated without Python
+    before = signal.signal(signal.SIGALRM, interrupt)
+    deadline = time.monotonic() + 2
+    try:
+        while time.monotonic() < deadline:
+            soon = time.monotonic() + 0.01
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 4e-4))
+                while time.monotonic() < soon:
+                    call(runner)
+            except Interrupt:
+                heard += 1
+            with only_capture():
+                pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(True)  # torch's own statements may be torn
+    assert heard > 20
+    assert gc.isenabled()
+    runner.capture([2], progress=False)
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+    runner.close()
