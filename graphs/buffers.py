@@ -285,12 +285,23 @@ class _Pinned(Arena):
         self.copied = torch.cuda.Event()
 
 
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
 def _copy_all(rows: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
     """Copy device inputs into their rows, those of one dtype in one launch."""
     by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for name, value in inputs.items():
+        row = rows[name]
+        # On CUDA torch (2.11) has no such operator for unsigned numbers of more than a byte.
+        if value.dtype in _SIGNED:
+            value, row = (tensor.view(_SIGNED[tensor.dtype]) for tensor in (value, row))
         targets, sources = by_dtype.setdefault(value.dtype, ([], []))
-        targets.append(rows[name])
+        targets.append(row)
         sources.append(value)
     for targets, sources in by_dtype.values():
         torch._foreach_copy_(targets, sources)
