@@ -322,7 +322,10 @@ def _check_specs(specs: Mapping[Any, Any]) -> None:
 
 
 def _resolve(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"device: got {device!r}, expected a device or its name") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {device}, expected cpu or cuda")
     if device == torch.device("cuda"):

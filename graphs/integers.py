@@ -1,7 +1,8 @@
-"""Whole numbers among the arguments: accepted from any library, used as Python's own."""
+"""Numbers among the arguments: integers of any library, used as Python's own, and seconds."""
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
@@ -28,6 +29,20 @@ def as_integer(argument: str, value: object) -> int:
         with suppress(TypeError):
             return operator.index(cast("SupportsIndex", value))
     raise TypeError(f"{argument}: got {value!r}, expected an integer")
+
+
+def as_seconds(argument: str, value: float) -> float:
+    """Return a length of time as it is given.
+
+    Raises:
+        TypeError: when it is no number.
+        ValueError: when it is NaN.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{argument}: got {value!r}, expected a number of seconds")
+    if math.isnan(value):
+        raise ValueError(f"{argument}: got {value}, expected a number of seconds")
+    return value
 
 
 def as_list(argument: str, values: Iterable[T]) -> list[T]:

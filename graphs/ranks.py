@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import distributed
 
 from ostinato.graphs.errors import RankError
+from ostinato.graphs.integers import as_seconds
 
 DEFAULT_TIMEOUT_S = 600.0  # a rank may compile kernels in its warm-up while the others wait
 _LINGER_S = 5.0  # for others to read of a failure before its process may end, with the store
@@ -38,7 +39,7 @@ class Ranks:
     def __init__(
         self, group: distributed.ProcessGroup | None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        if not timeout_s > 0:
+        if as_seconds("group_timeout_s", timeout_s) <= 0:
             raise ValueError(f"group_timeout_s: got {timeout_s}, expected a positive number")
         self._group = group
         self._timeout_s = timeout_s

@@ -24,7 +24,7 @@ from ostinato.graphs.errors import (
     NotCapturedError,
 )
 from ostinato.graphs.gate import Gate
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, as_seconds
 from ostinato.graphs.keys import DEFAULT, Key, Variant, as_variant
 from ostinato.graphs.memory import DeclaredMemory, kept_alive
 from ostinato.graphs.plan import BatchSizes, Misses, Plan
@@ -402,10 +402,12 @@ class GraphRunner(Generic[OutputT]):
             timeout_s: wait so long at most.
 
         Raises:
+            TypeError, ValueError: when `timeout_s` is no number.
             BusyError: when the wait was too long, the call is one from inside the step, or the
                 caller's current stream is being captured. But for the burst the runner is as
                 before then: close it again.
         """
+        timeout_s = as_seconds("timeout_s", timeout_s)
         if self._gate.is_fork:
             self._gate.close()
             self._buffers.release(self)

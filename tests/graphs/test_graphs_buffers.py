@@ -186,6 +186,12 @@ def test_pieces_of_a_batch_are_all_of_it_but_for_the_rows_left_out(widths, size,
     assert not beyond.any()
 
 
+@pytest.mark.parametrize("device", [None, "no device", [0]], ids=str)
+def test_what_is_no_device_is_named(device):
+    with pytest.raises(TypeError, match="device: got"):
+        StaticBuffers({"x": BufferSpec((), torch.int32, 0)}, 4, device)
+
+
 def test_inputs_of_both_places_are_staged_together(device):
     specs = {
         "words": BufferSpec((3,), torch.int64, -1),

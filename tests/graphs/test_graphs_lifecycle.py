@@ -1,5 +1,6 @@
 """Sleeping, waking and closing, also beside other threads."""
 
+import math
 import threading
 import time
 
@@ -201,6 +202,16 @@ def test_close_waits_for_a_run_of_another_thread(slow_run):
     assert results[0].tolist() == [3]
     with pytest.raises(ClosedError):
         runner.run(1, ONE_ROW)
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(math.nan, ValueError), (None, TypeError)])
+def test_a_close_for_no_time_at_all_closes_nothing(timeout, error, step, make_runner):
+    runner = make_runner(step)
+    runner.capture([1])
+    with pytest.raises(error, match="timeout_s: got"):
+        runner.close(timeout_s=timeout)
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
+    runner.close()
 
 
 def test_a_close_that_waited_too_long_changes_nothing(slow_run):

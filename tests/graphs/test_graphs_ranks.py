@@ -1,5 +1,6 @@
 """Captures in several processes: all succeed or all fail, and nobody hangs."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -143,9 +144,12 @@ def test_a_store_that_fails_is_an_error_of_ranks(monkeypatch):
         ranks.agree("the start")
 
 
-def test_a_timeout_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="group_timeout_s"):
-        Ranks(None, 0)
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(0, ValueError), (math.nan, ValueError), ("5", TypeError)]
+)
+def test_a_timeout_that_is_none_is_refused(timeout, error):
+    with pytest.raises(error, match="group_timeout_s: got"):
+        Ranks(None, timeout)
 
 
 @pytest.mark.parametrize("microseconds", [1.0, 4_999.0, 20_000.0])
