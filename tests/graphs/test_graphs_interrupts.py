@@ -55,13 +55,14 @@ def is_interrupted_at(event, call):
                 raise Interrupt
         return trace
 
+    before = sys.gettrace()  # that of a measurement of coverage
     sys.settrace(trace)
     try:
         call()
     except Interrupt:
         pass
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return left <= 0
 
 
