@@ -23,6 +23,15 @@ class Interrupt(BaseException):
     """As KeyboardInterrupt, which pytest takes for its own."""
 
 
+@pytest.fixture(autouse=True)
+def _untraced():
+    """Measure no coverage: what does so takes a lock in each call, which an interrupt may tear."""
+    before = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(before)
+
+
 def make_runner():
     runner = GraphRunner(ToyStep(), StaticBuffers(SPECS, 2, "cpu"))
     runner.capture([2], progress=False, verify=False)
@@ -55,14 +64,13 @@ def is_interrupted_at(event, call):
                 raise Interrupt
         return trace
 
-    before = sys.gettrace()  # that of a measurement of coverage
     sys.settrace(trace)
     try:
         call()
     except Interrupt:
         pass
     finally:
-        sys.settrace(before)
+        sys.settrace(None)
     return left <= 0
 
 
