@@ -15,6 +15,8 @@ FP8 = torch.float8_e4m3fn
 
 # No sequence is longer, so that a wider window is one without a limit.
 _WIDEST_WINDOW = 2**31 - 1
+# By less a logit is not to be divided in fp32.
+_LEAST_SOFTCAP = 1e-30
 
 
 def paged(
@@ -151,6 +153,8 @@ def options(
     checks.number("scale", scale)
     checks.flag("causal", causal)
     checks.number("softcap", softcap, least=0.0)
+    if 0 < softcap < _LEAST_SOFTCAP:
+        raise ValueError(f"softcap: got {softcap}, expected 0 or at least {_LEAST_SOFTCAP}")
     left = right = -1
     if window is not None:
         if not isinstance(window, tuple) or len(window) != 2:

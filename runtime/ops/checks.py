@@ -16,6 +16,7 @@ _LARGEST_SIZE = INT32_MAX - 1024  # kernels count one tile beyond the last, in 3
 
 Stream: TypeAlias = torch.cuda.Stream | int | None
 
+_FP32_MAX = torch.finfo(torch.float32).max
 _CURRENT_STREAM = nullcontext()
 
 
@@ -153,11 +154,12 @@ def token_values(name: str, values: Sequence[int], *, least: int, most: int) -> 
 
 
 def number(name: str, value: float, *, least: float = -math.inf) -> None:
-    """Check that `value` is a finite Python number of at least `least`."""
+    """Check that `value` is a Python number of at least `least`, finite also in fp32."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
-    # Not math.isfinite: with dynamic shapes torch.compile traces a module's floats as symbols.
-    if not (-math.inf < value < math.inf and value >= least):
+    # Kernels take fp32. Not math.isfinite: with dynamic shapes torch.compile traces a module's
+    # floats as symbols.
+    if not (-_FP32_MAX <= value <= _FP32_MAX and value >= least):
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise ValueError(f"{name}: got {value}, expected a finite number{bound}")
 

@@ -71,8 +71,12 @@ def silu_mul_quantize(
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
     checks.flag("discard_x", discard_x)
-    if discard_x:
-        checks.writable("x", x)
+    if discard_x and x.size(0) > 1 and x.stride(0) < x.size(1):
+        # A row that has been read would take the next one's elements along.
+        raise ValueError(
+            f"x: got strides {list(x.stride())} for shape {list(x.shape)}, "
+            "expected rows that share no memory, to be discarded"
+        )
     checks.active(n_active, x.device)
     quantize = _silu_mul_quantize_discarding_op if discard_x else _silu_mul_quantize_op
     with checks.launch_stream(stream, x.device):
