@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -34,8 +36,24 @@ from ostinato.graphs.integers import as_integer
 from ostinato.model import Llama, PagedKVCache
 
 Prompt = str | Sequence[int]
+P = ParamSpec("P")
+T = TypeVar("T")
 _DEFAULT_CHUNK = 512
 _CPU_CACHE_BYTES = 4 << 30
+
+
+def _by_default_on_the_host(method: Callable[P, T]) -> Callable[P, T]:
+    """Let tensors for which no device is said be on the host, whatever torch's default device."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        # The context costs every call of torch within it.
+        if torch.get_default_device().type == "cpu":
+            return method(*args, **kwargs)
+        with torch.device("cpu"):
+            return method(*args, **kwargs)
+
+    return call
 
 
 class Engine:
@@ -64,6 +82,7 @@ class Engine:
         TypeError, ValueError: when an argument is of the wrong kind or out of range.
     """
 
+    @_by_default_on_the_host
     def __init__(
         self,
         model: Llama,
@@ -141,6 +160,7 @@ class Engine:
         self._dropped: deque[int] = deque()
         self._next_id = 0
 
+    @_by_default_on_the_host
     def capture(
         self,
         batch_sizes: Sequence[int] | None = None,
@@ -310,6 +330,7 @@ class Engine:
         self.runner.require_captured()
         self._prefill.require_captured()
 
+    @_by_default_on_the_host
     def _advance(self) -> None:
         self._require_captured()
         self._finish_dropped()

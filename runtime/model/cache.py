@@ -264,12 +264,12 @@ class PagedKVCache:
         Raises:
             ValueError: when a sequence is unknown or holds more than `width` pages.
         """
-        table = torch.full((len(sequences), width), DUMMY_PAGE, dtype=torch.int32)
+        table = torch.full((len(sequences), width), DUMMY_PAGE, dtype=torch.int32, device="cpu")
         for row, sequence in enumerate(sequences):
             pages = self._held(sequence).pages
             if len(pages) > width:
                 raise ValueError(f"width: got {width}, expected at least {len(pages)} pages")
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
         return table
 
     def _match(self, prefix: Sequence[int], multiple_of: int) -> list[int]:

@@ -90,14 +90,14 @@ class RopeConfig:
     def cos_sin_table(self, head_dim: int, max_positions: int) -> torch.Tensor:
         """Return the fp32 table [max_positions, rotary_dim]: first half cos, second half sin."""
         inverse_frequencies = self._inverse_frequencies(self.rotary_dim(head_dim))
-        positions = torch.arange(max_positions, dtype=torch.float32)
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies)
         amplitude = 1.0 if self.attention_factor is None else self.attention_factor
         return torch.cat([angles.cos(), angles.sin()], dim=1) * amplitude
 
     def _inverse_frequencies(self, rotary_dim: int) -> torch.Tensor:
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        plain = 1.0 / self.theta**exponents
+        pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")
+        plain = 1.0 / self.theta ** (pairs / rotary_dim)
         if self.type == "default":
             return plain
         if self.type == "linear":
@@ -126,7 +126,7 @@ class RopeConfig:
         low, high = max(low, 0), min(high, rotary_dim - 1)
         if low == high:
             high += 0.001  # a ramp of no width would divide by zero
-        index = torch.arange(rotary_dim // 2, dtype=torch.float32)
+        index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
         stretch = ((index - low) / (high - low)).clamp(0.0, 1.0)
         return plain * (1.0 - stretch) + plain / self.factor * stretch
 

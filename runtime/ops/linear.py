@@ -252,7 +252,7 @@ def multiply(
             acc = acc - x_zero_point.reshape(-1, 1) * w_sum
         acc = acc.float()
     else:
-        acc = torch.empty(out.shape, dtype=torch.float32)
+        acc = torch.empty(out.shape, dtype=torch.float32, device=x.device)
         _float_product_cpu(to_float32(x), to_float32(w), None, acc)
     scaled = x_scale.reshape(-1, 1) * (w_scale * acc)
     out.copy_(scaled if bias is None else scaled + bias.to(out.dtype))

@@ -56,7 +56,7 @@ def alike_rows(w: torch.Tensor, bias: torch.Tensor | None) -> int:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator).to(w.dtype)
+            return torch.randn(*shape, generator=generator, device="cpu").to(w.dtype)
 
         few = normal(max(1, min(columns, 64)), depth)
         weights = few.repeat(-(-columns // len(few)), 1)[:columns]

@@ -670,6 +670,22 @@ def test_capture_while_requests_run_is_refused() -> None:
     engine.capture([1], progress=False)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_torchs_default_device_changes_no_token(scheme: str, device: torch.device) -> None:
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=1, repetition_penalty=1.2)
+    prompts = ["abc", "a prompt of more than one chunk", "third"]
+    model = tiny_llama(device, scheme)
+    expected = make_engine(model=model, max_context=48).generate(prompts, params)
+    torch.set_default_device("meta" if device.type == "cpu" else device)
+    try:
+        table = model.config.rope.cos_sin_table(8, 128)
+        found = make_engine(model=model, max_context=48).generate(prompts, params)
+    finally:
+        torch.set_default_device(None)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert table.equal(model.cos_sin.cpu())
+
+
 def test_an_engine_made_in_inference_mode_works_outside_it() -> None:
     expected = greedy(make_engine(), "abc", 4)
     with torch.inference_mode():
