@@ -12,6 +12,7 @@ PYBIND11_MODULE(_C, module) {
   using ostinato::EmbedParams;
   using ostinato::FusedLinearParams;
   using ostinato::HeadsArgument;
+  using ostinato::L2ProbeParams;
   using ostinato::Library;
   using ostinato::MergeStatesParams;
   using ostinato::PaddedQuantizeParams;
@@ -27,7 +28,7 @@ PYBIND11_MODULE(_C, module) {
       arg("attention") = OSTINATO_ABI_ATTENTION,
       arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL, arg("embed") = OSTINATO_ABI_EMBED,
       arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
-      arg("gemm_w8a8_quantize") = OSTINATO_ABI_GEMM_W8A8_QUANTIZE,
+      arg("gemm_w8a8_quantize") = OSTINATO_ABI_GEMM_W8A8_QUANTIZE, arg("l2") = OSTINATO_ABI_L2,
       arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
   module.def("launch_graph", &ostinato::launch_graph, arg("executable"), arg("stream"),
@@ -94,7 +95,8 @@ PYBIND11_MODULE(_C, module) {
            arg("page_size"), arg("max_pages"), arg("max_seqlen_q"), arg("scale"), arg("stream"),
            arg("cu_seqlens_q") = 0, arg("sinks") = 0, arg("lse") = HeadsArgument(),
            arg("left") = -1, arg("right") = 0, arg("softcap") = 0.0F,
-           arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false);
+           arg("k_scale") = SlotsArgument(), arg("v_scale") = SlotsArgument(), arg("pdl") = false,
+           arg("halves") = std::vector<std::uint32_t>());
 
   py::class_<PrefillLibrary>(module, "Prefill")
       .def(py::init<const std::string&>(), arg("path"))
@@ -149,6 +151,12 @@ PYBIND11_MODULE(_C, module) {
            arg("table_stride"), arg("out"), arg("out_stride"), arg("rows"), arg("vocabulary"),
            arg("dim"), arg("stream"), arg("seen") = 0, arg("seen_stride") = 0, arg("seen_size") = 0,
            arg("seen_rows") = 0, arg("n_active") = 0, arg("pdl") = false);
+
+  py::class_<Library<L2ProbeParams>>(module, "L2Probe")
+      .def(py::init<const std::string&>(), arg("path"))
+      .def("prepare", &Library<L2ProbeParams>::prepare)
+      .def("launch", &ostinato::launch_l2_probe, py::kw_only(), arg("base"), arg("offsets"),
+           arg("clocks"), arg("sms"), arg("count"), arg("by_all"), arg("stream"));
 
   py::class_<Library<MergeStatesParams>>(module, "MergeStates")
       .def(py::init<const std::string&>(), arg("path"))

@@ -1,8 +1,13 @@
 // From the arguments of a launch in Python to the struct that its kernel library takes.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings_library.h"
 
@@ -93,17 +98,32 @@ inline Slots slots(const SlotsArgument& x) {
   return {pointer(std::get<0>(x)), std::get<1>(x), std::get<2>(x), std::get<3>(x)};
 }
 
-inline void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsArgument& q,
-                                const SlotsArgument& k_cache, const SlotsArgument& v_cache,
-                                std::uintptr_t page_table, std::int64_t page_table_stride,
-                                std::uintptr_t seq_lens, const HeadsArgument& out,
-                                std::uintptr_t workspace, std::int32_t batch, std::int32_t heads_q,
-                                std::int32_t heads_kv, std::int32_t pages, std::int32_t page_size,
-                                std::int32_t max_pages, std::int32_t max_seqlen_q, float scale,
-                                std::uintptr_t stream, std::uintptr_t cu_seqlens_q,
-                                std::uintptr_t sinks, const HeadsArgument& lse, std::int32_t left,
-                                std::int32_t right, float softcap, const SlotsArgument& k_scale,
-                                const SlotsArgument& v_scale, bool pdl) {
+// Of none, or of pages, heads and then SMs.
+inline Halves halves(const std::vector<std::uint32_t>& words) {
+  constexpr std::size_t kWords = 2 + Halves::kSmWords;
+  Halves found = {};
+  if (words.empty()) {
+    return found;
+  }
+  if (words.size() != kWords) {
+    throw std::invalid_argument("halves: got " + std::to_string(words.size()) +
+                                " words, expected " + std::to_string(kWords));
+  }
+  found.pages = words[0];
+  found.heads = words[1];
+  std::copy(words.begin() + 2, words.end(), found.sms);
+  return found;
+}
+
+inline void launch_paged_decode(
+    const PagedDecodeLibrary& library, const HeadsArgument& q, const SlotsArgument& k_cache,
+    const SlotsArgument& v_cache, std::uintptr_t page_table, std::int64_t page_table_stride,
+    std::uintptr_t seq_lens, const HeadsArgument& out, std::uintptr_t workspace, std::int32_t batch,
+    std::int32_t heads_q, std::int32_t heads_kv, std::int32_t pages, std::int32_t page_size,
+    std::int32_t max_pages, std::int32_t max_seqlen_q, float scale, std::uintptr_t stream,
+    std::uintptr_t cu_seqlens_q, std::uintptr_t sinks, const HeadsArgument& lse, std::int32_t left,
+    std::int32_t right, float softcap, const SlotsArgument& k_scale, const SlotsArgument& v_scale,
+    bool pdl, const std::vector<std::uint32_t>& halves_words) {
   PagedDecodeParams params = {};
   params.q = heads(q);
   params.k_cache = slots(k_cache);
@@ -130,6 +150,7 @@ inline void launch_paged_decode(const PagedDecodeLibrary& library, const HeadsAr
   params.scale = scale;
   params.softcap = softcap;
   params.pdl = pdl ? 1 : 0;
+  params.halves = halves(halves_words);
   library.launch(params, stream);
 }
 
@@ -307,6 +328,19 @@ inline void launch_embed(const Library<EmbedParams>& library, std::uintptr_t tok
   params.dim = dim;
   params.seen_size = seen_size;
   params.pdl = pdl ? 1 : 0;
+  library.launch(params, stream);
+}
+
+inline void launch_l2_probe(const Library<L2ProbeParams>& library, std::uintptr_t base,
+                            std::uintptr_t offsets, std::uintptr_t clocks, std::uintptr_t sms,
+                            std::int32_t count, bool by_all, std::uintptr_t stream) {
+  L2ProbeParams params = {};
+  params.base = pointer(base);
+  params.offsets = pointer<std::int64_t>(offsets);
+  params.clocks = pointer<std::int32_t>(clocks);
+  params.sms = pointer<std::int32_t>(sms);
+  params.count = count;
+  params.by_all = by_all ? 1 : 0;
   library.launch(params, stream);
 }
 

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <stdexcept>
@@ -14,6 +15,7 @@
 #include "fused_linear/params.h"
 #include "gemm_w8a8/params.h"
 #include "gemm_w8a8/quantize_params.h"
+#include "l2/params.h"
 #include "merge/params.h"
 #include "sampling/params.h"
 
@@ -40,6 +42,8 @@ template <>
 constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
 template <>
 constexpr std::uint64_t kAbi<PaddedQuantizeParams> = OSTINATO_ABI_GEMM_W8A8_QUANTIZE;
+template <>
+constexpr std::uint64_t kAbi<L2ProbeParams> = OSTINATO_ABI_L2;
 template <>
 constexpr std::uint64_t kAbi<MergeStatesParams> = OSTINATO_ABI_MERGE;
 template <>

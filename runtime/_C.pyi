@@ -1,6 +1,6 @@
 """The compiled loader (csrc/bindings.cpp). Pointers and streams are integers, 0 for null."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ABI: dict[str, int]
@@ -263,6 +263,7 @@ class PagedDecode:
         k_scale: _Slots = ...,
         v_scale: _Slots = ...,
         pdl: bool = False,
+        halves: Sequence[int] = (),
     ) -> None: ...
 
 class Prefill:
@@ -402,6 +403,23 @@ class Embed:
         seen_rows: int = 0,
         n_active: int = 0,
         pdl: bool = False,
+    ) -> None: ...
+
+class L2Probe:
+    """A loaded library whose launch takes `L2ProbeParams` (csrc/l2/params.h)."""
+
+    def __init__(self, path: str) -> None: ...
+    def prepare(self) -> None: ...
+    def launch(
+        self,
+        *,
+        base: int,
+        offsets: int,
+        clocks: int,
+        sms: int,
+        count: int,
+        by_all: bool,
+        stream: int,
     ) -> None: ...
 
 class MergeStates:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode_config.cuh"
+#include "decode_halves.cuh"
 #include "decode_units.cuh"
 
 namespace ostinato::decode {
@@ -33,8 +34,8 @@ struct Arguments {
         left(p.left),
         guesses(kMayGuess && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
                 !has_token_scales(p.k_scale, p.v_scale)),
-        by{Divisor(lines), Divisor(line_ctas), Divisor(line_heads),
-           Divisor(group), Divisor(page_size), Divisor(batch)},
+        by{Divisor(lines),     Divisor(line_ctas), Divisor(line_heads),   Divisor(group),
+           Divisor(page_size), Divisor(batch),     Divisor(half_heads(p))},
         page_table(p.page_table),
         page_table_stride(p.page_table_stride),
         right(p.right),
@@ -50,7 +51,12 @@ struct Arguments {
         k_scale(p.k_scale),
         v_scale(p.v_scale),
         k_cache(p.k_cache),
-        v_cache(p.v_cache) {}
+        v_cache(p.v_cache),
+        halves(p.halves) {
+    if (!kMayClaim || !divides_heads(halves, heads_kv)) {
+      halves.heads = 0;
+    }
+  }
 
   // What decides who does what.
   const int32_t* seq_lens;
@@ -78,10 +84,19 @@ struct Arguments {
   Slots k_scale, v_scale;
   // Where threads copy.
   Slots k_cache, v_cache;
+  Halves halves;
+
+ private:
+  static int half_heads(const PagedDecodeParams& p) { return p.heads_kv > 1 ? p.heads_kv / 2 : 1; }
 };
 
 __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
   return has_token_scales(params.k_scale, params.v_scale);
+}
+
+// Whether it is known which half of the L2 holds a page.
+__device__ __forceinline__ bool knows_halves(const Arguments& params) {
+  return kMayClaim && params.halves.heads != 0;
 }
 
 // Reads what a predecessor may still be writing (`early`), or has written. Early, past the L1

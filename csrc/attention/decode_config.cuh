@@ -136,17 +136,17 @@ inline constexpr int kRankVectors = kPairVectors / kClusterCtas;
 inline constexpr int kRegionVectors = kWarpPairs * (kRankVectors + 1);
 inline constexpr int kPartVectors = kClusterCtas * kWarps * kRegionVectors;
 
-// One counter for each warp of each CTA, as many as the kernel with the most CTAs has, and two of
+// One counter for each warp of each CTA, as many as the kernel with the most CTAs has, and those of
 // the segments that are claimed: kernels share a workspace, and no counter may lie where another
 // kernel stores results.
+inline constexpr int kClaimCounters = 4;
 inline constexpr int kMostCtasPerSm = 2;
 static_assert(kCtasPerSm <= kMostCtasPerSm, "counters for each CTA");
 inline int64_t warp_counters(int sms) {
   return static_cast<int64_t>(sms) * kWarps * kMostCtasPerSm;
 }
 inline int64_t counter_bytes(int sms) {
-  constexpr int kOfClaims = 2;
-  return ((warp_counters(sms) + kOfClaims) * sizeof(uint32_t) + 255) / 256 * 256;
+  return ((warp_counters(sms) + kClaimCounters) * sizeof(uint32_t) + 255) / 256 * 256;
 }
 
 // Then partial results. Two of each CTA: of a segment that it ends or passes, and of one that it

@@ -57,6 +57,7 @@ class Lengths {
   // them. Only kernels that may claim read all of those before they use any.
   struct Raw {
     int of[kMayClaim ? kMaxBatch / kThreads : 1];
+    uint32_t halves;  // of their first pages, a bit each, where they are known
   };
   __device__ __forceinline__ Raw read(const Arguments& params, bool early) const {
     Raw raw = {};
@@ -65,6 +66,20 @@ class Lengths {
       const int b = own(params, i);
       if (b < params.batch) {
         raw.of[i] = read_table(params.seq_lens + b, early);
+      }
+    }
+    if (params.batch > kFew && knows_halves(params)) {
+      int pages[kReads] = {};
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int b = own(params, i);
+        if (b < params.batch) {
+          pages[i] = read_table(params.page_table + b * params.page_table_stride, early);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        raw.halves |= half_of_page(params.halves, pages[i]) << i;
       }
     }
     return raw;
@@ -78,6 +93,19 @@ class Lengths {
         length(b) = length_of(params, b, raw.of[i]);
       }
     }
+    if (knows_halves(params)) {
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const uint32_t bits = __ballot_sync(0xffffffff, raw.halves >> i & 1);
+        if (threadIdx.x % 32 == 0) {
+          shared_.halves[own(params, i) / 32] = bits;
+        }
+      }
+    }
+  }
+  // The half that holds head 0 of the first page.
+  __device__ __forceinline__ uint32_t half(int b) const {
+    return shared_.halves[b / 32] >> b % 32 & 1;
   }
   // Whether one of them is not as it is in the table.
   __device__ __forceinline__ bool differ(const Arguments& params, const Raw& raw) const {
@@ -87,6 +115,8 @@ class Lengths {
       for (int i = 0; i < kReads; ++i) {
         const int b = own(params, i);
         some |= b < params.batch && length(b) != length_of(params, b, raw.of[i]);
+        some |= b < params.batch && params.batch > kFew && knows_halves(params) &&
+                half(b) != (raw.halves >> i & 1);
       }
       return some;
     }
@@ -98,7 +128,7 @@ class Lengths {
   }
 
  private:
-  static constexpr int kReads = static_cast<int>(sizeof(Raw) / sizeof(int));
+  static constexpr int kReads = kMayClaim ? kMaxBatch / kThreads : 1;
 
   // The i-th sequence that this thread reads.
   static __device__ __forceinline__ int own(const Arguments& params, int i) {

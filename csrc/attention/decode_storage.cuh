@@ -47,6 +47,7 @@ template <bool kUsed>
 struct ClaimRing {
   uint64_t published[kTurns];
   int segment[kTurns];
+  uint32_t half, taken;  // the SM's half of the L2, and the tickets taken before this CTA's
 };
 template <>
 struct ClaimRing<false> {};
@@ -69,6 +70,7 @@ struct SharedStorage {
   int4 load[kWarps];
   int start[kMaxBatch + 1];
   int length[kMaxBatch + 1];
+  uint32_t halves[kMayClaim ? kMaxBatch / 32 : 1];  // of first pages, a bit each
 };
 
 template <class What>

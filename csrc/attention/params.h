@@ -22,6 +22,15 @@ struct Slots {
   int64_t head_stride;
 };
 
+// Which half of the L2 holds what, where that is known. What the other half holds comes across the
+// chip, which takes energy (docs/halves.md). A hint: results do not depend on it.
+struct Halves {
+  static constexpr int kSmWords = 8;
+  uint32_t sms[kSmWords];  // bit i % 32 of word i / 32: the half that SM i is on
+  uint32_t pages, heads;   // keys and values of a head in a page are in the half that is the parity
+                           // of (page & pages) and (head & heads); heads = 0: not known
+};
+
 // New q, k and v -> q_out and the slots of a paged cache.
 struct AppendKVParams {
   Heads q;  // null, with heads_q = 0: none
@@ -69,6 +78,7 @@ struct PagedDecodeParams {
   float scale;
   float softcap;  // 0: none
   int32_t pdl;
+  Halves halves;
 };
 
 // Attention of many queries per sequence (csrc/attention/prefill_sm90.cu). Keys and values lie

@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 
 from ostinato.bench.plans import check_least
+from ostinato.bench.step import grown_pages
 from ostinato.bench.timing import MIN_REPEATS, percentile, time_calls
 from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers
@@ -123,7 +124,7 @@ def time_bursts(model: Llama, name: str, plan: BurstPlan) -> Iterator[BurstRow]:
         for batch in sorted(set(plan.batches)):
             case = f"{name} b{batch} ctx{plan.context}"
             row = partial(BurstRow, "burst", case)
-            inputs = _first_inputs(model, buffers, batch, pages_each, plan)
+            inputs = _first_inputs(cache, model, buffers, batch, plan)
             measured = _Measured(runner, model.device, inputs, plan)
             yield row("replays", "idle", *_summary(measured.replays()))
             expected = measured.stepping()[2]  # not timed: the clocks settle
@@ -260,12 +261,11 @@ def _loaded_host() -> Iterator[None]:
 
 
 def _first_inputs(
-    model: Llama, buffers: StaticBuffers, batch: int, pages_each: int, plan: BurstPlan
+    cache: PagedKVCache, model: Llama, buffers: StaticBuffers, batch: int, plan: BurstPlan
 ) -> dict[str, torch.Tensor]:
-    """Return the first step's inputs: random tokens at the end of sequences in scattered pages."""
+    """Return the first step's inputs: random tokens at the end of sequences in the cache."""
     generator = torch.Generator().manual_seed(0)
-    # Page 0 is the dummy page.
-    pages = 1 + torch.randperm(batch * pages_each, generator=generator).view(batch, pages_each)
+    pages = grown_pages(cache, batch, plan.context + plan.steps)
     inputs = {
         "tokens": torch.randint(model.config.vocab_size, (batch,), generator=generator),
         "positions": torch.full((batch,), plan.context - 1),

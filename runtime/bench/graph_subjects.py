@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache as memoised
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -87,9 +88,10 @@ def our_step(
     step = DecodeStep(model, cache, seen, max_pages=pages_each, rehearsal=rehearsal)
     specs = step.buffer_specs()
 
+    @memoised  # again, freed pages would come in another order
     def inputs(batch: int) -> dict[str, torch.Tensor]:
         plan = StepPlan([batch], [context], _PAGE_SIZE)
-        made = step_inputs(model, batch, context, plan)
+        made = step_inputs(cache, model, batch, context, plan)
         return {name: tensor.to(specs[name].dtype) for name, tensor in made.items()}
 
     return Subject(

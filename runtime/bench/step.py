@@ -174,7 +174,7 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
         for batch in batches:
             inputs = {
                 name: tensor.to(specs[name].dtype)
-                for name, tensor in step_inputs(model, batch, context, plan).items()
+                for name, tensor in step_inputs(cache, model, batch, context, plan).items()
             }
             replay = partial(runner.run, batch, inputs)
             times = time_calls(replay, model.device, repeats=plan.repeats)
@@ -236,6 +236,20 @@ def kernel_rows(
     return rows
 
 
+def grown_pages(cache: PagedKVCache, batch: int, tokens: int) -> torch.Tensor:
+    """Return free pages [batch, pages], as sequences have them that have grown side by side."""
+    sequences = range(batch)
+    for sequence in sequences:
+        cache.add(sequence)
+    for first in range(0, tokens, cache.page_size):
+        for sequence in sequences:
+            cache.reserve(sequence, min(first + cache.page_size, tokens))
+    pages = cache.page_table(sequences, cache.pages_for(tokens))
+    for sequence in sequences:
+        cache.free(sequence)
+    return pages
+
+
 def implementation(model: Llama) -> str:
     """Name what was timed: the layers' precision, then what is not as a checkpoint says it."""
     name = f"ostinato_{precision(model)}"
@@ -244,19 +258,19 @@ def implementation(model: Llama) -> str:
     return name if model.batch_invariant else f"{name}_batch_variant"
 
 
-def step_inputs(model: Llama, batch: int, context: int, plan: StepPlan) -> dict[str, torch.Tensor]:
-    """Return the step's inputs: random tokens at the end of sequences in scattered pages."""
+def step_inputs(
+    cache: PagedKVCache, model: Llama, batch: int, context: int, plan: StepPlan
+) -> dict[str, torch.Tensor]:
+    """Return the step's inputs: random tokens at the end of sequences in the cache's free pages."""
     generator = torch.Generator().manual_seed(0)
     page_size = plan.page_size
-    pages_each = -(-context // page_size)
-    # Page 0 is the dummy page.
-    pages = 1 + torch.randperm(batch * pages_each, generator=generator).view(batch, pages_each)
+    pages = grown_pages(cache, batch, context)
     last = context - 1
     return {
         "tokens": torch.randint(model.config.vocab_size, (batch,), generator=generator),
         "positions": torch.full((batch,), last),
         "seq_lens": torch.full((batch,), context),
-        "slot_mapping": pages[:, -1] * page_size + last % page_size,
+        "slot_mapping": pages[:, -1].long() * page_size + last % page_size,
         "page_table": pages,
         "slots": torch.arange(batch),
         "temperature": torch.full((batch,), plan.temperature),

@@ -19,6 +19,7 @@ from ostinato.kernels.variants import (
     FusedLinear,
     GemmSmallM,
     GemmTiled,
+    L2Probe,
     MergeStates,
     Quantize,
     Sample,
@@ -153,6 +154,7 @@ CATALOGUE: tuple[Variant, ...] = (
     *ATTENTION_PREFILL,
     *MERGE_STATES,
     *SAMPLE,
+    L2Probe(),
 )
 
 

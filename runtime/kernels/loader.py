@@ -21,6 +21,7 @@ from ostinato.kernels.variants import (
     FusedLinear,
     GemmSmallM,
     GemmTiled,
+    L2Probe,
     MergeStates,
     Quantize,
     Sample,
@@ -31,6 +32,7 @@ Library = (
     _C.AppendKV
     | _C.Embed
     | _C.FusedLinear
+    | _C.L2Probe
     | _C.MergeStates
     | _C.PagedDecode
     | _C.Prefill
@@ -53,6 +55,8 @@ def load(variant: Embed, *, device: int, stream: int) -> _C.Embed: ...
 def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
 @overload
 def load(variant: FusedLinear, *, device: int, stream: int) -> _C.FusedLinear: ...
+@overload
+def load(variant: L2Probe, *, device: int, stream: int) -> _C.L2Probe: ...
 @overload
 def load(variant: MergeStates, *, device: int, stream: int) -> _C.MergeStates: ...
 @overload
@@ -138,6 +142,8 @@ def _open(variant: Variant, entry: Entry) -> Library:
         return _C.Embed(path)
     if isinstance(variant, FusedLinear):
         return _C.FusedLinear(path)
+    if isinstance(variant, L2Probe):
+        return _C.L2Probe(path)
     if isinstance(variant, MergeStates):
         return _C.MergeStates(path)
     if isinstance(variant, Sample):

@@ -9,7 +9,9 @@ from itertools import count
 import torch
 
 from ostinato.model.config import ModelConfig
+from ostinato.model.halves import halved_storage
 from ostinato.model.pages import DUMMY_PAGE, PagePool
+from ostinato.ops.halves import L2Halves
 
 
 @dataclass
@@ -35,6 +37,12 @@ class PagedKVCache:
         num_pages: pages per layer, the dummy page 0 included.
         page_size: tokens per page, at least 1.
         dtype, device: of the keys and values.
+        by_halves: on a Hopper GPU, put pages where it is known which half of the L2 holds them, if
+            their sizes allow it, and each sequence's into one half (docs/halves.md).
+
+    Attributes:
+        storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.
+        halves: for `paged_attention`; None where halves are not known.
 
     Raises:
         ValueError: for a size below 1, or fewer than 2 pages.
@@ -50,6 +58,7 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        by_halves: bool = True,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -61,19 +70,29 @@ class PagedKVCache:
             if size < 1:
                 raise ValueError(f"{name}: got {size}, expected at least 1")
         self.page_size = page_size
-        self._pool = PagePool(num_pages)
         self._sequences: dict[int, _SequencePages] = {}
         self._versions = count(1)
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
+        self.halves: L2Halves | None = None
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
             # Zeros, not garbage: padding rows of a captured step may read the dummy page.
-            self.storage = torch.zeros(shape, dtype=dtype, device=device)
+            halved = halved_storage(shape, dtype, torch.device(device)) if by_halves else None
+            if halved is None:
+                self.storage = torch.zeros(shape, dtype=dtype, device=device)
+            else:
+                self.storage, self.halves = halved
             self._layers = [(layer[0], layer[1]) for layer in self.storage]
+        self._pool = PagePool(num_pages, None if self.halves is None else self.halves.half_of_page)
 
     @staticmethod
     def for_model(
-        config: ModelConfig, *, num_pages: int, page_size: int, device: torch.device | str
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        page_size: int,
+        device: torch.device | str,
+        by_halves: bool = True,
     ) -> PagedKVCache:
         """Return a cache of `num_pages` pages that fits the model."""
         return PagedKVCache(
@@ -84,6 +103,7 @@ class PagedKVCache:
             head_dim=config.head_dim,
             dtype=config.dtype,
             device=device,
+            by_halves=by_halves,
         )
 
     @property
@@ -163,7 +183,7 @@ class PagedKVCache:
         if not missing and not copied:
             held.length = length
             return
-        taken = self._pool.take(missing + bool(copied))
+        taken = self._pool.take(missing + bool(copied), like=held.pages[0] if held.pages else None)
         if copied:
             page = taken[-1]
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ostinato.kernels.variants import L2Probe
 from ostinato.model.config import ModelConfig
 from ostinato.model.layers import AnyLinear, W8A8Linear
 from ostinato.model.llama import Llama
@@ -86,4 +87,5 @@ def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) ->
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
         *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
         sample_kernel(torch.float32),  # what `Llama` returns
+        L2Probe(),  # which the cache asks (ostinato.model.l2)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 DUMMY_PAGE = 0
 
@@ -21,16 +21,23 @@ class PagePool:
     (one reference per sequence that holds it), *free*, or *kept*: unused, but its tokens are
     known, so a later sequence with the same prefix may take it back. Kept pages count as free
     and are given up least recently used first.
+
+    Args:
+        num_pages: the dummy page included.
+        half_of: the half of the L2, 0 or 1, that holds a page; by default they are alike.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, half_of: Callable[[int], int] | None = None) -> None:
         if num_pages < 2:
             raise ValueError(
                 f"num_pages: got {num_pages}, expected at least 2 (page 0 is the dummy page)"
             )
         self.num_pages = num_pages
         self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, DUMMY_PAGE, -1))
+        self._half_of = half_of or (lambda _page: 0)
+        self._free: tuple[list[int], list[int]] = ([], [])  # by halves
+        for page in range(num_pages - 1, DUMMY_PAGE, -1):
+            self._free[self._half_of(page)].append(page)
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -38,14 +45,18 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `take` could hand out now."""
-        return len(self._free) + len(self._kept)
+        return sum(map(len, self._free)) + len(self._kept)
 
     def references(self, page: int) -> int:
         """Return how many sequences hold `page`."""
         return self._references[page]
 
-    def take(self, count: int) -> list[int]:
-        """Return `count` pages with one reference each.
+    def take(self, count: int, *, like: int | None = None) -> list[int]:
+        """Return `count` pages with one reference each, as many as there are in one half.
+
+        Args:
+            count: how many.
+            like: a page whose half it shall be; None: the half with more free pages.
 
         Raises:
             OutOfPagesError: when fewer are available; nothing is taken then.
@@ -54,9 +65,13 @@ class PagePool:
             raise OutOfPagesError(
                 f"KV cache: {count} pages needed, {self.available} of {self.num_pages - 1} free"
             )
+        fuller = int(len(self._free[1]) > len(self._free[0]))
+        half = fuller if like is None else self._half_of(like)
+        first, other = self._free[half], self._free[1 - half]
         pages = []
         for _ in range(count):
-            page = self._free.pop() if self._free else self._evict()
+            free = first or other
+            page = free.pop() if free else self._evict()
             self._references[page] = 1
             pages.append(page)
         return pages
@@ -76,7 +91,7 @@ class PagePool:
                 if page in self._digest_of:
                     self._kept[page] = None
                 else:
-                    self._free.append(page)
+                    self._free[self._half_of(page)].append(page)
 
     def publish(self, pages: Sequence[int], tokens: Sequence[int], page_size: int) -> None:
         """Make the full pages of `tokens` findable by `match`; known content keeps its page."""

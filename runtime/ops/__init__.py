@@ -28,6 +28,7 @@ Common to all of them:
 from ostinato.ops.append import append_kv
 from ostinato.ops.embed import embed
 from ostinato.ops.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
+from ostinato.ops.halves import L2Halves
 from ostinato.ops.linear import linear, w8a8_linear
 from ostinato.ops.logits import Logits, rms_norm_w8a8_logits
 from ostinato.ops.merge import merge_states
@@ -40,6 +41,7 @@ from ostinato.ops.silu import silu_mul, silu_mul_quantize
 from ostinato.ops.varlen import varlen_attention
 
 __all__ = [
+    "L2Halves",
     "Logits",
     "PackedWeight",
     "append_kv",

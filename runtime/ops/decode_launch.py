@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import get_args
@@ -180,6 +181,7 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    halves: Sequence[int],
 ) -> None:
     """Launch the kernel that `variant` chose on torch's current stream.
 
@@ -242,6 +244,7 @@ def attend(
                 k_scale=slots_of(k_scale),
                 v_scale=slots_of(v_scale),
                 pdl=pdl.enabled(),
+                halves=halves,
                 stream=stream,
             )
 

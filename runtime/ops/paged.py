@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -10,6 +11,7 @@ import torch
 
 from ostinato.ops import attention_checks, checks, decode_launch, prefill_launch
 from ostinato.ops.attend import LogitRule
+from ostinato.ops.halves import L2Halves
 from ostinato.ops.kv import PagedKV
 from ostinato.ops.library import register
 from ostinato.ops.sequences import attend_capacity, attend_live
@@ -37,6 +39,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     check_bounds: bool = False,
+    halves: L2Halves | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor: ...
 @overload
@@ -61,6 +64,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     check_bounds: bool = False,
+    halves: L2Halves | None = None,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def paged_attention(
@@ -84,6 +88,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     check_bounds: bool = False,
+    halves: L2Halves | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values in a paged cache: decode, chunked prefill, or a mixed batch.
@@ -138,6 +143,9 @@ def paged_attention(
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
+        halves: which half of the GPU's L2 holds the pages, as `PagedKVCache.halves` knows it of its
+            own. A hint: steps of many sequences read more cheaply by it, the result does not
+            depend on it.
         stream: see `ostinato.ops`.
 
     Returns:
@@ -155,6 +163,8 @@ def paged_attention(
     )
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_bounds", check_bounds)
+    if halves is not None and not isinstance(halves, L2Halves):
+        raise TypeError(f"halves: got {type(halves).__name__}, expected an L2Halves or None")
     with checks.launch_stream(stream, q.device):
         if out is None:
             out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
@@ -182,6 +192,7 @@ def paged_attention(
             out,
             lse,
             workspace,
+            [] if halves is None else halves.words,
         )
     return out if lse is None else (out, lse)
 
@@ -207,6 +218,7 @@ def _paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    halves: Sequence[int],
 ) -> None:
     max_seqlen_q = min(max_seqlen_q, q.size(0))
     kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
@@ -232,7 +244,7 @@ def _paged_attention(
             q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
         )
         if decode is not None:
-            decode_launch.attend(decode, *given, k_scale, v_scale, out, lse, workspace)
+            decode_launch.attend(decode, *given, k_scale, v_scale, out, lse, workspace, halves)
             return
     prefill = prefill_launch.paged_variant(
         q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
@@ -252,6 +264,7 @@ _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, SymInt max_seqlen_q, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
-    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, int[] halves) "
+    "-> ()",
     _paged_attention,
 )

@@ -12,7 +12,7 @@ import torch
 from ostinato import ops
 from ostinato.checkpoint import load_model
 from ostinato.kernels import loader
-from ostinato.kernels.variants import AppendKV, Embed, Quantize, Sample, Variant
+from ostinato.kernels.variants import AppendKV, Embed, L2Probe, Quantize, Sample, Variant
 from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
 from ostinato.ops import (
     append_launch,
@@ -53,6 +53,7 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
     plain: list[Variant] = [Embed(dtype="fp32"), AppendKV(dtype="fp32"), Sample(dtype="fp32")]
+    plain.append(L2Probe())
     norm, gate = (
         Quantize(kind=kind, in_dtype="fp32", out_dtype="fp32") for kind in ("rms_norm", "silu_mul")
     )

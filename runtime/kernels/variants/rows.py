@@ -1,4 +1,4 @@
-"""Kernels that take rows one by one: embedding, quantisation, the cache's, merging, sampling."""
+"""Kernels that take rows one by one, and one that times the L2."""
 
 from __future__ import annotations
 
@@ -118,6 +118,21 @@ class Embed(_OfDtype):
 
     family: ClassVar[str] = "embed"
     source: ClassVar[Path] = CSRC / "embed" / "embed.cu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2Probe(Variant):
+    """How many clocks SMs take to reach places in the L2."""
+
+    family: ClassVar[str] = "l2_probe"
+    source: ClassVar[Path] = CSRC / "l2" / "probe.cu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-atomics"
+
+    def defines(self) -> dict[str, str]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

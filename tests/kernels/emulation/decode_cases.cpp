@@ -28,6 +28,7 @@ enum class Loads { kAny, kClaimed, kPaced };
 struct Case {
   int batch, heads_kv, group, queries, left, page, max_pages, pages;
   bool pdl;
+  ostinato::Halves halves;
   std::vector<int> lengths, table;
   std::vector<Type> q, keys, values;
 
@@ -47,7 +48,12 @@ Case make_case(std::mt19937_64& random, Loads loads) {
   Case made = {};
   const bool many = claimed || draw(0, 9) == 0;
   made.batch = many && !paced ? draw(33, 40) : draw(1, 5);
-  made.heads_kv = draw(1, 2);
+  made.heads_kv = claimed ? 1 << draw(0, 2) : draw(1, 2);
+  if (claimed && draw(0, 3) != 0) {  // a hint, right or wrong
+    made.halves.sms[0] = static_cast<uint32_t>(random()) & (draw(0, 5) == 0 ? 0 : ~0u);
+    made.halves.pages = static_cast<uint32_t>(random());
+    made.halves.heads = draw(0, 3);
+  }
   made.queries = draw(0, 3) == 0 ? 2 : 1;
   made.group = draw(1, kColumns / made.queries);
   made.left = !claimed && draw(0, 3) == 0 ? draw(0, 600) : -1;
@@ -184,6 +190,7 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   params.left = made.left;
   params.scale = 1 / std::sqrt(static_cast<float>(kDim));
   params.pdl = made.pdl;
+  params.halves = made.halves;
   int64_t bytes = 0;
   ostinato_workspace_bytes(made.queries * made.group, int64_t{1} * made.batch * made.heads_kv,
                            int64_t{1} * made.max_pages * made.page, &bytes);

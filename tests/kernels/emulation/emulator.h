@@ -157,6 +157,7 @@ inline unsigned atomicAdd(unsigned* at, unsigned by) {
   *at += by;
   return before;
 }
+inline void __threadfence() {}
 // Time, for those who wait for it to pass: it does when they sleep.
 inline long clock() {
   static long now = 0;

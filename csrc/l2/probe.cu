@@ -1,0 +1,82 @@
+// How far SMs are from places in the L2, in clocks (docs/halves.md).
+//
+// By atomics, which are done where a place is held; a load may find a copy in the half of the SM.
+// They change nothing: each adds a zero's bits. A CTA has an SM for itself.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/launch.cuh"
+#include "l2/params.h"
+
+namespace ostinato {
+namespace {
+
+constexpr int kTakes = 3, kAtomics = 8;  // the fastest of so many takes of so many atomics
+constexpr int kSmem = 200 * 1024;        // of an SM's 228 KB: no room for a second CTA
+constexpr int kApart = 7;                // places between those that neighbouring CTAs begin with
+
+// One after another: each adds to the address what the one before it gave, and nothing. `zero` is
+// not known to the compiler.
+__device__ int32_t clocks_to(uint32_t* place, uint32_t zero) {
+  int32_t fastest = INT32_MAX;
+#pragma unroll 1
+  for (int take = 0; take < kTakes; ++take) {
+    uint32_t found = 0;
+    const int64_t start = clock64();
+#pragma unroll 1
+    for (int i = 0; i < kAtomics; ++i) {
+      found = atomicOr(place + (found & zero), zero);
+    }
+    const int64_t end = clock64() + (found & zero);
+    fastest = min(fastest, static_cast<int32_t>(end - start));
+  }
+  return fastest / kAtomics;
+}
+
+__global__ void __launch_bounds__(32)
+    probe(const __grid_constant__ L2ProbeParams p, uint32_t zero) {
+  if (threadIdx.x != 0) {
+    return;
+  }
+  uint32_t sm;
+  asm("mov.u32 %0, %%smid;" : "=r"(sm));
+  p.sms[blockIdx.x] = static_cast<int32_t>(sm);
+  const auto measure = [&](int32_t i) {
+    return clocks_to(reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.base) + p.offsets[i]),
+                     zero);
+  };
+  if (p.by_all == 0) {
+    for (int32_t i = static_cast<int32_t>(blockIdx.x); i < p.count; i += gridDim.x) {
+      p.clocks[i] = measure(i);
+    }
+    return;
+  }
+  int32_t* const row = p.clocks + int64_t{1} * blockIdx.x * p.count;
+  for (int32_t step = 0; step < p.count; ++step) {
+    const int32_t i = (step + static_cast<int32_t>(blockIdx.x) * kApart) % p.count;
+    row[i] = measure(i);
+  }
+}
+
+}  // namespace
+}  // namespace ostinato
+
+OSTINATO_EXPORT int ostinato_prepare(void) {
+  return ostinato::allow_dynamic_smem(ostinato::probe, ostinato::kSmem);
+}
+
+OSTINATO_EXPORT int ostinato_launch(const ostinato::L2ProbeParams* params, void* stream) {
+  using namespace ostinato;
+  if (params->count < 1) {
+    return cudaErrorInvalidValue;
+  }
+  int sms = 0;
+  OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
+  LaunchConfig config;
+  config.block = dim3(32);
+  config.grid = dim3(static_cast<uint32_t>(sms));
+  config.dynamic_smem = kSmem;
+  return launch(probe, config, static_cast<cudaStream_t>(stream), *params, 0u);
+}

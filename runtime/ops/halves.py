@@ -1,0 +1,51 @@
+"""Which half of a GPU's L2 holds what (docs/halves.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_SM_WORDS = 8  # csrc/attention/params.h: Halves::kSmWords
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class L2Halves:
+    """Where the keys and values of a paged cache are held, seen from the SMs of its GPU.
+
+    A head's keys and values in a page are in half 0 or 1: the parity of the ones of `page & pages`
+    and `head & heads`.
+
+    Args:
+        sms: by SM, the half that it is on; at most 256.
+        pages: bits of a page's id that tell.
+        heads: bits of a KV head's number that tell, at least one.
+
+    Raises:
+        ValueError: for a number out of range.
+    """
+
+    sms: Sequence[int]
+    pages: int
+    heads: int
+    # As the kernel takes them: an op is called more often than this is made.
+    words: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        most = _SM_WORDS * _WORD_BITS
+        if len(self.sms) > most or any(half not in (0, 1) for half in self.sms):
+            raise ValueError(
+                f"sms: got {len(self.sms)} of {sorted(set(self.sms))}, expected at most {most}, "
+                "each 0 or 1"
+            )
+        for name, least in (("pages", 0), ("heads", 1)):
+            value = getattr(self, name)
+            if not least <= value < 1 << _WORD_BITS:
+                raise ValueError(f"{name}: got {value}, expected {least} to {2**_WORD_BITS - 1}")
+        bits = sum(half << sm for sm, half in enumerate(self.sms))
+        words = [bits >> _WORD_BITS * i & 2**_WORD_BITS - 1 for i in range(_SM_WORDS)]
+        object.__setattr__(self, "words", [self.pages, self.heads, *words])
+
+    def half_of_page(self, page: int) -> int:
+        """Return the half that holds head 0 of a page."""
+        return (page & self.pages).bit_count() & 1

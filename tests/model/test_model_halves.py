@@ -1,0 +1,150 @@
+"""Halves of the L2: told apart by clocks, and pages of each sequence kept in one of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.model import OutOfPagesError
+from ostinato.model.l2 import BLOCK_BYTES, L2Map, parity, tell_halves
+from ostinato.model.pages import DUMMY_PAGE, PagePool
+from ostinato.ops import L2Halves
+
+_BLOCKS = 512
+_H200 = 0xAB000
+
+
+def _clocks(
+    mask: int, sm_halves: np.ndarray, *, near: float = 300, far: float = 500, noise: float = 25
+) -> np.ndarray:
+    """Return what each SM would take to each block, if block 0 is in half 0."""
+    random = np.random.default_rng(0)
+    blocks = parity(np.arange(_BLOCKS) * BLOCK_BYTES & mask)
+    own = sm_halves[:, None] == blocks
+    of_sm = random.normal(0, 15, len(sm_halves))[:, None]
+    clocks = np.where(own, near, far) + of_sm + random.normal(0, noise, own.shape)
+    return clocks.astype(np.int64)
+
+
+@given(
+    mask=st.integers(1, _BLOCKS - 1).map(lambda bits: bits * BLOCK_BYTES),
+    halves=st.lists(st.integers(0, 1), min_size=4, max_size=40).filter(lambda h: len(set(h)) == 2),
+    data=st.data(),
+)
+def test_clocks_tell_which_half_an_sm_and_a_block_are_in(
+    mask: int, halves: list[int], data: st.DataObject
+) -> None:
+    sms = np.array(data.draw(st.permutations(range(len(halves)))))
+    found = tell_halves(_clocks(mask, np.array(halves)), sms)
+    assert found is not None
+    assert found.mask == mask
+    # Which half is called 0 is free.
+    by_sm = np.array(found.sms)[sms]
+    assert (by_sm == np.array(halves) ^ halves[0]).all()
+    again = found.halves(_clocks(mask, np.array(halves))[:, 1], sms)
+    expected = int(parity(np.array([BLOCK_BYTES & mask]))[0]) ^ halves[0]
+    assert (again == expected).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    "clocks",
+    [
+        np.full((8, _BLOCKS), 300),
+        _clocks(_H200, np.zeros(8, dtype=np.int64)),  # all SMs in one half
+        _clocks(0, np.arange(8) % 2),  # all blocks in one half
+        _clocks(_H200, np.arange(8) % 2, far=305),  # no further away than noise
+        np.random.default_rng(1).integers(250, 550, (8, _BLOCKS)),
+    ],
+    ids=["equal", "one half of SMs", "one half of blocks", "too near", "noise"],
+)
+def test_what_is_not_two_halves_is_not_taken_for_them(clocks: np.ndarray) -> None:
+    assert tell_halves(clocks, np.arange(8)) is None
+
+
+def test_a_block_whose_half_no_parity_explains_is_not_accepted() -> None:
+    clocks = _clocks(_H200, np.arange(8) % 2)
+    clocks[:, [4, 5]] = clocks[:, [5, 4]]
+    assert tell_halves(clocks, np.arange(8)) is None
+
+
+def test_halves_by_clocks_of_the_sm_that_took_them() -> None:
+    found = L2Map(_H200, sms=(0, 1), between=(400.0, 500.0))
+    clocks, sms = np.array([390, 410, 450, 510]), np.array([0, 0, 1, 1])
+    assert found.halves(clocks, sms).tolist() == [0, 1, 1, 0]
+
+
+@given(st.lists(st.integers(0, 2**62), min_size=1))
+def test_parity(numbers: list[int]) -> None:
+    assert parity(np.array(numbers)).tolist() == [n.bit_count() % 2 for n in numbers]
+
+
+@given(
+    halves=st.lists(st.integers(0, 1), min_size=1, max_size=256),
+    pages=st.integers(0, 2**32 - 1),
+    heads=st.integers(1, 2**32 - 1),
+    page=st.integers(0, 2**31 - 1),
+)
+def test_words_are_as_the_kernel_takes_them(
+    halves: list[int], pages: int, heads: int, page: int
+) -> None:
+    made = L2Halves(halves, pages, heads)
+    assert made.words[:2] == [pages, heads]
+    assert [made.words[2 + sm // 32] >> sm % 32 & 1 for sm in range(len(halves))] == halves
+    assert len(made.words) == 10
+    assert made.half_of_page(page) == (page & pages).bit_count() % 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        (([0, 2], 1, 1), r"sms: got 2 of \[0, 2\], expected at most 256, each 0 or 1"),
+        (([0] * 257, 1, 1), "sms: got 257"),
+        (([0, 1], -1, 1), "pages: got -1, expected 0 to 4294967295"),
+        (([0, 1], 1, 0), "heads: got 0, expected 1 to 4294967295"),
+        (([0, 1], 1, 2**32), "heads: got 4294967296"),
+    ],
+)
+def test_bad_halves(fields: tuple[list[int], int, int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        L2Halves(*fields)
+
+
+def _half(page: int) -> int:
+    return (page & 0b10101).bit_count() % 2
+
+
+@given(
+    num_pages=st.integers(2, 60),
+    counts=st.lists(st.integers(0, 12), max_size=12),
+    returned=st.sets(st.integers(0, 11)),
+)
+def test_a_sequence_keeps_to_its_half_as_long_as_there_are_pages(
+    num_pages: int, counts: list[int], returned: set[int]
+) -> None:
+    pool = PagePool(num_pages, _half)
+    free = set(range(num_pages)) - {DUMMY_PAGE}
+    held: list[list[int]] = []
+    for count in counts:
+        by_half = [sum(_half(page) == half for page in free) for half in (0, 1)]
+        if count > len(free):
+            with pytest.raises(OutOfPagesError):
+                pool.take(count)
+            continue
+        pages = pool.take(min(count, 1))
+        if pages:
+            assert by_half[_half(pages[0])] == max(by_half)
+            pages += pool.take(count - 1, like=pages[0])
+            mine = [page for page in pages if _half(page) == _half(pages[0])]
+            assert len(mine) == min(count, by_half[_half(pages[0])])
+        assert len(set(pages)) == len(pages) == count
+        assert set(pages) <= free
+        free -= set(pages)
+        held.append(pages)
+        assert pool.available == len(free)
+    for index in returned & set(range(len(held))):
+        pool.release(held[index])
+        free |= set(held[index])
+    assert pool.available == len(free)
+    assert set(pool.take(len(free))) == free

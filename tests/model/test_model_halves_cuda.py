@@ -1,0 +1,199 @@
+"""Halves of a GPU's L2: a cache's pages are where it says, and results do not depend on it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato import ops
+from ostinato.model import PagedKVCache, halves
+from ostinato.model.l2 import l2_map, probe
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+_SHAPE = {"num_layers": 3, "page_size": 16, "num_kv_heads": 8, "head_dim": 128}
+_PAGES = 700
+
+
+def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
+    given = {**_SHAPE, "num_pages": _PAGES, "dtype": torch.bfloat16, **other}
+    return PagedKVCache(device=CUDA, **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def cache() -> PagedKVCache:
+    made = _cache()
+    if made.halves is None:
+        pytest.skip("this GPU's halves are not told apart")
+    return made
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"num_kv_heads": 4, "num_pages": 1500},
+        {"head_dim": 64, "num_pages": 2000},
+        {"dtype": torch.float8_e4m3fn, "num_pages": 2000},
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_in_the_half_that_the_cache_says(
+    cache: PagedKVCache, other: dict[str, int | torch.dtype]
+) -> None:
+    made = _cache(**other)
+    assert made.halves is not None
+    l2 = l2_map(0)
+    assert l2 is not None
+    random = np.random.default_rng(3)
+    layers, kinds, pages, size, heads, dim = made.storage.shape
+    picks = [random.integers(n, size=4000) for n in (layers, kinds, pages, size, heads, dim)]
+    steps = np.array(made.storage.stride())
+    # By 4 bytes, whose atomics they are.
+    at = (np.stack(picks) * steps[:, None]).sum(0) * made.storage.element_size() // 4 * 4
+    found = l2.halves(*probe(0, made.storage.data_ptr(), at, by_all=False))
+    of_page = np.array([made.halves.half_of_page(int(page)) for page in picks[2]])
+    of_head = np.array([(int(h) & made.halves.heads).bit_count() % 2 for h in picks[4]])
+    assert (found == of_page ^ of_head).mean() > 0.999
+    assert 0.4 < found.mean() < 0.6
+    assert not made.storage.any()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"by_halves": False},
+        {"num_pages": 40},  # waste
+        {"page_size": 32, "num_pages": 350},  # a head's page in both halves
+        {"num_kv_heads": 6, "num_pages": 1000},
+        {"num_kv_heads": 1, "num_pages": 5600},
+    ],
+    ids=str,
+)
+def test_other_caches_lie_as_they_come(other: dict[str, int]) -> None:
+    made = _cache(**other)
+    assert made.halves is None
+    assert made.storage.is_contiguous()
+
+
+def test_sequences_keep_to_one_half_each_and_share_both(cache: PagedKVCache) -> None:
+    assert cache.halves is not None
+    counts = [0, 0]
+    for sequence in range(20):
+        cache.add(sequence)
+        for length in (5, 100, 16 * 17):
+            cache.reserve(sequence, length)
+        found = {cache.halves.half_of_page(page) for page in cache.pages(sequence)}
+        assert len(found) == 1
+        counts[found.pop()] += 1
+    assert counts == [10, 10]
+    for sequence in range(20):
+        cache.free(sequence)
+
+
+def test_memory_of_caches_that_are_gone_is_given_back(cache: PagedKVCache) -> None:
+    def free_bytes() -> int:
+        gc.collect()
+        halves.free_unused()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    before = free_bytes()
+    for _ in range(3):
+        made = _cache(num_pages=8000)
+        view = made.storage[1, 0, 5:7]
+        view.fill_(1)
+        taken = before - torch.cuda.mem_get_info()[0]
+        assert taken > made.storage.nbytes
+        del made
+        gc.collect()
+        halves.free_unused()  # a view is left, whose memory must stay
+        assert view.sum() == view.numel()
+        del view
+    assert before - free_bytes() < 8 << 20
+
+
+def _attend(
+    cache: PagedKVCache, layer: int, inputs: tuple[torch.Tensor, ...], invariant: bool
+) -> Callable[[ops.L2Halves | None], torch.Tensor]:
+    q, table, lens = inputs
+    k, v = cache.layer(layer)
+
+    def run(hint: ops.L2Halves | None) -> torch.Tensor:
+        out = torch.full_like(q, torch.nan)
+        return ops.paged_attention(
+            q, k, v, table, lens, batch_invariant=invariant, halves=hint, out=out
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("lengths", ["full", "mixed", "some empty", "short", "long"])
+def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: str) -> None:
+    known = cache.halves
+    assert known is not None
+    torch.manual_seed(0)
+    batch, pages = (130, 5) if lengths != "long" else (40, 17)
+    cache.storage.normal_()
+    cache.storage[:, :, 0] = torch.nan
+    table = (1 + torch.randperm(_PAGES - 1)[: batch * pages]).view(batch, pages).int()
+    most = pages * 16
+    lens = torch.full((batch,), most)
+    if lengths != "full":
+        lens = torch.randint(1 if lengths == "short" else most - 60, most + 1, (batch,))
+    if lengths == "some empty":
+        lens *= torch.rand(batch) < 0.8
+    if lengths == "long":
+        lens = lens.clamp(min=200)
+    q = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=CUDA)
+    inputs = (q, table.to(CUDA), lens.int().to(CUDA))
+    run = _attend(cache, 1, inputs, invariant)
+    expected = run(None)
+    assert bool((expected.isnan().any(dim=-1).any(dim=-1).cpu() == torch.zeros(batch)).all())
+    wrong = ops.L2Halves([1 - half for half in known.sms], known.pages, known.heads)
+    hints = [
+        known,
+        wrong,
+        ops.L2Halves([0] * len(known.sms), known.pages, known.heads),
+        ops.L2Halves([1] + [0] * 131, known.pages, known.heads),
+        ops.L2Halves(known.sms, 0xFFFF, 0b110),
+        ops.L2Halves(known.sms, 0, 0b100),
+        ops.L2Halves(known.sms, 3, 0b1000),  # no KV head has that bit: as if not given
+    ]
+    for hint in hints * 3:
+        assert torch.equal(run(hint), expected), hint
+
+
+def test_one_graph_over_many_lengths_and_tables(cache: PagedKVCache) -> None:
+    """Claims and tickets of a launch start from what the one before it has left."""
+    known = cache.halves
+    assert known is not None
+    torch.manual_seed(1)
+    batch, pages = 160, 4
+    cache.storage.normal_()
+    q = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=CUDA)
+    table = torch.zeros(batch, pages, dtype=torch.int32, device=CUDA)
+    lens = torch.zeros(batch, dtype=torch.int32, device=CUDA)
+    runs = [_attend(cache, layer, (q, table, lens), True) for layer in range(3)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for run in runs:
+            run(known)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            # In a row, each launched before the one before it has ended.
+            got = [run(known) for run in runs for _ in range(2)]
+        for turn in range(60):
+            table.copy_((1 + torch.randperm(_PAGES - 1)[: batch * pages]).view(batch, pages))
+            least = (1, 30, 64)[turn % 3]
+            lens.copy_(torch.randint(least, pages * 16 + 1, (batch,)))
+            graph.replay()
+            expected = [run(None) for run in runs for _ in range(2)]
+            for mine, theirs in zip(got, expected, strict=True):
+                assert torch.equal(mine, theirs), turn
