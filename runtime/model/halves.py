@@ -246,6 +246,7 @@ def _driver(device: int) -> Any | None:
         cu = importlib.import_module("cuda.bindings.driver")
     except ImportError:
         return None
+    torch.cuda.init()  # the driver, too
     supported = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     status, answer = cu.cuDeviceGetAttribute(supported, device)
     return cu if int(status) == 0 and answer else None
