@@ -34,8 +34,8 @@ struct Arguments {
         left(p.left),
         guesses(kMayGuess && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
                 !has_token_scales(p.k_scale, p.v_scale)),
-        by{Divisor(lines),     Divisor(line_ctas), Divisor(line_heads),   Divisor(group),
-           Divisor(page_size), Divisor(batch),     Divisor(half_heads(p))},
+        by{Divisor(lines), Divisor(line_ctas), Divisor(line_heads),
+           Divisor(group), Divisor(page_size), Divisor(batch)},
         page_table(p.page_table),
         page_table_stride(p.page_table_stride),
         right(p.right),
@@ -53,7 +53,8 @@ struct Arguments {
         k_cache(p.k_cache),
         v_cache(p.v_cache),
         halves(p.halves) {
-    if (!kMayClaim || !divides_heads(halves, heads_kv)) {
+    if (!kMayKnowHalves || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
+        ctas % 2 != 0 || lines % 2 != 0) {
       halves.heads = 0;
     }
   }
@@ -84,19 +85,16 @@ struct Arguments {
   Slots k_scale, v_scale;
   // Where threads copy.
   Slots k_cache, v_cache;
-  Halves halves;
-
- private:
-  static int half_heads(const PagedDecodeParams& p) { return p.heads_kv > 1 ? p.heads_kv / 2 : 1; }
+  Halves halves;  // heads = 0 also where they change nothing
 };
 
 __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
   return has_token_scales(params.k_scale, params.v_scale);
 }
 
-// Whether it is known which half of the L2 holds a page.
-__device__ __forceinline__ bool knows_halves(const Arguments& params) {
-  return kMayClaim && params.halves.heads != 0;
+// Whether the schedule's heads and CTAs are numbered by halves of the L2 (decode_halves.cuh).
+__device__ __forceinline__ bool by_halves(const Arguments& params) {
+  return kMayKnowHalves && params.halves.heads != 0;
 }
 
 // Reads what a predecessor may still be writing (`early`), or has written. Early, past the L1

@@ -9,7 +9,6 @@
 
 #include "common/debug.cuh"
 #include "decode_cuts.cuh"
-#include "warp_instructions.cuh"
 
 namespace ostinato::decode {
 
@@ -29,20 +28,13 @@ class ClaimsOf {
         init_barrier(&ring_.published[slot], 1);
       }
     }
-    by_halves_ = knows_halves(params) && params.batch > Lengths::kFew && gridDim.x % 2 == 0;
-    if (by_halves_ && threadIdx.x == kThreads - 1) {
-      take_ticket();
-    }
   }
 
   // `room`: of a segment on its line.
   __device__ __forceinline__ void begin(int segments, int room) {
     segments_ = segments;
     room_ = room;
-    if (by_halves_ && segments > 0) {
-      half_ = ring_.half;
-      begins_ = HalfTickets::place(half_, HalfTickets::rank(ring_.taken, half_), places());
-    }
+    half_ = by_halves(params_) ? lengths_.own_half() : 0;
   }
   // Whether any are claimed: or else everybody has a share of his own.
   __device__ __forceinline__ bool used() const { return segments_ > 0; }
@@ -79,8 +71,7 @@ class ClaimsOf {
   // but one.
   __device__ __forceinline__ int take(int turn) {
     if (turn < kOwn) {
-      return by_halves_ ? locate(turn * places() + begins_.rank, begins_.half)
-                        : locate(turn * gridDim.x + blockIdx.x);
+      return locate(turn * gridDim.x + lengths_.number());
     }
     publish();
     const int claim = turn - kOwn, slot = claim % kTurns;
@@ -108,34 +99,16 @@ class ClaimsOf {
   }
 
  private:
-  // Counters: of claims, one for each half or the first for all; of CTAs that have left; of
-  // tickets.
-  static constexpr int kLeft = 2, kTickets = 3;
-  static_assert(kTickets < kClaimCounters, "the workspace has them all");
-
-  // The CTAs that begin in a half, if not more SMs are in one than in the other.
-  __device__ __forceinline__ int places() const { return static_cast<int>(gridDim.x / 2); }
-
-  // Before the predecessor has ended, by one thread of every CTA. The last one has the counter as
-  // it was: no successor starts before it has come back from here.
-  __device__ __forceinline__ void take_ticket() {
-    const uint32_t sm = sm_index();
-    ring_.half =
-        sm < 32 * Halves::kSmWords ? params_.halves.sms[sm / 32] >> (sm % 32) & 1 : uint32_t{0};
-    uint32_t* const counter = &params_.claims[kTickets];
-    ring_.taken = atomicAdd(counter, HalfTickets::step(ring_.half));
-    if (HalfTickets::count(ring_.taken) == gridDim.x - 1) {
-      *counter = 0;
-      __threadfence();
-    }
-  }
+  // Counters: of claims, one for each half of the L2 or the first for all; of CTAs that have left.
+  static constexpr int kLeft = 2;
 
   // The segment of a claim: of the half, and once those are gone of the other.
   __device__ __forceinline__ int find(uint32_t claim) {
-    if (!by_halves_) {
-      return locate(claim + kOwn * gridDim.x);
+    const int own = kOwn * gridDim.x;
+    if (!by_halves(params_)) {
+      return locate(own + claim);
     }
-    int found = locate(kOwn * places() + claim, half_);
+    int found = locate(own + 2 * claim + half_);
     if (found == kNone && !crossed_) {
       crossed_ = true;
       half_ ^= 1;
@@ -143,21 +116,9 @@ class ClaimsOf {
       if (threadIdx.x == 0) {
         other = atomicInc(&params_.claims[half_], INT32_MAX);
       }
-      found = locate(kOwn * places() + __shfl_sync(0xffffffff, other, 0), half_);
+      found = locate(own + 2 * __shfl_sync(0xffffffff, other, 0) + half_);
     }
     return found;
-  }
-
-  // Of those of a half.
-  __device__ __forceinline__ int locate(int segment, uint32_t half) const {
-    if (segment >= segments_ / 2) {
-      return kNone;
-    }
-    const int live = params_.by.half_heads.divide(segment);
-    const int index = segment - live * (params_.heads_kv / 2);
-    const int sequence = live_sequence(live);
-    const int head = head_in_half(params_.halves, index, lengths_.half(sequence), half);
-    return head * kMaxBatch + sequence;
   }
 
   // By all lanes of a warp. Here and once, since to search and divide is felt at every end.
@@ -168,24 +129,19 @@ class ClaimsOf {
     const OnLine on(segment, params_.lines, params_.by.lines);
     const int live = params_.by.line_heads.divide(on.cta);  // sequences before it
     const int head = on.line + (on.cta - live * params_.line_heads) * params_.lines;
-    return head * kMaxBatch + live_sequence(live);
-  }
-  // With `live` sequences that have tiles before it.
-  __device__ __forceinline__ int live_sequence(int live) const {
     const bool all = segments_ == params_.batch * params_.heads_kv;
-    return all ? live : find_sequence(lengths_, params_.batch, live * room_);
+    const int sequence = all ? live : find_sequence(lengths_, params_.batch, live * room_);
+    return lengths_.head(sequence, head) * kMaxBatch + sequence;
   }
 
   ClaimRing<kUsed>& ring_;
   const Arguments& params_;
   const Lengths& lengths_;
   int segments_ = 0, room_ = 0;
-  uint32_t asked_ = 0;  // of thread 0: what a counter was
-  bool waits_ = false;  // whether it has not been published
-  bool by_halves_ = false;
-  uint32_t half_ = 0;     // whose segments are claimed: first the SM's
-  bool crossed_ = false;  // it is the other
-  HalfPlace begins_ = {};
+  uint32_t asked_ = 0;    // of thread 0: what a counter was
+  bool waits_ = false;    // whether it has not been published
+  uint32_t half_ = 0;     // whose segments are claimed: first those of the SM's half
+  bool crossed_ = false;  // now they are the other's
   int published_ = 0;
 };
 
@@ -219,7 +175,11 @@ class ClaimedTurns {
   __device__ __forceinline__ bool next(SomeClaims& claims, const Lengths& lengths,
                                        Cuts::Piece* piece) {
     if (!claims.used()) {
-      return walk_.next(lengths, piece);
+      const bool more = walk_.next(lengths, piece);
+      if (more) {
+        piece->head = lengths.head(piece->sequence, piece->head);
+      }
+      return more;
     }
     const int segment = ended_ ? SomeClaims::kNone : claims.take(turn_++);
     ended_ = segment == SomeClaims::kNone;

@@ -110,6 +110,10 @@ inline constexpr bool kMayClaim = kClusterCtas == 1 && kTeamWarps == 1 && kColum
 inline constexpr int kLeastClaimed = 2;
 inline constexpr int kLeastClaimedTiles = kStages + 1;
 
+// Whether CTAs may be told which half of the L2 holds a page (decode_halves.cuh), which has 4096
+// bytes of each in turn: where the 16 tokens of a block lie in one.
+inline constexpr bool kMayKnowHalves = kMayClaim && kBlockTokens * kRowBytes <= 4096;
+
 // Whether warps that have equal shares wait for each other (decode_pace.cuh). Clusters of two have
 // the longest ones.
 inline constexpr bool kMayPace = kClusterCtas == 2 && kTeamWarps == 1 && kColumns == 8 &&
@@ -125,6 +129,7 @@ static_assert(!kChainPerCta || 4 % kOwnedSteps == 0, "a warp's steps lie in one 
 
 // Sequences of one launch; their tables live in shared memory.
 inline constexpr int kMaxBatch = 512;
+inline constexpr int kFewSequences = 32;  // that a warp reads for itself
 
 // What a warp owns of a pair of columns, the CTAs of a cluster divide once more.
 inline constexpr int kWarpPairs = kWarpColumns / 2;
@@ -136,10 +141,10 @@ inline constexpr int kRankVectors = kPairVectors / kClusterCtas;
 inline constexpr int kRegionVectors = kWarpPairs * (kRankVectors + 1);
 inline constexpr int kPartVectors = kClusterCtas * kWarps * kRegionVectors;
 
-// One counter for each warp of each CTA, as many as the kernel with the most CTAs has, and those of
-// the segments that are claimed: kernels share a workspace, and no counter may lie where another
-// kernel stores results.
-inline constexpr int kClaimCounters = 4;
+// One counter for each warp of each CTA, as many as the kernel with the most CTAs has, those of the
+// segments that are claimed (decode_claims.cuh), and that of the CTAs' numbers: kernels share a
+// workspace, and no counter may lie where another kernel stores results.
+inline constexpr int kOfNumbers = 3, kClaimCounters = 4;
 inline constexpr int kMostCtasPerSm = 2;
 static_assert(kCtasPerSm <= kMostCtasPerSm, "counters for each CTA");
 inline int64_t warp_counters(int sms) {

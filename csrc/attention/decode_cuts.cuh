@@ -2,13 +2,12 @@
 // tables that each needs.
 #pragma once
 
-#include "decode_cluster.cuh"
 #include "decode_lengths.cuh"
 
 namespace ostinato::decode {
 
-__device__ __forceinline__ OnLine on_line(const Arguments& params) {
-  return OnLine(cluster_index(), params.lines, params.by.lines);
+__device__ __forceinline__ OnLine on_line(const Arguments& params, const Lengths& lengths) {
+  return OnLine(lengths.number(), params.lines, params.by.lines);
 }
 __device__ __forceinline__ LineHeads heads_of(const Arguments& params, const OnLine& own) {
   return {own.line, params.lines, params.heads_kv, params.line_heads};
@@ -98,7 +97,7 @@ using Cuts = std::conditional_t<kFixedCuts, FixedCuts, FreeCuts>;
 template <class SomeCuts>
 __device__ __forceinline__ typename SomeCuts::Walk walk_places(
     const Arguments& params, const Lengths& lengths, const typename SomeCuts::Shares& shares) {
-  const OnLine own = on_line(params);
+  const OnLine own = on_line(params, lengths);
   const int all = lengths.start(params.batch) * params.line_heads;
   const Places places = SomeCuts::places(params, all, shares, own.cta);
   const int sequence =

@@ -1,10 +1,12 @@
 // Who works on what where it is known which half of the L2 holds a page: what the half of the SM
-// holds first. The other half's comes across the chip, which takes energy, by a way that is narrow
+// holds. The other half's comes across the chip, which takes energy, by a way that is narrow
 // (docs/halves.md).
 //
-// Both halves hold as many heads of a page. So each half has as many segments, which its CTAs take
-// in order; those that are left when they have ended are for all. A sequence is taken to be where
-// its first page is: where its pages are not, reading them costs more, and nothing else changes.
+// Both halves hold as many heads of a page. So the schedule's heads are places: the even ones are,
+// for each sequence, its heads in half 0 and the odd ones those in half 1. And its CTAs are
+// numbered so that those of half 0 have even numbers, and with them even lines and heads. A
+// sequence is taken to be where its first page is: where its pages are not, reading them costs
+// more, and nothing else changes.
 #pragma once
 
 #include <cstdint>
@@ -32,38 +34,32 @@ __host__ __device__ __forceinline__ uint32_t half_of_page(const Halves& halves, 
   return parity(static_cast<uint32_t>(page) & halves.pages);
 }
 
-// Of the heads of a page that `half` holds, counted from 0; `first` is the half that holds head 0.
-__host__ __device__ __forceinline__ int head_in_half(const Halves& halves, int index,
-                                                     uint32_t first, uint32_t half) {
+// The head of a place, of a page whose head 0 is in the half `first`.
+__host__ __device__ __forceinline__ int head_of_place(const Halves& halves, int place,
+                                                      uint32_t first) {
   const uint32_t lowest = halves.heads & -halves.heads;
-  const uint32_t below = static_cast<uint32_t>(index) & (lowest - 1);
-  const uint32_t head = 2 * (static_cast<uint32_t>(index) - below) + below;  // without that bit
+  const uint32_t index = static_cast<uint32_t>(place) / 2, half = place % 2;  // in that half
+  const uint32_t below = index & (lowest - 1);
+  const uint32_t head = 2 * (index - below) + below;  // without the bit that tells
   return static_cast<int>(parity(head & halves.heads) == (first ^ half) ? head : head + lowest);
 }
 
-// Where a CTA begins: its place among those that begin in a half.
-struct HalfPlace {
-  uint32_t half;
-  int rank;
-};
-
-// The numbers that CTAs of a launch take, each half from 0 on: a count of each half's.
+// What CTAs take one by one, each half its own: a count for each half.
 struct HalfTickets {
-  static constexpr uint32_t kOne = 1 << 16;  // of the second half
+  static constexpr uint32_t kOne = 1 << 16;  // of half 1
 
   static __host__ __device__ __forceinline__ uint32_t step(uint32_t half) {
     return half ? kOne : 1;
   }
-  static __host__ __device__ __forceinline__ int rank(uint32_t taken, uint32_t half) {
-    return static_cast<int>(half ? taken / kOne : taken % kOne);
-  }
   static __host__ __device__ __forceinline__ uint32_t count(uint32_t taken) {
     return taken / kOne + taken % kOne;
   }
-  // Each half has `places`, all CTAs are 2 * places. Those of a half that are too many begin in the
-  // other, where as many are missing, from its last place on.
-  static __host__ __device__ __forceinline__ HalfPlace place(uint32_t half, int rank, int places) {
-    return rank < places ? HalfPlace{half, rank} : HalfPlace{half ^ 1, 2 * places - 1 - rank};
+  // The number of a CTA that found `taken`, of 2 * `each`. Those of a half that are too many get
+  // the other's last ones, which as many are missing for.
+  static __host__ __device__ __forceinline__ int number(uint32_t taken, uint32_t half, int each) {
+    const int rank = static_cast<int>(half ? taken / kOne : taken % kOne);
+    const bool fits = rank < each;
+    return 2 * (fits ? rank : 2 * each - 1 - rank) + static_cast<int>(fits ? half : half ^ 1);
   }
 };
 

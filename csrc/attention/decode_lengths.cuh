@@ -2,7 +2,9 @@
 #pragma once
 
 #include "decode_arguments.cuh"
+#include "decode_cluster.cuh"
 #include "decode_storage.cuh"
+#include "warp_instructions.cuh"
 
 namespace ostinato::decode {
 
@@ -12,12 +14,13 @@ class Lengths {
   // The tables of this warp, or those of the CTA.
   __device__ Lengths(SharedStorage& shared, const Arguments& params)
       : shared_(shared),
+        params_(params),
         cu_seqlens_q_(params.cu_seqlens_q),
         max_seqlen_q_(params.max_seqlen_q),
         left_(params.left),
         base_(params.batch <= kFew ? warp_index() * (kFew + 1) : 0) {}
 
-  static constexpr int kFew = 32;  // sequences that a warp reads for itself
+  static constexpr int kFew = kFewSequences;
 
   __device__ __forceinline__ int& start(int b) { return shared_.start[base_ + b]; }
   __device__ __forceinline__ int& length(int b) { return shared_.length[base_ + b]; }
@@ -68,7 +71,7 @@ class Lengths {
         raw.of[i] = read_table(params.seq_lens + b, early);
       }
     }
-    if (params.batch > kFew && knows_halves(params)) {
+    if (by_halves(params)) {
       int pages[kReads] = {};
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
@@ -93,7 +96,7 @@ class Lengths {
         length(b) = length_of(params, b, raw.of[i]);
       }
     }
-    if (knows_halves(params)) {
+    if (by_halves(params)) {
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
         const uint32_t bits = __ballot_sync(0xffffffff, raw.halves >> i & 1);
@@ -103,9 +106,30 @@ class Lengths {
       }
     }
   }
-  // The half that holds head 0 of the first page.
-  __device__ __forceinline__ uint32_t half(int b) const {
-    return shared_.halves[b / 32] >> b % 32 & 1;
+
+  // Of the schedule's heads.
+  __device__ __forceinline__ int head(int b, int place) const {
+    return by_halves(params_) ? head_of_place(params_.halves, place, half(b)) : place;
+  }
+  // The number of the CTA, or cluster, in the schedule.
+  __device__ __forceinline__ int number() const {
+    return by_halves(params_) ? shared_.number : cluster_index();
+  }
+  // The half that the SM is on.
+  __device__ __forceinline__ uint32_t own_half() const { return shared_.half; }
+  // Takes that number, by one thread, before the predecessor has ended and before a barrier of the
+  // CTA. The last CTA has the counter as it was: no successor starts before it has been here.
+  __device__ __forceinline__ void take_number(uint32_t* counter) {
+    const uint32_t sm = sm_index();
+    const uint32_t bits = sm < 32 * Halves::kSmWords ? params_.halves.sms[sm / 32] : 0;
+    const uint32_t half = bits >> sm % 32 & 1;
+    const uint32_t taken = atomicAdd(counter, HalfTickets::step(half));
+    if (HalfTickets::count(taken) == gridDim.x - 1) {
+      *counter = 0;
+      __threadfence();
+    }
+    shared_.half = half;
+    shared_.number = HalfTickets::number(taken, half, static_cast<int>(gridDim.x / 2));
   }
   // Whether one of them is not as it is in the table.
   __device__ __forceinline__ bool differ(const Arguments& params, const Raw& raw) const {
@@ -115,8 +139,7 @@ class Lengths {
       for (int i = 0; i < kReads; ++i) {
         const int b = own(params, i);
         some |= b < params.batch && length(b) != length_of(params, b, raw.of[i]);
-        some |= b < params.batch && params.batch > kFew && knows_halves(params) &&
-                half(b) != (raw.halves >> i & 1);
+        some |= b < params.batch && by_halves(params) && half(b) != (raw.halves >> i & 1);
       }
       return some;
     }
@@ -136,7 +159,13 @@ class Lengths {
     return static_cast<int>(by_lane ? threadIdx.x % 32 : threadIdx.x) + i * kThreads;
   }
 
+  // The half that holds head 0 of the first page.
+  __device__ __forceinline__ uint32_t half(int b) const {
+    return shared_.halves[b / 32] >> b % 32 & 1;
+  }
+
   SharedStorage& shared_;
+  const Arguments& params_;
   const int32_t* cu_seqlens_q_;
   int max_seqlen_q_, left_, base_;
 };

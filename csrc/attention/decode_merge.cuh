@@ -134,12 +134,12 @@ __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_c
 class FreeParts {
  public:
   // Where this warp is to store its part of a piece; null if the piece is a whole segment.
-  __device__ __forceinline__ float4* place(const Arguments& params, const Lengths& /*lengths*/,
+  __device__ __forceinline__ float4* place(const Arguments& params, const Lengths& lengths,
                                            const Shares& shares, const Piece& piece) {
     if (piece.whole()) {
       return nullptr;
     }
-    const OnLine own = on_line(params);
+    const OnLine own = on_line(params, lengths);
     const int line_cta = own.line * params.line_ctas;
     const SharedSegment segment(piece, shares, line_cta);
     const bool begins = piece.begin == 0;
@@ -194,7 +194,8 @@ class FixedParts {
   __device__ __forceinline__ float4* place(const Arguments& params, const Lengths& lengths,
                                            const UnitShares& /*shares*/, const Unit& unit) {
     has_parts_ |= !unit.whole();
-    const int first = on_line(params).line * lengths.start(params.batch) * params.line_heads;
+    const int first =
+        on_line(params, lengths).line * lengths.start(params.batch) * params.line_heads;
     return unit.whole() ? nullptr : part_of_unit(params, first + unit.place, warp_index());
   }
 
@@ -206,7 +207,7 @@ class FixedParts {
     }
     const int lane = threadIdx.x % 32, warp = warp_index();
     OSTINATO_DELAY(decode_part_store, warp == 3);
-    const OnLine own = on_line(params);
+    const OnLine own = on_line(params, lengths);
     // Chosen once more, for the same reason.
     const int all = lengths.start(params.batch) * params.line_heads;
     const UnitShares shares(all, params.line_ctas, params.by.line_ctas);
@@ -228,7 +229,8 @@ class FixedParts {
       if (last) {
         const float4* const first =
             part_of_unit(params, own.line * all + unit.place - unit.index, warp);
-        merge_parts(params, Rows(params, lengths, unit.sequence, unit.head),
+        const int head = lengths.head(unit.sequence, unit.head);
+        merge_parts(params, Rows(params, lengths, unit.sequence, head),
                     UnitParts{first, unit.count});
       }
     }

@@ -37,7 +37,7 @@ struct Divisor {
 
 // What all CTAs divide by; the length of the chain of divisions at the start is felt.
 struct Divisors {
-  Divisor lines, line_ctas, line_heads, group, page_size, batch, half_heads;
+  Divisor lines, line_ctas, line_heads, group, page_size, batch;
 };
 
 // How many lines: one if segments get several CTAs, else the most that leave few CTAs without one.

@@ -130,6 +130,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     wait_for_predecessor();
   }
   Lengths lengths(shared, params);
+  if (by_halves(params) && threadIdx.x == kThreads - 1) {
+    lengths.take_number(&params.claims[kOfNumbers]);
+  }
   Claims claims(shared, params, lengths);
   Loader loader(shared, params, maps, lengths, claims);
   Attention attention(params);

@@ -47,7 +47,6 @@ template <bool kUsed>
 struct ClaimRing {
   uint64_t published[kTurns];
   int segment[kTurns];
-  uint32_t half, taken;  // the SM's half of the L2, and the tickets taken before this CTA's
 };
 template <>
 struct ClaimRing<false> {};
@@ -70,7 +69,11 @@ struct SharedStorage {
   int4 load[kWarps];
   int start[kMaxBatch + 1];
   int length[kMaxBatch + 1];
-  uint32_t halves[kMayClaim ? kMaxBatch / 32 : 1];  // of first pages, a bit each
+  // Where halves of the L2 are known: those of first pages, a bit each, the CTA's number, and the
+  // half of its SM.
+  uint32_t halves[kMayKnowHalves ? kMaxBatch / 32 : 1];
+  int number;
+  uint32_t half;
 };
 
 template <class What>

@@ -170,6 +170,25 @@ def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: st
         assert torch.equal(run(hint), expected), hint
 
 
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize(("batch", "most"), [(40, 2200), (160, 1100), (33, 1024)])
+def test_nor_of_sequences_that_ctas_share(invariant: bool, batch: int, most: int) -> None:
+    pages = -(-most // 16)
+    long = _cache(num_layers=1, num_pages=1 + batch * pages)
+    assert long.halves is not None
+    torch.manual_seed(batch)
+    long.storage.normal_()
+    q = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=CUDA)
+    table = 1 + torch.randperm(batch * pages).view(batch, pages)
+    for least in (0, most // 2, most - 1):
+        lens = torch.randint(least, most + 1, (batch,))
+        run = _attend(long, 0, (q, table.int().to(CUDA), lens.int().to(CUDA)), invariant)
+        expected = run(None)
+        wrong = ops.L2Halves(long.halves.sms, 0b1011, 0b101)
+        for hint in (long.halves, wrong) * 3:
+            assert torch.equal(run(hint), expected)
+
+
 def test_one_graph_over_many_lengths_and_tables(cache: PagedKVCache) -> None:
     """Claims and tickets of a launch start from what the one before it has left."""
     known = cache.halves

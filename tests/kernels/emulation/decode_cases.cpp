@@ -19,7 +19,10 @@ using ostinato::PagedDecodeParams;
 
 constexpr int kLengths[] = {0,   1,   15,  16,  17,  63,  64,   65,   128,  200,  255,  256, 257,
                             272, 300, 511, 512, 513, 700, 1000, 1023, 1024, 1025, 1300, 2049};
-constexpr int kShortLengths = 15;   // of these; for many sequences
+constexpr int kChoices = static_cast<int>(std::size(kLengths));
+constexpr int kShortLengths = 15;  // of these; for many sequences
+constexpr int kLongOfMany = 2;     // of them are long
+constexpr int kFirstLong = 20;
 constexpr int kFirstClaimed = 9;    // where segments may be claimed
 constexpr int kPacedTokens = 8000;  // at most
 
@@ -46,10 +49,10 @@ Case make_case(std::mt19937_64& random, Loads loads) {
   };
   std::normal_distribution<float> normal;
   Case made = {};
-  const bool many = claimed || draw(0, 9) == 0;
+  const bool many = claimed || draw(0, 3) == 0;
   made.batch = many && !paced ? draw(33, 40) : draw(1, 5);
-  made.heads_kv = claimed ? 1 << draw(0, 2) : draw(1, 2);
-  if (claimed && draw(0, 3) != 0) {  // a hint, right or wrong
+  made.heads_kv = made.batch > kFewSequences ? 1 << draw(0, 2) : draw(1, 2);
+  if (draw(0, 3) != 0) {  // a hint, right or wrong
     made.halves.sms[0] = static_cast<uint32_t>(random()) & (draw(0, 5) == 0 ? 0 : ~0u);
     made.halves.pages = static_cast<uint32_t>(random());
     made.halves.heads = draw(0, 3);
@@ -59,11 +62,12 @@ Case make_case(std::mt19937_64& random, Loads loads) {
   made.left = !claimed && draw(0, 3) == 0 ? draw(0, 600) : -1;
   made.page = kCopyPages ? 16 * draw(1, 4) : draw(1, 40);
   made.pdl = draw(0, 1) != 0;
-  const int choices = made.batch > 5 ? kShortLengths : static_cast<int>(std::size(kLengths));
   const int first = claimed ? kFirstClaimed : 0;
   for (int b = 0; b < made.batch; ++b) {
+    const bool many_tokens = made.batch > 5 && b < kLongOfMany && !claimed;
+    const int choices = made.batch <= 5 || many_tokens ? kChoices : kShortLengths;
     const bool empty = loads != Loads::kAny && draw(0, 7) == 0;
-    const int some = kLengths[draw(first, choices - 1)];
+    const int some = kLengths[draw(many_tokens ? kFirstLong : first, choices - 1)];
     made.lengths.push_back(empty ? 0 : paced ? draw(kPacedTokens / 2, kPacedTokens) : some);
     made.pages += ostinato::ceil_div(made.lengths[b], made.page);
   }
