@@ -250,9 +250,7 @@ class Attention {
       for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
-          const float e = power_of_2(2 * kLog2E * score_.values[t][i]);
-          const float part = kLog2E - __fdividef(2 * kLog2E, 1.0f + e);
+          const float part = kLog2E * hyperbolic_tangent(score_.values[t][i]);
           score_.values[t][i] = __fmul_rn(params_.softcap, part);
         }
       }

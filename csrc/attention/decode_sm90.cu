@@ -22,6 +22,7 @@
 #include "decode_loader.cuh"
 #include "decode_merge.cuh"
 #include "decode_pace.cuh"
+#include "map_step.cuh"
 
 namespace ostinato::decode {
 namespace {
@@ -260,14 +261,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 }
 
 cudaError_t encode_map(CUtensorMap* map, const Slots& cache, const PagedDecodeParams& params) {
-  constexpr uint64_t kElement = kElementBytes;
+  using Element = std::conditional_t<kQuantized, uint8_t, Type>;
   constexpr uint32_t kStripsCopied = kWholeStrips ? kStrips : 1;
   const TensorMapShape<5> shape = {
       {static_cast<uint64_t>(kWholeStrips ? kStripBytes : kRowBytes),
        static_cast<uint64_t>(params.page_size), kStripsCopied,
        static_cast<uint64_t>(params.heads_kv), static_cast<uint64_t>(params.pages)},
-      {1, cache.stride * kElement, kStripBytes, cache.head_stride * kElement,
-       cache.page_stride * kElement},
+      {1, map_step<Element>(cache.stride, params.page_size), kStripBytes,
+       map_step<Element>(cache.head_stride, params.heads_kv),
+       map_step<Element>(cache.page_stride, params.pages)},
       {kStripBytes, kBlockTokens, kStripsCopied, 1, 1}};
   // Longer fetches than a block's 128-byte rows read what is not needed yet.
   return encode_tensor_map(map, cache.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,

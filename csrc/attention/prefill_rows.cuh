@@ -23,9 +23,7 @@ __device__ __forceinline__ int row_of_thread(int half) {
 
 // The logit of a score, times log2(e).
 __device__ __forceinline__ float capped_logit(const Arguments& args, float score) {
-  // tanh(x) = 1 - 2 / (1 + e^2x), exact at both ends
-  const float power = power_of_2(2 * kLog2E * (score * args.logit_scale));
-  return args.params.softcap * kLog2E * (1.0f - __fdividef(2.0f, 1.0f + power));
+  return args.params.softcap * (kLog2E * hyperbolic_tangent(score * args.logit_scale));
 }
 __device__ __forceinline__ float logit_of(const Arguments& args, float score) {
   return args.params.softcap > 0 ? capped_logit(args, score) : score * args.logit_scale;

@@ -19,6 +19,7 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "map_step.cuh"
 #include "prefill_producer.cuh"
 #if OSTINATO_BYTES
 #include "prefill_consumer_fp8.cuh"
@@ -146,12 +147,6 @@ bool is_supported(const Params& p) {
          is_aligned(p.workspace, kPutsAside ? 16 : 8) && (!kPutsAside || p.workspace != nullptr);
 }
 
-// TMA steps over a dimension of one element too; such a stride may be anything, but not 0.
-template <class T>
-uint64_t step(int64_t stride, int64_t size) {
-  return size > 1 ? static_cast<uint64_t>(stride) * sizeof(T) : 16;
-}
-
 template <class T>
 constexpr CUtensorMapDataType kMapType =
     sizeof(T) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
@@ -162,7 +157,7 @@ cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Argu
   const TensorMapShape<3> shape = {
       {static_cast<uint64_t>(dim), static_cast<uint64_t>(p.heads_q),
        static_cast<uint64_t>(p.tokens_q)},
-      {0, step<T>(rows.head_stride, p.heads_q), step<T>(rows.stride, p.tokens_q)},
+      {0, map_step<T>(rows.head_stride, p.heads_q), map_step<T>(rows.stride, p.tokens_q)},
       {kStripBytes / sizeof(T), static_cast<uint32_t>(args.pack),
        static_cast<uint32_t>(args.half_tokens)}};
   return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<T>);
@@ -177,8 +172,8 @@ cudaError_t encode_groups(CUtensorMap* map, const Slots& keys, int head_strips,
   const TensorMapShape<5> shape = {
       {kStripDim, kGroup, static_cast<uint64_t>((p.heads_kv - 1) * head_strips + kCount),
        static_cast<uint64_t>(p.page_size / kGroup), static_cast<uint64_t>(p.pages)},
-      {0, step<Type>(keys.stride, kGroup), kStripBytes, step<Type>(kGroup * keys.stride, kGroup),
-       step<Type>(keys.page_stride, p.pages)},
+      {0, map_step<Type>(keys.stride, kGroup), kStripBytes,
+       map_step<Type>(kGroup * keys.stride, kGroup), map_step<Type>(keys.page_stride, p.pages)},
       {kStripDim, kGroup, kCount, static_cast<uint32_t>(args.box_tokens / kGroup), 1}};
   return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<Type>);
 }
@@ -193,8 +188,8 @@ cudaError_t encode_keys(CUtensorMap* map, const Slots& keys, const Arguments& ar
   const TensorMapShape<5> shape = {
       {static_cast<uint64_t>(kWhole ? kStripDim : kWidth), static_cast<uint64_t>(slots), kCount,
        static_cast<uint64_t>(p.heads_kv), static_cast<uint64_t>(pages)},
-      {0, step<Type>(keys.stride, slots), kStripBytes, step<Type>(keys.head_stride, p.heads_kv),
-       step<Type>(keys.page_stride, pages)},
+      {0, map_step<Type>(keys.stride, slots), kStripBytes,
+       map_step<Type>(keys.head_stride, p.heads_kv), map_step<Type>(keys.page_stride, pages)},
       {kStripDim, static_cast<uint32_t>(packed ? kKeys : args.box_tokens),
        static_cast<uint32_t>(packed || args.box_tokens == kKeys ? kCount : 1), 1, 1}};
   return encode_tensor_map(map, keys.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<Type>);

@@ -78,6 +78,7 @@ def test_groups_and_queries(heads: tuple[int, int], queries: int) -> None:
     "rule",
     [
         *({"scale": 0.3}, {"softcap": 2.0}, {"sinks": True}, {"causal": False}),
+        {"softcap": 1e6},
         *({"window": window} for window in [(0, 0), (3, -1), (100, -1), (5000, -1), (-1, 2)]),
         {"window": (40, 1), "causal": False, "softcap": 1.5, "sinks": True},
     ],
@@ -98,6 +99,20 @@ def test_rules_and_layouts(rule: dict[str, Any], layout: str) -> None:
             **rule,
         )
     )
+
+
+def test_a_head_that_was_expanded_and_one_page() -> None:
+    """A dimension of one element may have any stride, 0 as well."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 64, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+    plain = rows.view(1, 16, 1, 64)
+    odd = rows.as_strided((1, 16, 1, 64), (0, 64, 0, 1))
+    table = torch.zeros(2, 1, device="cuda", dtype=torch.int32)
+    lens = torch.tensor([16, 5], device="cuda", dtype=torch.int32)
+    for cache in (odd, rows.as_strided((1, 16, 1, 64), (8, 64, 16, 1))):
+        got = ops.paged_attention(q, cache, cache, table, lens)
+        assert torch.equal(got, ops.paged_attention(q, plain, plain, table, lens))
 
 
 @pytest.mark.parametrize("scale_kind", ["scalar", "one", "head", "token"])

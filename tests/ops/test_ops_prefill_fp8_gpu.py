@@ -25,7 +25,14 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 Q_LENS = (0, 1, 5, 63, 64, 65, 95, 96, 97, 127, 128, 129, 0, 200)
 K_LENS = (7, 0, 300, 64, 65, 64, 96, 97, 300, 128, 127, 500, 9, 201)
 RULES: list[dict[str, Any]] = [
-    *({"scale": 0.3}, {"scale": -0.1}, {"softcap": 5.0}, {"sinks": True}, {"causal": False}),
+    *(
+        {"scale": 0.3},
+        {"scale": -0.1},
+        {"softcap": 5.0},
+        {"softcap": 1e6},
+        {"sinks": True},
+        {"causal": False},
+    ),
     *({"window": window} for window in [(0, 0), (30, -1), (130, -1), (5000, -1), (-1, 2)]),
     {"window": (50, 40), "causal": False, "softcap": 15.0, "sinks": True},
 ]

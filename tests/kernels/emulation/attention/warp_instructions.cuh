@@ -7,6 +7,8 @@ namespace ostinato {
 
 inline float power_of_2(float x) { return exp2f(x); }
 
+inline float hyperbolic_tangent(float x) { return tanhf(x); }
+
 inline bool elect_lane() {
   __syncwarp();
   return emulator::lane() == 0;
