@@ -72,6 +72,7 @@ class StartUp:
         case, impl: as in a `Row`.
         load_s: making the weights.
         compile_s: compiling the kernels, or loading them where they were compiled before.
+        engine_s: making the engine, its cache above all.
         warmup_s, record_s, instantiate_s, audit_s, verify_s: of `GraphRunner.capture`.
         capture_s: all of `Engine.capture`.
         graphs: how many.
@@ -82,6 +83,7 @@ class StartUp:
     impl: str
     load_s: float
     compile_s: float
+    engine_s: float
     warmup_s: float
     record_s: float
     instantiate_s: float
@@ -94,7 +96,13 @@ class StartUp:
 
     @staticmethod
     def of(
-        name: str, impl: str, *, load_s: float, compile_s: float, report: CaptureReport
+        name: str,
+        impl: str,
+        *,
+        load_s: float,
+        compile_s: float,
+        engine_s: float,
+        report: CaptureReport,
     ) -> StartUp:
         """Return what a capture's report says, and what went before."""
 
@@ -107,6 +115,7 @@ class StartUp:
             impl=impl,
             load_s=round(load_s, 3),
             compile_s=round(compile_s, 3),
+            engine_s=round(engine_s, 3),
             warmup_s=total("warmup_ms"),
             record_s=total("capture_ms"),
             instantiate_s=total("instantiate_ms"),

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -22,6 +21,7 @@ from ostinato.bench.weights import dtype_name, precision
 from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import GraphRunner, StaticBuffers
 from ostinato.model import Llama, ModelConfig, PagedKVCache, compile_kernels
+from ostinato.model.halves import free_unused
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,21 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
     """
     plan.check(model.config)
     compile_kernels(model)
-    contexts = sorted(set(plan.contexts))
-    # One generator per context, so that its cache is freed before the next one's is made.
-    return chain.from_iterable(_time_context(model, name, plan, context) for context in contexts)
+    return _time_contexts(model, name, plan)
+
+
+def _time_contexts(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
+    for context in sorted(set(plan.contexts)):
+        yield from _time_context(model, name, plan, context)
+        # A step and its runner refer to each other, and hold the cache.
+        gc.collect()
+        free_unused()
 
 
 def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
     roofline = roofline_of(model.device)
     pages_each = -(-context // plan.page_size)
-    # A step and its runner refer to each other, and hold the cache of the context before.
-    gc.collect()
     try:
         cache = PagedKVCache.for_model(
             model.config,

@@ -126,6 +126,7 @@ def _measure(
     compile_kernels(model)
     compiled = time.perf_counter()
     engine = engine_for(model, plan)
+    made = time.perf_counter()
     try:
         captured = engine.capture(sorted(set(plan.batches)))
         start_up = StartUp.of(
@@ -133,6 +134,7 @@ def _measure(
             implementation(model),
             load_s=loaded - began,
             compile_s=compiled - loaded,
+            engine_s=made - compiled,
             report=captured,
         )
         print(start_up, flush=True)

@@ -70,6 +70,7 @@ class PagedKVCache:
             if size < 1:
                 raise ValueError(f"{name}: got {size}, expected at least 1")
         self.page_size = page_size
+        self._pool = PagePool(num_pages)
         self._sequences: dict[int, _SequencePages] = {}
         self._versions = count(1)
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
@@ -83,7 +84,8 @@ class PagedKVCache:
             else:
                 self.storage, self.halves = halved
             self._layers = [(layer[0], layer[1]) for layer in self.storage]
-        self._pool = PagePool(num_pages, None if self.halves is None else self.halves.half_of_page)
+        if self.halves is not None:
+            self._pool = PagePool(num_pages, self.halves.half_of_page)
 
     @staticmethod
     def for_model(

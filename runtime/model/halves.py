@@ -1,8 +1,10 @@
 """Memory of which it is known which half of a GPU's L2 holds what, and a cache's pages in it.
 
-The half that holds a page of 2 MiB is up to the driver. So such pages are asked for one by one,
-told apart (`ostinato.model.l2`), and mapped in turn, those of one half and those of the other: then
-the half is the parity of some bits of an address, the same for every layer of a cache.
+The half that holds a page of 2 MiB is up to the driver. So pages are asked for, told apart
+(`ostinato.model.l2`), and mapped in such an order that the half is the parity of some bits of an
+address, the same for every layer of a cache. They are asked for two by two, which takes half the
+time: most pairs have one page in each half. Where memory is short of such pairs, single pages
+make up for them.
 """
 
 from __future__ import annotations
@@ -11,21 +13,27 @@ import importlib
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ostinato.model.l2 import BLOCK_BYTES, PAGE_BYTES, L2Map, l2_map, parity, probe
 from ostinato.ops.halves import L2Halves
 from ostinato.ops.launch import has_kernels, on_device
 
-# A layer's keys begin at a multiple of two pages, so that they all have the same parities, and so
-# do its values. Where that would waste more than a fourth they lie anywhere.
 _PAIR_BYTES = 2 * PAGE_BYTES
-_LEAST_ARRAY_BYTES = 4 * _PAIR_BYTES
-# Pages that are asked for besides, since not as many of one half come as of the other.
-_SPARE_PAGES, _SPARE_SHARE = 64, 50
+# Pairs of pages are mapped in turn, those that begin in half 0 and those that begin in half 1. So
+# these bits of an address tell, besides those within a page.
+_PAGE_BITS = PAGE_BYTES | _PAIR_BYTES
+# A layer's keys begin where these are 0, so that they all have the same parities, and so do its
+# values. Where that would waste more than a fourth they lie anywhere.
+_GROUP_BYTES = 2 * _PAIR_BYTES
+_LEAST_ARRAY_BYTES = 4 * _GROUP_BYTES
+# How often more pairs are asked for, and how many more than are missing.
+_ROUNDS, _SPARE = 4, 16
 _LEAST_AS_EXPECTED = 0.99
 
 
@@ -60,11 +68,11 @@ def halved_storage(
     l2 = l2_map(index) if cu is not None and has_kernels(index) else None
     if l2 is None:
         return None
-    in_page = (l2.mask | PAGE_BYTES) // page_bytes
+    in_page = (l2.mask | _PAGE_BITS) // page_bytes
     in_heads = l2.mask // head_bytes & heads - 1
     if in_heads == 0:
         return None
-    array_bytes = -(-pages * page_bytes // _PAIR_BYTES) * _PAIR_BYTES
+    array_bytes = -(-pages * page_bytes // _GROUP_BYTES) * _GROUP_BYTES
     memory = _allocate(cu, index, layers * kinds * array_bytes, l2)
     if memory is None:
         return None
@@ -83,19 +91,26 @@ def free_unused() -> None:
         _unused.pop().release()
 
 
-class _Mapping:
-    """Pages of a GPU at one address, until they are released."""
+@dataclass(frozen=True)
+class _Memory:
+    """Some of a GPU's memory, at no address yet."""
 
-    def __init__(self, cu: Any, device: int, handles: Sequence[Any]) -> None:
-        self._cu, self._device, self._handles = cu, device, list(handles)
-        self.bytes = len(self._handles) * PAGE_BYTES
-        self.address = int(_call(cu.cuMemAddressReserve(self.bytes, _PAIR_BYTES, 0, 0)))
+    handle: Any
+    bytes: int
+
+
+class _Mapping:
+    """Memory of a GPU at one address, piece by piece, until it is released."""
+
+    def __init__(self, cu: Any, device: int, pieces: Sequence[_Memory]) -> None:
+        self._cu, self._device, self._pieces = cu, device, list(pieces)
+        self.bytes = sum(piece.bytes for piece in pieces)
+        self.address = int(_call(cu.cuMemAddressReserve(self.bytes, _GROUP_BYTES, 0, 0)))
         mapped = 0
         try:
-            for handle in self._handles:
-                at = self.address + mapped
-                _call(cu.cuMemMap(at, PAGE_BYTES, 0, handle, 0))
-                mapped += PAGE_BYTES
+            for piece in self._pieces:
+                _call(cu.cuMemMap(self.address + mapped, piece.bytes, 0, piece.handle, 0))
+                mapped += piece.bytes
             access = cu.CUmemAccessDesc()
             access.location = _location(cu, device)
             access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -111,7 +126,7 @@ class _Mapping:
         with on_device(self._device):
             torch.cuda.synchronize()
             self.unmap()
-            _release(self._cu, self._handles)
+            _release(self._cu, self._pieces)
 
     def _unmap(self, mapped: int) -> None:
         if mapped:
@@ -136,20 +151,30 @@ _unused: list[_Mapping] = []
 
 
 def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> torch.Tensor | None:
-    """Return bytes [size or more], the half of which is the parity of their address's bits."""
+    """Return bytes [size], a multiple of groups, the half of which is a parity of their address."""
     free_unused()
-    wanted = -(-size // _PAIR_BYTES) * (_PAIR_BYTES // PAGE_BYTES)
     with on_device(device):
         torch.cuda.synchronize()  # and the driver's context is torch's
-        handles = _create(cu, device, wanted + _SPARE_PAGES + wanted // _SPARE_SHARE)
-        if handles is None:
-            return None
+        owned: list[_Memory] = []
         try:
-            mapping = _in_order(cu, device, handles, wanted, l2)
+            order = _in_order(cu, device, size // _PAIR_BYTES, l2, owned)
+            if order is None:
+                _release(cu, owned)
+                return None
+            kept = {id(piece) for piece in order}
+            _release(cu, [piece for piece in owned if id(piece) not in kept])
+            owned = order
+            mapping = _Mapping(cu, device, order)
         except BaseException:
-            _release(cu, handles)
+            _release(cu, owned)
             raise
-        if mapping is None:
+        try:
+            as_expected = _as_expected(device, mapping, l2)
+        except BaseException:
+            mapping.release()
+            raise
+        if as_expected < _LEAST_AS_EXPECTED:
+            mapping.release()
             return None
         owner = _Owner(mapping)
         # Made in inference mode it could not be written outside it.
@@ -157,32 +182,62 @@ def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> torch.Tensor | None
             return torch.as_tensor(owner, device=f"cuda:{device}")
 
 
-def _in_order(cu: Any, device: int, handles: list[Any], wanted: int, l2: L2Map) -> _Mapping | None:
-    """Return `wanted` of the pages, mapped in turn; releases the others, or all for None."""
-    mapping = _Mapping(cu, device, handles)
+def _in_order(
+    cu: Any, device: int, pairs: int, l2: L2Map, owned: list[_Memory]
+) -> list[_Memory] | None:
+    """Return memory for so many pairs of pages in turn, None where it does not suffice.
+
+    All that is asked for is in `owned`, until it is released.
+    """
+    each = pairs // 2
+    found: tuple[list[_Memory], list[_Memory]] = ([], [])  # by the half of their first page
+    alike: list[_Memory] = []
+
+    def missing() -> list[int]:
+        return [max(each - len(pieces), 0) for pieces in found]
+
+    count = pairs
+    for _ in range(_ROUNDS):
+        made = _create(cu, device, count, _PAIR_BYTES, owned)
+        if made is None:
+            break
+        for piece, (first, second) in zip(made, _tell(cu, device, made, l2), strict=True):
+            (alike if first == second else found[first]).append(piece)
+        if not any(missing()):
+            break
+        count = 2 * max(missing()) + _SPARE
+    if any(missing()):
+        surplus = [piece for pieces in found for piece in pieces[each:]]
+        _release(cu, [*alike, *surplus])
+        gone = {id(piece) for piece in (*alike, *surplus)}
+        owned[:] = [piece for piece in owned if id(piece) not in gone]
+        single = _create(cu, device, 2 * sum(missing()) + _SPARE, PAGE_BYTES, owned)
+        if single is None:
+            return None
+        halves = _tell(cu, device, single, l2)[:, 0]
+        pages = [[single[i] for i in np.flatnonzero(halves == half)] for half in (0, 1)]
+        if min(map(len, pages)) < sum(missing()):
+            return None
+    order = []
+    for turn in range(pairs):
+        first = turn % 2
+        pieces = found[first]
+        if turn // 2 < len(pieces):
+            order.append(pieces[turn // 2])
+        else:
+            order += [pages[first].pop(), pages[1 - first].pop()]
+    return order
+
+
+def _tell(cu: Any, device: int, pieces: list[_Memory], l2: L2Map) -> NDArray[np.int64]:
+    """Return the half of each page [pieces, pages of a piece]."""
+    mapping = _Mapping(cu, device, pieces)
     try:
-        places = np.arange(len(handles)) * PAGE_BYTES
+        places = np.arange(0, mapping.bytes, PAGE_BYTES)
         halves = l2.halves(*probe(device, mapping.address, places, by_all=False))
     finally:
         mapping.unmap()
-    turns = [np.flatnonzero(halves == half)[: wanted // 2].tolist() for half in (0, 1)]
-    enough = min(map(len, turns)) == wanted // 2
-    order = [index for pair in zip(*turns, strict=True) for index in pair] if enough else []
-    kept = set(order)
-    _release(cu, [handle for i, handle in enumerate(handles) if i not in kept])
-    handles[:] = [handles[i] for i in order]
-    if not enough:
-        return None
-    mapping = _Mapping(cu, device, handles)
-    try:
-        as_expected = _as_expected(device, mapping, l2)
-    except BaseException:
-        mapping.unmap()
-        raise
-    if as_expected < _LEAST_AS_EXPECTED:
-        mapping.release()
-        return None
-    return mapping
+    return halves.reshape(len(pieces), -1)
 
 
 def _as_expected(device: int, mapping: _Mapping, l2: L2Map) -> float:
@@ -191,26 +246,27 @@ def _as_expected(device: int, mapping: _Mapping, l2: L2Map) -> float:
     blocks = np.random.default_rng(0).integers(PAGE_BYTES // BLOCK_BYTES, size=len(offsets))
     offsets += blocks * BLOCK_BYTES  # some of one half and some of the other
     found = l2.halves(*probe(device, mapping.address, offsets, by_all=False))
-    return float((found == parity(offsets & (l2.mask | PAGE_BYTES))).mean())
+    return float((found == parity(offsets & (l2.mask | _PAGE_BITS))).mean())
 
 
-def _create(cu: Any, device: int, count: int) -> list[Any] | None:
-    """Return so many pages, None where there is no memory for them."""
+def _create(
+    cu: Any, device: int, count: int, size: int, owned: list[_Memory]
+) -> list[_Memory] | None:
+    """Return so many pieces, which are added to `owned`; None where there is no memory for them."""
     properties = cu.CUmemAllocationProp()
     properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = _location(cu, device)
     for last in (False, True):
-        handles: list[Any] = []
+        before = len(owned)
         for _ in range(count):
-            status, handle = cu.cuMemCreate(PAGE_BYTES, properties, 0)
+            status, handle = cu.cuMemCreate(size, properties, 0)
             if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 break
-            if int(status):
-                _release(cu, handles)
-            handles.append(_call((status, handle)))
+            owned.append(_Memory(_call((status, handle)), size))
         else:
-            return handles
-        _release(cu, handles)
+            return owned[before:]
+        _release(cu, owned[before:])
+        del owned[before:]
         if not last:
             torch.cuda.empty_cache()
     return None
@@ -223,9 +279,9 @@ def _location(cu: Any, device: int) -> Any:
     return location
 
 
-def _release(cu: Any, handles: Sequence[Any]) -> None:
-    for handle in handles:
-        _call(cu.cuMemRelease(handle))
+def _release(cu: Any, pieces: Sequence[_Memory]) -> None:
+    for piece in pieces:
+        _call(cu.cuMemRelease(piece.handle))
 
 
 def _call(result: tuple[Any, ...]) -> Any:

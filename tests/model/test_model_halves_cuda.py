@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 _SHAPE = {"num_layers": 3, "page_size": 16, "num_kv_heads": 8, "head_dim": 128}
-_PAGES = 700
+_PAGES = 1100
 
 
 def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
@@ -38,9 +39,9 @@ def cache() -> PagedKVCache:
     "other",
     [
         {},
-        {"num_kv_heads": 4, "num_pages": 1500},
-        {"head_dim": 64, "num_pages": 2000},
-        {"dtype": torch.float8_e4m3fn, "num_pages": 2000},
+        {"num_kv_heads": 4, "num_pages": 2100},
+        {"head_dim": 64, "num_pages": 2100},
+        {"dtype": torch.float8_e4m3fn, "num_pages": 2100},
     ],
     ids=str,
 )
@@ -70,9 +71,9 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     [
         {"by_halves": False},
         {"num_pages": 40},  # waste
-        {"page_size": 32, "num_pages": 350},  # a head's page in both halves
-        {"num_kv_heads": 6, "num_pages": 1000},
-        {"num_kv_heads": 1, "num_pages": 5600},
+        {"page_size": 32, "num_pages": 550},  # a head's page in both halves
+        {"num_kv_heads": 6, "num_pages": 1500},
+        {"num_kv_heads": 1, "num_pages": 8500},
     ],
     ids=str,
 )
@@ -117,6 +118,46 @@ def test_memory_of_caches_that_are_gone_is_given_back(cache: PagedKVCache) -> No
     halves.free_unused()
     assert [driver.location_of(address) for address in addresses] == [None] * 3
     assert driver.location_of(cache.storage.data_ptr()) == "device 0"
+
+
+def test_single_pages_make_up_for_pairs_that_are_missing(
+    cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = halves._create, []
+
+    def fewer_pairs(cu: Any, device: int, count: int, size: int, owned: list[Any]) -> Any:
+        asked.append(size)
+        if size == halves.PAGE_BYTES:
+            return real(cu, device, count, size, owned)
+        return real(cu, device, count - 40, size, owned) if len(asked) == 1 else None
+
+    monkeypatch.setattr(halves, "_create", fewer_pairs)
+    made = _cache(num_layers=2)
+    assert asked == [2 * halves.PAGE_BYTES, 2 * halves.PAGE_BYTES, halves.PAGE_BYTES]
+    assert made.halves == cache.halves
+    l2 = l2_map(0)
+    assert l2 is not None
+    pages = np.arange(made.storage.size(2))
+    at = pages * made.storage.stride(2) * 2
+    found = l2.halves(*probe(0, made.storage.data_ptr(), at, by_all=False))
+    assert found.tolist() == [made.halves.half_of_page(int(page)) for page in pages]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_without_memory_for_it_a_cache_lies_as_it_comes(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = halves._create
+
+    def none(cu: Any, device: int, count: int, size: int, owned: list[Any]) -> Any:
+        if last and size > halves.PAGE_BYTES and not owned:
+            return real(cu, device, count - 2, size, owned)
+        return None
+
+    monkeypatch.setattr(halves, "_create", none)
+    made = _cache()
+    assert made.halves is None
+    assert made.storage.is_contiguous()
 
 
 def _attend(
