@@ -77,6 +77,7 @@ class Engine:
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; 512 by default.
             Prefixes are shared between prompts in multiples of it.
         max_prefill_tokens: prompt tokens computed in one step over all requests.
+        by_halves: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind or out of range.
@@ -94,6 +95,7 @@ class Engine:
         num_pages: int | None = None,
         prefill_chunk: int | None = None,
         max_prefill_tokens: int = 2048,
+        by_halves: bool = True,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -124,7 +126,11 @@ class Engine:
         self.stats = EngineStats()
         self._max_prefill_tokens = max_prefill_tokens
         self.cache = PagedKVCache.for_model(
-            model.config, num_pages=num_pages, page_size=page_size, device=model.device
+            model.config,
+            num_pages=num_pages,
+            page_size=page_size,
+            device=model.device,
+            by_halves=by_halves,
         )
         self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
         longest = max_context - 1  # of a prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ import pytest
 import torch
 
 from ostinato import ops
+from ostinato.bench.engine import number_tokenizer
+from ostinato.bench.shapes import SHAPES
+from ostinato.bench.weights import random_llama
+from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs.driver import GraphDriver
-from ostinato.model import PagedKVCache, halves
+from ostinato.model import ModelConfig, PagedKVCache, halves
 from ostinato.model.l2 import l2_map, probe
 
 pytestmark = pytest.mark.gpu
@@ -258,3 +263,47 @@ def test_one_graph_over_many_lengths_and_tables(cache: PagedKVCache) -> None:
             expected = [run(None) for run in runs for _ in range(2)]
             for mine, theirs in zip(got, expected, strict=True):
                 assert torch.equal(mine, theirs), turn
+
+
+def test_texts_do_not_depend_on_halves(cache: PagedKVCache) -> None:
+    """Of 64 requests at once that come and go, over pages that may run short in a half."""
+    assert _texts(CUDA, True) == _texts(CUDA, False)
+
+
+def _texts(device: torch.device, by_halves: bool) -> list[list[int]]:
+    config = replace(
+        ModelConfig.from_hf(SHAPES["llama-3.1-8b"]),
+        num_layers=2,
+        sliding_windows=(None, None),
+        hidden_size=1024,
+        intermediate_size=1024,
+        vocab_size=512,
+    )
+    model = random_llama(config, "int8", device, max_context=1024)
+    engine = Engine(
+        model,
+        number_tokenizer(config.vocab_size),
+        max_batch=64,
+        max_context=400,
+        num_pages=_PAGES,
+        by_halves=by_halves,
+    )
+    assert (engine.cache.halves is not None) == (by_halves and device.type == "cuda")
+    random = torch.Generator().manual_seed(0)
+
+    def length(most: int) -> int:
+        return int(torch.randint(1, most, (1,), generator=random))
+
+    prompts = [
+        torch.randint(config.vocab_size, (length(300),), generator=random).tolist()
+        for _ in range(90)
+    ]
+    params = [
+        SamplingParams(max_tokens=length(60), temperature=i % 2 * 0.8, seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    try:
+        engine.capture([40, 64], progress=False)
+        return [list(text.token_ids) for text in engine.generate(prompts, params)]
+    finally:
+        engine.close()
