@@ -84,6 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.engine import EnginePlan, TooShortError
     from ostinato.bench.report import Report
     from ostinato.model import ModelConfig
+    from ostinato.model.halves import free_unused
 
     plan = EnginePlan(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats)
     config = ModelConfig.from_hf(SHAPES[args.shape])
@@ -96,6 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
         for dtype in args.dtype:
             _measure(args, plan, config, dtype, device, report, targets)
+            free_unused()
     return 0
 
 

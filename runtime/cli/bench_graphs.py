@@ -64,6 +64,7 @@ def _run(args: argparse.Namespace) -> int:
     from ostinato.bench.graphs import measure
     from ostinato.bench.hugging_face import Attention
     from ostinato.bench.report import Report
+    from ostinato.model.halves import free_unused
 
     with user_errors(ValueError):
         device = resolve_device(args.device)
@@ -86,5 +87,6 @@ def _run(args: argparse.Namespace) -> int:
                 if args.json is not None:
                     report.write(args.json)
             del subject
+            free_unused()
             torch.cuda.empty_cache()
     return 0

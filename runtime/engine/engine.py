@@ -34,6 +34,7 @@ from ostinato.engine.upload import upload
 from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
 from ostinato.graphs.integers import as_integer
 from ostinato.model import Llama, PagedKVCache
+from ostinato.model.halves import free_unused, rounding
 
 Prompt = str | Sequence[int]
 P = ParamSpec("P")
@@ -462,8 +463,9 @@ def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
     config = model.config
     page_bytes = 2 * config.num_layers * page_size * config.kv_size * config.dtype.itemsize
     if model.device.type == "cuda":
+        free_unused()
         free, _ = torch.cuda.mem_get_info(model.device)
-        budget = int(free * 0.8)
+        budget = int(free * 0.8) - rounding(config.num_layers)
     else:
         budget = _CPU_CACHE_BYTES
     if budget < page_bytes:

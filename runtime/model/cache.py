@@ -9,7 +9,7 @@ from itertools import count
 import torch
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.halves import halved_storage
+from ostinato.model.halves import free_unused, halved_storage
 from ostinato.model.pages import DUMMY_PAGE, PagePool
 from ostinato.ops.halves import L2Halves
 
@@ -75,6 +75,7 @@ class PagedKVCache:
         self._versions = count(1)
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         self.halves: L2Halves | None = None
+        free_unused()
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
             # Zeros, not garbage: padding rows of a captured step may read the dummy page.

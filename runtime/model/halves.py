@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _LEAST_ARRAY_BYTES = 4 * _GROUP_BYTES
 # How often more pairs are asked for, and how many more than are missing.
 _ROUNDS, _SPARE = 4, 16
 _LEAST_AS_EXPECTED = 0.99
+_OUT_OF_MEMORY = 2  # CUresult
 
 
 def halved_storage(
@@ -52,20 +54,22 @@ def halved_storage(
         small caches; where a head's keys in a page are more than 4096 bytes, or these and the
         heads are no powers of two; or for want of memory.
     """
+    if device.type != "cuda":
+        return None
     layers, kinds, pages, page_size, heads, dim = shape
     head_bytes = page_size * dim * dtype.itemsize
     page_bytes = heads * head_bytes
     if (
-        device.type != "cuda"
-        or head_bytes > BLOCK_BYTES
+        head_bytes > BLOCK_BYTES
+        or page_bytes > PAGE_BYTES
         or head_bytes.bit_count() != 1
         or heads.bit_count() != 1
         or pages * page_bytes < _LEAST_ARRAY_BYTES
     ):
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    cu = _driver(index)
-    l2 = l2_map(index) if cu is not None and has_kernels(index) else None
+    cu = _driver(index) if has_kernels(index) else None
+    l2 = None if cu is None else l2_map(index)
     if l2 is None:
         return None
     in_page = (l2.mask | _PAGE_BITS) // page_bytes
@@ -82,13 +86,22 @@ def halved_storage(
     return storage.zero_(), L2Halves(l2.sms, in_page, in_heads)
 
 
+def rounding(layers: int) -> int:
+    """Return how many bytes more than its pages take a cache may have, at most."""
+    return 2 * layers * _GROUP_BYTES
+
+
 def free_unused() -> None:
     """Give back the memory of caches that are gone, after what their GPU still does.
 
-    Making a cache does it, too. Nothing else can: a cache may go while a graph is captured.
+    Making a cache does it, too, and so does an engine that looks for memory. Nothing else can: a
+    cache may go at any time, while a graph is captured as well, and then the GPU must not be waited
+    for. Nor may it be here: if some memory is unused, do not call this during a capture.
     """
-    while _unused:
-        _unused.pop().release()
+    with _freeing:
+        while _unused:
+            _unused[0].release()
+            del _unused[0]  # not before: what is interrupted is done again
 
 
 @dataclass(frozen=True)
@@ -106,32 +119,34 @@ class _Mapping:
         self._cu, self._device, self._pieces = cu, device, list(pieces)
         self.bytes = sum(piece.bytes for piece in pieces)
         self.address = int(_call(cu.cuMemAddressReserve(self.bytes, _GROUP_BYTES, 0, 0)))
-        mapped = 0
+        self._reserved, self._mapped = True, 0
         try:
             for piece in self._pieces:
-                _call(cu.cuMemMap(self.address + mapped, piece.bytes, 0, piece.handle, 0))
-                mapped += piece.bytes
+                _call(cu.cuMemMap(self.address + self._mapped, piece.bytes, 0, piece.handle, 0))
+                self._mapped += piece.bytes
             access = cu.CUmemAccessDesc()
             access.location = _location(cu, device)
             access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             _call(cu.cuMemSetAccess(self.address, self.bytes, [access], 1))
         except BaseException:
-            self._unmap(mapped)
+            self.unmap()
             raise
 
     def unmap(self) -> None:
-        self._unmap(self.bytes)
+        """Give the address back; again does nothing."""
+        if self._mapped:
+            _call(self._cu.cuMemUnmap(self.address, self._mapped))
+            self._mapped = 0
+        if self._reserved:
+            self._reserved = False
+            _call(self._cu.cuMemAddressFree(self.address, self.bytes))
 
     def release(self) -> None:
+        """Give address and memory back, after what the GPU still does; again goes on with it."""
         with on_device(self._device):
             torch.cuda.synchronize()
             self.unmap()
             _release(self._cu, self._pieces)
-
-    def _unmap(self, mapped: int) -> None:
-        if mapped:
-            _call(self._cu.cuMemUnmap(self.address, mapped))
-        _call(self._cu.cuMemAddressFree(self.address, self.bytes))
 
 
 class _Owner:
@@ -148,38 +163,50 @@ class _Owner:
 
 
 _unused: list[_Mapping] = []
+_freeing = threading.Lock()
 
 
 def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> torch.Tensor | None:
     """Return bytes [size], a multiple of groups, the half of which is a parity of their address."""
-    free_unused()
     with on_device(device):
-        torch.cuda.synchronize()  # and the driver's context is torch's
+        torch.cuda.current_stream().synchronize()  # and the driver's context is torch's
         owned: list[_Memory] = []
         try:
-            order = _in_order(cu, device, size // _PAIR_BYTES, l2, owned)
-            if order is None:
-                _release(cu, owned)
-                return None
-            kept = {id(piece) for piece in order}
-            _release(cu, [piece for piece in owned if id(piece) not in kept])
-            owned = order
-            mapping = _Mapping(cu, device, order)
-        except BaseException:
+            mapping = _map_in_order(cu, device, size // _PAIR_BYTES, l2, owned)
+        except (_OutOfMemoryError, torch.OutOfMemoryError):
+            mapping = None
+        finally:
             _release(cu, owned)
-            raise
-        try:
-            as_expected = _as_expected(device, mapping, l2)
-        except BaseException:
-            mapping.release()
-            raise
-        if as_expected < _LEAST_AS_EXPECTED:
-            mapping.release()
+        if mapping is None:
             return None
         owner = _Owner(mapping)
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
             return torch.as_tensor(owner, device=f"cuda:{device}")
+
+
+def _map_in_order(
+    cu: Any, device: int, pairs: int, l2: L2Map, owned: list[_Memory]
+) -> _Mapping | None:
+    """Return so many pairs of pages, mapped in turn; None where that cannot be.
+
+    What is asked for and not in the mapping stays in `owned`.
+    """
+    order = _in_order(cu, device, pairs, l2, owned)
+    if order is None:
+        return None
+    mapping = _Mapping(cu, device, order)
+    kept = {id(piece) for piece in order}
+    owned[:] = [piece for piece in owned if id(piece) not in kept]
+    try:
+        as_expected = _as_expected(device, mapping, l2)
+    except BaseException:
+        mapping.release()
+        raise
+    if as_expected < _LEAST_AS_EXPECTED:
+        mapping.release()
+        return None
+    return mapping
 
 
 def _in_order(
@@ -190,6 +217,7 @@ def _in_order(
     All that is asked for is in `owned`, until it is released.
     """
     each = pairs // 2
+    pages: tuple[list[_Memory], list[_Memory]] = ([], [])
     found: tuple[list[_Memory], list[_Memory]] = ([], [])  # by the half of their first page
     alike: list[_Memory] = []
 
@@ -207,17 +235,14 @@ def _in_order(
             break
         count = 2 * max(missing()) + _SPARE
     if any(missing()):
-        surplus = [piece for pieces in found for piece in pieces[each:]]
-        _release(cu, [*alike, *surplus])
-        gone = {id(piece) for piece in (*alike, *surplus)}
-        owned[:] = [piece for piece in owned if id(piece) not in gone]
-        single = _create(cu, device, 2 * sum(missing()) + _SPARE, PAGE_BYTES, owned)
-        if single is None:
+        useful = {id(piece) for pieces in found for piece in pieces[:each]}
+        useless = [piece for piece in owned if id(piece) not in useful]
+        owned[:] = [piece for piece in owned if id(piece) in useful]
+        _release(cu, useless)
+        singles = _singles(cu, device, sum(missing()), l2, owned)
+        if singles is None:
             return None
-        halves = _tell(cu, device, single, l2)[:, 0]
-        pages = [[single[i] for i in np.flatnonzero(halves == half)] for half in (0, 1)]
-        if min(map(len, pages)) < sum(missing()):
-            return None
+        pages = singles
     order = []
     for turn in range(pairs):
         first = turn % 2
@@ -229,6 +254,23 @@ def _in_order(
     return order
 
 
+def _singles(
+    cu: Any, device: int, each: int, l2: L2Map, owned: list[_Memory]
+) -> tuple[list[_Memory], list[_Memory]] | None:
+    """Return so many pages of either half, or more; None where memory does not suffice."""
+    found: tuple[list[_Memory], list[_Memory]] = ([], [])
+    for _ in range(_ROUNDS):
+        missing = each - min(map(len, found))
+        if missing <= 0:
+            return found
+        made = _create(cu, device, 2 * missing + _SPARE, PAGE_BYTES, owned)
+        if made is None:
+            return None
+        for page, (half,) in zip(made, _tell(cu, device, made, l2), strict=True):
+            found[half].append(page)
+    return found if min(map(len, found)) >= each else None
+
+
 def _tell(cu: Any, device: int, pieces: list[_Memory], l2: L2Map) -> NDArray[np.int64]:
     """Return the half of each page [pieces, pages of a piece]."""
     mapping = _Mapping(cu, device, pieces)
@@ -236,6 +278,7 @@ def _tell(cu: Any, device: int, pieces: list[_Memory], l2: L2Map) -> NDArray[np.
         places = np.arange(0, mapping.bytes, PAGE_BYTES)
         halves = l2.halves(*probe(device, mapping.address, places, by_all=False))
     finally:
+        torch.cuda.current_stream().synchronize()  # what was interrupted may be probing still
         mapping.unmap()
     return halves.reshape(len(pieces), -1)
 
@@ -258,15 +301,15 @@ def _create(
     properties.location = _location(cu, device)
     for last in (False, True):
         before = len(owned)
-        for _ in range(count):
-            status, handle = cu.cuMemCreate(size, properties, 0)
-            if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                break
-            owned.append(_Memory(_call((status, handle)), size))
+        try:
+            for _ in range(count):
+                owned.append(_Memory(_call(cu.cuMemCreate(size, properties, 0)), size))
+        except _OutOfMemoryError:
+            useless = owned[before:]
+            del owned[before:]
+            _release(cu, useless)
         else:
             return owned[before:]
-        _release(cu, owned[before:])
-        del owned[before:]
         if not last:
             torch.cuda.empty_cache()
     return None
@@ -279,9 +322,18 @@ def _location(cu: Any, device: int) -> Any:
     return location
 
 
-def _release(cu: Any, pieces: Sequence[_Memory]) -> None:
-    for piece in pieces:
-        _call(cu.cuMemRelease(piece.handle))
+def _release(cu: Any, pieces: list[_Memory]) -> None:
+    """Give all pieces back, and empty the list: one at a time, so that none is given back twice."""
+    failed = 0
+    while pieces:
+        status = cu.cuMemRelease(pieces.pop().handle)[0]
+        failed = failed or int(status)
+    if failed:
+        raise RuntimeError(f"the CUDA driver did not take memory back: error {failed}")
+
+
+class _OutOfMemoryError(RuntimeError):
+    """The driver has no memory left."""
 
 
 def _call(result: tuple[Any, ...]) -> Any:
@@ -292,7 +344,8 @@ def _call(result: tuple[Any, ...]) -> Any:
     """
     status, *values = result
     if int(status):
-        raise RuntimeError(f"the CUDA driver refused memory of 2 MiB pages: {status!r}")
+        kind = _OutOfMemoryError if int(status) == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"the CUDA driver refused memory of 2 MiB pages: {status!r}")
     return values[0] if values else None
 
 

@@ -24,6 +24,7 @@ _BLOCKS = PAGE_BYTES // BLOCK_BYTES
 # What must hold of clocks, or no halves are told apart: the other half is so much further away, and
 # so many of all are on the right side between both.
 _LEAST_RATIO, _LEAST_RIGHT = 1.1, 0.99
+_TRIES = 3  # since the GPU may be busy with something else
 
 _Ints = NDArray[np.int64]
 
@@ -64,8 +65,10 @@ def tell_halves(clocks: _Ints, sms: _Ints) -> L2Map | None:
         sms: [SMs], who has a row.
 
     Returns:
-        None where the clocks are not those of two halves.
+        None where the clocks are not those of two halves, or not of each SM once.
     """
+    if sorted(sms.tolist()) != list(range(len(sms))):
+        return None
     means = clocks.mean(axis=1, keepdims=True)
     centred = clocks - means - clocks.mean(axis=0, keepdims=True) + clocks.mean()
     rows = np.where(centred @ centred[0] > 0, 0, 1)  # SMs that are near where the first is
@@ -84,10 +87,8 @@ def tell_halves(clocks: _Ints, sms: _Ints) -> L2Map | None:
     explained = blocks == blocks[0] ^ parity(np.arange(_BLOCKS) * BLOCK_BYTES & mask)
     if (far < _LEAST_RATIO * near).any() or right < _LEAST_RIGHT or not explained.all():
         return None
-    by_sm = np.zeros(sms.max() + 1)
-    halves = np.zeros(sms.max() + 1, dtype=np.int64)
-    by_sm[sms], halves[sms] = between, rows
-    return L2Map(mask, tuple(halves.tolist()), tuple(by_sm.tolist()))
+    order = np.argsort(sms)
+    return L2Map(mask, tuple(rows[order].tolist()), tuple(between[order].tolist()))
 
 
 def probe(device: int, base: int, offsets: _Ints, *, by_all: bool) -> tuple[_Ints, _Ints]:
@@ -130,4 +131,8 @@ def l2_map(device: int) -> L2Map | None:
     room = torch.zeros(2 * PAGE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     page = -room.data_ptr() % PAGE_BYTES
     offsets = page + np.arange(_BLOCKS) * BLOCK_BYTES
-    return tell_halves(*probe(device, room.data_ptr(), offsets, by_all=True))
+    for _ in range(_TRIES):
+        found = tell_halves(*probe(device, room.data_ptr(), offsets, by_all=True))
+        if found is not None:
+            return found
+    return None

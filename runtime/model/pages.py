@@ -20,7 +20,7 @@ class PagePool:
     Page 0 is the dummy page that padding rows point at; it is never handed out. A page is *used*
     (one reference per sequence that holds it), *free*, or *kept*: unused, but its tokens are
     known, so a later sequence with the same prefix may take it back. Kept pages count as free
-    and are given up least recently used first.
+    and are given up least recently used first, in each half of the L2.
 
     Args:
         num_pages: the dummy page included.
@@ -34,18 +34,19 @@ class PagePool:
             )
         self.num_pages = num_pages
         self._references = [0] * num_pages
-        self._half_of = half_of or (lambda _page: 0)
-        self._free: tuple[list[int], list[int]] = ([], [])  # by halves
+        self._half_of = half_of
+        # By halves.
+        self._free: tuple[list[int], list[int]] = ([], [])
+        self._kept: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         for page in range(num_pages - 1, DUMMY_PAGE, -1):
-            self._free[self._half_of(page)].append(page)
-        self._kept: OrderedDict[int, None] = OrderedDict()
+            self._free[self._half(page)].append(page)
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
         """Pages that `take` could hand out now."""
-        return sum(map(len, self._free)) + len(self._kept)
+        return sum(map(len, (*self._free, *self._kept)))
 
     def references(self, page: int) -> int:
         """Return how many sequences hold `page`."""
@@ -65,13 +66,14 @@ class PagePool:
             raise OutOfPagesError(
                 f"KV cache: {count} pages needed, {self.available} of {self.num_pages - 1} free"
             )
-        fuller = int(len(self._free[1]) > len(self._free[0]))
-        half = fuller if like is None else self._half_of(like)
-        first, other = self._free[half], self._free[1 - half]
+        left = [len(free) + len(kept) for free, kept in zip(self._free, self._kept, strict=True)]
+        half = int(left[1] > left[0]) if like is None else self._half(like)
         pages = []
         for _ in range(count):
-            free = first or other
-            page = free.pop() if free else self._evict()
+            page = self._take_from(half)
+            if page is None:
+                page = self._take_from(1 - half)
+            assert page is not None, "as many are available"
             self._references[page] = 1
             pages.append(page)
         return pages
@@ -80,7 +82,7 @@ class PagePool:
         """Add a reference to each page, taking kept ones back into use."""
         for page in pages:
             self._references[page] += 1
-            self._kept.pop(page, None)
+            self._kept[self._half(page)].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop a reference to each page."""
@@ -89,9 +91,9 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._digest_of:
-                    self._kept[page] = None
+                    self._kept[self._half(page)][page] = None
                 else:
-                    self._free[self._half_of(page)].append(page)
+                    self._free[self._half(page)].append(page)
 
     def publish(self, pages: Sequence[int], tokens: Sequence[int], page_size: int) -> None:
         """Make the full pages of `tokens` findable by `match`; known content keeps its page."""
@@ -112,8 +114,16 @@ class PagePool:
             pages.append(self._page_of[digest])
         return pages
 
-    def _evict(self) -> int:
-        page, _ = self._kept.popitem(last=False)
+    def _half(self, page: int) -> int:
+        return 0 if self._half_of is None else self._half_of(page)
+
+    def _take_from(self, half: int) -> int | None:
+        """Take a free page of a half, or else a kept one; None where there is neither."""
+        if self._free[half]:
+            return self._free[half].pop()
+        if not self._kept[half]:
+            return None
+        page, _ = self._kept[half].popitem(last=False)
         del self._page_of[self._digest_of.pop(page)]
         return page
 

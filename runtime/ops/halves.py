@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ class L2Halves:
         heads: bits of a KV head's number that tell, at least one.
 
     Raises:
+        TypeError: for what is no integer.
         ValueError: for a number out of range.
     """
 
@@ -33,6 +35,9 @@ class L2Halves:
 
     def __post_init__(self) -> None:
         most = _SM_WORDS * _WORD_BITS
+        object.__setattr__(self, "sms", tuple(operator.index(half) for half in self.sms))
+        for name in ("pages", "heads"):
+            object.__setattr__(self, name, operator.index(getattr(self, name)))
         if len(self.sms) > most or any(half not in (0, 1) for half in self.sms):
             raise ValueError(
                 f"sms: got {len(self.sms)} of {sorted(set(self.sms))}, expected at most {most}, "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.model import OutOfPagesError
+from ostinato.model import OutOfPagesError, PagedKVCache
 from ostinato.model.l2 import BLOCK_BYTES, L2Map, parity, tell_halves
 from ostinato.model.pages import DUMMY_PAGE, PagePool
 from ostinato.ops import L2Halves
@@ -148,3 +151,48 @@ def test_a_sequence_keeps_to_its_half_as_long_as_there_are_pages(
         free |= set(held[index])
     assert pool.available == len(free)
     assert set(pool.take(len(free))) == free
+
+
+def test_each_sm_must_have_been_there_once() -> None:
+    clocks = _clocks(_H200, np.arange(8) % 2)
+    assert tell_halves(clocks, np.array([0, 1, 2, 3, 4, 5, 6, 6])) is None
+    assert tell_halves(clocks, np.array([0, 1, 2, 3, 4, 5, 6, 8])) is None
+
+
+def test_halves_are_integers_of_any_kind() -> None:
+    made = L2Halves(np.array([0, 1, 1] * 20, dtype=np.int32), np.int64(5), np.uint8(3))
+    assert made == L2Halves([0, 1, 1] * 20, 5, 3)
+    assert made.words == L2Halves([0, 1, 1] * 20, 5, 3).words
+    assert hash(made) == hash(L2Halves([0, 1, 1] * 20, 5, 3))
+    with pytest.raises(TypeError):
+        L2Halves([0, 1], 1.0, 1)  # type: ignore[arg-type]
+
+
+def test_a_half_gives_up_its_own_prefixes_before_it_takes_the_others_pages() -> None:
+    pool = PagePool(33, _half)
+    pages = pool.take(32)
+    pool.publish(pages, list(range(32 * 4)), 4)
+    pool.release(pages)
+    first = pool.take(1)
+    taken = first + pool.take(7, like=first[0])
+    assert {_half(page) for page in taken} == {_half(first[0])}
+    # Least recently used first, of its half: the ends of the prefix.
+    own = [page for page in pages if _half(page) == _half(first[0])]
+    assert taken == own[:-9:-1]
+    kept = set(pool.match(list(range(32 * 4)), 4))
+    assert not kept & set(taken)
+
+
+def test_caches_on_the_cpu_can_be_copied() -> None:
+    cache = PagedKVCache(
+        num_layers=1,
+        num_pages=4,
+        page_size=2,
+        num_kv_heads=2,
+        head_dim=4,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    again = pickle.loads(pickle.dumps(cache))
+    assert again.halves is None
+    assert torch.equal(again.storage, cache.storage)
