@@ -53,8 +53,10 @@ struct Arguments {
         k_cache(p.k_cache),
         v_cache(p.v_cache),
         halves(p.halves) {
+    // Where free cuts have several heads on a line, its place decides how a head is cut.
+    const bool cuts_depend = !kFixedCuts && line_heads > 1;
     if (!kMayKnowHalves || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
-        ctas % 2 != 0 || lines % 2 != 0) {
+        ctas % 2 != 0 || lines % 2 != 0 || cuts_depend) {
       halves.heads = 0;
     }
   }

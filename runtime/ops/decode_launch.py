@@ -284,6 +284,8 @@ def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
         )
     size = max(_LEAST_WORKSPACE, int(_SPLITS_MARGIN * needed))
     made = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
+    # A kernel counts its CTAs there before it waits for the one in front of it, the zeros'.
+    torch.cuda.current_stream(device).synchronize()
     _workspaces[device, stream] = made
     if found is not None:
         _outgrown.append(found)

@@ -128,7 +128,8 @@ def paged_attention(
         out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
-            zero before its first use; one stream at a time may use it. None: one that is kept for
+            zero before its first use, and with `halves` before the kernel in front of that is
+            launched; one stream at a time may use it. None: one that is kept for
             the stream, made by the first call that is not captured, and made anew where a later one
             needs more: what a smaller batch needs may be more. A few MB, whatever the lengths; with
             `batch_invariant` more if the capacity of a sequence is above 1024 tokens, for each 1024
@@ -145,7 +146,8 @@ def paged_attention(
             IndexError on the CPU, and on CUDA either is undefined.
         halves: which half of the GPU's L2 holds the pages, as `PagedKVCache.halves` knows it of its
             own. A hint: steps of many sequences read more cheaply by it, the result does not
-            depend on it.
+            depend on it. The first entry of each row of `page_table` is read then, whatever it is,
+            and must not change meanwhile.
         stream: see `ostinato.ops`.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -195,6 +196,8 @@ def test_a_call_makes_room_for_those_of_other_batches(
     monkeypatch.setattr(decode_launch, "_workspaces", {})
     monkeypatch.setattr(decode_launch, "_outgrown", [])
     monkeypatch.setattr(decode_launch.torch, "zeros", on_the_cpu)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
     monkeypatch.setattr(decode_launch._C, "is_capturing", lambda stream: capturing)
     made = decode_launch._own_workspace(0, 7, first)
     capturing = True
