@@ -465,7 +465,8 @@ def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
     if model.device.type == "cuda":
         free_unused()
         free, _ = torch.cuda.mem_get_info(model.device)
-        budget = int(free * 0.8) - rounding(config.num_layers)
+        budget = int(free * 0.8)
+        budget -= min(rounding(config.num_layers), budget // 5)
     else:
         budget = _CPU_CACHE_BYTES
     if budget < page_bytes:

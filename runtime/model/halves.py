@@ -87,7 +87,7 @@ def halved_storage(
 
 
 def rounding(layers: int) -> int:
-    """Return how many bytes more than its pages take a cache may have, at most."""
+    """Return how many bytes more than its pages take a cache may have: so many, or a fourth."""
     return 2 * layers * _GROUP_BYTES
 
 
