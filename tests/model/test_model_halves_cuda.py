@@ -134,11 +134,11 @@ def test_single_pages_make_up_for_pairs_that_are_missing(
         asked.append(size)
         if size == halves.PAGE_BYTES:
             return real(cu, device, count, size, owned)
-        return real(cu, device, count - 40, size, owned) if len(asked) == 1 else None
+        return real(cu, device, count // 2, size, owned) if len(asked) == 1 else None
 
     monkeypatch.setattr(halves, "_create", fewer_pairs)
     made = _cache(num_layers=2)
-    assert asked == [2 * halves.PAGE_BYTES, 2 * halves.PAGE_BYTES, halves.PAGE_BYTES]
+    assert asked[:3] == [2 * halves.PAGE_BYTES, 2 * halves.PAGE_BYTES, halves.PAGE_BYTES]
     assert made.halves == cache.halves
     l2 = l2_map(0)
     assert l2 is not None
