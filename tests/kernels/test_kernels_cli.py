@@ -85,7 +85,7 @@ def _checkpoint(folder: Path, quantization: dict | None) -> Path:
 
 
 # Attention of head dim 16 is not in the catalogue: it is compiled for who asks for it.
-_PLAIN = {"embed-", "quantize-", "append_kv-", "sample-"}
+_PLAIN = {"l2_probe-", "embed-", "quantize-", "append_kv-", "sample-"}
 _PLAIN |= {"attention_decode-", "attention_prefill-"}
 _FP8 = _PLAIN | {"gemm_tiled-"}
 
@@ -118,7 +118,7 @@ def test_build_for_a_model_takes_what_it_may_launch(
         name for name in built if name.startswith("attention_")
     }
     # Logits are fp32.
-    assert all("-fp16" in name for name in built - {"sample-fp32"})
+    assert all("-fp16" in name for name in built - {"sample-fp32", "l2_probe-atomics"})
 
     # The output projection has 16 bits, and a norm before it.
     count = 2 if quantization is None else 4
