@@ -208,7 +208,8 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   // The second launch finds the counters of the first; the third has no hint, and the same bits.
   std::vector<Type> hinted;
   std::vector<float> hinted_lse;
-  for (int launch = 0; launch < 3; ++launch) {
+  const int launches = kMayKnowHalves && made.halves.heads != 0 ? 3 : 2;
+  for (int launch = 0; launch < launches; ++launch) {
     if (launch == 2) {
       hinted = out;
       hinted_lse = lse;
@@ -225,8 +226,10 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
     const auto counters = counter_bytes(emulator::sms);
     wrong += std::any_of(workspace, workspace + counters, [](char byte) { return byte != 0; });
   }
-  wrong += std::memcmp(out.data(), hinted.data(), out.size() * sizeof(Type)) != 0;
-  wrong += std::memcmp(lse.data(), hinted_lse.data(), lse.size() * sizeof(float)) != 0;
+  if (launches == 3) {
+    wrong += std::memcmp(out.data(), hinted.data(), out.size() * sizeof(Type)) != 0;
+    wrong += std::memcmp(lse.data(), hinted_lse.data(), lse.size() * sizeof(float)) != 0;
+  }
   std::printf(", wrong: %d\n", wrong);
   std::fwrite(out.data(), sizeof(Type), out.size(), results);
   std::fwrite(lse.data(), sizeof(float), lse.size(), results);
