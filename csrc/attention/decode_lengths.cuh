@@ -1,10 +1,10 @@
 // The lengths of all sequences, read and summed up by every CTA for itself.
 #pragma once
 
+#include "common/sm_index.cuh"
 #include "decode_arguments.cuh"
 #include "decode_cluster.cuh"
 #include "decode_storage.cuh"
-#include "warp_instructions.cuh"
 
 namespace ostinato::decode {
 

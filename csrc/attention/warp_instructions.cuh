@@ -41,13 +41,6 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
-// The number of the SM, counted by the device.
-__device__ __forceinline__ uint32_t sm_index() {
-  uint32_t index;
-  asm("mov.u32 %0, %%smid;" : "=r"(index));
-  return index;
-}
-
 // 16 bytes from global to shared memory, which is named by its address, by a thread.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");

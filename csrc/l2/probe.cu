@@ -8,6 +8,7 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "common/sm_index.cuh"
 #include "l2/params.h"
 
 namespace ostinato {
@@ -40,9 +41,7 @@ __global__ void __launch_bounds__(32)
   if (threadIdx.x != 0) {
     return;
   }
-  uint32_t sm;
-  asm("mov.u32 %0, %%smid;" : "=r"(sm));
-  p.sms[blockIdx.x] = static_cast<int32_t>(sm);
+  p.sms[blockIdx.x] = static_cast<int32_t>(sm_index());
   const auto measure = [&](int32_t i) {
     return clocks_to(reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.base) + p.offsets[i]),
                      zero);

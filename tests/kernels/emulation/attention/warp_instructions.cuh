@@ -14,8 +14,6 @@ inline bool elect_lane() {
   return emulator::lane() == 0;
 }
 
-inline uint32_t sm_index() { return blockIdx.x * 2654435761u >> 27; }  // of 32, as it comes
-
 inline void copy_vector(uint32_t to, const void* from) {
   std::memcpy(emulator::shared + to, from, 16);
 }
