@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -97,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
         for dtype in args.dtype:
             _measure(args, plan, config, dtype, device, report, targets)
+            gc.collect()  # steps and runners refer to each other
             free_unused()
     return 0
 

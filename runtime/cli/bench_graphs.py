@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 from ostinato.bench.shapes import PRECISIONS, SHAPES
@@ -87,6 +88,7 @@ def _run(args: argparse.Namespace) -> int:
                 if args.json is not None:
                     report.write(args.json)
             del subject
+            gc.collect()  # steps and runners refer to each other
             free_unused()
             torch.cuda.empty_cache()
     return 0

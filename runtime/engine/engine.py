@@ -466,7 +466,7 @@ def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
         free_unused()
         free, _ = torch.cuda.mem_get_info(model.device)
         budget = int(free * 0.8)
-        budget -= min(rounding(config.num_layers), budget // 5)
+        budget -= rounding(config.num_layers, budget)
     else:
         budget = _CPU_CACHE_BYTES
     if budget < page_bytes:

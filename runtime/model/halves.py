@@ -86,9 +86,9 @@ def halved_storage(
     return storage.zero_(), L2Halves(l2.sms, in_page, in_heads)
 
 
-def rounding(layers: int) -> int:
-    """Return how many bytes more than its pages take a cache may have: so many, or a fourth."""
-    return 2 * layers * _GROUP_BYTES
+def rounding(layers: int, room: int) -> int:
+    """Return how many of `room` bytes a cache may take besides its pages, at most."""
+    return min(2 * layers * _GROUP_BYTES, room // 5)  # of its pages a fourth: _LEAST_ARRAY_BYTES
 
 
 def free_unused() -> None:
