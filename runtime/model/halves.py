@@ -3,8 +3,8 @@
 The half that holds a page of 2 MiB is up to the driver. So pages are asked for, told apart
 (`ostinato.model.l2`), and mapped in such an order that the half is the parity of some bits of an
 address, the same for every layer of a cache. They are asked for two by two, which takes half the
-time: most pairs have one page in each half. Where memory is short of such pairs, single pages
-make up for them.
+time: most pairs have one page in each half, or on other days most have both in one. Where memory
+is short of pairs of the kind of most, single pages make up for them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from ostinato.ops.launch import has_kernels, on_device
 
 _PAIR_BYTES = 2 * PAGE_BYTES
 # Pairs of pages are mapped in turn, those that begin in half 0 and those that begin in half 1. So
-# these bits of an address tell, besides those within a page.
-_PAGE_BITS = PAGE_BYTES | _PAIR_BYTES
+# these bits of an address tell, besides those within a page: where both pages of a pair are in one
+# half, and where they are not.
+_PAGE_BITS = (_PAIR_BYTES, _PAIR_BYTES | PAGE_BYTES)
 # A layer's keys begin where these are 0, so that they all have the same parities, and so do its
 # values. Where that would waste more than a fourth they lie anywhere.
 _GROUP_BYTES = 2 * _PAIR_BYTES
@@ -72,18 +73,18 @@ def halved_storage(
     l2 = None if cu is None else l2_map(index)
     if l2 is None:
         return None
-    in_page = (l2.mask | _PAGE_BITS) // page_bytes
     in_heads = l2.mask // head_bytes & heads - 1
     if in_heads == 0:
         return None
     array_bytes = -(-pages * page_bytes // _GROUP_BYTES) * _GROUP_BYTES
-    memory = _allocate(cu, index, layers * kinds * array_bytes, l2)
-    if memory is None:
+    allocated = _allocate(cu, index, layers * kinds * array_bytes, l2)
+    if allocated is None:
         return None
+    memory, mask = allocated
     arrays = memory.view(dtype).view(layers, kinds, -1)
     used = arrays[:, :, : math.prod(shape[2:])]
     storage = used.unflatten(2, (pages, heads, page_size, dim)).transpose(3, 4)
-    return storage.zero_(), L2Halves(l2.sms, in_page, in_heads)
+    return storage.zero_(), L2Halves(l2.sms, mask // page_bytes, in_heads)
 
 
 def rounding(layers: int, room: int) -> int:
@@ -166,80 +167,89 @@ _unused: list[_Mapping] = []
 _freeing = threading.Lock()
 
 
-def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> torch.Tensor | None:
-    """Return bytes [size], a multiple of groups, the half of which is a parity of their address."""
+def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> tuple[torch.Tensor, int] | None:
+    """Return bytes [size], a multiple of groups, and which bits of an offset tell their half."""
     with on_device(device):
         torch.cuda.current_stream().synchronize()  # and the driver's context is torch's
         owned: list[_Memory] = []
         try:
-            mapping = _map_in_order(cu, device, size // _PAIR_BYTES, l2, owned)
+            mapped = _map_in_order(cu, device, size // _PAIR_BYTES, l2, owned)
         except (_OutOfMemoryError, torch.OutOfMemoryError):
-            mapping = None
+            mapped = None
         finally:
             _release(cu, owned)
-        if mapping is None:
+        if mapped is None:
             return None
+        mapping, mask = mapped
         owner = _Owner(mapping)
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
-            return torch.as_tensor(owner, device=f"cuda:{device}")
+            return torch.as_tensor(owner, device=f"cuda:{device}"), mask
 
 
 def _map_in_order(
     cu: Any, device: int, pairs: int, l2: L2Map, owned: list[_Memory]
-) -> _Mapping | None:
-    """Return so many pairs of pages, mapped in turn; None where that cannot be.
+) -> tuple[_Mapping, int] | None:
+    """Return so many pairs of pages, mapped in turn, and the bits that tell.
 
-    What is asked for and not in the mapping stays in `owned`.
+    None where that cannot be. What is asked for and not in the mapping stays in `owned`.
     """
-    order = _in_order(cu, device, pairs, l2, owned)
-    if order is None:
+    found = _in_order(cu, device, pairs, l2, owned)
+    if found is None:
         return None
+    order, apart = found
+    mask = l2.mask | _PAGE_BITS[apart]
     mapping = _Mapping(cu, device, order)
     kept = {id(piece) for piece in order}
     owned[:] = [piece for piece in owned if id(piece) not in kept]
     try:
-        as_expected = _as_expected(device, mapping, l2)
+        as_expected = _as_expected(device, mapping, l2, mask)
     except BaseException:
         mapping.release()
         raise
     if as_expected < _LEAST_AS_EXPECTED:
         mapping.release()
         return None
-    return mapping
+    return mapping, mask
 
 
 def _in_order(
     cu: Any, device: int, pairs: int, l2: L2Map, owned: list[_Memory]
-) -> list[_Memory] | None:
-    """Return memory for so many pairs of pages in turn, None where it does not suffice.
+) -> tuple[list[_Memory], int] | None:
+    """Return memory for so many pairs of pages in turn, and whether a pair is of both halves.
 
-    All that is asked for is in `owned`, until it is released.
+    None where memory does not suffice. All that is asked for is in `owned`, until it is released.
     """
     each = pairs // 2
     pages: tuple[list[_Memory], list[_Memory]] = ([], [])
-    found: tuple[list[_Memory], list[_Memory]] = ([], [])  # by the half of their first page
-    alike: list[_Memory] = []
+    # By whether its pages are in two halves, and by the half of the first.
+    by_kind: tuple[tuple[list[_Memory], list[_Memory]], ...] = (([], []), ([], []))
 
-    def missing() -> list[int]:
-        return [max(each - len(pieces), 0) for pieces in found]
+    def missing(kind: int) -> list[int]:
+        return [max(each - len(pieces), 0) for pieces in by_kind[kind]]
 
-    count = pairs
+    apart, count = 1, pairs
     for _ in range(_ROUNDS):
         made = _create(cu, device, count, _PAIR_BYTES, owned)
         if made is None:
             break
         for piece, (first, second) in zip(made, _tell(cu, device, made, l2), strict=True):
-            (alike if first == second else found[first]).append(piece)
-        if not any(missing()):
+            by_kind[first ^ second][first].append(piece)
+        apart = min((1, 0), key=lambda kind: sum(missing(kind)))
+        if not any(missing(apart)):
             break
-        count = 2 * max(missing()) + _SPARE
-    if any(missing()):
+        count = 2 * max(missing(apart)) + _SPARE
+    found = by_kind[apart]
+    if any(missing(apart)):
         useful = {id(piece) for pieces in found for piece in pieces[:each]}
         useless = [piece for piece in owned if id(piece) not in useful]
         owned[:] = [piece for piece in owned if id(piece) in useful]
         _release(cu, useless)
-        singles = _singles(cu, device, sum(missing()), l2, owned)
+        wanted = [0, 0]  # pages of either half
+        for first, count in enumerate(missing(apart)):
+            wanted[first] += count
+            wanted[first ^ apart] += count
+        singles = _singles(cu, device, max(wanted), l2, owned)
         if singles is None:
             return None
         pages = singles
@@ -250,8 +260,8 @@ def _in_order(
         if turn // 2 < len(pieces):
             order.append(pieces[turn // 2])
         else:
-            order += [pages[first].pop(), pages[1 - first].pop()]
-    return order
+            order += [pages[first].pop(), pages[first ^ apart].pop()]
+    return order, apart
 
 
 def _singles(
@@ -283,13 +293,13 @@ def _tell(cu: Any, device: int, pieces: list[_Memory], l2: L2Map) -> NDArray[np.
     return halves.reshape(len(pieces), -1)
 
 
-def _as_expected(device: int, mapping: _Mapping, l2: L2Map) -> float:
+def _as_expected(device: int, mapping: _Mapping, l2: L2Map, mask: int) -> float:
     """Return of how many of all pages a block is in the half where it should be."""
     offsets = np.arange(0, mapping.bytes, PAGE_BYTES)
     blocks = np.random.default_rng(0).integers(PAGE_BYTES // BLOCK_BYTES, size=len(offsets))
     offsets += blocks * BLOCK_BYTES  # some of one half and some of the other
     found = l2.halves(*probe(device, mapping.address, offsets, by_all=False))
-    return float((found == parity(offsets & (l2.mask | _PAGE_BITS))).mean())
+    return float((found == parity(offsets & mask)).mean())
 
 
 def _create(

@@ -42,7 +42,7 @@ class Driver:
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}  # the handle at each address
         self.numbers = itertools.count(1)
-        self.calls = 0
+        self.calls = self.created = 0
         self.fails: Callable[[int], Any] = lambda _call: 0  # the status of a call, or it raises
 
     def _status(self) -> int:
@@ -61,6 +61,7 @@ class Driver:
         second = first if self.random.random() < self.alike else 1 - first
         handle = next(self.numbers)
         self.pages[handle] = [first, second][: size // PAGE_BYTES]
+        self.created += size
         return 0, handle
 
     def cuMemRelease(self, handle: int) -> tuple[int]:
@@ -129,6 +130,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
 
 
 def _take(driver: Driver, groups: int = 20) -> Any:
+    """Return who owns the memory, and the bits that tell; None without memory."""
     return halves._allocate(driver, 0, groups * 2 * _PAIR, _L2)
 
 
@@ -137,17 +139,27 @@ def _drop(owner: Any) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("alike", [0.0, 0.04, 0.5, 1.0])
+@pytest.mark.parametrize("alike", [0.0, 0.04, 0.5, 0.96, 1.0])
 def test_addresses_tell_their_half(alike: float, use: Callable[[Driver], Driver]) -> None:
     driver = use(Driver(alike))
-    owner = _take(driver)
+    owner, mask = _take(driver)
     address = owner.__cuda_array_interface__["data"][0]
     size = owner.__cuda_array_interface__["shape"][0]
     assert size == 20 * 2 * _PAIR == driver.used
     offsets = np.arange(0, size, PAGE_BYTES // 8)
     found = _L2.halves(*driver.probe(0, address, offsets, by_all=False))
-    assert (found == parity(offsets & (_L2.mask | PAGE_BYTES | _PAIR))).all()
+    assert (found == parity(offsets & mask)).all()
     assert address % (2 * _PAIR) == 0
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.04, 0.96, 1.0])
+def test_little_more_is_asked_for_than_is_used(
+    alike: float, use: Callable[[Driver], Driver]
+) -> None:
+    driver = use(Driver(alike))
+    taken = _take(driver, groups=400)
+    assert taken is not None
+    assert driver.created < 1.3 * driver.used
 
 
 @pytest.mark.parametrize("room", [0, 1, 19, 20, 21])
@@ -155,11 +167,11 @@ def test_without_room_there_is_none_and_nothing_is_kept(
     room: int, use: Callable[[Driver], Driver]
 ) -> None:
     driver = use(Driver(0.1, room * 2 * _PAIR + _PAIR // 2))
-    owner = _take(driver)
-    assert (owner is None) == (driver.used == 0)
+    taken = _take(driver)
+    assert (taken is None) == (driver.used == 0)
     if room < 20:
-        assert owner is None
-    assert bool(driver.mapped) == bool(driver.reserved) == (owner is not None)
+        assert taken is None
+    assert bool(driver.mapped) == bool(driver.reserved) == (taken is not None)
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.3])
@@ -168,15 +180,15 @@ def test_whatever_call_fails_nothing_is_kept(alike: float, use: Callable[[Driver
         driver = use(Driver(alike))
         driver.fails = fails
         try:
-            owner = _take(driver, groups=3)
+            taken = _take(driver, groups=3)
         except RuntimeError as error:
             return driver, str(error)
         except KeyboardInterrupt:
             return driver, "interrupted"
-        if owner is None:
+        if taken is None:
             return driver, "none"
-        _drop(owner)
-        del owner
+        _drop(taken)
+        del taken
         driver.fails = lambda _call: 0
         halves.free_unused()
         return driver, "made"
