@@ -6,6 +6,7 @@ stays where it is for as long as the graph is replayed; `docs/graphs.md` says wh
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _FORBIDDEN = {
     "semaphore wait": "waits for a semaphore of somebody else",
 }
 _NO_MEMORY = "looks like an address of the device, where no memory is"
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or not tell
 _SHOWN = 5  # kinds of findings in a message
 
 
@@ -68,7 +70,7 @@ class Auditor:
         buffers: the static buffers, which stay.
         memory: what else stays, by name. If it is given, any other tensor is found, except for
             what the captures made and kept: workspaces of libraries, state made at the first call.
-            If not, every live tensor is taken for the step's own.
+            If not, every live tensor is taken for the step's own, whoever allocated its memory.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Auditor:
         self._made: frozenset[int] = frozenset()
         self._known: Allocations | None = None
         self._host = Allocations(())
+        self._foreign: Allocations | None = None
         self._problems: dict[tuple[int, bool], str | None] = {}
 
     def begin(self) -> None:
@@ -88,7 +91,7 @@ class Auditor:
         live = _live(self._backend.allocations())
         self._made &= live
         self._before = live - self._made
-        self._known = None
+        self._known = self._foreign = None
         self._problems = {}
 
     def find(self, recording: Recording) -> tuple[Finding, ...]:
@@ -149,11 +152,23 @@ class Auditor:
         if location == "the host":
             return "is in pinned memory of the host that was not declared"
         if location is not None:
+            if self._memory is None and self._live_tensors().find(word.value) is not None:
+                return None
             return f"is in memory on {location} that torch did not allocate and nobody declared"
         if word.is_address:
             return "is in pageable memory of the host, or in memory that has been given back"
         looks_like_one = self._allocations().spans(word.value)
         return _NO_MEMORY if looks_like_one and self._host.find(word.value) is None else None
+
+    def _live_tensors(self) -> Allocations:
+        if self._foreign is None:
+            device = self._buffers.device
+            self._foreign = Allocations(
+                range_of(item, "a tensor")
+                for item in gc.get_objects()
+                if type(item) in _TENSORS and item.device == device
+            )
+        return self._foreign
 
 
 def range_of(tensor: torch.Tensor, label: str) -> Allocation:

@@ -119,7 +119,7 @@ def time_bursts(model: Llama, name: str, plan: BurstPlan) -> Iterator[BurstRow]:
     step = DecodeStep(model, cache, seen, max_pages=pages_each)
     buffers = StaticBuffers(step.buffer_specs(), largest, model.device)
     rules = step.burst_rules(plan.steps)
-    with GraphRunner(step, buffers, burst=rules) as runner:
+    with GraphRunner(step, buffers, memory=step.memory(), burst=rules) as runner:
         runner.capture(sorted(set(plan.batches)), verify=False)
         for batch in sorted(set(plan.batches)):
             case = f"{name} b{batch} ctx{plan.context}"

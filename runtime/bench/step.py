@@ -173,7 +173,7 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
         reason = str(error) or "out of memory"
         raise MemoryError(f"batch {batches[-1]}, context {context}: {reason}") from error
     cache.storage.normal_()
-    with GraphRunner(step, buffers) as runner:
+    with GraphRunner(step, buffers, memory=step.memory()) as runner:
         runner.capture(batches, progress=True, verify=False)
         for batch in batches:
             inputs = {

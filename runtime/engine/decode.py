@@ -12,6 +12,7 @@ from ostinato.engine.rehearsal import Rehearsal, integers
 from ostinato.engine.request import Request
 from ostinato.engine.upload import upload
 from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
+from ostinato.graphs.memory import DeclaredMemory
 from ostinato.graphs.spec import Example
 from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling, SeenRows
 
@@ -110,6 +111,14 @@ class DecodeStep:
             "repetition_penalty": BufferSpec((), torch.float32, 1.0, _one_of(1.0, 1.3)),
             "seeds": BufferSpec((), torch.int64, 0, integers(0, 2**62)),
             "counters": BufferSpec((), torch.int64, 0, integers(0, max_length)),
+        }
+
+    def memory(self) -> DeclaredMemory:
+        """Return what the step works on besides its buffers, for `GraphRunner(memory=...)`."""
+        return {
+            "model": self._model.tensors(),
+            "cache": self._cache.storage,
+            "seen": self._seen.mask,
         }
 
     def burst_rules(self, max_steps: int) -> BurstRules:

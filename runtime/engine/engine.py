@@ -145,7 +145,7 @@ class Engine:
             model, self.cache, self._seen, max_pages, rehearsal=self._rehearsal
         )
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
-        self.runner = GraphRunner(self._decode, buffers)
+        self.runner = GraphRunner(self._decode, buffers, memory=self._decode.memory())
         self._scheduler = Scheduler(self.cache, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self._prefill = Prefill(
             model,

@@ -18,6 +18,7 @@ from ostinato.graphs import (
     StaticBuffers,
     Variant,
 )
+from ostinato.graphs.memory import DeclaredMemory
 from ostinato.model import AttentionInputs, Llama, PagedKVCache
 
 PREFILL = Variant(name="prefill")  # what a report calls these graphs
@@ -71,6 +72,14 @@ class PrefillStep:
             "tokens": BufferSpec((), torch.int64, 0, integers(0, vocab_size)),
             "positions": BufferSpec((), torch.int32, 0, integers(0, length)),
             "slot_mapping": BufferSpec((), torch.int64, -1, self._rehearsal.slot_mapping),
+        }
+
+    def memory(self) -> DeclaredMemory:
+        """Return what the step works on besides its buffers, for `GraphRunner(memory=...)`."""
+        return {
+            "model": self._model.tensors(),
+            "cache": self._cache.storage,
+            "sequences": self._sequences.memory,
         }
 
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
@@ -131,7 +140,7 @@ class Prefill:
         self._buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
-            self._runner = GraphRunner(self._step, self._buffers)
+            self._runner = GraphRunner(self._step, self._buffers, memory=self._step.memory())
 
     def capture(self, *, progress: bool, verify: bool) -> CaptureReport | None:
         """Capture the step for a few numbers of tokens; see `GraphRunner.capture`.

@@ -38,6 +38,11 @@ class Sequences:
             self._memory = torch.zeros(words, dtype=torch.int32, device=device)
         self._read: torch.cuda.Event | None = None  # the end of what reads it
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it."""
+        return self._memory
+
     def first(self, count: int) -> SequenceViews:
         """Return the memory of the first `count` sequences, or of all."""
         count = min(count, self.most)

@@ -185,6 +185,22 @@ def test_declared_memory_stays_and_the_rest_is_found(make):
         assert report.graphs[0].findings[0].node == 1
 
 
+def test_tensors_of_another_allocator_are_live_while_they_are(make):
+    foreign = torch.zeros(100)
+    address = foreign.data_ptr()
+    there = Allocation(address, 400, "device 0")
+    problem = "parameter 0 is in memory on device 0 that torch did not allocate and nobody declared"
+    for memory, found in ((None, []), ({}, [problem])):
+        runner, backend = make(kernel(foreign[50:].data_ptr()), memory=memory)
+        backend.foreign.append(there)
+        assert problems(runner.capture([2])) == found
+    runner, backend = make(kernel(address))
+    backend.foreign.append(there)
+    assert problems(runner.capture([2])) == []
+    del foreign
+    assert problems(runner.capture([2])) == [problem]
+
+
 def test_weights_may_move_between_captures(make):
     weights = torch.nn.Linear(4, 4)
     runner, backend = make(Node("empty"), memory={"weights": weights})

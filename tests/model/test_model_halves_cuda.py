@@ -303,7 +303,8 @@ def _texts(device: torch.device, by_halves: bool) -> list[list[int]]:
         for i in range(len(prompts))
     ]
     try:
-        engine.capture([40, 64], progress=False)
+        report = engine.capture([40, 64], progress=False)
+        assert [f for graph in report.graphs for f in graph.findings or ()] == []
         return [list(text.token_ids) for text in engine.generate(prompts, params)]
     finally:
         engine.close()
