@@ -151,7 +151,7 @@ class GraphDriver:
             unread = ""
         return Node(
             "kernel",
-            demangle(function.name),
+            function.name,
             grid=(launch.gridDimX, launch.gridDimY, launch.gridDimZ),
             block=(launch.blockDimX, launch.blockDimY, launch.blockDimZ),
             words=words,
@@ -164,7 +164,8 @@ class GraphDriver:
         if known is None:
             kind, handle = ("Func", func) if func else ("Kernel", kern)
             name = self._call(f"cu{kind}GetName", handle) or b"unnamed"
-            known = _Function(name.decode(errors="replace"), *self._layout(kind, handle))
+            name = demangle(name.decode(errors="replace"))
+            known = _Function(name, *self._layout(kind, handle))
             self._functions[func, kern] = known
         return known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,8 +95,10 @@ def aligned_words(offset: int, data: bytes) -> list[tuple[int, int]]:
             one behind the other in a buffer that is aligned itself.
         data: little-endian, as a GPU reads it.
     """
-    words = (
-        (byte, int.from_bytes(data[byte : byte + 8], "little"))
-        for byte in range(-offset % 8, len(data) - 7, 8)
-    )
-    return [(byte, value) for byte, value in words if _LOWEST_ADDRESS <= value < _HIGHEST_ADDRESS]
+    first = -offset % 8
+    words = struct.unpack_from(f"<{max(len(data) - first, 0) // 8}Q", data, first)
+    return [
+        (byte, value)
+        for byte, value in zip(range(first, len(data), 8), words, strict=False)
+        if _LOWEST_ADDRESS <= value < _HIGHEST_ADDRESS
+    ]

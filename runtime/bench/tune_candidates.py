@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ostinato.bench.gemm_cases import Case
 from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops.gemm_model import cuts, predicted_us
+from ostinato.ops.gemm_model import Cut, predictions
 from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serving
 
 # What the model takes for this much slower than its fastest is not timed. What was the fastest of
@@ -44,16 +44,13 @@ def _streaming(m: int, variants: Sequence[GemmVariant]) -> Iterator[Choice]:
 
 def _tiled(case: Case, variants: Sequence[GemmTiled], sms: int) -> Iterator[Choice]:
     m, n, k = case.m, case.shape.n, case.shape.k
-    predicted = {
-        variant: sorted(
-            (predicted_us(variant, cut, m, n, k, sms), cut) for cut in cuts(variant, m, n, sms)
-        )
-        for variant in variants
-    }
+    predicted: dict[GemmTiled, list[tuple[float, Cut]]] = {variant: [] for variant in variants}
+    for us, variant, cut in predictions(tuple(variants), m, n, k, sms):
+        predicted[variant].append((us, cut))
     within = _WITHIN_FEW_TOKENS if m <= _FEW_TOKENS else _WITHIN
-    most = within * min((of[0][0] for of in predicted.values() if of), default=0)
+    most = within * min((us for of in predicted.values() for us, _ in of), default=0)
     for variant, of_kernel in predicted.items():
-        for us, cut in of_kernel[:_MOST_OF_A_KERNEL]:
+        for us, cut in sorted(of_kernel)[:_MOST_OF_A_KERNEL]:
             if us > most:
                 break
             for band in _BANDS if m >= _BANDED_M else (0,):

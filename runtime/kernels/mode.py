@@ -46,11 +46,10 @@ class BuildMode:
 
     def restricted_to(self, texts: Iterable[str]) -> BuildMode:
         """Return the mode without what changes nothing in these sources (less debug.cuh)."""
-        joined = "\n".join(texts)
-        mode = self
-        if self.delay_site not in delay_sites(joined):
+        joined, mode = "\n".join(texts), self
+        if self.delay_site is not None and self.delay_site not in delay_sites(joined):
             mode = replace(mode, delay_site=None)
-        if not _PRINT.search(joined):
+        if self.debug_print and not _PRINT.search(joined):
             mode = replace(mode, debug_print=False)
         return mode
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 CSRC = Path(__file__).parent.parent / "csrc"
@@ -57,30 +59,40 @@ def read_sources(source: Path) -> Sources:
     """
     texts: dict[str, str] = {}
     uses_cutlass = False
-    pending = [source, ENTRY]
+    pending = [str(source), str(ENTRY)]
     while pending:
         file = pending.pop()
-        name = _name(file)
+        name = _name(file, CSRC)
         if name in texts:
             continue
-        texts[name] = file.read_text(encoding="utf-8")
-        for included in _INCLUDE.findall(texts[name]):
+        state = os.stat(file)
+        # Dozens of kernels share headers, and a server looks up all of its own when it starts.
+        texts[name], includes = _read(file, state.st_mtime_ns, state.st_size, state.st_ino)
+        for included in includes:
             uses_cutlass |= included.startswith(_CUTLASS)
-            places = (file.parent / included, CSRC / included)
-            pending += [place for place in places if place.is_file()][:1]
+            places = (f"{os.path.dirname(file)}/{included}", f"{CSRC}/{included}")
+            pending += [place for place in places if os.path.isfile(place)][:1]
     return Sources(dict(sorted(texts.items())), uses_cutlass)
 
 
 def read_all() -> list[str]:
     """Return the text of every kernel and header of ours, less debug.cuh."""
     files = [*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh")]
-    return [file.read_text(encoding="utf-8") for file in files if _name(file) != DEBUG]
+    return [file.read_text(encoding="utf-8") for file in files if _name(str(file), CSRC) != DEBUG]
 
 
-def _name(file: Path) -> str:
+@lru_cache(maxsize=1 << 10)
+def _read(file: str, *_state: int) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a file in that state, and what it includes."""
+    text = Path(file).read_text(encoding="utf-8")
+    return text, tuple(_INCLUDE.findall(text))
+
+
+@lru_cache(maxsize=1 << 10)
+def _name(file: str, root: Path) -> str:
     # Absolute, but with links kept: a strict editable install links every file by itself.
-    path = Path(*_without_dots(file.absolute().parts))
-    root = CSRC.absolute()
+    path = Path(*_without_dots(Path(file).absolute().parts))
+    root = root.absolute()
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 

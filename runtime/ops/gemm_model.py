@@ -8,8 +8,12 @@ effective ones, not a data sheet's. docs/gemm_tiled.md says how well they do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ostinato.kernels.variants import GemmTiled
 from ostinato.ops.packing import TILE_CHANNELS
@@ -58,6 +62,10 @@ _LEAST_PART_LARGE_M = 1.25
 _WHOLE_M = 2048
 
 
+_Ints = NDArray[np.int64]
+_Floats = NDArray[np.floating]
+
+
 class Cut(NamedTuple):
     """How a launch of the tiled kernel cuts its output; see `gemm_table.Choice`."""
 
@@ -68,94 +76,212 @@ class Cut(NamedTuple):
     split_k: int
 
 
-def cuts(variant: GemmTiled, m: int, n: int, sms: int) -> Iterator[Cut]:
-    """Yield the ways to cut an output [m, n] that may be the fastest for a kernel."""
+# Who shares what: nobody, tokens, tokens and the K of the last round, weights.
+_SHARING = ((1, 0, 0), (2, 0, 0), (2, 0, 2), (2, 1, 0))
+
+
+def fastest(
+    variants: tuple[GemmTiled, ...],
+    m: int,
+    n: int,
+    k: int,
+    sms: int,
+    *,
+    may_split: bool,
+) -> tuple[GemmTiled, Cut]:
+    """Return the kernel, and the cut, that take the least time by the model.
+
+    All cuts of all kernels are looked at side by side: a server asks hundreds of times when it
+    starts.
+
+    Args:
+        variants: the kernels to choose from.
+        m: tokens, at least 1.
+        n: output channels.
+        k: input features.
+        sms: multiprocessors of the GPU.
+        may_split: whether CTAs may share K.
+    """
+    found = _predict(variants, m, n, k, sms, may_split)
+    return found.way(int(found.us.argmin()))
+
+
+def predictions(
+    variants: tuple[GemmTiled, ...], m: int, n: int, k: int, sms: int
+) -> list[tuple[float, GemmTiled, Cut]]:
+    """Return the ways that may be the fastest and about how long each takes on an H200, in µs.
+
+    The arguments are those of `fastest`.
+    """
+    found = _predict(variants, m, n, k, sms, True)
+    return [(float(us), *found.way(index)) for index, us in enumerate(found.us)]
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Kernels, with each number of channels that their tiles may have, and one more tile or not.
+
+    Channels are counted in units of 16; those that were compiled are `most_channels`, tokens
+    likewise. The MMA has so many rows and columns, and a stage of the ring so many of 128 of K.
+    """
+
+    variant: _Ints
+    channels: _Ints
+    one_more: _Ints  # tiles of tokens than needed
+    most_channels: _Ints
+    most_tokens: _Ints
+    pingpong: _Ints
+    mma_rows: _Ints
+    mma_columns: _Ints
+    stage_steps: _Ints
+    shares_k: _Ints  # whether two CTAs can
+
+    def take(self, which: _Ints) -> _Tiles:
+        return _Tiles(*(column[which] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """Ways to compute a product: kernels, tiles and tokens of each, an index of `_SHARING`, µs."""
+
+    variants: tuple[GemmTiled, ...]
+    tiles: _Tiles
+    tokens: _Ints
+    sharing: _Ints
+    us: _Floats
+
+    def way(self, index: int) -> tuple[GemmTiled, Cut]:
+        channels = int(self.tiles.channels[index]) * TILE_CHANNELS
+        cut = Cut(channels, int(self.tokens[index]), *_SHARING[self.sharing[index]])
+        return self.variants[self.tiles.variant[index]], cut
+
+
+def _predict(
+    variants: tuple[GemmTiled, ...], m: int, n: int, k: int, sms: int, may_split: bool
+) -> _Predicted:
+    every = _tiles_of(variants)
+    which, sharing = _cuts(every, m, n, sms, may_split)
+    tiles = every.take(which)
+    tokens = -(-m // (-(-m // tiles.most_tokens) + tiles.one_more))
+    cluster, share_weights, split_k = np.array(_SHARING).T[:, sharing]
+    us = _predicted_us(tiles, tokens, cluster, share_weights, split_k, m, n, k, sms)
+    return _Predicted(variants, tiles, tokens, sharing, us)
+
+
+@cache
+def _tiles_of(variants: tuple[GemmTiled, ...]) -> _Tiles:
+    rows = []
+    for index, variant in enumerate(variants):
+        whole = variant.channels // TILE_CHANNELS
+        mma = (variant.channels, variant.tokens)
+        kernel = (
+            whole,
+            variant.tokens,
+            variant.pingpong,
+            *(mma[::-1] if variant.token_rows else mma),
+            variant.stage_depth // _STEP_DEPTH,
+            _can_share_k(variant),
+        )
+        for one_more in range(2):
+            rows += [(index, units, one_more, *kernel) for units in range(1, whole + 1)]
+    return _Tiles(*np.array(rows, dtype=np.int64).reshape(-1, len(fields(_Tiles))).T)
+
+
+def _cuts(tiles: _Tiles, m: int, n: int, sms: int, may_split: bool) -> tuple[_Ints, _Ints]:
+    """Return which tiles may be the fastest ones, and who shares what then."""
     units = ceil_div(n, TILE_CHANNELS)
-    whole = variant.channels // TILE_CHANNELS
     part = _LEAST_PART if m <= _CUT_M else _LEAST_PART_LARGE_M if m < _WHOLE_M else 1
-    token_tiles = ceil_div(m, variant.tokens)
-    if variant.tokens <= _ONE_TILE < m:
-        return
-    for tiles in (token_tiles, token_tiles + 1) if _ONE_TILE < m < _WHOLE_M else (token_tiles,):
-        tokens = ceil_div(m, tiles)
-        if ceil_div(m, tokens) < tiles:
-            continue
-        for channels in range(max(1, int(whole / part)), whole + 1):
-            columns = ceil_div(units, channels)
-            if variant.pingpong and columns * tiles <= sms:
-                continue  # one of the warpgroups would have nothing to do
-            size = (channels * TILE_CHANNELS, tokens)
-            yield Cut(*size, 1, 0, 0)
-            if sms > 1 and columns > 1:
-                if tokens > _LONELY_TOKENS:
-                    yield Cut(*size, 2, 0, 0)
-                # With few tokens not even K is worth sharing, unless SMs would have no weights.
-                shares_k = m > _ALONE_M or units < sms
-                if shares_k and splits(variant, ceil_div(columns, 2) * tiles, sms):
-                    yield Cut(*size, 2, 0, 2)
-            if sms > 1 and tiles > 1:
-                yield Cut(*size, 2, 1, 0)
+    token_tiles = -(-m // tiles.most_tokens) + tiles.one_more
+    tokens = -(-m // token_tiles)
+    columns = -(-units // tiles.channels)
+    useful = tiles.channels >= (tiles.most_channels / part).astype(np.int64)
+    useful &= -(-m // tokens) == token_tiles
+    if m > _ONE_TILE:
+        useful &= tiles.most_tokens > _ONE_TILE
+    if not _ONE_TILE < m < _WHOLE_M:
+        useful &= tiles.one_more == 0
+    # Or one of the warpgroups would have nothing to do.
+    useful &= (tiles.pingpong == 0) | (columns * token_tiles > sms)
+    pairs = useful & (columns > 1) & (sms > 1)
+    # With few tokens not even K is worth sharing, unless SMs would have no weights.
+    splits = pairs & (tiles.shares_k == 1) & (may_split and (m > _ALONE_M or units < sms))
+    splits &= _leaves_idle(-(-columns // 2) * token_tiles, max(sms // 2, 1))
+    shares_tokens = pairs & (tokens > _LONELY_TOKENS)
+    shares_weights = useful & (token_tiles > 1) & (sms > 1)
+    found = np.stack((useful, shares_tokens, splits, shares_weights), axis=1).nonzero()
+    return found[0], found[1]
 
 
 def splits(variant: GemmTiled, clusters_of_tiles: int, sms: int) -> bool:
     """Return whether clusters of two CTAs can share K in the last round (csrc: share_out)."""
     at_once = sms // 2
+    if at_once == 0 or not _can_share_k(variant):
+        return False
+    return bool(_leaves_idle(np.array(clusters_of_tiles), at_once))
+
+
+def _can_share_k(variant: GemmTiled) -> bool:
     columns = variant.channels if variant.token_rows else variant.tokens
-    able = not variant.pingpong and columns % (2 * TILE_CHANNELS) == 0
-    return able and at_once > 0 and 0 < 2 * (clusters_of_tiles % at_once) <= at_once
+    return not variant.pingpong and columns % (2 * TILE_CHANNELS) == 0
 
 
-def predicted_us(variant: GemmTiled, cut: Cut, m: int, n: int, k: int, sms: int) -> float:
-    """Return about how long a product takes on an H200, launched with PDL."""
-    channels, tokens, cluster, share_weights, split_k = cut
-    columns, token_tiles = ceil_div(n, channels), ceil_div(m, tokens)
-    if share_weights:
-        groups = columns * ceil_div(token_tiles, 2)
-    else:
-        groups = ceil_div(columns, cluster) * token_tiles
-    whole, left = divmod(groups, sms // cluster)
-    rounds = whole + (0.5 if split_k else 1) * bool(left)
-    rows, mma_columns = (
-        (variant.tokens, variant.channels)
-        if variant.token_rows
-        else (variant.channels, variant.tokens)
+def _leaves_idle(clusters_of_tiles: _Ints, at_once: int) -> NDArray[np.bool_]:
+    """Return whether the last round has tiles for half of the clusters at most, and some."""
+    left = 2 * (clusters_of_tiles % at_once)
+    return (left > 0) & (left <= at_once)
+
+
+def _predicted_us(
+    rows: _Tiles,
+    tokens: _Ints,
+    cluster: _Ints,
+    share_weights: _Ints,
+    split_k: _Ints,
+    m: int,
+    n: int,
+    k: int,
+    sms: int,
+) -> _Floats:
+    """Return about how long products take on an H200, launched with PDL."""
+    channels = rows.channels * TILE_CHANNELS
+    columns, token_tiles = -(-n // channels), -(-m // tokens)
+    shares_tokens = (cluster == 2) & (share_weights == 0)
+    groups = np.where(
+        share_weights == 1, columns * -(-token_tiles // 2), -(-columns // cluster) * token_tiles
     )
-    blocks = rows // _MMA_ROWS
-    weight_rows = channels / 2 if share_weights else channels
-    token_rows = tokens / 2 if cluster == 2 and not share_weights else tokens
-    read = blocks * (_MMA_ROWS + mma_columns)
+    whole, left = np.divmod(groups, sms // cluster)
+    rounds = whole + np.where(split_k > 0, 0.5, 1.0) * (left > 0)
+    blocks = rows.mma_rows // _MMA_ROWS
+    weight_rows = np.where(share_weights == 1, channels / 2, channels)
+    token_rows = np.where(shares_tokens, tokens / 2, tokens)
+    read = blocks * (_MMA_ROWS + rows.mma_columns)
     step = _about_largest(
         _STEP_CLOCKS,
-        _MMA_CLOCKS * blocks * mma_columns * 2,
+        _MMA_CLOCKS * blocks * rows.mma_columns * 2,
         _ROW_CLOCKS * (weight_rows + token_rows),
         (read + channels + tokens) * _STEP_DEPTH / _SHARED_BYTES_PER_CLOCK,
     )
-    step += _STAGE_CLOCKS / (variant.stage_depth // _STEP_DEPTH)
+    step += _STAGE_CLOCKS / rows.stage_steps
     if m <= _CUT_M:
         step += _WEIGHT_ROW_CLOCKS * weight_rows
-    busy = min(groups * cluster, sms // cluster * cluster)
-    kept = 1 - min(1.0, _IDLE * (1 - busy / sms))
-    clocks = max(0.0, _LAUNCH_CLOCKS * kept - (_ALONE_CLOCKS if cluster == 1 else 0))
-    if variant.tokens == _FEW_TOKENS:
-        clocks += _FEW_CLOCKS
-    steps = rounds * ceil_div(k, _STEP_DEPTH)
-    if variant.pingpong:
-        # One warpgroup stores a whole tile while the other multiplies; none does at the end.
-        clocks += steps * step + 2 * _EPILOGUE_CLOCKS * mma_columns
-    elif variant.tokens == _WIDE_TOKENS:
-        clocks += _WIDE * steps * step + _LAST_EPILOGUE_CLOCKS * mma_columns
-    else:
-        clocks += steps * step + _EPILOGUE_CLOCKS * mma_columns * (whole + bool(left))
-    if split_k:
-        results = variant.channels * variant.tokens
-        clocks += _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
+    busy = np.minimum(groups * cluster, sms // cluster * cluster)
+    kept = 1 - np.minimum(1.0, _IDLE * (1 - busy / sms))
+    clocks = np.maximum(0.0, _LAUNCH_CLOCKS * kept - _ALONE_CLOCKS * (cluster == 1))
+    clocks += _FEW_CLOCKS * (rows.most_tokens == _FEW_TOKENS)
+    wide = rows.most_tokens == _WIDE_TOKENS
+    clocks += rounds * ceil_div(k, _STEP_DEPTH) * step * np.where(wide, _WIDE, 1.0)
+    # Of ping-pong one warpgroup stores a whole tile while the other multiplies; none does at the
+    # end.
+    epilogues = np.where(rows.pingpong == 1, 2, whole + (left > 0)) * _EPILOGUE_CLOCKS
+    clocks += np.where(wide, _LAST_EPILOGUE_CLOCKS, epilogues) * rows.mma_columns
+    results = rows.most_channels * TILE_CHANNELS * rows.most_tokens
+    exchange = _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
+    clocks += np.where(split_k > 0, exchange, 0.0)
     memory = n * k / _BYTES_PER_US + _LATENCY_US * kept
-    at_once = _AT_ONCE if cluster == 1 and groups <= sms and m >= _AT_ONCE_M else 1.0
-    return at_once * _about_largest(clocks / _GHZ / 1e3, memory)
+    at_once = (cluster == 1) & (groups <= sms) & (m >= _AT_ONCE_M)
+    return np.where(at_once, _AT_ONCE, 1.0) * _about_largest(clocks / _GHZ / 1e3, memory)
 
 
-def _about_largest(*values: float) -> float:
-    total = 0.0
-    for value in values:
-        total += value**_NORM
-    return float(total ** (1 / _NORM))
+def _about_largest(*values: _Floats | float) -> _Floats:
+    total = sum(np.power(value, _NORM) for value in values)
+    return np.asarray(total ** (1 / _NORM))

@@ -7,7 +7,6 @@ goes before both: see `ostinato.ops.gemm_tuning`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
@@ -252,17 +251,11 @@ def _fastest(
     sms: int,
 ) -> Choice:
     """Return the tiled kernel that the model takes for the fastest."""
-    best, least_us = None, math.inf
-    for variant in _tiles(dtype, out_dtype, fast_accum):
-        for cut in gemm_model.cuts(variant, m, n, sms):
-            us = gemm_model.predicted_us(variant, cut, m, n, k, sms)
-            if us >= least_us:  # mostly: a server asks for hundreds of choices when it starts
-                continue
-            choice = Choice(variant, **cut._asdict())
-            if serving(choice, m, n, True, fast_accum, batch_invariant, sms) == choice:
-                best, least_us = choice, us
-    assert best is not None, "some kernels serve every call"
-    return best
+    # FP8 sums of shared K are added in another order (`serving`).
+    may_split = dtype == "int8" or not batch_invariant
+    variants = _tiles(dtype, out_dtype, fast_accum)
+    variant, cut = gemm_model.fastest(variants, m, n, k, sms, may_split=may_split)
+    return Choice(variant, **cut._asdict())
 
 
 @cache
