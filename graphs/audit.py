@@ -33,7 +33,7 @@ _FORBIDDEN = {
     "semaphore wait": "waits for a semaphore of somebody else",
 }
 _NO_MEMORY = "looks like an address of the device, where no memory is"
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others may have no memory, or not tell
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # of other types are what has no memory
 _SHOWN = 5  # kinds of findings in a message
 
 
@@ -162,12 +162,9 @@ class Auditor:
 
     def _live_tensors(self) -> Allocations:
         if self._foreign is None:
-            device = self._buffers.device
-            self._foreign = Allocations(
-                range_of(item, "a tensor")
-                for item in gc.get_objects()
-                if type(item) in _TENSORS and item.device == device
-            )
+            tensors = [item for item in gc.get_objects() if type(item) in _TENSORS]
+            ranges = (_range_if_any(t) for t in tensors if t.device == self._buffers.device)
+            self._foreign = Allocations(found for found in ranges if found is not None)
         return self._foreign
 
 
@@ -175,6 +172,13 @@ def range_of(tensor: torch.Tensor, label: str) -> Allocation:
     """Return the range of a tensor's whole storage, which views of it share."""
     storage = tensor.untyped_storage()
     return Allocation(storage.data_ptr(), storage.nbytes(), label)
+
+
+def _range_if_any(tensor: torch.Tensor) -> Allocation | None:
+    try:
+        return range_of(tensor, "a tensor")
+    except RuntimeError:  # a sparse tensor, one that stands for others
+        return None
 
 
 def summarize(findings: Sequence[Finding]) -> str:

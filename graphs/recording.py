@@ -96,9 +96,10 @@ def aligned_words(offset: int, data: bytes) -> list[tuple[int, int]]:
         data: little-endian, as a GPU reads it.
     """
     first = -offset % 8
-    words = struct.unpack_from(f"<{max(len(data) - first, 0) // 8}Q", data, first)
+    count = max(len(data) - first, 0) // 8
+    words = struct.unpack(f"<{count}Q", data[first : first + 8 * count])
     return [
-        (byte, value)
-        for byte, value in zip(range(first, len(data), 8), words, strict=False)
+        (first + 8 * index, value)
+        for index, value in enumerate(words)
         if _LOWEST_ADDRESS <= value < _HIGHEST_ADDRESS
     ]

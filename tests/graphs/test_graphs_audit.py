@@ -186,6 +186,7 @@ def test_declared_memory_stays_and_the_rest_is_found(make):
 
 
 def test_tensors_of_another_allocator_are_live_while_they_are(make):
+    _without_storage = torch.zeros(3, 3).to_sparse()
     foreign = torch.zeros(100)
     address = foreign.data_ptr()
     there = Allocation(address, 400, "device 0")
