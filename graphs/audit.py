@@ -82,6 +82,7 @@ class Auditor:
         self._before: frozenset[int] = frozenset()
         self._made: frozenset[int] = frozenset()
         self._known: Allocations | None = None
+        self._present = Allocations(())
         self._host = Allocations(())
         self._foreign: Allocations | None = None
         self._problems: dict[tuple[int, bool], str | None] = {}
@@ -143,6 +144,8 @@ class Auditor:
                 for tensor in tensors_of(name, holder)
             ]
             self._known = Allocations([*kept, *declared, *present])
+            # Declared memory of another allocator may be anywhere, far from all other.
+            self._present = Allocations(present)
             self._host = Allocations(mapped_by_host())
         return self._known
 
@@ -157,7 +160,7 @@ class Auditor:
             return f"is in memory on {location} that torch did not allocate and nobody declared"
         if word.is_address:
             return "is in pageable memory of the host, or in memory that has been given back"
-        looks_like_one = self._allocations().spans(word.value)
+        looks_like_one = self._present.spans(word.value)
         return _NO_MEMORY if looks_like_one and self._host.find(word.value) is None else None
 
     def _live_tensors(self) -> Allocations:

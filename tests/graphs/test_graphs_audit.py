@@ -185,6 +185,12 @@ def test_declared_memory_stays_and_the_rest_is_found(make):
         assert report.graphs[0].findings[0].node == 1
 
 
+def test_declared_memory_far_away_makes_no_address_of_numbers_in_between(make):
+    far = torch.zeros(100)
+    runner, _ = make(kernel(far.data_ptr() - (1 << 40)), kernel(LIVE - 1), memory={"cache": far})
+    assert [finding.node for finding in runner.capture([2]).graphs[0].findings] == [1]
+
+
 def test_tensors_of_another_allocator_are_live_while_they_are(make):
     _without_storage = torch.zeros(3, 3).to_sparse()
     foreign = torch.zeros(100)
