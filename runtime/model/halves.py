@@ -34,6 +34,8 @@ _PAGE_BITS = (_PAIR_BYTES, _PAIR_BYTES | PAGE_BYTES)
 # values. Where that would waste more than a fourth they lie anywhere.
 _GROUP_BYTES = 2 * _PAIR_BYTES
 _LEAST_ARRAY_BYTES = 4 * _GROUP_BYTES
+# How far from torch's memory, so that both may grow.
+_CLEARANCE_BYTES = 64 << 30
 # How often more pairs are asked for, and how many more than are missing.
 _ROUNDS, _SPARE = 4, 16
 _LEAST_AS_EXPECTED = 0.99
@@ -119,7 +121,7 @@ class _Mapping:
     def __init__(self, cu: Any, device: int, pieces: Sequence[_Memory]) -> None:
         self._cu, self._device, self._pieces = cu, device, list(pieces)
         self.bytes = sum(piece.bytes for piece in pieces)
-        self.address = int(_call(cu.cuMemAddressReserve(self.bytes, _GROUP_BYTES, 0, 0)))
+        self.address = _reserve(cu, device, self.bytes)
         self._reserved, self._mapped = True, 0
         try:
             for piece in self._pieces:
@@ -323,6 +325,20 @@ def _create(
         if not last:
             torch.cuda.empty_cache()
     return None
+
+
+def _reserve(cu: Any, device: int, size: int) -> int:
+    """Return an address with room for that much behind it, near torch's memory if there is some.
+
+    The driver would choose 0x302000000. Two small numbers side by side in a kernel's parameters
+    look like an address there, to who looks for those that are gone (`ostinato.graphs.audit`).
+    """
+    theirs = torch.empty(1, dtype=torch.uint8, device=f"cuda:{device}").data_ptr()
+    hint = max(theirs - size - _CLEARANCE_BYTES, 0) // _GROUP_BYTES * _GROUP_BYTES
+    status, address = cu.cuMemAddressReserve(size, _GROUP_BYTES, hint, 0)
+    if int(status):
+        address = _call(cu.cuMemAddressReserve(size, _GROUP_BYTES, 0, 0))
+    return int(address)
 
 
 def _location(cu: Any, device: int) -> Any:

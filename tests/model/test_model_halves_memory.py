@@ -20,6 +20,7 @@ from ostinato.model.l2 import PAGE_BYTES, L2Map, parity
 _L2 = L2Map(0xAB000, sms=tuple(i % 2 for i in range(132)), between=(400.0,) * 132)
 _PAIR = 2 * PAGE_BYTES
 _OUT_OF_MEMORY, _OTHER = 2, 999
+_TORCHS = 0x7FD6_D280_0000  # where torch's memory is
 
 
 class Driver:
@@ -69,9 +70,11 @@ class Driver:
         del self.pages[handle]  # not twice
         return (0,)
 
-    def cuMemAddressReserve(self, size: int, aligned: int, *_: int) -> tuple[int, int]:
+    def cuMemAddressReserve(self, size: int, aligned: int, hint: int, _: int) -> tuple[int, int]:
         status = self._status()
-        address = next(self.numbers) * (1 << 40) // aligned * aligned
+        assert hint % aligned == 0
+        free = not any(at < hint + size and hint < at + of for at, of in self.reserved.items())
+        address = hint if hint and free else next(self.numbers) * (1 << 40) // aligned * aligned
         if not status:
             self.reserved[address] = size
         return status, address
@@ -125,6 +128,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "as_tensor", lambda owner, device: owner)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(data_ptr=lambda: _TORCHS))
     monkeypatch.setattr(halves, "_unused", [])
     return take
 
@@ -150,6 +154,20 @@ def test_addresses_tell_their_half(alike: float, use: Callable[[Driver], Driver]
     found = _L2.halves(*driver.probe(0, address, offsets, by_all=False))
     assert (found == parity(offsets & mask)).all()
     assert address % (2 * _PAIR) == 0
+    assert 0 < _TORCHS - (address + size) < 1 << 40
+
+
+def test_where_there_is_no_room_near_torchs_memory_it_is_elsewhere(
+    use: Callable[[Driver], Driver],
+) -> None:
+    driver = use(Driver())
+    reserve = driver.cuMemAddressReserve
+
+    def anywhere(size: int, aligned: int, hint: int, flags: int) -> tuple[int, int]:
+        return (_OTHER, 0) if hint else reserve(size, aligned, hint, flags)
+
+    driver.cuMemAddressReserve = anywhere  # type: ignore[method-assign]
+    assert _take(driver) is not None
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.04, 0.96, 1.0])
