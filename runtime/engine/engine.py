@@ -22,6 +22,7 @@ from ostinato.engine.decode import (
     sampling_inputs,
 )
 from ostinato.engine.in_flight import TokensInFlight
+from ostinato.engine.interrupts import Uninterrupted, uninterrupted
 from ostinato.engine.params import Completion, SamplingParams, TokenEvent
 from ostinato.engine.prefill import Prefill
 from ostinato.engine.rehearsal import Rehearsal
@@ -61,7 +62,8 @@ class Engine:
     """Serves many requests at once from one model.
 
     Call `capture` once, then `generate` or `stream`; or drive it with `submit`, `step` and
-    `cancel`. Not thread-safe: one thread owns an engine.
+    `cancel`. Not thread-safe: one thread owns an engine. Ctrl-C waits for the end of a step, and
+    leaves the engine as it is between two.
 
     A request's tokens depend on its prompt and parameters alone, bit for bit: not on the
     requests beside it, the load, preemption or shared prefixes.
@@ -219,6 +221,7 @@ class Engine:
         self._advance()
         return [self._events.popleft() for _ in range(len(self._events))]
 
+    @uninterrupted
     def cancel(self, request_id: int) -> TokenEvent:
         """End a request now and return its last event, which `step` does not return again.
 
@@ -288,15 +291,16 @@ class Engine:
         self._require_captured()
         requests = self._requests_of(prompts, params)
         queue: deque[TokenEvent] = deque()
-        ids = [self._enqueue(request) for request in requests]
-        self._queues.update(dict.fromkeys(ids, queue))
-        return TokenStream(
-            ids,
-            queue,
-            advance=self._advance,
-            finish=self._finish_streamed,
-            drop=self._dropped.append,
-        )
+        with Uninterrupted():
+            ids = [self._enqueue(request) for request in requests]
+            self._queues.update(dict.fromkeys(ids, queue))
+            return TokenStream(
+                ids,
+                queue,
+                advance=self._advance,
+                finish=self._finish_streamed,
+                drop=self._dropped.append,
+            )
 
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
@@ -320,6 +324,7 @@ class Engine:
             raise ValueError(f"params: got {len(params)}, expected one or {len(prompts)}")
         return [self._request(p, q) for p, q in zip(prompts, params, strict=True)]
 
+    @uninterrupted
     def _finish_streamed(self, request_id: int) -> Completion:
         try:
             if self._requests[request_id].finish_reason is None:
@@ -337,6 +342,7 @@ class Engine:
         self.runner.require_captured()
         self._prefill.require_captured()
 
+    @uninterrupted
     @_by_default_on_the_host
     def _advance(self) -> None:
         self._require_captured()
@@ -400,6 +406,7 @@ class Engine:
             )
         return request
 
+    @uninterrupted
     def _enqueue(self, request: Request) -> int:
         request.id = self._next_id
         self._next_id += 1

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from ostinato.engine.interrupts import uninterrupted
 from ostinato.engine.params import Completion, TokenEvent
 
 
@@ -53,13 +54,14 @@ class TokenStream:
     def __next__(self) -> TokenEvent:
         if not self._queue:
             self._wait()
-        event = self._queue.popleft()
+        event = self._queue[0]
         at = self._index[event.request_id]
         if event.finish_reason is not None:
-            self._completions[at] = self._finish(event.request_id)
-            self._unfinished.remove(event.request_id)
+            self._end(event.request_id)
+        self._queue.popleft()  # last: until here an interrupt changes nothing
         return TokenEvent(at, event.token_id, event.text, event.finish_reason)
 
+    @uninterrupted
     def close(self) -> None:
         """Cancel what is unfinished; again does nothing."""
         while self._unfinished:
@@ -80,6 +82,12 @@ class TokenStream:
     def __del__(self) -> None:
         while self._unfinished:
             self._drop(self._unfinished.pop())
+
+    @uninterrupted
+    def _end(self, request_id: int) -> None:
+        if request_id in self._unfinished:  # or it was interrupted after this
+            self._completions[self._index[request_id]] = self._finish(request_id)
+            self._unfinished.remove(request_id)
 
     def _wait(self) -> None:
         try:
