@@ -32,30 +32,43 @@ def ordinary_handler() -> Iterator[None]:
 
 def test_it_comes_when_the_block_has_ended() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
-        signal.raise_signal(signal.SIGINT)
+
+    def interrupted() -> None:
         with Uninterrupted():
-            done.append("inner")
-        done.append("outer")
+            signal.raise_signal(signal.SIGINT)
+            with Uninterrupted():
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_second_is_not_held_back() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        done.append("held")
-        signal.raise_signal(signal.SIGINT)
-        done.append("after")
-    assert done == ["held"]
+
+    def interrupted() -> None:
+        with Uninterrupted():
+            for turn in range(3):
+                signal.raise_signal(signal.SIGINT)
+                done.append(turn)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert done == [0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_it_comes_after_an_error_too() -> None:
-    with pytest.raises(KeyboardInterrupt) as info, Uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        raise ValueError("this")
+    def interrupted() -> None:
+        with Uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("this")
+
+    with pytest.raises(KeyboardInterrupt) as info:
+        interrupted()
     assert isinstance(info.value.__context__, ValueError)
 
 
