@@ -334,6 +334,7 @@ class Engine:
             completion = self.result(request_id)
         return completion
 
+    @uninterrupted
     def _finish_dropped(self) -> None:
         while self._dropped:
             self._finish_streamed(self._dropped.popleft())

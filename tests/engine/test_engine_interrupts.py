@@ -137,7 +137,7 @@ def _engine() -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("how", ["generate", "stream", "step"])
+@pytest.mark.parametrize("how", ["generate", "stream", "step", "drop"])
 def test_wherever_it_comes_the_engine_goes_on(how: str) -> None:
     engine = _engine()
     expected = [text.token_ids for text in engine.generate(PROMPTS, PARAMS)]
@@ -160,9 +160,13 @@ def test_wherever_it_comes_the_engine_goes_on(how: str) -> None:
     def generate() -> None:
         assert [text.token_ids for text in engine.generate(PROMPTS, PARAMS)] == expected
 
-    run = {"generate": generate, "stream": stream, "step": steps}[how]
+    def drop() -> None:
+        next(engine.stream(PROMPTS, PARAMS))
+        assert engine.idle
+
+    run = {"generate": generate, "stream": stream, "step": steps, "drop": drop}[how]
     lines = _at_lines(lambda _line: None, run)
-    assert lines > 10 * _PLACES
+    assert lines > _PLACES
     for place in range(1, lines, lines // _PLACES):
 
         def interrupt(line: int, place: int = place) -> None:
