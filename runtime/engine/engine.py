@@ -22,7 +22,7 @@ from ostinato.engine.decode import (
     sampling_inputs,
 )
 from ostinato.engine.in_flight import TokensInFlight
-from ostinato.engine.interrupts import Uninterrupted, uninterrupted
+from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.engine.params import Completion, SamplingParams, TokenEvent
 from ostinato.engine.prefill import Prefill
 from ostinato.engine.rehearsal import Rehearsal

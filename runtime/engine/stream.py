@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from ostinato.engine.interrupts import uninterrupted
+from ostinato.interrupts import uninterrupted
 from ostinato.engine.params import Completion, TokenEvent
 
 

@@ -59,18 +59,18 @@ def read_sources(source: Path) -> Sources:
     """
     texts: dict[str, str] = {}
     uses_cutlass = False
-    pending = [str(source), str(ENTRY)]
+    pending = [os.path.abspath(source), os.path.abspath(ENTRY)]
     while pending:
         file = pending.pop()
         name = _name(file, CSRC)
         if name in texts:
             continue
-        state = os.stat(file)
         # Dozens of kernels share headers, and a server looks up all of its own when it starts.
-        texts[name], includes = _read(file, state.st_mtime_ns, state.st_size, state.st_ino)
+        texts[name], includes = _read(file, os.stat(file))
         for included in includes:
             uses_cutlass |= included.startswith(_CUTLASS)
-            places = (f"{os.path.dirname(file)}/{included}", f"{CSRC}/{included}")
+            folders = (os.path.dirname(file), os.path.abspath(CSRC))
+            places = [os.path.join(folder, included) for folder in folders]
             pending += [place for place in places if os.path.isfile(place)][:1]
     return Sources(dict(sorted(texts.items())), uses_cutlass)
 
@@ -81,9 +81,15 @@ def read_all() -> list[str]:
     return [file.read_text(encoding="utf-8") for file in files if _name(str(file), CSRC) != DEBUG]
 
 
-@lru_cache(maxsize=1 << 10)
-def _read(file: str, *_state: int) -> tuple[str, tuple[str, ...]]:
+def _read(file: str, state: os.stat_result) -> tuple[str, tuple[str, ...]]:
     """Return the text of a file in that state, and what it includes."""
+    # Of these an edit changes one at least, unless somebody sets the clock back.
+    when = (state.st_ctime_ns, state.st_mtime_ns)
+    return _read_once(file, state.st_dev, state.st_ino, state.st_size, *when)
+
+
+@lru_cache(maxsize=1 << 10)
+def _read_once(file: str, *_state: int) -> tuple[str, tuple[str, ...]]:
     text = Path(file).read_text(encoding="utf-8")
     return text, tuple(_INCLUDE.findall(text))
 
@@ -91,16 +97,5 @@ def _read(file: str, *_state: int) -> tuple[str, tuple[str, ...]]:
 @lru_cache(maxsize=1 << 10)
 def _name(file: str, root: Path) -> str:
     # Absolute, but with links kept: a strict editable install links every file by itself.
-    path = Path(*_without_dots(Path(file).absolute().parts))
-    root = root.absolute()
-    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
-
-
-def _without_dots(parts: tuple[str, ...]) -> list[str]:
-    kept: list[str] = []
-    for part in parts:
-        if part == "..":
-            kept.pop()
-        elif part != ".":
-            kept.append(part)
-    return kept
+    path, folder = Path(os.path.abspath(file)), Path(os.path.abspath(root))
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name

@@ -87,7 +87,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Tile:
-    """gemm_tiled with up to this much of the output per CTA; `cuts` says how much of it."""
+    """gemm_tiled with up to this much of the output per CTA; `gemm_model` says how much of it."""
 
     channels: int
     tokens: int

@@ -14,7 +14,7 @@ import pytest
 
 import ostinato.engine
 from ostinato.engine import Engine, SamplingParams
-from ostinato.engine.interrupts import Uninterrupted
+from ostinato.interrupts import Uninterrupted
 from tiny import byte_tokenizer, tiny_llama
 
 PARAMS = SamplingParams(max_tokens=5, temperature=0.7, seed=4, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,28 @@ def test_includes_are_followed(scratch: Scratch) -> None:
 def test_includes_of_each_other_end(scratch: Scratch) -> None:
     scratch.source.with_name("far.h").write_text('#include "near.h"\n')
     assert "far.h" in read_sources(scratch.source).texts
+
+
+def test_an_edit_is_noticed_though_size_and_time_are_as_before(scratch: Scratch) -> None:
+    header = scratch.source.with_name("far.h")
+    before, state = read_sources(scratch.source).texts["far.h"], header.stat()
+    edited = header.with_name("edited")
+    edited.write_text("// FAR\n")
+    edited.replace(header)
+    os.utime(header, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert header.stat().st_size == state.st_size
+    assert (before, read_sources(scratch.source).texts["far.h"]) == ("// far\n", "// FAR\n")
+    header.write_text("// fur\n")
+    os.utime(header, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert read_sources(scratch.source).texts["far.h"] == "// fur\n"
+
+
+def test_a_source_may_be_named_from_where_one_is(
+    scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = read_sources(scratch.source)
+    monkeypatch.chdir(scratch.source.parent)
+    assert read_sources(Path("kernel.cu")) == expected
 
 
 def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
