@@ -22,7 +22,6 @@ from ostinato.engine.decode import (
     sampling_inputs,
 )
 from ostinato.engine.in_flight import TokensInFlight
-from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.engine.params import Completion, SamplingParams, TokenEvent
 from ostinato.engine.prefill import Prefill
 from ostinato.engine.rehearsal import Rehearsal
@@ -34,6 +33,7 @@ from ostinato.engine.text import TextStream
 from ostinato.engine.upload import upload
 from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
 from ostinato.graphs.integers import as_integer
+from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.model import Llama, PagedKVCache
 from ostinato.model.halves import free_unused, rounding
 
@@ -299,7 +299,7 @@ class Engine:
                 queue,
                 advance=self._advance,
                 finish=self._finish_streamed,
-                drop=self._dropped.append,
+                drop=self._dropped.extend,
             )
 
     def close(self) -> None:

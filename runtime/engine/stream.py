@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
-from ostinato.interrupts import uninterrupted
 from ostinato.engine.params import Completion, TokenEvent
+from ostinato.interrupts import uninterrupted
 
 
 class TokenStream:
@@ -23,7 +23,7 @@ class TokenStream:
         queue: where the engine puts their events.
         advance: makes the engine step.
         finish: ends a request if it has not ended, forgets it and returns its completion.
-        drop: likewise, but later; it may be called anywhere, from any thread.
+        drop: likewise several, but later; it may be called anywhere, from any thread.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TokenStream:
         *,
         advance: Callable[[], None],
         finish: Callable[[int], Completion],
-        drop: Callable[[int], None],
+        drop: Callable[[Iterable[int]], None],
     ) -> None:
         self._advance = advance
         self._finish = finish
@@ -80,8 +80,7 @@ class TokenStream:
         self.close()
 
     def __del__(self) -> None:
-        while self._unfinished:
-            self._drop(self._unfinished.pop())
+        self._drop(self._unfinished)  # at once: Ctrl-C between two would be lost, and the rest
 
     @uninterrupted
     def _end(self, request_id: int) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -137,6 +138,7 @@ def _engine() -> Engine:
     return engine
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["generate", "stream", "step", "drop"])
 def test_wherever_it_comes_the_engine_goes_on(how: str) -> None:
     engine = _engine()
@@ -173,7 +175,8 @@ def test_wherever_it_comes_the_engine_goes_on(how: str) -> None:
             if line == place:
                 signal.raise_signal(signal.SIGINT)
 
-        with pytest.raises(KeyboardInterrupt):
+        # Python lets go of what is raised in the end of an object, where a stream is dropped.
+        with suppress(KeyboardInterrupt) if how == "drop" else pytest.raises(KeyboardInterrupt):
             _at_lines(interrupt, run)
         while not engine.idle:  # those that were submitted; streams' are cancelled
             engine.step()
