@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.model.l2 import BLOCK_BYTES, PAGE_BYTES, L2Map, l2_map, parity, probe
 from ostinato.ops.halves import L2Halves
 from ostinato.ops.launch import has_kernels, on_device
@@ -35,7 +36,7 @@ _PAGE_BITS = (_PAIR_BYTES, _PAIR_BYTES | PAGE_BYTES)
 _GROUP_BYTES = 2 * _PAIR_BYTES
 _LEAST_ARRAY_BYTES = 4 * _GROUP_BYTES
 # How far from torch's memory, so that both may grow.
-_CLEARANCE_BYTES = 64 << 30
+_CLEARANCE_BYTES, _PLACES = 64 << 30, 16
 # How often more pairs are asked for, and how many more than are missing.
 _ROUNDS, _SPARE = 4, 16
 _LEAST_AS_EXPECTED = 0.99
@@ -101,9 +102,13 @@ def free_unused() -> None:
     cache may go at any time, while a graph is captured as well, and then the GPU must not be waited
     for. Nor may it be here: if some memory is unused, do not call this during a capture.
     """
-    with _freeing:
+    with Uninterrupted(), _freeing:
         while _unused:
-            _unused[0].release()
+            try:
+                _unused[0].release()
+            except RuntimeError:
+                del _unused[0]  # or no cache could be made any more
+                raise
             del _unused[0]  # not before: what is interrupted is done again
 
 
@@ -169,6 +174,7 @@ _unused: list[_Mapping] = []
 _freeing = threading.Lock()
 
 
+@uninterrupted
 def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> tuple[torch.Tensor, int] | None:
     """Return bytes [size], a multiple of groups, and which bits of an offset tell their half."""
     with on_device(device):
@@ -233,12 +239,10 @@ def _in_order(
     apart, count = 1, pairs
     for _ in range(_ROUNDS):
         made = _create(cu, device, count, _PAIR_BYTES, owned)
-        if made is None:
-            break
         for piece, (first, second) in zip(made, _tell(cu, device, made, l2), strict=True):
             by_kind[first ^ second][first].append(piece)
         apart = min((1, 0), key=lambda kind: sum(missing(kind)))
-        if not any(missing(apart)):
+        if not any(missing(apart)) or len(made) < count:
             break
         count = 2 * max(missing(apart)) + _SPARE
     found = by_kind[apart]
@@ -251,7 +255,7 @@ def _in_order(
         for first, count in enumerate(missing(apart)):
             wanted[first] += count
             wanted[first ^ apart] += count
-        singles = _singles(cu, device, max(wanted), l2, owned)
+        singles = _singles(cu, device, wanted, l2, owned)
         if singles is None:
             return None
         pages = singles
@@ -267,24 +271,30 @@ def _in_order(
 
 
 def _singles(
-    cu: Any, device: int, each: int, l2: L2Map, owned: list[_Memory]
+    cu: Any, device: int, wanted: Sequence[int], l2: L2Map, owned: list[_Memory]
 ) -> tuple[list[_Memory], list[_Memory]] | None:
-    """Return so many pages of either half, or more; None where memory does not suffice."""
+    """Return so many pages of each half, or more; None where memory does not suffice."""
     found: tuple[list[_Memory], list[_Memory]] = ([], [])
+
+    def missing() -> int:
+        return max(count - len(pages) for count, pages in zip(wanted, found, strict=True))
+
     for _ in range(_ROUNDS):
-        missing = each - min(map(len, found))
-        if missing <= 0:
-            return found
-        made = _create(cu, device, 2 * missing + _SPARE, PAGE_BYTES, owned)
-        if made is None:
-            return None
+        count = 2 * missing() + _SPARE
+        made = _create(cu, device, count, PAGE_BYTES, owned)
         for page, (half,) in zip(made, _tell(cu, device, made, l2), strict=True):
             found[half].append(page)
-    return found if min(map(len, found)) >= each else None
+        if missing() <= 0:
+            return found
+        if len(made) < count:
+            break
+    return None
 
 
 def _tell(cu: Any, device: int, pieces: list[_Memory], l2: L2Map) -> NDArray[np.int64]:
     """Return the half of each page [pieces, pages of a piece]."""
+    if not pieces:
+        return np.empty((0, 1), dtype=np.int64)
     mapping = _Mapping(cu, device, pieces)
     try:
         places = np.arange(0, mapping.bytes, PAGE_BYTES)
@@ -304,10 +314,8 @@ def _as_expected(device: int, mapping: _Mapping, l2: L2Map, mask: int) -> float:
     return float((found == parity(offsets & mask)).mean())
 
 
-def _create(
-    cu: Any, device: int, count: int, size: int, owned: list[_Memory]
-) -> list[_Memory] | None:
-    """Return so many pieces, which are added to `owned`; None where there is no memory for them."""
+def _create(cu: Any, device: int, count: int, size: int, owned: list[_Memory]) -> list[_Memory]:
+    """Return so many pieces, which are added to `owned`; fewer where memory ends."""
     properties = cu.CUmemAllocationProp()
     properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location = _location(cu, device)
@@ -317,14 +325,15 @@ def _create(
             for _ in range(count):
                 owned.append(_Memory(_call(cu.cuMemCreate(size, properties, 0)), size))
         except _OutOfMemoryError:
-            useless = owned[before:]
-            del owned[before:]
+            # All, to be asked for once more; then a few, for what is launched and made meanwhile.
+            useless = owned[max(before, len(owned) - _SPARE) if last else before :]
+            del owned[len(owned) - len(useless) :]
             _release(cu, useless)
         else:
-            return owned[before:]
+            break
         if not last:
             torch.cuda.empty_cache()
-    return None
+    return owned[before:]
 
 
 def _reserve(cu: Any, device: int, size: int) -> int:
@@ -334,11 +343,16 @@ def _reserve(cu: Any, device: int, size: int) -> int:
     look like an address there, to who looks for those that are gone (`ostinato.graphs.audit`).
     """
     theirs = torch.empty(1, dtype=torch.uint8, device=f"cuda:{device}").data_ptr()
-    hint = max(theirs - size - _CLEARANCE_BYTES, 0) // _GROUP_BYTES * _GROUP_BYTES
-    status, address = cu.cuMemAddressReserve(size, _GROUP_BYTES, hint, 0)
-    if int(status):
-        address = _call(cu.cuMemAddressReserve(size, _GROUP_BYTES, 0, 0))
-    return int(address)
+    step = size + _CLEARANCE_BYTES
+    for place in range(1, _PLACES + 1):  # where other caches are there is no room
+        hint = max(theirs - place * step, 0) // _GROUP_BYTES * _GROUP_BYTES
+        status, address = cu.cuMemAddressReserve(size, _GROUP_BYTES, hint, 0)
+        if int(status):
+            continue
+        if abs(int(address) - hint) < _CLEARANCE_BYTES:
+            return int(address)
+        _call(cu.cuMemAddressFree(address, size))
+    return int(_call(cu.cuMemAddressReserve(size, _GROUP_BYTES, 0, 0)))
 
 
 def _location(cu: Any, device: int) -> Any:

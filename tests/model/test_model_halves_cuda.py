@@ -134,7 +134,7 @@ def test_single_pages_make_up_for_pairs_that_are_missing(
         asked.append(size)
         if size == halves.PAGE_BYTES:
             return real(cu, device, count, size, owned)
-        return real(cu, device, count // 2, size, owned) if len(asked) == 1 else None
+        return real(cu, device, count // 2, size, owned) if len(asked) == 1 else []
 
     monkeypatch.setattr(halves, "_create", fewer_pairs)
     made = _cache(num_layers=2)
@@ -157,7 +157,7 @@ def test_without_memory_for_it_a_cache_lies_as_it_comes(
     def none(cu: Any, device: int, count: int, size: int, owned: list[Any]) -> Any:
         if last and size > halves.PAGE_BYTES and not owned:
             return real(cu, device, count - 2, size, owned)
-        return None
+        return []
 
     monkeypatch.setattr(halves, "_create", none)
     made = _cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -231,6 +232,72 @@ def test_whatever_call_fails_nothing_is_kept(alike: float, use: Callable[[Driver
             assert not driver.mapped
             assert not driver.reserved
     assert {"none", "made", "interrupted"} < seen
+
+
+def test_ctrl_c_waits_until_memory_is_taken_or_given_back(
+    use: Callable[[Driver], Driver],
+) -> None:
+    def outcome(at: int) -> tuple[Driver, int]:
+        driver = use(Driver(0.3))
+        interrupts = 0
+
+        def interrupt(call: int) -> int:
+            nonlocal interrupts
+            if call == at:
+                interrupts += 1
+                signal.raise_signal(signal.SIGINT)
+            return 0
+
+        driver.fails = interrupt
+        for act in (lambda: _take(driver, groups=3), halves.free_unused):
+            try:
+                act()
+            except KeyboardInterrupt:
+                interrupts -= 1
+            gc.collect()
+        assert interrupts == 0
+        halves.free_unused()
+        return driver, driver.calls
+
+    _, calls = outcome(0)
+    for at in range(1, calls + 1):
+        driver, _ = outcome(at)
+        assert not driver.pages, at
+        assert not driver.mapped
+        assert not driver.reserved
+
+
+def test_memory_that_cannot_be_given_back_is_in_nobodys_way(
+    use: Callable[[Driver], Driver],
+) -> None:
+    driver = use(Driver())
+    owners = [_take(driver), _take(driver)]
+    owners.clear()
+    gc.collect()
+    driver.fails = lambda _call: _OTHER
+    driver.cuMemUnmap = lambda *_: (_OTHER,)  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="refused"):
+            halves.free_unused()
+    halves.free_unused()
+
+
+def test_caches_side_by_side_are_all_near_torchs_memory(use: Callable[[Driver], Driver]) -> None:
+    driver = use(Driver())
+    owners = [_take(driver) for _ in range(5)]
+    addresses = [owner.__cuda_array_interface__["data"][0] for owner, _ in owners]
+    assert len(set(addresses)) == len(addresses)
+    assert all(0 < _TORCHS - address < 1 << 40 for address in addresses)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("alike", [0.04, 0.96])
+def test_a_fourth_more_memory_is_enough(
+    alike: float, seed: int, use: Callable[[Driver], Driver]
+) -> None:
+    driver = use(Driver(alike, 125 * 2 * _PAIR))
+    driver.random.seed(seed)
+    assert _take(driver, groups=100) is not None
 
 
 def test_what_was_interrupted_is_given_back_the_next_time(
