@@ -33,7 +33,6 @@ _FORBIDDEN = {
     "semaphore wait": "waits for a semaphore of somebody else",
 }
 _NO_MEMORY = "looks like an address of the device, where no memory is"
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # of other types are what has no memory
 _SHOWN = 5  # kinds of findings in a message
 
 
@@ -165,8 +164,10 @@ class Auditor:
 
     def _live_tensors(self) -> Allocations:
         if self._foreign is None:
-            tensors = [item for item in gc.get_objects() if type(item) in _TENSORS]
-            ranges = (_range_if_any(t) for t in tensors if t.device == self._buffers.device)
+            device = self._buffers.device
+            with torch._C.DisableTorchFunctionSubclass():
+                tensors = [i for i in gc.get_objects() if issubclass(type(i), torch.Tensor)]
+                ranges = [_range_if_any(tensor, device) for tensor in tensors]
             self._foreign = Allocations(found for found in ranges if found is not None)
         return self._foreign
 
@@ -177,9 +178,9 @@ def range_of(tensor: torch.Tensor, label: str) -> Allocation:
     return Allocation(storage.data_ptr(), storage.nbytes(), label)
 
 
-def _range_if_any(tensor: torch.Tensor) -> Allocation | None:
+def _range_if_any(tensor: torch.Tensor, device: torch.device) -> Allocation | None:
     try:
-        return range_of(tensor, "a tensor")
+        return range_of(tensor, "a tensor") if tensor.device == device else None
     except RuntimeError:  # a sparse tensor, one that stands for others
         return None
 

@@ -5,34 +5,40 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Of two that come sooner one after the other the second is none: launchers send one as well.
+_APART_S = 0.5
+
 
 class Uninterrupted:
-    """A `with` block that Ctrl-C does not end half done: it comes when the block has ended.
+    """A `with` block that Ctrl-C does not end half done: KeyboardInterrupt comes when it has ended.
 
-    What the handler of SIGINT does, to raise KeyboardInterrupt or whatever else, it does then. A
-    second Ctrl-C is not held back, since what the block waits for may never come. Blocks within
-    blocks are one. In other threads than the main one, which are not interrupted, it does nothing.
+    A second Ctrl-C is not held back, since what the block waits for may never come. Blocks within
+    blocks are one. Nothing is done where Ctrl-C does not raise KeyboardInterrupt: in other threads
+    than the main one, and where somebody has set another handler of SIGINT. (Of handlers that were
+    set past Python's `signal`, as `faulthandler.register` does, it does not know.)
     """
 
     def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-        self._held = False
+        self._active = False
+        self._held_since: float | None = None
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        handler = signal.getsignal(signal.SIGINT)
-        # Not one that ignores it, nor one of C's, nor that of a block around this one.
-        if callable(handler) and not isinstance(getattr(handler, "__self__", None), Uninterrupted):
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._hold)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            try:
+                signal.signal(signal.SIGINT, self._hold)
+            except ValueError:  # Python is a guest: the program has another main thread
+                return
+            self._active = True
 
     def __exit__(
         self,
@@ -40,21 +46,22 @@ class Uninterrupted:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        handler, self._handler = self._handler, None
-        if handler is None:
+        if not self._active:
             return
-        signal.signal(signal.SIGINT, handler)
-        if self._held:
-            self._held = False
-            handler(signal.SIGINT, None)
+        self._active = False
+        held, self._held_since = self._held_since, None
+        if signal.getsignal(signal.SIGINT) == self._hold:  # or the block has set another
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if held is not None:
+            raise KeyboardInterrupt
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        handler = self._handler
-        if self._held and handler is not None:
-            self._held = False
-            handler(number, frame)
-        else:
-            self._held = True
+    def _hold(self, _number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._held_since is None:
+            self._held_since = now
+        elif now - self._held_since >= _APART_S:
+            self._held_since = None
+            raise KeyboardInterrupt
 
 
 def uninterrupted(method: Callable[P, T]) -> Callable[P, T]:

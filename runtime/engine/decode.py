@@ -116,7 +116,7 @@ class DecodeStep:
     def memory(self) -> DeclaredMemory:
         """Return what the step works on besides its buffers, for `GraphRunner(memory=...)`."""
         return {
-            "model": self._model.tensors(),
+            "model": tuple(self._model.tensors()),
             "cache": self._cache.storage,
             "seen": self._seen.mask,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -63,7 +64,7 @@ class Engine:
 
     Call `capture` once, then `generate` or `stream`; or drive it with `submit`, `step` and
     `cancel`. Not thread-safe: one thread owns an engine. Ctrl-C waits for the end of a step, and
-    leaves the engine as it is between two.
+    leaves the engine as it is between two; a second one does not wait, and may leave it broken.
 
     A request's tokens depend on its prompt and parameters alone, bit for bit: not on the
     requests beside it, the load, preemption or shared prefixes.
@@ -164,9 +165,10 @@ class Engine:
         # Events wait here for whoever asks next: requests of a stream have a queue of their own.
         self._events: deque[TokenEvent] = deque()
         self._queues: dict[int, deque[TokenEvent]] = {}
-        # Streams that were dropped leave their requests here: the garbage collector may do it in
-        # the middle of a step, and on any thread.
-        self._dropped: deque[int] = deque()
+        # Streams and their unfinished requests, and those streams that were dropped: the garbage
+        # collector may do it in the middle of a step, and on any thread.
+        self._streams: dict[weakref.ref[TokenStream], set[int]] = {}
+        self._dropped: deque[weakref.ref[TokenStream]] = deque()
         self._next_id = 0
 
     @_by_default_on_the_host
@@ -206,7 +208,12 @@ class Engine:
             ValueError: for a prompt that is empty, has ids outside the vocabulary, fills the
                 context, or whose text might not fit into the cache even alone.
         """
-        return self._enqueue(self._request(prompt, params or SamplingParams()))
+        request = self._request(prompt, params or SamplingParams())
+        try:
+            return self._enqueue(request)
+        except BaseException:
+            self._forget(request)  # its caller has no id to cancel it by
+            raise
 
     def step(self) -> list[TokenEvent]:
         """Admit requests, decode one token each, compute prompt chunks; return the new tokens.
@@ -219,7 +226,9 @@ class Engine:
             ostinato.graphs.GraphError: before `capture`; nothing is changed then.
         """
         self._advance()
-        return [self._events.popleft() for _ in range(len(self._events))]
+        events, none = list(self._events), deque[TokenEvent]()
+        self._events = none  # Python looks for Ctrl-C at calls: from here on there is none
+        return events
 
     @uninterrupted
     def cancel(self, request_id: int) -> TokenEvent:
@@ -255,14 +264,15 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is None:
             raise ValueError(f"request_id: got {request_id}, expected that of a finished request")
+        completion = request.completion()
         del self._requests[request_id]
-        return request.completion()
+        return completion
 
     @property
     def idle(self) -> bool:
-        """Whether every submitted request has finished."""
+        """Whether every submitted request has finished, and `step` has returned its last event."""
         self._finish_dropped()
-        return self._scheduler.idle
+        return self._scheduler.idle and not self._events
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -276,10 +286,10 @@ class Engine:
         Raises:
             TypeError, ValueError: for no prompts, or one that `submit` refuses; none is served.
         """
-        stream = self.stream(prompts, params)
-        for _ in stream:
-            pass
-        return stream.completions
+        with self.stream(prompts, params) as stream:
+            for _ in stream:
+                pass
+            return stream.completions
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -294,13 +304,10 @@ class Engine:
         with Uninterrupted():
             ids = [self._enqueue(request) for request in requests]
             self._queues.update(dict.fromkeys(ids, queue))
-            return TokenStream(
-                ids,
-                queue,
-                advance=self._advance,
-                finish=self._finish_streamed,
-                drop=self._dropped.extend,
-            )
+            stream = TokenStream(ids, queue, advance=self._advance, finish=self._finish_streamed)
+            # Its end runs no line of Python, in which Ctrl-C could come and be lost.
+            self._streams[weakref.ref(stream, self._dropped.append)] = stream.unfinished
+            return stream
 
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
@@ -334,10 +341,20 @@ class Engine:
             completion = self.result(request_id)
         return completion
 
-    @uninterrupted
     def _finish_dropped(self) -> None:
-        while self._dropped:
-            self._finish_streamed(self._dropped.popleft())
+        if not self._dropped:
+            return
+        with Uninterrupted():
+            while self._dropped:
+                unfinished = self._streams.pop(self._dropped.popleft())
+                while unfinished:
+                    self._finish_streamed(unfinished.pop())
+
+    @uninterrupted
+    def _forget(self, request: Request) -> None:
+        if request.id in self._requests:
+            self.cancel(request.id)
+            self.result(request.id)
 
     def _require_captured(self) -> None:
         self.runner.require_captured()

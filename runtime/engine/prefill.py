@@ -77,7 +77,7 @@ class PrefillStep:
     def memory(self) -> DeclaredMemory:
         """Return what the step works on besides its buffers, for `GraphRunner(memory=...)`."""
         return {
-            "model": self._model.tensors(),
+            "model": tuple(self._model.tensors()),
             "cache": self._cache.storage,
             "sequences": self._sequences.memory,
         }

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ostinato.graphs.spec import Example
+from ostinato.interrupts import Uninterrupted
 from ostinato.model import PagedKVCache
 
 _SEQUENCE = -1  # that holds the pages; requests count from 0
@@ -32,17 +33,21 @@ class Rehearsal:
     def lent(self) -> Iterator[None]:
         """Hold the pages; the examples below need it around them."""
         cache = self._cache
-        count = min(self._wanted, cache.free_pages)
-        cache.add(_SEQUENCE)
-        cache.reserve(_SEQUENCE, count * cache.page_size)
-        self._pages = cache.pages(_SEQUENCE)
+        taken = False
         try:
+            with Uninterrupted():
+                cache.add(_SEQUENCE)
+                taken = True
+                cache.reserve(_SEQUENCE, min(self._wanted, cache.free_pages) * cache.page_size)
+            self._pages = cache.pages(_SEQUENCE)
             for page in self._pages:
                 cache.storage[:, :, page].normal_()
             yield
         finally:
-            self._pages = []
-            cache.free(_SEQUENCE)
+            with Uninterrupted():
+                self._pages = []
+                if taken:
+                    cache.free(_SEQUENCE)
 
     def page_table(self, generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a table of that shape, of the pages that are lent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from ostinato.engine.params import Completion, TokenEvent
@@ -23,7 +23,9 @@ class TokenStream:
         queue: where the engine puts their events.
         advance: makes the engine step.
         finish: ends a request if it has not ended, forgets it and returns its completion.
-        drop: likewise several, but later; it may be called anywhere, from any thread.
+
+    Attributes:
+        unfinished: the engine's ids of those that have not been finished so.
     """
 
     def __init__(
@@ -33,14 +35,12 @@ class TokenStream:
         *,
         advance: Callable[[], None],
         finish: Callable[[int], Completion],
-        drop: Callable[[Iterable[int]], None],
     ) -> None:
         self._advance = advance
         self._finish = finish
-        self._drop = drop
         self._index = {request_id: at for at, request_id in enumerate(ids)}
         self._queue = queue
-        self._unfinished = set(ids)
+        self.unfinished = set(ids)
         self._completions: dict[int, Completion] = {}
 
     @property
@@ -58,14 +58,16 @@ class TokenStream:
         at = self._index[event.request_id]
         if event.finish_reason is not None:
             self._end(event.request_id)
-        self._queue.popleft()  # last: until here an interrupt changes nothing
-        return TokenEvent(at, event.token_id, event.text, event.finish_reason)
+        told = TokenEvent(at, event.token_id, event.text, event.finish_reason)
+        # Last: until here Ctrl-C loses nothing, and from here on Python looks for none.
+        del self._queue[0]
+        return told
 
     @uninterrupted
     def close(self) -> None:
         """Cancel what is unfinished; again does nothing."""
-        while self._unfinished:
-            self._finish(self._unfinished.pop())
+        while self.unfinished:
+            self._finish(self.unfinished.pop())
         self._queue.clear()
 
     def __enter__(self) -> TokenStream:
@@ -79,18 +81,15 @@ class TokenStream:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self._drop(self._unfinished)  # at once: Ctrl-C between two would be lost, and the rest
-
     @uninterrupted
     def _end(self, request_id: int) -> None:
-        if request_id in self._unfinished:  # or it was interrupted after this
+        if request_id in self.unfinished:  # or it was interrupted after this
             self._completions[self._index[request_id]] = self._finish(request_id)
-            self._unfinished.remove(request_id)
+            self.unfinished.remove(request_id)
 
     def _wait(self) -> None:
         try:
-            while self._unfinished and not self._queue:
+            while self.unfinished and not self._queue:
                 self._advance()
         except BaseException:
             self.close()

@@ -191,9 +191,13 @@ def test_declared_memory_far_away_makes_no_address_of_numbers_in_between(make):
     assert [finding.node for finding in runner.capture([2]).graphs[0].findings] == [1]
 
 
+class _OwnParameter(torch.nn.Parameter):
+    """Of a type of its own, as libraries have them."""
+
+
 def test_tensors_of_another_allocator_are_live_while_they_are(make):
     _without_storage = torch.zeros(3, 3).to_sparse()
-    foreign = torch.zeros(100)
+    foreign = _OwnParameter(torch.zeros(100), requires_grad=False)
     address = foreign.data_ptr()
     there = Allocation(address, 400, "device 0")
     problem = "parameter 0 is in memory on device 0 that torch did not allocate and nobody declared"
