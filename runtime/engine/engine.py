@@ -363,6 +363,7 @@ class Engine:
     @uninterrupted
     @_by_default_on_the_host
     def _advance(self) -> None:
+        self._rehearsal.end()
         self._require_captured()
         self._finish_dropped()
         scheduler = self._scheduler

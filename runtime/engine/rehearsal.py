@@ -28,26 +28,32 @@ class Rehearsal:
         self._cache = cache
         self._wanted = pages
         self._pages: list[int] = []
+        self._lent = False
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Hold the pages; the examples below need it around them."""
         cache = self._cache
-        taken = False
+        self.end()
         try:
             with Uninterrupted():
                 cache.add(_SEQUENCE)
-                taken = True
+                self._lent = True
                 cache.reserve(_SEQUENCE, min(self._wanted, cache.free_pages) * cache.page_size)
             self._pages = cache.pages(_SEQUENCE)
             for page in self._pages:
                 cache.storage[:, :, page].normal_()
             yield
         finally:
+            self.end()
+
+    def end(self) -> None:
+        """Take the pages back, if Ctrl-C in the end of `lent` has left them."""
+        if self._lent:
             with Uninterrupted():
                 self._pages = []
-                if taken:
-                    cache.free(_SEQUENCE)
+                self._cache.free(_SEQUENCE)
+                self._lent = False
 
     def page_table(self, generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a table of that shape, of the pages that are lent."""
