@@ -6,7 +6,7 @@ import gc
 import itertools
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -234,6 +234,15 @@ def test_whatever_call_fails_nothing_is_kept(alike: float, use: Callable[[Driver
     assert {"none", "made", "interrupted"} < seen
 
 
+@pytest.fixture
+def ordinary_ctrl_c() -> Iterator[None]:
+    """In the background shells have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ordinary_ctrl_c")
 def test_ctrl_c_waits_until_memory_is_taken_or_given_back(
     use: Callable[[Driver], Driver],
 ) -> None:
