@@ -58,7 +58,7 @@ def read_sources(source: Path) -> Sources:
         FileNotFoundError: when there is no such source.
     """
     texts: dict[str, str] = {}
-    uses_cutlass = False
+    uses_cutlass, root = False, os.path.abspath(CSRC)
     pending = [os.path.abspath(source), os.path.abspath(ENTRY)]
     while pending:
         file = pending.pop()
@@ -69,8 +69,7 @@ def read_sources(source: Path) -> Sources:
         texts[name], includes = _read(file, os.stat(file))
         for included in includes:
             uses_cutlass |= included.startswith(_CUTLASS)
-            folders = (os.path.dirname(file), os.path.abspath(CSRC))
-            places = [os.path.join(folder, included) for folder in folders]
+            places = [os.path.join(at, included) for at in (os.path.dirname(file), root)]
             pending += [place for place in places if os.path.isfile(place)][:1]
     return Sources(dict(sorted(texts.items())), uses_cutlass)
 

@@ -139,6 +139,13 @@ def _take(driver: Driver, groups: int = 20) -> Any:
     return halves._allocate(driver, 0, groups * 2 * _PAIR, _L2)
 
 
+def _leave_two(driver: Driver) -> None:
+    """Take memory twice and have it unused."""
+    owners = [_take(driver), _take(driver)]
+    owners.clear()
+    gc.collect()
+
+
 def _drop(owner: Any) -> None:
     del owner
     gc.collect()
@@ -280,9 +287,7 @@ def test_memory_that_cannot_be_given_back_is_in_nobodys_way(
     use: Callable[[Driver], Driver],
 ) -> None:
     driver = use(Driver())
-    owners = [_take(driver), _take(driver)]
-    owners.clear()
-    gc.collect()
+    _leave_two(driver)
     driver.fails = lambda _call: _OTHER
     driver.cuMemUnmap = lambda *_: (_OTHER,)  # type: ignore[method-assign]
     for _ in range(2):
@@ -313,9 +318,7 @@ def test_what_was_interrupted_is_given_back_the_next_time(
     use: Callable[[Driver], Driver],
 ) -> None:
     driver = use(Driver())
-    owners = [_take(driver), _take(driver)]
-    owners.clear()
-    gc.collect()
+    _leave_two(driver)
 
     def interrupt(_call: int) -> int:
         raise KeyboardInterrupt
