@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from ostinato import ops
+from ostinato.engine.cache_size import default_pages
 from ostinato.engine.decode import (
     DecodeStep,
     SeenTokens,
@@ -36,13 +37,11 @@ from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
 from ostinato.graphs.integers import as_integer
 from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.model import Llama, PagedKVCache
-from ostinato.model.halves import free_unused, rounding
 
 Prompt = str | Sequence[int]
 P = ParamSpec("P")
 T = TypeVar("T")
 _DEFAULT_CHUNK = 512
-_CPU_CACHE_BYTES = 4 << 30
 
 
 def _by_default_on_the_host(method: Callable[P, T]) -> Callable[P, T]:
@@ -122,7 +121,7 @@ class Engine:
             )
         max_pages = -(-max_context // page_size)
         if num_pages is None:
-            num_pages = _default_pages(model, max_batch * max_pages, page_size)
+            num_pages = default_pages(model, max_batch * max_pages, page_size)
         as_integer("num_pages", num_pages)
         self.model = model
         self.tokenizer = tokenizer
@@ -483,20 +482,3 @@ class Engine:
             self.stats.decode_tokens += 1
         if request.finish_reason is not None:
             self._scheduler.finish(request)
-
-
-def _default_pages(model: Llama, wanted: int, page_size: int) -> int:
-    config = model.config
-    page_bytes = 2 * config.num_layers * page_size * config.kv_size * config.dtype.itemsize
-    if model.device.type == "cuda":
-        free_unused()
-        free, _ = torch.cuda.mem_get_info(model.device)
-        budget = int(free * 0.8)
-        budget -= rounding(config.num_layers, budget)
-    else:
-        budget = _CPU_CACHE_BYTES
-    if budget < page_bytes:
-        raise ValueError(
-            f"num_pages: got None, but {budget} bytes of memory hold no page of {page_bytes} bytes"
-        )
-    return 1 + min(wanted, budget // page_bytes)
