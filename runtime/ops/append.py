@@ -14,6 +14,8 @@ from ostinato.ops.library import register
 from ostinato.ops.quantize import dynamic_scale, encode
 from ostinato.ops.rows import mean_square
 
+_MOST_HEADS = 4 * 65535  # a block of the launch has at least 4, and a grid so many blocks a token
+
 
 @overload
 def append_kv(
@@ -142,6 +144,9 @@ def append_kv(
         checks.int32_sizes("q", q.shape[1:2], "heads_q")
         if q_out is not None:
             checks.output("q_out", q_out, (dtype,), q.shape, device)
+    heads = 2 * k.size(1) + (0 if q is None else q.size(1))
+    if heads > _MOST_HEADS:
+        raise ValueError(f"k: got {heads} heads of k, v and q, expected at most {_MOST_HEADS}")
     for name, given in (("q_out", q_out), ("q_norm_weight", q_norm_weight)):
         if q is None and given is not None:
             raise ValueError(f"{name}: got a tensor, expected None without q")

@@ -10,6 +10,7 @@ from ostinato.ops.library import register
 from ostinato.ops.merge_launch import merge_on_device
 
 _LSE_SHAPE = ("tokens", "heads")
+_MOST_ROWS = 2**32 - 1  # the kernel counts them in 32 bits
 
 
 def merge_states(
@@ -52,6 +53,11 @@ def merge_states(
     checks.not_empty("o_a", o_a, "heads", "dim")
     checks.int32_sizes("o_a", o_a.shape, "tokens", "heads", "dim")
     shape, dtype, device = o_a.shape, o_a.dtype, o_a.device
+    tokens, heads = shape[:2]
+    if tokens * heads > _MOST_ROWS:
+        raise ValueError(
+            f"o_a: got {tokens} tokens of {heads} heads, expected at most {_MOST_ROWS} together"
+        )
     checks.tensor("o_b", o_b, (dtype,), shape, device)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         checks.tensor(name, lse, (torch.float32,), shape[:2], device, any_strides=True)

@@ -38,7 +38,7 @@ def sample(
 
     Args:
         logits: [B, V] bf16, fp16 or fp32, V >= 1; a row of NaN or -inf alone gives some token.
-        temperature: [B] fp32; 0 is greedy: the largest logit, of equal ones the lowest id.
+        temperature: [B] fp32, finite; 0 is greedy: the largest logit, of equal ones the lowest id.
         top_k: [B] int32 or int64; 0 keeps all.
         top_p: [B] fp32; from 1 on keeps all, 0 keeps one.
         min_p: [B] fp32 in 0..1; 0 keeps all.

@@ -229,6 +229,7 @@ BAD = [
     ({"k": torch.zeros(7, 2, 8)}, ValueError, "k_cache: got shape"),
     ({"k": torch.zeros(1, 2, 16).expand(2**31, -1, -1)}, ValueError, "k: got tokens = 2147483648"),
     ({"q": torch.zeros(7, 1, 16).expand(-1, 2**31, -1)}, ValueError, "q: got heads_q = 2147483648"),
+    ({"q": torch.zeros(7, 1, 16).expand(-1, 262137, -1)}, ValueError, "k: got 262141 heads of k"),
     ({"v": torch.zeros(6, 2, 16)}, ValueError, "v: got shape"),
     ({"v": torch.zeros(7, 2, 16).half()}, TypeError, "v: got dtype torch.float16"),
     ({"k_cache": torch.zeros(4, 0, 2, 16)}, ValueError, "k_cache: got page_size = 0"),

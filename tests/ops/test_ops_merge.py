@@ -198,6 +198,11 @@ def test_states_beyond_two_to_the_31_elements() -> None:
         ({"o_a": torch.zeros(2, 3, 4, dtype=torch.int8)}, TypeError, "o_a: got dtype torch.int8"),
         ({"o_a": torch.zeros(2, 12)}, ValueError, r"o_a: got shape \[2, 12\], expected"),
         ({"o_a": torch.zeros(2, 3, 0)}, ValueError, "o_a: got dim = 0, expected at least 1"),
+        (
+            {"o_a": torch.zeros(1, 1, 4).expand(2**16, 2**16, 4)},
+            ValueError,
+            "o_a: got 65536 tokens of 65536 heads, expected at most 4294967295 together",
+        ),
         ({"o_b": torch.zeros(2, 3, 4).half()}, TypeError, "o_b: got dtype torch.float16"),
         ({"o_b": torch.zeros(2, 3, 5)}, ValueError, r"o_b: got shape \[2, 3, 5\], expected"),
         ({"lse_a": torch.zeros(3, 2)}, ValueError, r"lse_a: got shape \[3, 2\], expected \[2, 3\]"),
