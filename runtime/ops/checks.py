@@ -67,7 +67,18 @@ def output(
 
 
 def writable(name: str, value: torch.Tensor) -> None:
-    """Check that no stride of `value` is 0, which would lay several elements on one address."""
+    """Check that no stride of `value` is 0, which would lay several elements on one address.
+
+    And that torch's operators, which write it on a CPU, may: outside of `torch.inference_mode` they
+    refuse tensors that were made in it.
+    """
+    if not (value.is_cuda or torch.compiler.is_compiling()) and (
+        value.is_inference() and not torch.is_inference_mode_enabled()
+    ):
+        raise ValueError(
+            f"{name}: got a tensor made in torch.inference_mode, expected one that may be written "
+            "outside of it"
+        )
     strides = value.stride()
     if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, value.shape, strict=True)):
         raise ValueError(

@@ -73,8 +73,9 @@ def w8a8_linear(
 ) -> torch.Tensor:
     """Multiply 8-bit x by 8-bit wᵀ and scale: y = x_scale · (w_scale · acc) + bias.
 
-    acc = x·wᵀ is exact (int32) for int8, and a sum in fp32 for e4m3. With `x_zero_point`, acc is
-    x·wᵀ - x_zero_point · w_sum. The epilogue is fp32, rounded once.
+    acc = x·wᵀ is exact (int32) for int8, for which K is at most 131071, and a sum in fp32 for e4m3.
+    With `x_zero_point`, acc is x·wᵀ - x_zero_point · w_sum, for K of at most 65793. The epilogue is
+    fp32, rounded once.
 
     On CUDA this is one launch of a Hopper kernel, compiled on first use. It is at its fastest with
     a `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
@@ -88,7 +89,7 @@ def w8a8_linear(
         x_scale: fp32, [M] per token or a scalar (0-d or [1]).
         w_scale: fp32, [N] per output channel or a scalar.
         bias: [N] of `out_dtype`, or fp32, which is rounded to `out_dtype` first.
-        x_zero_point: int32, [M] or a scalar, int8 only: asymmetric activations.
+        x_zero_point: int32 in -128 .. 127, [M] or a scalar, int8 only: asymmetric activations.
         w_sum: [N] int32, the row sums of w; computed when None and needed.
         n_active: int32 [1], how many rows of x are real: those after them are padding, whose
             results mean nothing, and which a kernel may leave unread. On CUDA it is read while
@@ -119,6 +120,7 @@ def w8a8_linear(
         if x.dtype is not torch.int8:
             raise ValueError(f"x_zero_point: got a tensor, expected None for {x.dtype}")
         checks.scalar_or_vector("x_zero_point", x_zero_point, torch.int32, rows, device)
+        check_int32_sums(x.size(1), largest=255)
     if w_sum is not None:
         if x_zero_point is None:
             raise ValueError("w_sum: got a tensor, expected None without x_zero_point")
@@ -156,6 +158,8 @@ def check_weight(
         checks.tensor("w", w, dtypes, ("N", k), device)
     columns = w.shape[0]
     _check_tiles(x_shape, w.shape)
+    if w.dtype is torch.int8:
+        check_int32_sums(k, largest=128)
     checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
     checks.option("out_dtype", out_dtype, checks.FLOAT_DTYPES)
     if bias is not None:
@@ -213,6 +217,13 @@ def _check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
             f"x: got M = {x_shape[0]} with N = {w_shape[0]}, "
             f"expected at most {checks.INT32_MAX} tiles of 16 by 16"
         )
+
+
+def check_int32_sums(k: int, *, largest: int) -> None:
+    """Check that sums of k products of int8 weights and at most `largest` are exact in int32."""
+    most = checks.INT32_MAX // (128 * largest)
+    if k > most:
+        raise ValueError(f"x: got K = {k}, expected at most {most}: int8 sums are of 32 bits")
 
 
 def multiply(

@@ -121,10 +121,11 @@ def paged_attention(
         causal: hide the keys after the query's position.
         window: (left, right), each at least 0, or -1 for no limit.
         softcap: s > 0 turns each logit into s·tanh(logit / s); 0 does nothing.
-        sinks: [heads_q] fp32, one more logit in each head's softmax denominator, without a value.
+        sinks: [heads_q] fp32, finite or -inf: one more logit in each head's softmax denominator,
+            without a value.
         k_scale: fp32 factor of an int8 or e4m3 k_cache, and only then: a scalar, [heads_kv] or
             [pages, page_size, heads_kv].
-        v_scale: likewise of v_cache; those of [pages, page_size, heads_kv] at least 0.
+        v_scale: likewise of v_cache; at least 0 if it or k_scale is [pages, page_size, heads_kv].
         out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,

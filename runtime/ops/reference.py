@@ -399,7 +399,7 @@ def sample(
             row = torch.where(seen[b].cpu(), penalized, row)
         logit = row.tolist()
         order = sorted(range(len(logit)), key=lambda token: (-logit[token], token))
-        if temperature[b] == 0:
+        if temperature[b] == 0 or not math.isfinite(logit[order[0]]):
             tokens.append(order[0])
             continue
         if top_k[b] > 0:

@@ -37,7 +37,8 @@ def sample(
     seed and counter (`ostinato.ops.philox`). So a row's token is the same in every batch.
 
     Args:
-        logits: [B, V] bf16, fp16 or fp32, V >= 1; a row of NaN or -inf alone gives some token.
+        logits: [B, V] bf16, fp16 or fp32, V >= 1. A row whose best is NaN, which counts as the
+            largest, or infinite gives that token.
         temperature: [B] fp32, finite; 0 is greedy: the largest logit, of equal ones the lowest id.
         top_k: [B] int32 or int64; 0 keeps all.
         top_p: [B] fp32; from 1 on keeps all, 0 keeps one.
@@ -180,7 +181,9 @@ def _drawn(
 
     threshold = uniform(seeds, counters).unsqueeze(1) * cumulative.gather(1, last)
     place = torch.searchsorted(cumulative, threshold, right=True)
-    return ids.gather(1, torch.minimum(place, last)).squeeze(1)
+    token = ids.gather(1, torch.minimum(place, last)).squeeze(1)
+    # Where the best is infinite or NaN, no distance from it is a number.
+    return torch.where(falling[:, 0].isfinite(), token, ids[:, 0])
 
 
 def _cumulative(weights: torch.Tensor) -> torch.Tensor:

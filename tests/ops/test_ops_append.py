@@ -313,6 +313,23 @@ def test_bad_input(
     assert "q" in changes or torch.equal(arguments["q"], q)
 
 
+@pytest.mark.parametrize("name", ["q_out", "k_cache", "v_cache"])
+def test_what_only_inference_mode_may_write_is_refused_before_anything_is_written(
+    name: str,
+) -> None:
+    arguments = build(CPU)
+    arguments["q_out"] = torch.zeros_like(arguments["q"])
+    with torch.inference_mode():
+        arguments[name] = arguments[name].clone()
+    before = copied(arguments)
+    with pytest.raises(ValueError, match=f"{name}: got a tensor made in torch.inference_mode"):
+        ops.append_kv(**arguments)
+    for kept in ("q_out", "k_cache", "v_cache"):
+        assert_same_bits(arguments[kept], before[kept])
+    with torch.inference_mode():
+        ops.append_kv(**arguments)
+
+
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales_that_are_written_must_not_be_expanded(name: str) -> None:
     arguments = build(CPU, cache_dtype=torch.int8, scale="token")

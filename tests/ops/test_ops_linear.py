@@ -302,6 +302,23 @@ def test_sizes_beyond_32_bits(x: tuple[int, int], w: tuple[int, int], match: str
         ops.w8a8_linear(*sizes, one, one)
 
 
+@pytest.mark.parametrize(("zero_point", "code", "most"), [(None, -128, 131071), (-128, 127, 65793)])
+def test_int8_sums_stay_within_32_bits(
+    zero_point: int | None, code: int, most: int, device: torch.device
+) -> None:
+    x = torch.full((2, most), code, dtype=torch.int8, device=device)
+    w = torch.full((16, most), -128, dtype=torch.int8, device=device)
+    one = torch.ones((), device=device)
+    asymmetric = {} if zero_point is None else {"x_zero_point": torch.tensor(zero_point).int()}
+    more = {name: value.to(device) for name, value in asymmetric.items()}
+    got = ops.w8a8_linear(x, w, one, one, out_dtype=torch.float32, **more)
+    assert (got == torch.tensor(float((code - (zero_point or 0)) * -128 * most))).all()
+    wide = torch.zeros(2, most + 1, dtype=torch.int8, device=device)
+    with pytest.raises(ValueError, match=f"x: got K = {most + 1}, expected at most {most}"):
+        ops.w8a8_linear(wide, wide, one, one, **more)
+    ops.w8a8_linear(*(wide.to(torch.float8_e4m3fn),) * 2, one, one)
+
+
 @pytest.mark.parametrize("bad", [-0.5, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["x_scale", "w_scale"])
 def test_scales_are_checked_where_asked(name: str, bad: float, device: torch.device) -> None:

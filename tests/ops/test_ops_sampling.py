@@ -184,6 +184,25 @@ def test_rows_without_a_best_token_still_give_one(device: torch.device) -> None:
         assert ((tokens >= 0) & (tokens < 4)).all()
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_an_infinite_best_logit_is_drawn(filters: dict[str, float], device: torch.device) -> None:
+    inf = math.inf
+    logits = torch.tensor(
+        [[inf, 0, 1, 2], [0, 5, inf, -inf], [1, inf, inf, 2], [3, 2, 1, math.nan], [-inf] * 4]
+    )
+    tokens = ops.sample(logits.to(device), **parameters(5, device, temperature=1.0, **filters))
+    assert tokens.tolist() == [0, 2, 1, 3, 0]
+
+
+def test_a_logit_that_a_penalty_makes_infinite_is_drawn(device: torch.device) -> None:
+    logits = torch.tensor([[3e38, 0.0, 1.0, 2.0]], device=device)
+    arguments = parameters(
+        1, device, temperature=1.0, repetition_penalty=0.5, seen=torch.ones_like(logits).bool()
+    )
+    assert ops.sample(logits, **arguments).tolist() == [0]
+    assert reference.sample(logits, **arguments).tolist() == [0]
+
+
 def test_repetition_penalty(device: torch.device) -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0], [-2.0, -1.5, -4.0], [4.0, 3.0, -1.0]], device=device)
     seen = torch.tensor([[True, False, True], [False, True, False], [False] * 3], device=device)
