@@ -42,9 +42,11 @@ def parse_compressed_tensors(config: Section) -> SchemeOf:
     """
     if config.get("quantization_config"):  # wrapped, as some versions of transformers wrote it
         inner = config.child("quantization_config")
+        _require_dense(config)
         config.reject_others(*_HARMLESS_FIELDS)
         config = inner
     config.choice("kv_cache_scheme", None)
+    _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
     ignore = config.strings("ignore")
@@ -147,6 +149,12 @@ def _weights(arguments: Section, kinds: Sequence[str]) -> tuple[str, bool]:
     return kind, strategy == "channel"
 
 
+def _require_dense(config: Section) -> None:
+    """Check that a configuration of sparsity, which dense weights may have as well, says so."""
+    if config.get("sparsity_config"):
+        config.child("sparsity_config").choice("format", "dense")
+
+
 def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
     """Return (static, symmetric)."""
     _eight_bits(arguments, (kind,))
@@ -171,7 +179,8 @@ def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
 def _eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
     """Check what weights and activations have in common; return the type."""
     arguments.choice("num_bits", 8, default=8)
-    arguments.choice("actorder", None, False)
+    # The other orders of calibration leave columns where they are, too, unlike "group".
+    arguments.choice("actorder", None, False, "weight", "static")
     arguments.choice("block_structure", None)
     kind: str = arguments.choice("type", *kinds, default="int")
     return kind

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ostinato.checkpoint.formats import CONFIG_FILE
+from ostinato.checkpoint.layout import EMBEDDING
+from ostinato.checkpoint.reader import CheckpointReader, holds_weights
 from ostinato.checkpoint.section import Section
 from ostinato.model import ModelConfig
 
@@ -16,7 +18,8 @@ _GENERATION_FILE = "generation_config.json"
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     """Read `config.json` of a checkpoint folder, and the end tokens of `generation_config.json`.
 
-    Chat models list the token that ends a turn only in the second file, which need not exist.
+    Chat models list the token that ends a turn only in the second file, which need not exist. Where
+    `config.json` has no dtype, it is that of the stored embedding, if there are weights.
 
     Raises:
         CheckpointError: naming the file, when it is missing or no JSON object, or when the
@@ -27,6 +30,10 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     folder = Path(path)
     written = Section.read(folder / CONFIG_FILE)
     config = ModelConfig.from_hf(written.fields, written.where)
+    says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))
+    if not says and holds_weights(folder):
+        with CheckpointReader(folder) as reader:
+            config = replace(config, dtype=reader.dense_dtype(EMBEDDING) or config.dtype)
     generation = folder / _GENERATION_FILE
     if generation.exists():
         end_tokens = Section.read(generation).integers(

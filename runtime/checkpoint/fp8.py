@@ -77,7 +77,7 @@ def parse_modelopt(config: Section) -> SchemeOf:
 
 def _regex(entry: str) -> str:
     entry = entry.removeprefix("re:")
-    return rf"(?:{entry})(?:\.|$)|.*\.{re.escape(entry)}$"
+    return rf"(?:{entry})(?:(?<=\.)|(?=\.|$))|.*{re.escape(entry)}$"
 
 
 def _excludes(entry: str, module: str) -> bool:

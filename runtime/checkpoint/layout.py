@@ -12,6 +12,7 @@ from ostinato.checkpoint.scheme import LinearScheme, SchemeOf
 from ostinato.model import ModelConfig
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EMBEDDING = "model.embed_tokens.weight"
 _ZERO_POINT_DTYPES = (torch.int8, torch.int32)
 
 # Scalars are stored as [] or [1] by one writer or another, channel scales as [N, 1] or [N].
@@ -190,7 +191,7 @@ def model_layout(config: ModelConfig, scheme_of: SchemeOf) -> ModelLayout:
         )
     tied = config.tie_word_embeddings
     return ModelLayout(
-        embedding=TensorSpec(("model.embed_tokens.weight",), (vocabulary,)),
+        embedding=TensorSpec((EMBEDDING,), (vocabulary,)),
         layers=tuple(_layer(config, index, scheme_of) for index in range(config.num_layers)),
         norm=TensorSpec(("model.norm.weight",), ((config.hidden_size,),)),
         lm_head=None if tied else lm_head,

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ostinato.checkpoint.errors import CheckpointError
 from ostinato.checkpoint.finite import is_finite
 from ostinato.checkpoint.header import DTYPE_NAMES, StoredTensor, read_header
-from ostinato.checkpoint.layout import TensorSpec
+from ostinato.checkpoint.layout import DENSE_DTYPES, TensorSpec
 from ostinato.checkpoint.section import Section
 
 SINGLE_FILE = "model.safetensors"
@@ -117,6 +117,17 @@ class CheckpointReader:
             raise CheckpointError(f"{_where(stored)}: {error}") from error
         return tensor
 
+    def dense_dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a tensor, None where there is no such tensor, or of no such dtype."""
+        stored = self._stored.get(name)
+        found = (dtype for dtype in DENSE_DTYPES if stored and DTYPE_NAMES[dtype] == stored.dtype)
+        return next(found, None)
+
+    @property
+    def files(self) -> set[Path]:
+        """The files that hold the tensors."""
+        return {stored.file for stored in self._stored.values()}
+
     def where(self, spec: TensorSpec) -> str:
         """Return the file and the name of a tensor, for messages."""
         return _where(self._located(spec))
@@ -126,6 +137,11 @@ class CheckpointReader:
             if name in self._stored:
                 return self._stored[name]
         raise CheckpointError(f"{self._source}: missing {spec.name}")
+
+
+def holds_weights(folder: Path) -> bool:
+    """Return whether a folder holds what a `CheckpointReader` reads."""
+    return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def require_finite(reader: CheckpointReader, spec: TensorSpec) -> None:

@@ -48,6 +48,9 @@ def quantize_weight(
 
 
 def _row_scale(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    rounded = exact.to(dtype)
     # Below the smallest normal number rounding is so coarse that it could saturate a row.
-    smallest = torch.finfo(dtype).tiny
-    return torch.where(exact > 0, exact.clamp_min(smallest), 1.0).to(dtype)
+    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+    above = (rounded.view(bits) + 1).view(dtype)
+    coarse = (exact < torch.finfo(dtype).tiny) & (rounded.float() < exact)
+    return torch.where(exact > 0, torch.where(coarse, above, rounded), torch.ones_like(rounded))

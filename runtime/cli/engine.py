@@ -79,8 +79,9 @@ def make_engine(
     if max_context is None:
         max_context = min(max(map(len, tokens)) + max_tokens, own)
     # Here, because the model is loaded for this context, which then counts as its own.
-    elif not 2 <= max_context <= own:
-        raise UserError(f"max_context: got {max_context}, expected 2 to the model's {own}")
+    elif not 2 <= max_context <= config.longest_context:
+        longest = config.longest_context
+        raise UserError(f"max_context: got {max_context}, expected 2 to the model's {longest}")
     max_batch = args.max_batch
     if max_batch is None:
         # At least 1, so that it is the sizes, if they are wrong, that the error is about.

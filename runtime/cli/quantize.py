@@ -31,17 +31,18 @@ def _parser() -> Parser:
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     from ostinato.checkpoint import quantize_checkpoint
+    from ostinato.checkpoint.reader import CheckpointReader
+
+    def weights_mib(folder: str) -> float:
+        with CheckpointReader(Path(folder)) as reader:
+            return sum(file.stat().st_size for file in reader.files) / 2**20
 
     ignore = ("lm_head",) if args.ignore is None else tuple(args.ignore)
     with user_errors():
         quantize_checkpoint(args.source, args.destination, scheme=args.scheme, ignore=ignore)
-    before, after = _weights_mib(args.source), _weights_mib(args.destination)
+    before, after = weights_mib(args.source), weights_mib(args.destination)
     print(f"{args.destination}: {args.scheme} weights, {after:.2f} MiB (before: {before:.2f} MiB)")
     return 0
-
-
-def _weights_mib(folder: str) -> float:
-    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / 2**20
 
 
 COMMAND = Command("write a checkpoint with 8-bit weights", _main)

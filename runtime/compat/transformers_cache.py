@@ -40,6 +40,11 @@ class RaggedStaticCache:
         checks.integer("max_length", max_length, least=1)
         self._config = config = model.config.get_text_config()
         self._check_attention()
+        if getattr(model, "_is_stateful", False):
+            raise ValueError(
+                f"model: got {type(model).__name__}, expected one that keeps nothing but keys and "
+                "values from call to call"
+            )
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         heads_kv = getattr(config, "num_key_value_heads", None) or heads

@@ -74,11 +74,9 @@ class ModelConfig:
                 f"num_heads: got {self.num_heads}, expected a multiple of "
                 f"num_kv_heads = {self.num_kv_heads}"
             )
-        rotary_dim = self.rope.rotary_dim(self.head_dim)
-        if rotary_dim < 2 or rotary_dim % 2:
+        if self.head_dim % 2:
             raise UnsupportedModelError(
-                f"head_dim: got {self.head_dim}, of which RoPE rotates {rotary_dim}; expected "
-                "an even number of at least 2"
+                f"head_dim: got {self.head_dim}, expected an even number, whose halves RoPE pairs"
             )
         if len(self.sliding_windows) != self.num_layers:
             raise UnsupportedModelError(
@@ -97,19 +95,27 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def context(self, wanted: int | None) -> int:
-        """Return the longest sequence to serve: `wanted`, by default all trained positions.
+        """Return the longest sequence to serve: `wanted`, by default `max_position_embeddings`.
 
         Raises:
-            ValueError: when `wanted`, the caller's `max_context`, exceeds the trained positions.
+            ValueError: when `wanted`, the caller's `max_context`, exceeds the positions that the
+                model was trained for or its RoPE is stretched to.
         """
-        trained = self.max_position_embeddings
         if wanted is None:
-            return trained
-        if not 1 <= wanted <= trained:
+            return self.max_position_embeddings
+        if not 1 <= wanted <= self.longest_context:
+            name = "max_position_embeddings"
+            if self.longest_context > self.max_position_embeddings:
+                name = f"what {self.rope.type} RoPE is stretched to"
             raise ValueError(
-                f"max_context: got {wanted}, expected 1 to max_position_embeddings = {trained}"
+                f"max_context: got {wanted}, expected 1 to {name} = {self.longest_context}"
             )
         return wanted
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that the model was trained for, or that its RoPE is stretched to."""
+        return self.rope.longest_context(self.max_position_embeddings)
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:

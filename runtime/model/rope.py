@@ -34,7 +34,6 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    partial_rotary_factor: float = 1.0
 
     @staticmethod
     def from_hf(
@@ -51,12 +50,11 @@ class RopeConfig:
         spelling = "type" if fields.get("rope_type") is None else "rope_type"
         kind = fields.choice(spelling, *ROPE_TYPES, default="default")
         theta = outer.number("rope_theta", 10000.0, above=1.0)
-        partial = outer.number("partial_rotary_factor", 1.0, most=1.0)
-        rope = RopeConfig(
-            theta=fields.number("rope_theta", theta, above=1.0),
-            type=kind,
-            partial_rotary_factor=fields.number("partial_rotary_factor", partial, most=1.0),
-        )
+        # The models that `ModelConfig` knows rotate whole heads in transformers, which ignores the
+        # field or fails where it says otherwise; other runtimes do as it says.
+        for place in (outer, fields):
+            place.choice("partial_rotary_factor", 1.0, default=1.0)
+        rope = RopeConfig(theta=fields.number("rope_theta", theta, above=1.0), type=kind)
         if kind == "default":
             return rope
         original = fields.integer("original_max_position_embeddings", max_position_embeddings)
@@ -83,28 +81,37 @@ class RopeConfig:
             )
         return rope
 
-    def rotary_dim(self, head_dim: int) -> int:
-        """Return how many of a head's elements are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+    def longest_context(self, max_position_embeddings: int) -> int:
+        """Return how many positions the embedding is stretched to.
+
+        Files with the types "linear" and "yarn" may name those before in
+        `max_position_embeddings`; it counts where it is more.
+        """
+        if self.type == "linear":
+            return max(max_position_embeddings, int(max_position_embeddings * self.factor))
+        if self.type == "yarn":
+            stretched = int(self.original_max_position_embeddings * self.factor)
+            return max(max_position_embeddings, stretched)
+        return max_position_embeddings
 
     def cos_sin_table(self, head_dim: int, max_positions: int) -> torch.Tensor:
-        """Return the fp32 table [max_positions, rotary_dim]: first half cos, second half sin."""
-        inverse_frequencies = self._inverse_frequencies(self.rotary_dim(head_dim))
+        """Return the fp32 table [max_positions, head_dim]: first half cos, second half sin."""
+        inverse_frequencies = self._inverse_frequencies(head_dim)
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies)
         amplitude = 1.0 if self.attention_factor is None else self.attention_factor
         return torch.cat([angles.cos(), angles.sin()], dim=1) * amplitude
 
-    def _inverse_frequencies(self, rotary_dim: int) -> torch.Tensor:
-        pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")
-        plain = 1.0 / self.theta ** (pairs / rotary_dim)
+    def _inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
+        plain = 1.0 / self.theta ** (pairs / head_dim)
         if self.type == "default":
             return plain
         if self.type == "linear":
             return plain / self.factor
         if self.type == "llama3":
             return self._llama3(plain)
-        return self._yarn(plain, rotary_dim)
+        return self._yarn(plain, head_dim)
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
         # Wavelengths beyond the trained context are stretched, short ones kept, and those
@@ -114,19 +121,19 @@ class RopeConfig:
         keep = keep.clamp(0.0, 1.0)
         return plain * keep + plain / self.factor * (1.0 - keep)
 
-    def _yarn(self, plain: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    def _yarn(self, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
         def dimension_of(turns: float) -> float:
             context = self.original_max_position_embeddings
             wavelength = math.log(context / (turns * 2 * math.pi))
-            return rotary_dim * wavelength / (2 * math.log(self.theta))
+            return head_dim * wavelength / (2 * math.log(self.theta))
 
         low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, rotary_dim - 1)
+        low, high = max(low, 0), min(high, head_dim - 1)
         if low == high:
             high += 0.001  # a ramp of no width would divide by zero
-        index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+        index = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
         stretch = ((index - low) / (high - low)).clamp(0.0, 1.0)
         return plain * (1.0 - stretch) + plain / self.factor * stretch
 
@@ -137,6 +144,10 @@ def _scaling_fields(config: Fields) -> Fields:
     spellings = {name: config.child(name).fields for name in names if config.get(name) is not None}
     merged: dict[str, Any] = {}
     for fields in spellings.values():
+        # Its name differs, too, and the types must not.
+        if len(spellings) > 1 and fields.get("type") is not None:
+            fields = {**fields, "rope_type": fields.get("rope_type") or fields["type"]}
+            del fields["type"]
         for name in merged.keys() & fields.keys():
             if merged[name] != fields[name]:
                 raise UnsupportedModelError(

@@ -70,7 +70,7 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(format="float-quantized"), "weights: type: got 'int', expected 'float'"),
         (int8(quantization_status="calibration"), "quantization_status: got 'calibration'"),
         (int8(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: got {'num_bits': 8}, exp"),
-        (int8(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: got {'form"),
+        (int8(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: got 's"),
         (int8(transform_config={"config_groups": 1}), "transform_config: got"),
         (int8(new_field=3), "new_field: got 3, a field that is not supported"),
         (int8(weights__num_bits=4), "weights: num_bits: got 4, expected 8"),
@@ -79,7 +79,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(weights__strategy="block"), "weights: strategy: got 'block'"),
         (int8(weights__block_structure=[128, 128]), r"block_structure: got \[128, 128\]"),
         (int8(weights__actorder="group"), "weights: actorder: got 'group'"),
-        (int8(weights__actorder="weight"), "weights: actorder: got 'weight'"),
         (int8(weights__symmetric=False), "weights: symmetric: got False, expected True"),
         (int8(weights__dynamic=True), "weights: dynamic: got True, expected False"),
         (int8(weights__new_field=[1]), r"weights: new_field: got \[1\]"),
@@ -100,9 +99,9 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
             "input_activations: symmetric: got False, expected True",
         ),
         (
-            {"quantization_config": int8(), "sparsity_config": {"format": "dense"}}
+            {"quantization_config": int8(), "sparsity_config": {"format": "sparse-bitmask"}}
             | {"quant_method": "compressed-tensors"},
-            "sparsity_config: got {'format': 'dense'}",
+            "sparsity_config: format: got 'sparse-bitmask', expected 'dense'",
         ),
         # Hugging Face fp8
         (
@@ -254,6 +253,12 @@ def test_modules_of_no_target_and_of_an_ignored_class_are_plain(tmp_path: Path) 
         ),
         ({"quantization_config": int8(sparsity_config={}, kv_cache_scheme=None)}, INT8_DYNAMIC),
         ({"quantization_config": int8(version="0.20.0", weights__actorder=False)}, INT8_DYNAMIC),
+        ({"quantization_config": int8(weights__actorder="weight")}, INT8_DYNAMIC),
+        ({"quantization_config": int8(weights__actorder="static")}, INT8_DYNAMIC),
+        (
+            {"quantization_config": int8(sparsity_config={"format": "dense", "ignore": ["a"]})},
+            INT8_DYNAMIC,
+        ),
         ({"quantization_config": fp8_tensors()}, FP8_STATIC),
     ],
 )
@@ -275,6 +280,8 @@ def test_fp8_that_asks_for_a_dynamic_scale_per_tensor_gets_one_per_token(tmp_pat
         (UP, UP, "model.layers.0.mlp.gate_proj"),
         ("model.layers.1", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj"),
         ("up_proj", UP, "model.layers.0.mlp.gate_proj"),
+        ("p_proj", UP, "model.layers.0.mlp.gate_proj"),
+        ("model.layers.1.", "model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj"),
         ("model.layers.*.mlp", UP, "model.layers.0.self_attn.o_proj"),
         ("re:.*up_proj", UP, "model.layers.0.mlp.gate_proj"),
     ],

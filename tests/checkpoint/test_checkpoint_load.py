@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,21 @@ def test_numbers_beyond_a_dtype_are_refused(
         CheckpointError, match=rf"model\.norm\.weight: holds numbers beyond the range of {dtype}"
     ):
         load_model(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_without_a_dtype_that_of_the_stored_weights_counts(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = save_plain(tmp_path / "model", random_model(MODELS["llama"]), dtype)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("dtype", None)
+    config.pop("torch_dtype", None)
+    file.write_text(json.dumps(config))
+    assert load_model(folder).config.dtype is dtype
+    (folder / "model.safetensors").unlink()
+    assert load_config(folder).dtype is torch.float32
 
 
 def test_max_context_is_passed_on(tmp_path: Path) -> None:

@@ -135,6 +135,16 @@ def test_weights_are_rounded_to_the_nearest_code(
     torch.testing.assert_close(step[usual], normal[usual], rtol=2.0**-8, atol=0.0)
 
 
+@pytest.mark.parametrize("amax", [3e-3, 3e-4, 1e-4, 1e-5])
+def test_rows_of_small_weights_keep_their_digits_with_fp16_scales(amax: float) -> None:
+    weight = torch.randn(4, 512)
+    weight *= amax / weight.abs().amax(1, keepdim=True)
+    values, scale = quantize_weight(weight, torch.int8, torch.float16)
+    error = (values.float() * scale.float() - weight).norm() / weight.norm()
+    assert error < 0.025  # .008 with exact scales; a subnormal one is up to twice as large
+    assert (values.abs().amax(1) >= 63).all()
+
+
 def test_a_row_of_zeros_has_scale_one() -> None:
     values, scale = quantize_weight(torch.zeros(2, 3), torch.int8, torch.float16)
     assert not values.any()

@@ -270,6 +270,10 @@ def test_what_a_ragged_cache_refuses() -> None:
     model.set_attn_implementation(NAME)
     with pytest.raises(ValueError, match="max_length: got 0"):
         RaggedStaticCache(model, max_batch=2, max_length=0)
+    model._is_stateful = True  # as models with a recurrent state say
+    with pytest.raises(ValueError, match="model: got LlamaForCausalLM, expected one that keeps"):
+        RaggedStaticCache(model, max_batch=2, max_length=8)
+    model._is_stateful = False
     cache = RaggedStaticCache(model, max_batch=2, max_length=8)
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="seq_lens: got 4 rows, expected at most 2"):

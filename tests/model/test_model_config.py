@@ -98,9 +98,50 @@ def test_old_and_new_spelling_of_rope_agree(name: str) -> None:
     assert RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": old_type}, 256) == new
 
 
-def test_partial_rotary_dimension() -> None:
-    rope = RopeConfig.from_hf({"partial_rotary_factor": 0.5}, 64)
-    assert rope.cos_sin_table(16, 10).shape == (10, 8)
+@pytest.mark.parametrize(
+    "fields", [{"partial_rotary_factor": 1}, {"rope_type": "default"}], ids=str
+)
+def test_whole_heads_are_rotated(fields: dict[str, Any]) -> None:
+    rope = RopeConfig.from_hf({**fields, "rope_parameters": fields}, 64)
+    assert rope.cos_sin_table(16, 10).shape == (10, 16)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_heads_rotated_in_part_are_refused(inner: bool) -> None:
+    field = {"partial_rotary_factor": 0.5}
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor: got 0\.5, expected"):
+        RopeConfig.from_hf({"rope_parameters": field} if inner else field, 64)
+
+
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_two_rope_types_are_refused_however_they_are_spelt(spelling: str) -> None:
+    scaling = {spelling: "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": scaling}
+    with pytest.raises(UnsupportedModelError, match="rope_type: got 'default', expected 'yarn' as"):
+        RopeConfig.from_hf(fields, 64)
+    fields["rope_parameters"] = {"type": "yarn", "rope_theta": 1e4}
+    assert RopeConfig.from_hf(fields, 64).type == "yarn"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "linear", "factor": 4.0}, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 64),
+        ({"type": "yarn", "factor": 3.0}, 192),
+        (None, 64),
+    ],
+    ids=str,
+)
+def test_a_stretched_model_serves_longer_contexts(
+    scaling: dict[str, Any] | None, longest: int
+) -> None:
+    config = ModelConfig.from_hf(hf("llama", max_position_embeddings=64, rope_scaling=scaling))
+    assert config.context(None) == 64
+    assert config.context(longest) == longest
+    with pytest.raises(ValueError, match=f"max_context: got {longest + 1}, .* = {longest}"):
+        config.context(longest + 1)
 
 
 def test_llama_defaults() -> None:
@@ -232,10 +273,8 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
         ({"num_key_value_heads": 3}, "num_heads: got 4, expected a multiple of num_kv_heads = 3"),
         ({"num_key_value_heads": 0}, "num_key_value_heads: got 0, expected an integer"),
         ({"head_dim": 0}, "head_dim: got 0, expected an integer"),
-        ({"head_dim": 7}, "head_dim: got 7, of which RoPE rotates 7; expected an even number"),
-        ({"partial_rotary_factor": 0.2}, "head_dim: got 8, of which RoPE rotates 1; expected an"),
-        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor: got 0.0, expected a finite num"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: got 1.5, .* at most 1.0"),
+        ({"head_dim": 7}, "head_dim: got 7, expected an even number"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor: got 0.0, expected 1.0"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: got -1, expected a finite number above 0"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps: got 'x', expected a finite number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan, expected a finite number"),
