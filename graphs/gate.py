@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from ostinato import _C
 from ostinato.graphs.backend import Backend
 from ostinato.graphs.errors import (
@@ -36,7 +38,8 @@ class Gate:
     """
 
     def __init__(self, owner: object, backend: Backend) -> None:
-        self._owner = owner
+        # No cycle: memory of a runner that is gone must not wait for the garbage collector.
+        self._owner = weakref.ref(owner)
         self._backend = backend
         self._process = ProcessGuard()
         self._refusal: _Refusal | None = _NOT_CAPTURED
@@ -65,7 +68,7 @@ class Gate:
         """
         self._process.check()
         turn, check = self._backend.turn, self._backend.check_idle
-        return turn.hold(self._owner, what, timeout_s, is_run=is_run, check=check)
+        return turn.hold(self._owner(), what, timeout_s, is_run=is_run, check=check)
 
     def require_ready(self) -> None:
         """Raise the reason, with the remedy, for which nothing can be run now."""

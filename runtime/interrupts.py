@@ -49,10 +49,10 @@ class Uninterrupted:
         if not self._active:
             return
         self._active = False
-        held, self._held_since = self._held_since, None
         if signal.getsignal(signal.SIGINT) == self._hold:  # or the block has set another
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if held is not None:
+        # Only now: one may have come in the line before.
+        if self._held_since is not None:
             raise KeyboardInterrupt
 
     def _hold(self, _number: int, _frame: FrameType | None) -> None:
@@ -61,6 +61,8 @@ class Uninterrupted:
             self._held_since = now
         elif now - self._held_since >= _APART_S:
             self._held_since = None
+            # Here, since it may be `__exit__` that does not come to it any more.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
 
 

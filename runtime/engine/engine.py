@@ -33,7 +33,7 @@ from ostinato.engine.stats import EngineStats
 from ostinato.engine.stream import TokenStream
 from ostinato.engine.text import TextStream
 from ostinato.engine.upload import upload
-from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers
+from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
 from ostinato.graphs.integers import as_integer
 from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.model import Llama, PagedKVCache
@@ -56,6 +56,14 @@ def _by_default_on_the_host(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
 
     return call
+
+
+def _at_least_one(name: str, value: int) -> int:
+    """Return an argument as Python's own integer."""
+    value = as_integer(name, value)
+    if value < 1:
+        raise ValueError(f"{name}: got {value}, expected at least 1")
+    return value
 
 
 class Engine:
@@ -100,29 +108,27 @@ class Engine:
         max_prefill_tokens: int = 2048,
         by_halves: bool = True,
     ) -> None:
-        for name, value in (
-            ("max_batch", max_batch),
-            ("page_size", page_size),
-            ("max_prefill_tokens", max_prefill_tokens),
-        ):
-            if as_integer(name, value) < 1:
-                raise ValueError(f"{name}: got {value}, expected at least 1")
+        max_batch = _at_least_one("max_batch", max_batch)
+        page_size = _at_least_one("page_size", page_size)
+        max_prefill_tokens = _at_least_one("max_prefill_tokens", max_prefill_tokens)
         if max_context is None:
             max_context = model.max_context
-        if not 2 <= as_integer("max_context", max_context) <= model.max_context:
+        max_context = as_integer("max_context", max_context)
+        if not 2 <= max_context <= model.max_context:
             raise ValueError(
                 f"max_context: got {max_context}, expected 2 to the model's {model.max_context}"
             )
         if prefill_chunk is None:
             prefill_chunk = -(-_DEFAULT_CHUNK // page_size) * page_size
-        if as_integer("prefill_chunk", prefill_chunk) < 1 or prefill_chunk % page_size:
+        prefill_chunk = as_integer("prefill_chunk", prefill_chunk)
+        if prefill_chunk < 1 or prefill_chunk % page_size:
             raise ValueError(
                 f"prefill_chunk: got {prefill_chunk}, expected a multiple of page_size={page_size}"
             )
         max_pages = -(-max_context // page_size)
         if num_pages is None:
             num_pages = default_pages(model, max_batch * max_pages, page_size)
-        as_integer("num_pages", num_pages)
+        num_pages = as_integer("num_pages", num_pages)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context
@@ -169,6 +175,7 @@ class Engine:
         self._streams: dict[weakref.ref[TokenStream], set[int]] = {}
         self._dropped: deque[weakref.ref[TokenStream]] = deque()
         self._next_id = 0
+        self._closed = False
 
     @_by_default_on_the_host
     def capture(
@@ -203,11 +210,15 @@ class Engine:
         """Queue a request and return its id. When it has finished, `result` forgets it.
 
         Raises:
-            TypeError: for a prompt that is no text and no sequence of integers.
-            ValueError: for a prompt that is empty, has ids outside the vocabulary, fills the
-                context, or whose text might not fit into the cache even alone.
+            TypeError: for a prompt that is no text and no sequence of integers, or other params.
+            ValueError: for a prompt that is empty, no valid Unicode, has ids outside the
+                vocabulary, fills the context, or whose text might not fit into the cache even
+                alone.
+            ClosedError: after `close`.
         """
-        request = self._request(prompt, params or SamplingParams())
+        if self._closed:
+            raise ClosedError("the engine is closed: make a new Engine")
+        request = self._request(prompt, SamplingParams() if params is None else params)
         try:
             return self._enqueue(request)
         except BaseException:
@@ -237,8 +248,9 @@ class Engine:
         there is nothing else but the completion.
 
         Raises:
-            ValueError: when the id is not that of a waiting or running request.
+            TypeError, ValueError: when the id is not that of a waiting or running request.
         """
+        request_id = as_integer("request_id", request_id)
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is not None:
             raise ValueError(f"request_id: got {request_id}, expected that of a live request")
@@ -258,8 +270,9 @@ class Engine:
         """Return a finished request's completion, and forget the request.
 
         Raises:
-            ValueError: when the id is unknown or the request has not finished.
+            TypeError, ValueError: when the id is unknown or the request has not finished.
         """
+        request_id = as_integer("request_id", request_id)
         request = self._requests.get(request_id)
         if request is None or request.finish_reason is None:
             raise ValueError(f"request_id: got {request_id}, expected that of a finished request")
@@ -310,6 +323,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
+        self._closed = True
         self._in_flight.clear()
         self.runner.close()
         self._prefill.close()
@@ -345,9 +359,11 @@ class Engine:
             return
         with Uninterrupted():
             while self._dropped:
-                unfinished = self._streams.pop(self._dropped.popleft())
+                unfinished = self._streams[self._dropped[0]]
                 while unfinished:
                     self._finish_streamed(unfinished.pop())
+                # Not before: behind an error the others are finished by the next call.
+                del self._streams[self._dropped.popleft()]
 
     @uninterrupted
     def _forget(self, request: Request) -> None:
@@ -386,7 +402,16 @@ class Engine:
         self.stats.preemptions = scheduler.preemptions
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params: got {params!r}, expected SamplingParams")
         if isinstance(prompt, str):
+            try:  # Python's texts may hold halves of characters, which tokenizers take for no text
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                half = prompt[error.start]
+                raise ValueError(
+                    f"prompt: got a text with {half!r}, expected valid Unicode"
+                ) from error
             tokens = tuple(self.tokenizer.encode(prompt).ids)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
             tokens = tuple(as_integer("prompt", token) for token in prompt)

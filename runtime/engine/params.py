@@ -73,6 +73,8 @@ class SamplingParams:
             "repetition_penalty": (int, float),
             "seed": (int, NoneType),
         }
+        if not isinstance(self.ignore_eos, bool):
+            raise _wrong_type("ignore_eos", self.ignore_eos, bool)
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or isinstance(value, bool):

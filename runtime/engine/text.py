@@ -49,9 +49,12 @@ class TextStream:
         self._window.append(token)
         try:
             fresh = self._undecoded()
+            silent = not fresh and self._is_silent(token)
         except BaseException:
             self._window.pop()
             raise
+        if silent:
+            self._window.pop()  # or every token behind many of them would take long
         if fresh and (last or not fresh.endswith(_INCOMPLETE)):
             self._decoded += fresh
             self._window = self._window[self._window_shown :]
@@ -79,7 +82,17 @@ class TextStream:
     def _undecoded(self) -> str:
         """Return the text of the window's new ids, its last character perhaps incomplete."""
         shown = self._decode(self._window[: self._window_shown])
-        return self._decode(self._window)[len(shown) :]
+        text = self._decode(self._window)
+        if not text.startswith(shown):
+            shown = shown.rstrip(_INCOMPLETE)  # a character that the prompt has only begun
+        return text[len(shown) :]
+
+    def _is_silent(self, token: int) -> bool:
+        """Return whether decoding leaves a token out, whatever is beside it."""
+        if self._tokenizer.id_to_token(token) is None:
+            return True
+        spoken: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return spoken != "" and self._decode([token]) == ""
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)

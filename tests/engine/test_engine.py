@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +20,7 @@ from ostinato.engine import decode as decode_module
 from ostinato.engine import engine as engine_module
 from ostinato.engine.decode import sampling_inputs
 from ostinato.engine.text import TextStream
-from ostinato.graphs import NotCapturedError
+from ostinato.graphs import ClosedError, NotCapturedError
 from ostinato.model import Llama, sequence_logits
 from ostinato.ops import prefill_launch
 from ostinato.ops.prefill_launch import attend_paged
@@ -721,6 +724,102 @@ def test_prompts_are_refused_before_any_is_served() -> None:
         engine.generate(["a"], None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="params: got 2, expected one or 1"):
         engine.generate(["a"], [params, params])
+    with pytest.raises(ValueError, match=r"prompt: got a text with '\\ud800', expected valid Unic"):
+        engine.submit("a\ud800b", params)
+
+
+@pytest.mark.parametrize("params", [{}, "", 5, [SamplingParams()]], ids=repr)
+def test_parameters_of_another_kind_are_named(params: Any) -> None:
+    engine = make_engine()
+    with pytest.raises(TypeError, match="params: got .*, expected SamplingParams"):
+        engine.submit("a", params)
+    with pytest.raises(TypeError, match="params: got .*, expected SamplingParams"):
+        engine.generate(["a"], [params])
+    assert engine.idle
+
+
+@pytest.mark.parametrize("call", ["cancel", "result"])
+@pytest.mark.parametrize("request_id", [[], "0", None, True], ids=repr)
+def test_ids_of_another_kind_are_named(call: str, request_id: Any) -> None:
+    engine = make_engine()
+    for _ in range(2):
+        engine.submit("a")
+    with pytest.raises(TypeError, match="request_id: got .*, expected an integer"):
+        getattr(engine, call)(request_id)
+
+
+def test_a_closed_engine_takes_no_requests() -> None:
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(ClosedError, match="the engine is closed"):
+        engine.submit("a")
+    assert engine.idle
+
+
+@pytest.mark.parametrize("integer", [torch.tensor, np.int64, np.uint8], ids=repr)
+def test_sizes_are_integers_of_any_library_and_stay_as_they_are(
+    integer: Callable[[int], Any],
+) -> None:
+    plain = {"max_batch": 4, "page_size": 4, "prefill_chunk": 8, "max_context": 60}
+    plain |= {"max_prefill_tokens": 16, "num_pages": 61}
+    given = {name: integer(value) for name, value in plain.items()}
+    prompts, params = (
+        ["a prompt of many more tokens than a chunk"] * 4,
+        SamplingParams(max_tokens=6),
+    )
+    texts, steps = [], []
+    for options in (plain, given):
+        engine = make_engine(**options)
+        for prompt in prompts:
+            engine.submit(prompt, params)
+        events, count = [], 0
+        while not engine.idle:
+            events += engine.step()
+            count += 1
+        texts.append([event.text for event in events])
+        steps.append(count)
+    assert texts[0] == texts[1]
+    assert steps[0] == steps[1]
+    assert {name: int(value) for name, value in given.items()} == plain
+
+
+def test_what_is_left_of_a_dropped_stream_is_cancelled_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine()
+    stream = engine.stream(["a", "b", "c"], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    finish, calls = TextStream.finish, itertools.count()
+
+    def fail_once(text: TextStream) -> str:
+        if next(calls) == 0:
+            raise MemoryError
+        return finish(text)
+
+    monkeypatch.setattr(TextStream, "finish", fail_once)
+    del stream
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert engine.step() == []
+    assert engine.idle
+    assert next(calls) == 3
+    assert engine.cache.free_pages == engine.cache.usable_pages
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_cache_goes_with_its_engine(closed: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        engine = make_engine()
+        engine.generate(["a"], SamplingParams(max_tokens=3))
+        if closed:
+            engine.close()
+        cache = weakref.ref(engine.cache)
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,53 @@ def test_the_second_is_not_held_back_unless_it_is_the_first_once_more(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def _interrupted_at(target: int, *, held: bool) -> tuple[bool, bool]:
+    """Enter and leave a block with Ctrl-C at its target-th line; whether it came there, and at all.
+
+    With `held` another one is held back before.
+    """
+    lines, came, raised = 0, False, False
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal lines, came
+        code = frame.f_code
+        if code.co_filename != interrupts.__file__ or code.co_name == "_hold":
+            return None
+        if event in ("line", "call"):
+            lines += 1
+            if lines == target:
+                came = True
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    try:
+        try:
+            with Uninterrupted():
+                if held:
+                    signal.raise_signal(signal.SIGINT)
+                sys.settrace(trace)
+        finally:
+            sys.settrace(before)
+    except KeyboardInterrupt:
+        raised = True
+    return came, raised
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_it_is_neither_lost_nor_held_for_ever_at_the_end_of_a_block(
+    held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_APART_S", 0.0)
+    for target in range(1, 100):
+        came, raised = _interrupted_at(target, held=held)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, target
+        if not came:
+            break
+        assert raised, target
+    assert target > 5
+
+
 def test_it_comes_after_an_error_too() -> None:
     def interrupted() -> None:
         with Uninterrupted():

@@ -47,6 +47,8 @@ def test_values_out_of_range_are_named(name: str, value: Any, expected: str) -> 
         ("max_tokens", 2.5, "int"),
         ("max_tokens", "5", "int"),
         ("max_tokens", True, "int"),
+        ("ignore_eos", "false", "bool"),
+        ("ignore_eos", 1, "bool"),
         ("temperature", "x", "int or float"),
         ("temperature", None, "int or float"),
         ("top_k", 2.7, "int"),

@@ -126,6 +126,35 @@ def test_valid_bytes_and_words_decode_exactly(prompt: list[str], pieces: list[st
     assert "".join(shown) + stream.finish() == "".join(pieces).replace("\u2581", " ")
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
+@pytest.mark.parametrize("before", [[], [2], [1, 2]], ids=str)
+def test_a_character_that_the_prompt_has_begun_is_shown_with_all_behind_it(
+    before: list[int], first: int
+) -> None:
+    prompt, text = ids_of(["🙂"])[:first], [*ids_of(["🙂"])[first:], 3, 2, 1, 2]
+    stream = TextStream(FALLBACK, [*before, *prompt], ())
+    shown = [stream.push(token) for token in text]
+    assert "".join(shown) + stream.finish() == "🙂s cat the cat"
+
+
+def test_tokens_that_show_nothing_do_not_make_the_next_ones_slower() -> None:
+    decoded = []
+
+    class Counting:
+        id_to_token = staticmethod(TOKENIZER.id_to_token)
+
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            decoded.append(len(ids))
+            text: str = TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+
+    stream = TextStream(Counting(), encode("a"), ())  # type: ignore[arg-type]
+    for token in [256, 10_000] * 100:
+        assert stream.push(token) == ""
+    assert max(decoded) <= 2
+    assert stream.push(*encode("b")) == "b"
+
+
 def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_known() -> None:
     stream = TextStream(TOKENIZER, [], ("END",))
     assert [stream.push(token) for token in encode("aENxEN")] == ["a", "", "", "ENx", "", ""]
