@@ -17,7 +17,7 @@ import torch
 from ostinato.graphs.allocations import Allocation, Allocations, State, mapped_by_host
 from ostinato.graphs.backend import Backend
 from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.memory import DeclaredMemory, tensors_of
+from ostinato.graphs.memory import DeclaredMemory, stored, tensors_of
 from ostinato.graphs.recording import Recording, Word
 
 Audit = Literal["off", "report", "strict"]
@@ -140,7 +140,8 @@ class Auditor:
             declared = [
                 range_of(tensor, f"memory[{name!r}]")
                 for name, holder in (self._memory or {}).items()
-                for tensor in tensors_of(name, holder)
+                for whole in tensors_of(name, holder)
+                for tensor in stored(whole)
             ]
             self._known = Allocations([*kept, *declared, *present])
             # Declared memory of another allocator may be anywhere, far from all other.

@@ -60,6 +60,9 @@ class BurstLoop(Protocol):
             BurstError: when the device failed before that.
         """
 
+    def abandon(self) -> None:
+        """Wait for the end of what `launch` may have begun, after the burst was cancelled."""
+
     def release(self) -> None:
         """Give back what the driver holds for the loop. No burst may be running."""
 

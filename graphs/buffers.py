@@ -328,6 +328,8 @@ def _resolve(device: torch.device | str) -> torch.device:
         raise TypeError(f"device: got {device!r}, expected a device or its name") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {device}, expected cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: got {device}, expected cpu: torch finds no GPU")
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -53,17 +53,20 @@ class Burst:
         self._memory = memory
         self._n = n
         self._finish: Callable[[], None] | None = finish
-        self._tokens: list[list[int]] = [[] for _ in range(n)]
-        self._times: list[int] = []
+        # Of each step that was read, when it was done and its tokens: one entry, added at once,
+        # since what a signal handler raises may come between any two lines.
+        self._steps: list[tuple[int, list[int | None]]] = []
         self._reasons: list[str | None] = [None] * n
         self._process = ProcessGuard()
-        self._lock = threading.Lock()  # held by the thread that reads
-        self._reader = 0  # that thread, which on a CPU takes the step meanwhile
+        # Held by the thread that reads. A handler of signals that comes up in it, before or behind
+        # what is read, may read as well.
+        self._lock = threading.RLock()
+        self._reader = 0  # the thread in the midst of it, which on a CPU takes the step meanwhile
 
     @property
     def steps(self) -> int:
         """Steps that were read."""
-        return len(self._times)
+        return len(self._steps)
 
     @property
     def times_ns(self) -> list[int]:
@@ -71,12 +74,13 @@ class Burst:
 
         The GPU's may move in steps of up to a microsecond.
         """
-        return list(self._times)
+        return [time_ns for time_ns, _ in self._steps]
 
     @property
     def tokens(self) -> list[list[int]]:
         """The tokens of each row that were read."""
-        return [list(tokens) for tokens in self._tokens]
+        rows = [row for _, row in self._steps]
+        return [[t for row in rows if (t := row[i]) is not None] for i in range(self._n)]
 
     @property
     def reasons(self) -> list[str | None]:
@@ -102,7 +106,8 @@ class Burst:
 
         Raises:
             BurstError: when the device failed.
-            BusyError: from inside the step; nothing is changed then.
+            BusyError: from inside the step, or from a handler of signals that interrupts this
+                thread's reading; nothing is changed then.
         """
         if self._process.is_fork:
             return
@@ -112,9 +117,12 @@ class Burst:
             pass
 
     def check_outside(self) -> None:
-        """Raise BusyError inside the step, which is called by the thread that reads."""
+        """Raise BusyError inside of what reads, which may be in the midst of the step."""
         if self._reader == threading.get_ident():
-            raise BusyError("the step is one of a burst: it can neither read nor end it")
+            raise BusyError(
+                "this thread is reading the burst: its step, or a handler of signals, can neither "
+                "read nor end it"
+            )
 
     def end(self, timeout_s: float) -> None:
         """Cancel the burst and read it to its end, unless another thread reads it for too long.
@@ -153,8 +161,13 @@ class Burst:
     def _read(self) -> list[int | None]:
         if self._finish is None:
             raise StopIteration
-        memory, step = self._memory, len(self._times)
         self._reader = threading.get_ident()
+        try:
+            return self._read_step(self._memory, len(self._steps))
+        finally:
+            self._reader = 0
+
+    def _read_step(self, memory: BurstMemory, step: int) -> list[int | None]:
         try:
             self._loop.wait(step)
         except Exception as error:
@@ -162,8 +175,6 @@ class Burst:
             if isinstance(error, StopIteration):  # of the step: the burst would seem to be over
                 raise BurstError("the step raised StopIteration") from error
             raise
-        finally:
-            self._reader = 0
         if memory.published <= step:
             self._reasons = memory.reasons(self._n)
             self._end()
@@ -175,13 +186,12 @@ class Burst:
                 row.append(None)
                 continue
             row.append(token)
-            self._tokens[index].append(token)
             if lengths[index] == step + 1:
                 self._reasons[index] = reasons[index]
-        self._times.append(memory.time_ns(step))
+        self._steps.append((memory.time_ns(step), row))
         if memory.done and memory.published == step + 1:
             self._end()
-        return row
+        return list(row)
 
     def __enter__(self) -> Burst:
         """Return the burst, which is closed on exit."""
@@ -276,16 +286,24 @@ class Bursts:
         self._buffers.rows(inputs, n)  # or refused
         loop = self.prepare(graph, key)
         self._backend.follow()
+        launching = False
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._buffers.stage(inputs, n, key.batch_size)
                 self._memory.start(ends.limits, ends.stops)
+                launching = True
                 loop.launch()
+            burst = Burst(loop, self._memory, n, finish)
+            self._current = weakref.ref(burst)
+            return burst
+        except BaseException:
+            if launching:  # nobody could end what may be running
+                self._memory.cancel()
+                with suppress(Exception):
+                    loop.abandon()
+            raise
         finally:
             self._backend.passed()
-        burst = Burst(loop, self._memory, n, finish)
-        self._current = weakref.ref(burst)
-        return burst
 
     def end_current(self, timeout_s: float) -> float:
         """Cancel the burst that is running, if one is, and read it to its end.
@@ -331,6 +349,10 @@ class Bursts:
     def _stops(self, n: int, stops: Stops) -> list[list[int]]:
         entries = as_list("stops", stops)
         nested = [tokens for tokens in entries if isinstance(tokens, Sequence)]
+        others = [e for e in entries if isinstance(e, Iterable) and not isinstance(e, Sequence)]
+        if any(not isinstance(e, torch.Tensor) or e.dim() > 0 for e in others):
+            kind = type(others[0]).__name__
+            raise TypeError(f"stops: got entries of {kind}, expected tokens, or {n} lists of them")
         if not nested:
             rows = [[as_integer("stops", token) for token in entries]] * n
         elif len(nested) != len(entries) or len(entries) != n:

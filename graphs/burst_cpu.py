@@ -59,6 +59,9 @@ class CpuLoop:
                 self._graph.replay()
                 self._advance()
 
+    def abandon(self) -> None:
+        """Do nothing: nothing has begun."""
+
     def release(self) -> None:
         """Give nothing back."""
 

@@ -84,6 +84,10 @@ class WhileLoop:
             if polls % _POLLS_PER_QUERY == 0 and self._has_ended() and not self._memory.done:
                 raise BurstError("the burst ended on the device before it had reported its end")
 
+    def abandon(self) -> None:
+        """Wait for the end of what `launch` may have begun, after the burst was cancelled."""
+        torch.cuda.current_stream(self._device).synchronize()
+
     def release(self) -> None:
         """Give the graph back to the driver. No burst may be running."""
         self._destroy()

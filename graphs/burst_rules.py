@@ -99,6 +99,12 @@ class BurstRules:
                 raise ValueError(f"{where}: no such buffer, only {sorted(specs)}")
             if isinstance(rule, Add | Slot):
                 _check_integers(where, name, specs, ())
+            if isinstance(rule, Add):
+                limits = torch.iinfo(specs[name].dtype)
+                if not limits.min <= as_integer(f"{where}.amount", rule.amount) <= limits.max:
+                    raise ValueError(
+                        f"{where}.amount: got {rule.amount}, which {specs[name].dtype} cannot hold"
+                    )
             if isinstance(rule, Slot):
                 _check_integers(f"{where}.positions", rule.positions, specs, ())
                 columns = specs[rule.table].shape if rule.table in specs else ()

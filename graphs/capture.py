@@ -352,8 +352,10 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 def _bar(keys: Iterable[Key], label: str, *, backend: Backend, progress: bool) -> Iterator[Key]:
-    # None shows the bar on a terminal only. A program without a console has no standard error.
-    disable = None if progress and sys.stderr is not None else True
+    # None shows the bar on a terminal only. A program without a console has no standard error, or
+    # has closed it.
+    shown = progress and not getattr(sys.stderr, "closed", True)
+    disable = None if shown else True
     with tqdm(keys, disable=disable, leave=False) as bar:
         for key in bar:
             memory = None if bar.disable else backend.memory()

@@ -19,6 +19,7 @@ from ostinato.graphs.errors import BurstError, GraphError
 from ostinato.graphs.guards import MemoryWatch
 from ostinato.graphs.keys import Key, Variant
 from ostinato.graphs.memory import DeclaredMemory
+from ostinato.graphs.modes import without_autocast
 from ostinato.graphs.observer import Observer
 from ostinato.graphs.outputs import Outputs, StepOutput
 from ostinato.graphs.plan import Plan
@@ -58,7 +59,7 @@ class CapturedStep(Generic[OutputT]):
         ranks: Ranks,
         bursts: Bursts | None,
     ) -> None:
-        self._step = step
+        self._step = without_autocast(step, buffers.device.type)
         self._buffers = buffers
         self._backend = backend
         self._memory = memory

@@ -88,7 +88,7 @@ class Gate:
         cause = error.__cause__
         if not isinstance(error, CaptureError) or not isinstance(cause, BusyError):
             return
-        if cause.busy is self._owner:
+        if cause.busy is self._owner():
             raise cause from None
 
     def open(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,7 @@ import torch
 
 from ostinato import _C
 from ostinato.graphs.errors import BusyError, ForkedError
-from ostinato.graphs.memory import DeclaredMemory
+from ostinato.graphs.memory import DeclaredMemory, stored
 
 # Torch keeps track of one capture at a time in a process, in whichever thread.
 _capturing = _C.Turn()
@@ -79,7 +80,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class MemoryWatch:
-    """Notices when declared memory is not where it was when the watch was made, or told to `note`.
+    """Notices when declared memory is not where it was when the watch was told to `note` it.
 
     Values may change in place. Each parameter and buffer is looked up by its name in the module
     that had it, so that one which was replaced is noticed; a module that was replaced is not.
@@ -92,7 +93,9 @@ class MemoryWatch:
 
     def __init__(self, memory: DeclaredMemory | None) -> None:
         self._memory = memory
-        self.note()
+        self._places: list[_Place] = []
+        self._next = 0
+        self.runs_per_look = _MOST_RUNS_PER_LOOK
 
     def note(self) -> None:
         """Take the places where everything is now for the right ones."""
@@ -134,17 +137,42 @@ def _places(memory: DeclaredMemory) -> Iterator[_Place]:
                     for key, tensor in tensors.items():
                         if tensor is not None:
                             label = f"memory[{name!r}], {prefix}{key}"
-                            yield partial(_address, tensors, key), tensor.data_ptr(), label
+                            yield from _places_of(tensors, key, label)
             continue
         for index, tensor in enumerate([holder] if isinstance(holder, torch.Tensor) else holder):
             label = f"memory[{name!r}], tensor {index}"
-            # The method itself: a run finds little of all this in the CPU's caches.
-            yield tensor.data_ptr, tensor.data_ptr(), label
+            if _wraps(tensor):
+                yield from _places_of({"": tensor}, "", label)
+            else:
+                # The method itself: a run finds little of all this in the CPU's caches.
+                yield tensor.data_ptr, tensor.data_ptr(), label
+
+
+def _places_of(
+    tensors: Mapping[str, torch.Tensor | None], key: str, label: str
+) -> Iterator[_Place]:
+    tensor = tensors[key]
+    if tensor is None or not _wraps(tensor):
+        look = partial(_address, tensors, key)
+        yield look, _address(tensors, key) or 0, label
+        return
+    for part, held in enumerate(stored(tensor)):
+        yield partial(_address_within, tensors, key, part), held.data_ptr(), label
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def _address(tensors: Mapping[str, torch.Tensor | None], key: str) -> int | None:
     tensor = tensors.get(key)
     return None if tensor is None else tensor.data_ptr()
+
+
+def _address_within(tensors: Mapping[str, torch.Tensor | None], key: str, part: int) -> int | None:
+    tensor = tensors.get(key)
+    held = None if tensor is None else next(itertools.islice(stored(tensor), part, None), None)
+    return None if held is None else held.data_ptr()
 
 
 class Turn(_C.Turn):

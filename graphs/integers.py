@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import SupportsIndex, TypeVar, cast
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -32,14 +33,15 @@ def as_integer(argument: str, value: object) -> int:
 
 
 def as_seconds(argument: str, value: float) -> float:
-    """Return a length of time as it is given.
+    """Return a length of time as Python's own number.
 
     Raises:
         TypeError: when it is no number.
         ValueError: when it is NaN.
     """
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{argument}: got {value!r}, expected a number of seconds")
+    value = float(value)
     if math.isnan(value):
         raise ValueError(f"{argument}: got {value}, expected a number of seconds")
     return value

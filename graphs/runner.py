@@ -27,10 +27,12 @@ from ostinato.graphs.gate import Gate
 from ostinato.graphs.integers import as_integer, as_seconds
 from ostinato.graphs.keys import DEFAULT, Key, Variant, as_variant
 from ostinato.graphs.memory import DeclaredMemory, kept_alive
+from ostinato.graphs.modes import require_no_autocast
 from ostinato.graphs.plan import BatchSizes, Misses, Plan
 from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
 from ostinato.graphs.report import CaptureReport
 from ostinato.graphs.stats import RunnerStats
+from ostinato.graphs.table import GraphTable
 
 
 class GraphRunner(Generic[OutputT]):
@@ -118,8 +120,7 @@ class GraphRunner(Generic[OutputT]):
         Raises:
             GraphError: when nothing can be run; see `require_captured`.
         """
-        self._gate.require_ready()
-        return self._captured.table.max_batch_size
+        return self._ready_table().max_batch_size
 
     def capture(
         self,
@@ -312,8 +313,7 @@ class GraphRunner(Generic[OutputT]):
             TypeError, ValueError: for a bad `n` or variant.
             GraphError: when nothing can be run; see `require_captured`.
         """
-        self._gate.require_ready()
-        return self._captured.table.find(as_integer("n", n), variant).key.batch_size
+        return self._ready_table().find(as_integer("n", n), variant).key.batch_size
 
     def require_captured(self) -> None:
         """Raise what `run` would raise now if there is nothing to replay.
@@ -381,9 +381,11 @@ class GraphRunner(Generic[OutputT]):
             why: the reason, which the refusals show.
 
         Raises:
-            ValueError: when the reason is empty.
+            TypeError, ValueError: when the reason is no text, or empty.
             BusyError: when a capture or run is under way.
         """
+        if not isinstance(why, str):
+            raise TypeError(f"why: got {why!r}, expected the reason, a str")
         if not why:
             raise ValueError("why: got an empty string, expected the reason")
         with self._gate.exclusively("invalidate"):
@@ -437,6 +439,7 @@ class GraphRunner(Generic[OutputT]):
         self.close()
 
     def _capture(self, plan: Plan, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
+        require_no_autocast(self._buffers.device.type)
         self._gate.empty()
         try:
             report = self._captured.capture(plan, progress=progress, verify=verify, audit=audit)
@@ -445,6 +448,14 @@ class GraphRunner(Generic[OutputT]):
             raise
         self._gate.open()
         return report
+
+    def _ready_table(self) -> GraphTable:
+        """Return the graphs, where another thread may be about to release them."""
+        while True:
+            self._gate.require_ready()
+            table = self._captured.table
+            if table.plan.served:
+                return table
 
     def _require_unmoved(self, moved: str | None) -> None:
         if moved is not None:

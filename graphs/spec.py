@@ -12,6 +12,16 @@ import torch
 
 Example = Callable[[torch.Generator, tuple[int, ...]], torch.Tensor]
 
+# Those that torch can fill and compare.
+_DTYPES = frozenset(
+    (
+        *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    )
+)
+
 
 @dataclass(frozen=True)
 class BufferSpec:
@@ -38,13 +48,13 @@ class BufferSpec:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        if not isinstance(self.shape, tuple) or not all(isinstance(d, int) for d in self.shape):
+        if not isinstance(self.shape, tuple) or not all(type(d) is int for d in self.shape):
             raise TypeError(f"shape: got {self.shape!r}, expected a tuple of integers")
         if any(d < 1 for d in self.shape):
             raise ValueError(f"shape: got {self.shape}, expected dimensions of at least 1")
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype: got {self.dtype!r}, expected a torch.dtype")
-        if self.dtype.is_complex:
+        if self.dtype not in _DTYPES:
             raise ValueError(f"dtype: got {self.dtype}, expected booleans, integers or floats")
         if self.example is not None and not callable(self.example):
             raise TypeError(f"example: got {self.example!r}, expected a callable or None")
@@ -102,6 +112,8 @@ def _numbers_as_rows(name: str, value: object, spec: BufferSpec, n: int) -> torc
     floating = spec.dtype.is_floating_point
     if isinstance(value, np.ndarray) and np.iscomplexobj(value):  # torch would take the real part
         raise TypeError(f"inputs[{name!r}]: got numbers of {value.dtype}, expected {spec.dtype}")
+    if isinstance(value, np.ndarray) and min(value.strides, default=0) < 0:
+        value = np.ascontiguousarray(value)  # torch has no such strides
     try:
         # Directly in a narrow dtype, numbers too large for it would become infinite or saturate.
         dtype = torch.float64 if floating else None

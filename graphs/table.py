@@ -72,9 +72,10 @@ class GraphTable:
 
     def put(self, key: Key, graph: Graph) -> None:
         """Add a graph."""
+        # In this order: what Ctrl-C leaves out of it is only found later, or not at all.
+        self._recent[key] = None
         self.buckets[key].graph = graph
         self._list()
-        self._recent[key] = None
 
     def find(self, n: int, variant: Variant) -> Bucket:
         """Return the bucket that serves `n` rows, with its graph or, for a miss, without.
@@ -96,7 +97,7 @@ class GraphTable:
 
     def use(self, key: Key) -> None:
         """Note that a graph is about to be run; needed where `limit` is not None."""
-        del self._recent[key]
+        self._recent.pop(key, None)
         self._recent[key] = None
 
     def take_surplus(self) -> list[Graph]:
@@ -104,11 +105,11 @@ class GraphTable:
         taken: list[Graph] = []
         while self.limit is not None and len(self._recent) > self.limit:
             key = next(iter(self._recent))
-            del self._recent[key]
             bucket = self.buckets[key]
             if bucket.graph is not None:
                 taken.append(bucket.graph)
             bucket.graph = None
+            del self._recent[key]
             self.evictions += 1
         if taken:
             self._list()

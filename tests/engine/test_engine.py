@@ -731,9 +731,9 @@ def test_prompts_are_refused_before_any_is_served() -> None:
 @pytest.mark.parametrize("params", [{}, "", 5, [SamplingParams()]], ids=repr)
 def test_parameters_of_another_kind_are_named(params: Any) -> None:
     engine = make_engine()
-    with pytest.raises(TypeError, match="params: got .*, expected SamplingParams"):
+    with pytest.raises(TypeError, match=r"params: got .*, expected SamplingParams"):
         engine.submit("a", params)
-    with pytest.raises(TypeError, match="params: got .*, expected SamplingParams"):
+    with pytest.raises(TypeError, match=r"params: got .*, expected SamplingParams"):
         engine.generate(["a"], [params])
     assert engine.idle
 
@@ -744,7 +744,7 @@ def test_ids_of_another_kind_are_named(call: str, request_id: Any) -> None:
     engine = make_engine()
     for _ in range(2):
         engine.submit("a")
-    with pytest.raises(TypeError, match="request_id: got .*, expected an integer"):
+    with pytest.raises(TypeError, match=r"request_id: got .*, expected an integer"):
         getattr(engine, call)(request_id)
 
 

@@ -48,6 +48,9 @@ def test_buffers_begin_as_padding(dtype, pad, device):
         ({"shape": (2, 0)}, ValueError, r"shape: got \(2, 0\)"),
         ({"dtype": "float32"}, TypeError, "dtype: got 'float32'"),
         ({"dtype": torch.complex64}, ValueError, "dtype: got torch.complex64"),
+        ({"dtype": torch.qint8}, ValueError, "dtype: got torch.qint8"),
+        ({"dtype": torch.bits8}, ValueError, "dtype: got torch.bits8"),
+        ({"shape": (True,)}, TypeError, r"shape: got \(True,\)"),
         ({"example": 3}, TypeError, "example: got 3"),
         ({"pad": 0.5}, TypeError, "pad: got 0.5"),
         ({"pad": True}, TypeError, "pad: got True"),
@@ -192,6 +195,12 @@ def test_what_is_no_device_is_named(device):
         StaticBuffers({"x": BufferSpec((), torch.int32, 0)}, 4, device)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="device: got cuda, expected cpu: torch finds no GPU"):
+        StaticBuffers({"x": BufferSpec((), torch.int32, 0)}, 4, "cuda")
+
+
 def test_inputs_of_both_places_are_staged_together(device):
     specs = {
         "words": BufferSpec((3,), torch.int64, -1),
@@ -233,6 +242,7 @@ def test_staging_padding_only(buffers):
         (torch.int32, (1, 2)),
         (torch.int32, range(1, 3)),
         (torch.int32, np.array([1, 2])),
+        (torch.int32, np.array([1, 2])[::-1]),
         (torch.uint8, [255, 0]),
         (torch.uint16, [65535, 0]),
         (torch.int32, np.array([65535, 1], np.uint16)),

@@ -1,6 +1,8 @@
 """Who may read and end a burst: the step, other threads, forks, and the runner that is closed."""
 
+import itertools
 import math
+import sys
 import threading
 import time
 
@@ -18,6 +20,8 @@ from ostinato.graphs import (
     Misses,
     StaticBuffers,
 )
+from ostinato.graphs import burst as burst_module
+from ostinato.graphs.burst_cpu import CpuLoop
 
 
 class Step:
@@ -141,3 +145,77 @@ def test_a_burst_does_not_belong_to_a_fork(runner):
     assert in_a_fork(burst.cancel) == "ForkedError"
     assert in_a_fork(lambda: next(burst)) == "ForkedError"
     assert list(burst) == [[3], [4]]
+
+
+class Interrupt(BaseException):
+    """As KeyboardInterrupt, which pytest takes for its own."""
+
+
+def _raise(*_):
+    raise Interrupt
+
+
+def _every_call_of_reading(act, runner):
+    """Read bursts, each with `act` at another call within, where Python looks for signals."""
+    file = burst_module.__file__
+    for target in itertools.count(1):
+        burst, calls, came = runner.burst(2, {"x": [1, 5]}, 3), 0, False
+
+        def profile(frame, event, _argument, burst=burst, target=target):
+            nonlocal calls, came
+            if frame.f_code.co_filename == file and event in ("call", "c_return"):
+                calls += 1
+                if calls == target:
+                    came = True
+                    sys.setprofile(None)
+                    act(burst)
+
+        sys.setprofile(profile)
+        try:
+            for _ in burst:
+                pass
+        except Interrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        yield burst, target
+        if not came:
+            return
+
+
+def test_an_exception_at_any_call_of_reading_doubles_no_token(runner):
+    for burst, target in _every_call_of_reading(_raise, runner):
+        burst.close()
+        steps = burst.steps
+        assert burst.tokens == [list(range(2, 2 + steps)), list(range(6, 6 + steps))], target
+        assert len(burst.times_ns) == steps
+    assert target > 30
+
+
+def test_a_handler_of_signals_that_closes_the_burst_never_waits_for_itself(runner):
+    refused = []
+
+    def close(burst):
+        try:
+            burst.close()
+        except BusyError as error:
+            refused.append(str(error))
+
+    for burst, target in _every_call_of_reading(close, runner):
+        burst.close()
+        steps = burst.steps
+        assert burst.tokens == [list(range(2, 2 + steps)), list(range(6, 6 + steps))], target
+    assert refused
+    assert "a handler of signals, can neither read nor end it" in refused[0]
+
+
+def test_a_burst_whose_launch_is_interrupted_leaves_the_runner_free(runner, monkeypatch):
+    abandoned = []
+    monkeypatch.setattr(CpuLoop, "launch", _raise)
+    monkeypatch.setattr(CpuLoop, "abandon", lambda loop: abandoned.append(loop))
+    with pytest.raises(Interrupt):
+        runner.burst(2, {"x": [1, 5]}, 3)
+    assert len(abandoned) == 1
+    monkeypatch.undo()
+    with runner.burst(2, {"x": [1, 5]}, 3) as burst:
+        assert list(burst) == [[2, 6], [3, 7], [4, 8]]

@@ -199,6 +199,7 @@ def test_no_more_runs_than_half_the_tensors_and_a_look_pass_by_what_has_moved(co
 def test_a_watch_finds_what_moved_within_two_rounds(count, step, data):
     tensors = [torch.zeros(1) for _ in range(count)]
     watch = MemoryWatch({"x": tensors})
+    watch.note()
     for _ in range(data.draw(st.integers(0, 5))):
         assert watch.moved(step) is None
     moved = data.draw(st.integers(0, count - 1))
@@ -206,6 +207,58 @@ def test_a_watch_finds_what_moved_within_two_rounds(count, step, data):
     # The round that is under way may have passed it, and its last look be a short one.
     found = [watch.moved(step) for _ in range(2 * -(-count // step))]
     assert f"memory['x'], tensor {moved}" in found
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that stands for another, as a DTensor for its part on this device."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, _types, arguments=(), keywords=None):
+        plain = [a.inner if isinstance(a, Wrapper) else a for a in arguments]
+        return function(*plain, **(keywords or {}))
+
+
+@pytest.mark.parametrize("kind", ["module", "list"])
+def test_what_a_tensor_wraps_is_watched(kind):
+    holder = torch.nn.Module()
+    holder.register_buffer("weight", Wrapper(torch.ones(4)))
+    memory = {"it": holder if kind == "module" else [holder.weight]}
+    runner = cpu_runner(ToyStep(), memory=memory)
+    runner.capture([1])
+    runner.check_memory()
+    if kind == "module":
+        holder.weight = Wrapper(torch.ones(4))
+        name = r"memory\['it'\], weight"
+    else:
+        memory["it"][0].inner = torch.zeros(4)
+        name = r"memory\['it'\], tensor 0"
+    with pytest.raises(InvalidatedError, match=name):
+        runner.check_memory()
+
+
+def test_memory_that_is_sparse_is_named():
+    with pytest.raises(TypeError, match=r"memory\['it'\]: got torch.sparse_coo, expected strided"):
+        cpu_runner(ToyStep(), memory={"it": torch.eye(2).to_sparse()})
+
+
+def test_modules_may_be_initialised_by_the_first_warm_up():
+    lazy = torch.nn.LazyLinear(2)
+    runner = cpu_runner(lambda batch: lazy(batch.hidden), memory={"lazy": lazy})
+    runner.capture([1])
+    assert runner.run(1, ONE_ROW).shape == (1, 2)
+    lazy.weight = torch.nn.Parameter(lazy.weight.detach().clone())
+    with pytest.raises(InvalidatedError, match="weight has moved"):
+        runner.check_memory()
 
 
 def test_nothing_declared_is_nothing_watched():

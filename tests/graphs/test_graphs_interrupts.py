@@ -1,6 +1,7 @@
 """What a signal handler raises, at any moment, loses neither the turn nor the place of captures."""
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import torch
 from graphs_toys import SPECS, ToyStep
 
 import ostinato.graphs
-from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.graphs import GraphRunner, Misses, StaticBuffers
 from ostinato.graphs.guards import only_capture
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
@@ -90,6 +91,21 @@ def test_an_exception_at_any_instruction_leaves_a_runner_that_can_be_used(name):
             break
         event += step
     assert event > 20
+
+
+def test_late_captures_that_are_interrupted_leave_runs_that_work():
+    for event in itertools.count(1, 97):
+        runner = GraphRunner(ToyStep(), StaticBuffers(SPECS, 2, "cpu"))
+        runner.capture([], misses=Misses("capture", max_graphs=1), progress=False)
+        runner.run(1, ONE_ROW)
+        two_rows = {name: 2 * rows for name, rows in ONE_ROW.items()}
+        was_interrupted = is_interrupted_at(event, lambda r=runner, x=two_rows: r.run(2, x))
+        for n, inputs in ((1, ONE_ROW), (2, two_rows), (1, ONE_ROW)):
+            assert runner.run(n, inputs)["tokens"].tolist() == [3] * n
+        runner.close()
+        if not was_interrupted:
+            break
+    assert event > 1000
 
 
 # What is raised in a destructor is lost.
