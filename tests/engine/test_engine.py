@@ -756,7 +756,7 @@ def test_a_closed_engine_takes_no_requests() -> None:
     assert engine.idle
 
 
-@pytest.mark.parametrize("integer", [torch.tensor, np.int64, np.uint8], ids=repr)
+@pytest.mark.parametrize("integer", [torch.tensor, np.int64, np.uint8], ids=lambda i: i.__name__)
 def test_sizes_are_integers_of_any_library_and_stay_as_they_are(
     integer: Callable[[int], Any],
 ) -> None:
