@@ -107,7 +107,7 @@ class Burst:
         Raises:
             BurstError: when the device failed.
             BusyError: from inside the step, or from a handler of signals that interrupts this
-                thread's reading; nothing is changed then.
+                thread's reading, which can `cancel`; nothing is changed then.
         """
         if self._process.is_fork:
             return
@@ -121,8 +121,12 @@ class Burst:
         if self._reader == threading.get_ident():
             raise BusyError(
                 "this thread is reading the burst: its step, or a handler of signals, can neither "
-                "read nor end it"
+                "read nor end it, but cancel() it"
             )
+
+    def disown(self) -> None:
+        """Have nothing more to do with the memory, in which another burst may begin."""
+        self._finish = None
 
     def end(self, timeout_s: float) -> None:
         """Cancel the burst and read it to its end, unless another thread reads it for too long.
@@ -286,24 +290,27 @@ class Bursts:
         self._buffers.rows(inputs, n)  # or refused
         loop = self.prepare(graph, key)
         self._backend.follow()
-        launching = False
+        launching, burst = False, None
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                self._buffers.stage(inputs, n, key.batch_size)
-                self._memory.start(ends.limits, ends.stops)
-                launching = True
-                loop.launch()
-            burst = Burst(loop, self._memory, n, finish)
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._buffers.stage(inputs, n, key.batch_size)
+                    self._memory.start(ends.limits, ends.stops)
+                    launching = True
+                    loop.launch()
+                burst = Burst(loop, self._memory, n, finish)
+            finally:
+                self._backend.passed()
             self._current = weakref.ref(burst)
             return burst
         except BaseException:
+            if burst is not None:
+                burst.disown()
             if launching:  # nobody could end what may be running
                 self._memory.cancel()
                 with suppress(Exception):
                     loop.abandon()
             raise
-        finally:
-            self._backend.passed()
 
     def end_current(self, timeout_s: float) -> float:
         """Cancel the burst that is running, if one is, and read it to its end.
@@ -349,10 +356,12 @@ class Bursts:
     def _stops(self, n: int, stops: Stops) -> list[list[int]]:
         entries = as_list("stops", stops)
         nested = [tokens for tokens in entries if isinstance(tokens, Sequence)]
-        others = [e for e in entries if isinstance(e, Iterable) and not isinstance(e, Sequence)]
-        if any(not isinstance(e, torch.Tensor) or e.dim() > 0 for e in others):
-            kind = type(others[0]).__name__
-            raise TypeError(f"stops: got entries of {kind}, expected tokens, or {n} lists of them")
+        for entry in entries:
+            # An array or a tensor of one number is a number.
+            several = isinstance(entry, Iterable) and getattr(entry, "ndim", 1) > 0
+            if several and not isinstance(entry, Sequence):
+                kind = type(entry).__name__
+                raise TypeError(f"stops: got a {kind}, expected tokens, or {n} lists of them")
         if not nested:
             rows = [[as_integer("stops", token) for token in entries]] * n
         elif len(nested) != len(entries) or len(entries) != n:

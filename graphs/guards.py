@@ -135,7 +135,8 @@ def _places(memory: DeclaredMemory) -> Iterator[_Place]:
                 prefix = f"{path}." if path else ""
                 for tensors in (module._parameters, module._buffers):
                     for key, tensor in tensors.items():
-                        if tensor is not None:
+                        # What is uninitialised after the warm-up is in no graph.
+                        if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
                             label = f"memory[{name!r}], {prefix}{key}"
                             yield from _places_of(tensors, key, label)
             continue

@@ -41,7 +41,10 @@ def as_seconds(argument: str, value: float) -> float:
     """
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         raise TypeError(f"{argument}: got {value!r}, expected a number of seconds")
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.copysign(math.inf, value)
     if math.isnan(value):
         raise ValueError(f"{argument}: got {value}, expected a number of seconds")
     return value

@@ -13,7 +13,7 @@ def kept_alive(memory: DeclaredMemory) -> DeclaredMemory:
     """Return the same, safe to go through again and again.
 
     Raises:
-        TypeError: when something in it is not a tensor and has none.
+        TypeError: when something in it is not a tensor and has none, or one is sparse.
     """
     if not isinstance(memory, Mapping):
         raise TypeError(f"memory: got {type(memory).__name__}, expected a mapping")

@@ -151,7 +151,7 @@ class GraphRunner(Generic[OutputT]):
         Raises:
             TypeError, ValueError: for bad batch sizes, with the corrected list, or another `audit`;
                 nothing is changed then.
-            CaptureError: when the step fails.
+            CaptureError: when the step fails, or in `torch.autocast`; in that nothing is changed.
             AuditError: when a strict audit refuses a graph.
             BurstError: when there are `burst` rules, and the step cannot be repeated by them.
             GraphError: when a strict audit is impossible, for want of cuda-python.
@@ -303,8 +303,12 @@ class GraphRunner(Generic[OutputT]):
                 self._gate.raise_own(error)
                 raise
             burst = self._bursts.start(graph, key, inputs, asked, hold.end)
-            hold.detach()
-            return burst
+            try:
+                hold.detach()
+                return burst
+            except BaseException:
+                burst.close()  # which nobody has
+                raise
 
     def bucket_for(self, n: int, variant: Variant = DEFAULT) -> int:
         """Return the batch size that a run of `n` rows would have.

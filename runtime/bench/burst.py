@@ -237,6 +237,15 @@ def _summary(times_us: Sequence[float]) -> tuple[float, float, float]:
     return round(statistics.fmean(times_us), 2), round(p50, 2), round(p99, 2)
 
 
+# Until the process that started it is gone, however it ended.
+_SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    pass
+"""
+
+
 @contextmanager
 def _loaded_host() -> Iterator[None]:
     """Keep every core busy, and with them the interpreter's lock of this process."""
@@ -247,9 +256,10 @@ def _loaded_host() -> Iterator[None]:
             pass
 
     threads = [threading.Thread(target=spin, daemon=True) for _ in range(_SPIN_THREADS)]
-    cores = range(os.cpu_count() or 1)
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for _ in range(os.cpu_count() or 1):
+            processes.append(subprocess.Popen([sys.executable, "-c", _SPIN]))
         for thread in threads:
             thread.start()
         yield

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ostinato.bench import machine
-from ostinato.bench.files import write_whole
+from ostinato.kernels.files import write_whole
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -20,7 +20,7 @@ from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
 from ostinato.kernels.loader import load
 from ostinato.ops import gemm_table
 from ostinato.ops.gemm_table import Choice, GemmVariant
-from ostinato.ops.launch import current_stream
+from ostinato.ops.launch import current_stream, on_device
 
 # Tokens for which the choice is measured: powers of two, and the tiles' sizes between them. A
 # choice holds down to the next smaller one.
@@ -171,26 +171,27 @@ def _calls(choice: Choice, sets: Sequence[Inputs], device: torch.device) -> list
 
 
 def _launch(choice: Choice, inputs: Inputs, device: int) -> None:
-    stream = current_stream(device)
     m, n = inputs.out.shape
-    load(choice.variant, device=device, stream=stream).launch(
-        x=inputs.x.data_ptr(),
-        x_stride=inputs.x.stride(0),
-        w=inputs.packed.data.data_ptr(),
-        w_stride=0,
-        x_scale=inputs.x_scale.data_ptr(),
-        x_scale_stride=1,
-        w_scale=inputs.weight.scale.data_ptr(),
-        w_scale_stride=1,
-        out=inputs.out.data_ptr(),
-        out_stride=inputs.out.stride(0),
-        m=m,
-        n=n,
-        k=inputs.x.size(1),
-        **choice.cut,
-        pdl=True,
-        stream=stream,
-    )
+    with on_device(device):
+        stream = current_stream(device)
+        load(choice.variant, device=device, stream=stream).launch(
+            x=inputs.x.data_ptr(),
+            x_stride=inputs.x.stride(0),
+            w=inputs.packed.data.data_ptr(),
+            w_stride=0,
+            x_scale=inputs.x_scale.data_ptr(),
+            x_scale_stride=1,
+            w_scale=inputs.weight.scale.data_ptr(),
+            w_scale_stride=1,
+            out=inputs.out.data_ptr(),
+            out_stride=inputs.out.stride(0),
+            m=m,
+            n=n,
+            k=inputs.x.size(1),
+            **choice.cut,
+            pdl=True,
+            stream=stream,
+        )
 
 
 def _quick(choice: Choice, sets: Sequence[Inputs], device: torch.device) -> Timed:

@@ -104,6 +104,8 @@ def _run(args: argparse.Namespace) -> int:
     budget = Budget(args.budget_s, time.monotonic())
     chosen = _check(args)
 
+    import torch
+
     from ostinato.bench.comparison import read_targets
     from ostinato.bench.decode import time_cases
     from ostinato.bench.decode_summary import summary
@@ -113,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
         targets = None if args.targets is None else read_targets(args.targets, "decode", Case.parse)
     output = Output(args.json, device)
     impls = _implementations(args, output)
-    with user_errors(OSError):
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         left = measure(chosen, time_cases(chosen, impls, device), budget, output)
     output.finish(Case.parse, summary, targets, left)
     return _FAILED if output.failures else 0

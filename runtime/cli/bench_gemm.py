@@ -94,6 +94,8 @@ def _run(args: argparse.Namespace) -> int:
     budget = Budget(args.budget_s, time.monotonic())
     chosen = _check(args)
 
+    import torch
+
     from ostinato.bench.comparison import read_targets
     from ostinato.bench.gemm import time_cases
     from ostinato.bench.gemm_summary import summary
@@ -106,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     impls = _implementations(args, output)
     if device.type == "cuda":
         _compile(chosen, args.dtype, device)
-    with user_errors(OSError):
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         pace = SUSTAINED if args.sustained else RESTED
         results = time_cases(chosen, impls, device, pace=pace)
         left = measure(chosen, results, budget, output)

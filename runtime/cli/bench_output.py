@@ -99,8 +99,8 @@ class Output:
             left: cases for which there was no time.
         """
         from ostinato.bench.comparison import times
-        from ostinato.bench.files import write_whole
         from ostinato.bench.report import Row
+        from ostinato.kernels.files import write_whole
 
         measured = times([row for row in self._report.rows if isinstance(row, Row)], parse)
         self.say("", "== against the peers of this run (µs)", *summary(measured, measured))

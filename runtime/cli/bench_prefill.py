@@ -72,6 +72,8 @@ def _run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError(f"--cases: {error}") from error
 
+    import torch
+
     from ostinato.bench.comparison import read_targets
     from ostinato.bench.prefill import time_cases
     from ostinato.bench.prefill_inputs import DTYPE, FP8
@@ -85,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
     output = Output(args.json, device)
     impls = _implementations(args, output)
     dtype = FP8 if args.dtype == "fp8" else DTYPE
-    with user_errors(OSError):
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         left = measure(chosen, time_cases(chosen, impls, device, dtype), budget, output)
     output.finish(Case.parse, summary, targets, left)
     return _FAILED if output.failures else 0

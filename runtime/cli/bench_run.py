@@ -53,7 +53,7 @@ def ready_peers(
     for peer in found:
         try:
             peer.prepare()
-        except (OSError, ImportError) as error:
+        except Exception as error:  # whatever goes wrong when somebody else's package is imported
             if required or names is asked:
                 raise UserError(f"{peer.name}: {error}") from error
             output.say(f"{peer.name} is not timed: {error}")

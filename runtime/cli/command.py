@@ -47,8 +47,12 @@ def user_errors(*types: type[Exception]) -> Iterator[None]:
 
 def check_folder(flag: str, path: Path | None) -> None:
     """Check that the file which a flag names, if it does, can be made: that its folder is there."""
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
         raise UserError(f"{flag}: {path.parent} is not a folder")
+    if path.is_dir():
+        raise UserError(f"{flag}: {path} is a folder, expected a file")
 
 
 def comma_separated(text: str) -> list[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+_DEVICE = re.compile("cpu(:0)?|cuda(:(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
 
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +29,10 @@ def resolve_device(name: str | None) -> torch.device:
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+    if _DEVICE.fullmatch(name) is None:
         raise ValueError(f"--device: got {name!r}, expected cpu, cuda or cuda:N")
     device = torch.device(name)
-    if kind == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"--device: got {name!r}, but torch finds {torch.cuda.device_count()} CUDA devices"
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from ostinato.cli.command import Command, Parser
 
+_SECRETS = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _PREFIXES = ("OSTINATO_", "CUDA_", "NVIDIA_", "NCCL_", "PYTORCH_", "TORCH_", "OMP_", "MKL_")
 
 
@@ -38,7 +40,9 @@ def describe() -> dict[str, Any]:
         "location": str(machine.location()),
         "commit": machine.commit(),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)
+            name: "(set)" if _SECRETS.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_PREFIXES)
         },
     }
 

@@ -194,7 +194,8 @@ class Engine:
 
         Raises:
             RuntimeError: while requests are running.
-            ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`.
+            ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`, which is not to be
+                called in `torch.autocast`.
         """
         self._finish_dropped()
         if self._scheduler.running:

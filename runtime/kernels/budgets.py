@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ostinato.kernels.files import write_whole
+
 # wgmma made to wait for each other, by a call (C7508) or for another reason (C7510).
 _SLOW_WGMMA = re.compile(r"\((C75\d\d)\)\s*(.*)")
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
@@ -124,4 +126,4 @@ def write_budgets(file: Path, usages: Mapping[str, Usage]) -> None:
     for name, usage in usages.items():
         budgets[name] = {limit: asdict(usage)[limit] for limit in LIMITS}
     lines = (f"  {json.dumps(name)}: {json.dumps(budgets[name])}" for name in sorted(budgets))
-    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_whole(file, "{\n" + ",\n".join(lines) + "\n}\n")

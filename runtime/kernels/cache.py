@@ -49,15 +49,23 @@ class Entry:
         """The shared object."""
         return self.folder / LIBRARY
 
+    @property
+    def made_ns(self) -> int:
+        """When it was made, by the clock of the file system; 0 where it is gone by now."""
+        try:
+            return self.folder.stat().st_mtime_ns
+        except OSError:
+            return 0
+
     @staticmethod
     def read(folder: Path) -> Entry | None:
-        """Return the entry in a folder, None when it is absent or damaged."""
+        """Return the entry in a folder, None when it is absent, damaged or not to be read."""
         try:
             fields = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
             entry = Entry(folder, usage=Usage.from_json(fields.pop("usage")), **fields)
             # To load a library that ends too early is no error, but a SIGBUS.
             whole = entry.library.stat().st_size == entry.size
-        except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
+        except (OSError, AttributeError, KeyError, TypeError, ValueError):
             return None
         return entry if whole else None
 
@@ -83,13 +91,7 @@ def exclusive_build(cache: Path) -> Iterator[Path]:
     Raises:
         OSError: when the cache cannot be written.
     """
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / _LOCK, "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"ostinato: waiting for another build in {cache}", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(cache):
         for left in cache.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(left, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=cache))
@@ -97,6 +99,42 @@ def exclusive_build(cache: Path) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(cache: Path) -> Iterator[None]:
+    path = cache / _LOCK
+    while True:
+        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except PermissionError:  # another user's, which can be locked all the same
+            lock = os.open(path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(
+                    f"ostinato: waiting for another build in {cache}", file=sys.stderr, flush=True
+                )
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_at(lock, path):
+                continue  # removed meanwhile, with the cache for example: others have a new one
+            try:
+                yield
+            finally:
+                # Closing would leave it to processes that were forked meanwhile.
+                fcntl.flock(lock, fcntl.LOCK_UN)
+            return
+        finally:
+            os.close(lock)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def publish(entry: Entry, built: Path) -> None:
@@ -120,11 +158,14 @@ def publish(entry: Entry, built: Path) -> None:
     try:
         os.rename(built.parent, entry.folder)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         # A whole one is equal to ours: names are hashes of what is in them.
         if Entry.read(entry.folder) is None:
-            shutil.rmtree(entry.folder)
+            if entry.folder.is_dir() and not entry.folder.is_symlink():
+                shutil.rmtree(entry.folder)
+            else:
+                entry.folder.unlink()
             os.rename(built.parent, entry.folder)
     _flush(entry.folder.parent)
 

@@ -98,9 +98,19 @@ def find(plan: Plan) -> Entry | None:
     """Return the compiled library of a plan, None when there is none.
 
     It is the one made by this machine's toolchain; on a machine that cannot compile, by any.
+
+    Raises:
+        KernelBuildError: when there is none, and this machine's nvcc, which might compile it, does
+            not run.
     """
     cache = cache_folder()
-    nvcc = find_nvcc()
+    try:
+        nvcc = find_nvcc()
+    except KernelBuildError:
+        made_by_any = _newest(cache, plan)
+        if made_by_any is None and jit_enabled():
+            raise
+        return made_by_any
     cutlass = find_cutlass() if plan.sources.uses_cutlass else None
     can_compile = nvcc is not None and (cutlass is not None or not plan.sources.uses_cutlass)
     if nvcc is not None and can_compile:
@@ -109,9 +119,14 @@ def find(plan: Plan) -> Entry | None:
             return exact
     if can_compile and jit_enabled():
         return None
-    folders = sorted(cache.glob(f"{plan.key}-nvcc*"), key=lambda path: path.stat().st_mtime)
-    entries = map(Entry.read, reversed(folders))
-    return next((entry for entry in entries if entry is not None), None)
+    return _newest(cache, plan)
+
+
+def _newest(cache: Path, plan: Plan) -> Entry | None:
+    """Return the last library of a plan that any toolchain has made."""
+    entries = [Entry.read(folder) for folder in cache.glob(f"{plan.key}-nvcc*")]
+    whole = [entry for entry in entries if entry is not None]
+    return max(whole, key=lambda entry: entry.made_ns, default=None)
 
 
 def jit_enabled() -> bool:

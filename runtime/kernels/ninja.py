@@ -59,8 +59,9 @@ def run(
         (folder / job.name).mkdir()
     (folder / "build.ninja").write_text(_build_file(jobs), encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if k not in _HIDDEN_FLAGS}
-    # Temporary files of a killed compiler go with the folder.
-    environment.update(NINJA_STATUS=_MARK, TMPDIR=str(folder), TERM="dumb")
+    # Temporary files of a killed compiler go with the folder of its job, where it runs. No path:
+    # nvcc would give it to a shell as it is.
+    environment.update(NINJA_STATUS=_MARK, TMPDIR=".", TERM="dumb")
     said = []
     with subprocess.Popen(
         [ninja, "-C", folder, "-k", "0", "-j", str(job_limit(_JOB_GIB, limit))],

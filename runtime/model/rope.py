@@ -11,6 +11,7 @@ import torch
 
 from ostinato.model.fields import Fields, UnsupportedModelError
 
+_MOST_POSITIONS = 2**31 - 1  # that fit into the int32 of positions
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -87,12 +88,9 @@ class RopeConfig:
         Files with the types "linear" and "yarn" may name those before in
         `max_position_embeddings`; it counts where it is more.
         """
-        if self.type == "linear":
-            return max(max_position_embeddings, int(max_position_embeddings * self.factor))
-        if self.type == "yarn":
-            stretched = int(self.original_max_position_embeddings * self.factor)
-            return max(max_position_embeddings, stretched)
-        return max_position_embeddings
+        before = {"linear": max_position_embeddings, "yarn": self.original_max_position_embeddings}
+        stretched = before.get(self.type, 0) * self.factor
+        return max(max_position_embeddings, int(min(stretched, _MOST_POSITIONS)))
 
     def cos_sin_table(self, head_dim: int, max_positions: int) -> torch.Tensor:
         """Return the fp32 table [max_positions, head_dim]: first half cos, second half sin."""
@@ -144,10 +142,11 @@ def _scaling_fields(config: Fields) -> Fields:
     spellings = {name: config.child(name).fields for name in names if config.get(name) is not None}
     merged: dict[str, Any] = {}
     for fields in spellings.values():
-        # Its name differs, too, and the types must not.
-        if len(spellings) > 1 and fields.get("type") is not None:
-            fields = {**fields, "rope_type": fields.get("rope_type") or fields["type"]}
-            del fields["type"]
+        if len(spellings) > 1:
+            # The type's name differs, too, and the types must not. What is null is not there.
+            fields = {name: value for name, value in fields.items() if value is not None}
+            if (kind := fields.pop("type", None)) is not None:
+                fields.setdefault("rope_type", kind)
         for name in merged.keys() & fields.keys():
             if merged[name] != fields[name]:
                 raise UnsupportedModelError(

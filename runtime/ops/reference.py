@@ -398,7 +398,8 @@ def sample(
             penalized = torch.where(row > 0, row / penalty, row * penalty)
             row = torch.where(seen[b].cpu(), penalized, row)
         logit = row.tolist()
-        order = sorted(range(len(logit)), key=lambda token: (-logit[token], token))
+        # NaN counts as the largest.
+        order = sorted(range(len(logit)), key=lambda t: (not math.isnan(logit[t]), -logit[t], t))
         if temperature[b] == 0 or not math.isfinite(logit[order[0]]):
             tokens.append(order[0])
             continue

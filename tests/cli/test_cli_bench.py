@@ -140,6 +140,9 @@ def test_a_checkpoint_is_measured_under_its_own_name(
         ("--shape qwen3-8b --peer transformers", "peer: got a model of family 'qwen3'"),
         ("--shape tiny --peer vllm", "argument --peer: invalid choice: 'vllm'"),
         ("--shape tiny --device tpu", "--device: got 'tpu'"),
+        *((f"--shape tiny --device {d}", f"--device: got '{d}'") for d in ("cuda:", "cpu:01")),
+        ("--shape tiny --device cpu:99999999999", "--device: got 'cpu:99999999999'"),
+        ("--shape tiny --device cpu --json .", "--json: . is a folder, expected a file"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -153,11 +156,11 @@ def test_bad_input_is_refused_in_one_line(
 
 
 def test_a_document_that_cannot_be_written_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    argv = ["bench", "step", "--shape", "tiny", "--context", "2", "--json", str(tmp_path)]
+    argv = ["bench", "step", "--shape", "tiny", "--context", "2", "--json", "/dev/full"]
     assert main(argv) == 2
-    assert f"{tmp_path}: Is a directory" in capsys.readouterr().err
+    assert "No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -100,3 +103,30 @@ def test_the_first_slots_are_those_of_the_last_position() -> None:
     }
     # A position behind the table, as after the last step, is not used: any page does.
     assert burst._slots(inputs, 16).tolist() == [80, 129, 168]
+
+
+def test_what_loads_the_host_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> None:
+    children = tmp_path / "children"
+    script = f"""
+import os, time
+from ostinato.bench import burst
+os.cpu_count = lambda: 2
+with burst._loaded_host():
+    listed = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read()
+    open({str(children)!r}, "w").write(listed + " end")
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        while not (children.exists() and children.read_text().endswith("end")):
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    spinning = [int(line) for line in children.read_text().split()[:-1]]
+    assert len(spinning) >= 2
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in spinning):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

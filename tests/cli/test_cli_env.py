@@ -26,10 +26,12 @@ def test_env_names_what_a_bug_report_needs(
 ) -> None:
     monkeypatch.setenv("OSTINATO_JIT", "0")
     monkeypatch.setenv("AWS_SECRET", "never")
+    monkeypatch.setenv("NVIDIA_API_KEY", "never")
     assert main(["env"]) == 0
     printed = capsys.readouterr().out
     for part in (ostinato.__version__, "torch: ", "cores", "commit: ", "OSTINATO_JIT: 0"):
         assert part in printed
+    assert "NVIDIA_API_KEY: (set)" in printed
     assert "never" not in printed
 
 

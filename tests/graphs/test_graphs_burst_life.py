@@ -1,10 +1,12 @@
 """Who may read and end a burst: the step, other threads, forks, and the runner that is closed."""
 
+import gc
 import itertools
 import math
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,3 +221,39 @@ def test_a_burst_whose_launch_is_interrupted_leaves_the_runner_free(runner, monk
     monkeypatch.undo()
     with runner.burst(2, {"x": [1, 5]}, 3) as burst:
         assert list(burst) == [[2, 6], [3, 7], [4, 8]]
+
+
+def test_a_burst_that_is_interrupted_as_it_begins_leaves_nothing_behind(step):
+    package = str(Path(burst_module.__file__).parent)
+    for target in itertools.count(1):
+        calls, kept = 0, None
+
+        def profile(frame, event, _argument, target=target):
+            nonlocal calls
+            if frame.f_code.co_filename.startswith(package) and event in ("call", "c_return"):
+                calls += 1
+                if calls == target:
+                    sys.setprofile(None)
+                    raise Interrupt
+
+        buffers = StaticBuffers({"x": BufferSpec((), torch.int64, 0)}, 2, "cpu")
+        with GraphRunner(step, buffers, burst=BurstRules({"x": Feed(None)}, None)) as runner:
+            runner.capture([2], verify=False)
+            sys.setprofile(profile)
+            try:
+                made = runner.burst(2, {"x": [1, 5]}, 3)
+            except Interrupt as error:
+                kept = error  # and with it what its frames hold, as sys.last_traceback does
+            else:
+                sys.setprofile(None)
+                made.close()
+            finally:
+                sys.setprofile(None)
+            burst = runner.burst(2, {"x": [1, 5]}, 3)
+            assert next(burst) == [2, 6], target
+            was_interrupted, kept = kept is not None, None
+            gc.collect()
+            assert list(burst) == [[3, 7], [4, 8]], target
+        if not was_interrupted:
+            break
+    assert target > 50

@@ -252,8 +252,9 @@ def test_memory_that_is_sparse_is_named():
 
 
 def test_modules_may_be_initialised_by_the_first_warm_up():
-    lazy = torch.nn.LazyLinear(2)
-    runner = cpu_runner(lambda batch: lazy(batch.hidden), memory={"lazy": lazy})
+    lazy, unused = torch.nn.LazyLinear(2), torch.nn.LazyLinear(3)
+    memory = {"lazy": torch.nn.ModuleList([lazy, unused])}
+    runner = cpu_runner(lambda batch: lazy(batch.hidden), memory=memory)
     runner.capture([1])
     assert runner.run(1, ONE_ROW).shape == (1, 2)
     lazy.weight = torch.nn.Parameter(lazy.weight.detach().clone())

@@ -6,11 +6,15 @@ A stand-in for nvcc makes these quick; test_kernels_nvcc.py compiles with the re
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,16 +136,102 @@ def test_without_jit_what_another_compiler_built_is_found(
     assert find(*_plans(1)) == built
 
 
+@pytest.mark.parametrize("jit", ["0", "1"])
+def test_a_compiler_that_does_not_run_is_no_reason_to_leave_what_there_is(
+    jit: str, tmp_path: Path, nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (built,) = build(_plans(1))
+    broken = tmp_path / "broken" / "bin" / "nvcc"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "broken"))
+    monkeypatch.setenv("OSTINATO_JIT", jit)
+    assert find(*_plans(1)) == built
+    if jit == "0":
+        assert find(*_plans(2)) is None
+    else:
+        with pytest.raises(KernelBuildError, match="does not run"):
+            find(*_plans(2))
+
+
+def test_what_is_no_entry_counts_as_none_and_is_replaced(
+    cache: Path, nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (item,) = _plans(1)
+    (built,) = build([item])
+    shutil.rmtree(built.folder)
+    built.folder.write_text("a file")
+    assert Entry.read(built.folder) is None
+    (cache / f"{item.key}-nvcc9.9.9").symlink_to(cache / "nowhere")
+    monkeypatch.setenv("OSTINATO_JIT", "0")
+    assert find(item) is None
+    (again,) = build([item])
+    assert again.library.is_file()
+    assert find(item) == again
+
+
+def test_a_process_forked_during_a_build_does_not_hold_up_the_next(cache: Path) -> None:
+    with exclusive_build(cache):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks among threads
+            child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with open(cache / "build.lock", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_build_that_waited_for_a_lock_that_is_gone_waits_for_the_next(
+    cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    leave, order = threading.Event(), []
+
+    def wait() -> None:
+        with exclusive_build(cache):
+            order.append("waited")
+
+    with exclusive_build(cache):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while "waiting for another build" not in capfd.readouterr().err:
+            time.sleep(0.01)
+        (cache / "build.lock").unlink()
+
+        def build_after() -> None:
+            with exclusive_build(cache) as folder:
+                order.append("began")
+                leave.wait(timeout=60)
+                assert folder.is_dir()
+                order.append("ended")
+
+        after = threading.Thread(target=build_after)
+        after.start()
+        while not order:
+            time.sleep(0.01)
+    while "waiting for another build" not in capfd.readouterr().err:
+        time.sleep(0.01)
+    leave.set()
+    for thread in (after, waiting):
+        thread.join(timeout=60)
+    assert order == ["began", "ended", "waited"]
+
+
 def test_flags_from_the_environment_do_not_reach_the_compiler(
     cache: Path, nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = nvcc_calls.parent / "bin" / "nvcc"
-    script.write_text(script.read_text().replace('"$*"', '"$* $NVCC_APPEND_FLAGS $TMPDIR"'))
+    script.write_text(script.read_text().replace('"$*"', '"$* $NVCC_APPEND_FLAGS $TMPDIR $PWD"'))
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
     build(_plans(1))
     (call,) = _calls(nvcc_calls)
     assert "-G" not in call.split()
-    assert f"{cache}/unfinished-" in call
+    assert f" . {cache}/unfinished-" in call  # temporary files are in the folder it runs in
 
 
 def test_paths_may_hold_what_shells_and_ninja_treat_specially(

@@ -51,6 +51,14 @@ def _cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSTINATO_CACHE", str(shared_cache))
 
 
+def test_caches_may_be_where_shells_find_something_special(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "a, $HOME `b` 'c' \"d\""))
+    (entry,) = build([plan(Probe())])
+    assert entry.library.is_file()
+
+
 def test_the_probe_is_within_its_budget_and_loads() -> None:
     (entry,) = build([plan(Probe())])
     assert excesses(entry.usage, _PROBE_BUDGET) == []

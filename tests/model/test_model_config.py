@@ -119,7 +119,11 @@ def test_two_rope_types_are_refused_however_they_are_spelt(spelling: str) -> Non
     fields = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": scaling}
     with pytest.raises(UnsupportedModelError, match="rope_type: got 'default', expected 'yarn' as"):
         RopeConfig.from_hf(fields, 64)
-    fields["rope_parameters"] = {"type": "yarn", "rope_theta": 1e4}
+    for same in ({"type": "yarn", "rope_theta": 1e4}, {"rope_type": None, "rope_theta": 1e4}):
+        assert RopeConfig.from_hf({**fields, "rope_parameters": same}, 64).type == "yarn"
+    scaling["rope_type"] = None
+    scaling["type"] = "yarn"
+    fields["rope_parameters"] = {"rope_type": "yarn"}
     assert RopeConfig.from_hf(fields, 64).type == "yarn"
 
 

@@ -190,8 +190,9 @@ def test_an_infinite_best_logit_is_drawn(filters: dict[str, float], device: torc
     logits = torch.tensor(
         [[inf, 0, 1, 2], [0, 5, inf, -inf], [1, inf, inf, 2], [3, 2, 1, math.nan], [-inf] * 4]
     )
-    tokens = ops.sample(logits.to(device), **parameters(5, device, temperature=1.0, **filters))
-    assert tokens.tolist() == [0, 2, 1, 3, 0]
+    arguments = parameters(5, device, temperature=1.0, **filters)
+    for sample in (ops.sample, reference.sample):
+        assert sample(logits.to(device), **arguments).tolist() == [0, 2, 1, 3, 0]
 
 
 def test_a_logit_that_a_penalty_makes_infinite_is_drawn(device: torch.device) -> None:
