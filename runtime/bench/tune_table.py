@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ class Table:
 
     def __init__(self, gpu: str, known: Tuning) -> None:
         self._gpu = gpu
+        self._put: set[tuple[str, Shape]] = set()
         self._rows = {(dtype, Shape(n, k)): list(rows) for (dtype, n, k), rows in known.items()}
 
     def covers(self, dtype: str, shape: Shape, tokens: Iterable[int]) -> bool:
@@ -57,13 +60,27 @@ class Table:
         ]
         rows = [*kept, *(TunedRow(m_min, row.m, row.choice) for row in tuned)]
         self._rows[dtype, shape] = sorted(rows, key=lambda row: row.m_max)
+        self._put.add((dtype, shape))
 
     def write(self, path: Path) -> None:
         """Write the document, with the versions and the commit of now.
 
+        Of what was not put here it keeps what the file has by now: another run may add to it.
+
         Raises:
-            OSError: when it cannot be written.
+            OSError, ValueError: when it cannot be written, or is another GPU's by now.
         """
+        folder = os.open(path.absolute().parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            for (dtype, n, k), theirs in known_choices(path, self._gpu).items():
+                if (dtype, Shape(n, k)) not in self._put:
+                    self._rows[dtype, Shape(n, k)] = list(theirs)
+            self._document().write(path)
+        finally:
+            os.close(folder)
+
+    def _document(self) -> _Document:
         rows: list[Any] = [
             {
                 "dtype": dtype,
@@ -77,7 +94,7 @@ class Table:
             for row in of_shape
         ]
         versions, source = machine.versions(), gemm_tuning.sources_hash()
-        _Document(self._gpu, versions, machine.commit(), rows, source).write(path)
+        return _Document(self._gpu, versions, machine.commit(), rows, source)
 
 
 def known_choices(path: Path, gpu: str) -> Tuning:

@@ -108,7 +108,7 @@ def _main(argv: Sequence[str]) -> int:
             break
         for operand, rows in tune_shape(shape, operands, tokens, device, progress.add).items():
             table.put(operand, shape, rows, tokens[0])
-        with user_errors(OSError):
+        with user_errors(OSError, ValueError):
             table.write(out)
             progress.write()
     return _FAILED if progress.failures else 0

@@ -150,6 +150,17 @@ def test_a_table_goes_on_where_it_was(tmp_path: Path) -> None:
     assert row.choice == Choice(TILE, 64, 8)
 
 
+def test_two_runs_keep_what_each_has_found(tmp_path: Path) -> None:
+    file, other, third = tmp_path / "table.json", Shape(1024, 256), Shape(2048, 512)
+    tables = [Table(GPU, {}), Table(GPU, {})]
+    for table, shape in zip(tables, (SHAPE, other), strict=True):
+        table.put("int8", shape, [Tuned(8, Choice(SMALL), 6.0)], m_min=4)
+        table.write(file)
+    tables[0].put("int8", third, [Tuned(64, Choice(TILE), 6.0)], m_min=1)
+    tables[0].write(file)
+    assert {Shape(n, k) for _, n, k in known_choices(file, GPU)} == {SHAPE, other, third}
+
+
 def test_choices_for_other_tokens_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     few, some, many, new = (Choice(TILE, channels, 64) for channels in (16, 32, 64, 96))
