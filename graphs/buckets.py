@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ostinato.graphs.integers import as_integer, as_list
+from ostinato.graphs.integers import as_integer, as_list, at_least_one
 
 # Below 16 rows a tile is not full anyway, and a user waits for every microsecond; up to 128 rows
 # the tiles of attention and GEMM double; beyond, work grows by one whole tile of 128 rows.
@@ -25,9 +25,7 @@ def default_batch_sizes(max_batch: int) -> tuple[int, ...]:
         TypeError: when `max_batch` is not an integer.
         ValueError: when it is below 1.
     """
-    max_batch = as_integer("max_batch", max_batch)
-    if max_batch < 1:
-        raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
+    max_batch = at_least_one("max_batch", max_batch)
     sizes = [*_SMALL, *range(_TILE, max_batch + 1, _TILE)]
     return (*(size for size in sizes if size < max_batch), max_batch)
 

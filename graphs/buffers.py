@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.graphs.arena import Arena, as_words, is_whole_words, words_of
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, at_least_one
 from ostinato.graphs.keys import DEFAULT, Key, Variant
 from ostinato.graphs.mapped import pinned_words
 from ostinato.graphs.spec import BufferSpec, as_rows
@@ -82,9 +82,7 @@ class StaticBuffers:
         self, specs: Mapping[str, BufferSpec], max_batch: int, device: torch.device | str
     ) -> None:
         _check_specs(specs)
-        max_batch = as_integer("max_batch", max_batch)
-        if max_batch < 1:
-            raise ValueError(f"max_batch: got {max_batch}, expected at least 1")
+        max_batch = at_least_one("max_batch", max_batch)
         self.device = _resolve(device)
         self.max_batch = max_batch
         self.specs: Mapping[str, BufferSpec] = MappingProxyType(dict(specs))

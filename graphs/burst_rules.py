@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, at_least_one
 from ostinato.graphs.outputs import Outputs
 from ostinato.graphs.spec import BufferSpec, as_rows
 
@@ -77,10 +77,8 @@ class BurstRules:
                 raise TypeError(f"next[{name!r}]: got {rule!r}, expected Feed, Add or Slot")
             if isinstance(rule, Add):
                 as_integer(f"next[{name!r}].amount", rule.amount)
-            if isinstance(rule, Slot) and as_integer("page_size", rule.page_size) < 1:
-                raise ValueError(
-                    f"next[{name!r}].page_size: got {rule.page_size}, expected at least 1"
-                )
+            if isinstance(rule, Slot):
+                at_least_one(f"next[{name!r}].page_size", rule.page_size)
         for argument, least in (("max_steps", 1), ("max_stops", 0)):
             if as_integer(argument, getattr(self, argument)) < least:
                 raise ValueError(
@@ -101,7 +99,7 @@ class BurstRules:
                 _check_integers(where, name, specs, ())
             if isinstance(rule, Add):
                 limits = torch.iinfo(specs[name].dtype)
-                if not limits.min <= as_integer(f"{where}.amount", rule.amount) <= limits.max:
+                if not limits.min <= rule.amount <= limits.max:
                     raise ValueError(
                         f"{where}.amount: got {rule.amount}, which {specs[name].dtype} cannot hold"
                     )

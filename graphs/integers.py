@@ -32,6 +32,19 @@ def as_integer(argument: str, value: object) -> int:
     raise TypeError(f"{argument}: got {value!r}, expected an integer")
 
 
+def at_least_one(argument: str, value: object) -> int:
+    """Return what `as_integer` does, where it is positive.
+
+    Raises:
+        TypeError: as `as_integer`.
+        ValueError: when it is less than 1.
+    """
+    number = as_integer(argument, value)
+    if number < 1:
+        raise ValueError(f"{argument}: got {number}, expected at least 1")
+    return number
+
+
 def as_seconds(argument: str, value: float) -> float:
     """Return a length of time as Python's own number.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import at_least_one
 
 
 class Variant(NamedTuple):
@@ -54,9 +54,7 @@ def as_variant(argument: str, value: object) -> Variant:
     """
     if not isinstance(value, Variant):
         raise TypeError(f"{argument}: got {value!r}, expected a Variant")
-    q_len = as_integer(f"{argument}.q_len", value.q_len)
-    if q_len < 1:
-        raise ValueError(f"{argument}.q_len: got {q_len}, expected at least 1")
+    q_len = at_least_one(f"{argument}.q_len", value.q_len)
     if not isinstance(value.name, str):
         raise TypeError(f"{argument}.name: got {value.name!r}, expected a string")
     return Variant(q_len, value.name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ostinato.graphs.buckets import check_batch_sizes, default_batch_sizes
-from ostinato.graphs.integers import as_integer, as_list
+from ostinato.graphs.integers import as_list, at_least_one
 from ostinato.graphs.keys import DEFAULT, Key, Variant, as_variant
 
 # For each variant its batch sizes, None for the default ones; or those of the default variant.
@@ -49,8 +49,7 @@ class Misses:
             return
         if self.action != "capture":
             raise ValueError("max_graphs: expected None where no run captures")
-        if as_integer("max_graphs", self.max_graphs) < 1:
-            raise ValueError(f"max_graphs: got {self.max_graphs}, expected at least 1")
+        at_least_one("max_graphs", self.max_graphs)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -32,38 +30,14 @@ from ostinato.engine.scheduler import PrefillChunk, Scheduler
 from ostinato.engine.stats import EngineStats
 from ostinato.engine.stream import TokenStream
 from ostinato.engine.text import TextStream
-from ostinato.engine.upload import upload
+from ostinato.engine.upload import by_default_on_the_host, upload
 from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
-from ostinato.graphs.integers import as_integer
+from ostinato.graphs.integers import as_integer, at_least_one
 from ostinato.interrupts import Uninterrupted, uninterrupted
 from ostinato.model import Llama, PagedKVCache
 
 Prompt = str | Sequence[int]
-P = ParamSpec("P")
-T = TypeVar("T")
 _DEFAULT_CHUNK = 512
-
-
-def _by_default_on_the_host(method: Callable[P, T]) -> Callable[P, T]:
-    """Let tensors for which no device is said be on the host, whatever torch's default device."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        # The context costs every call of torch within it.
-        if torch.get_default_device().type == "cpu":
-            return method(*args, **kwargs)
-        with torch.device("cpu"):
-            return method(*args, **kwargs)
-
-    return call
-
-
-def _at_least_one(name: str, value: int) -> int:
-    """Return an argument as Python's own integer."""
-    value = as_integer(name, value)
-    if value < 1:
-        raise ValueError(f"{name}: got {value}, expected at least 1")
-    return value
 
 
 class Engine:
@@ -94,7 +68,7 @@ class Engine:
         TypeError, ValueError: when an argument is of the wrong kind or out of range.
     """
 
-    @_by_default_on_the_host
+    @by_default_on_the_host
     def __init__(
         self,
         model: Llama,
@@ -108,9 +82,9 @@ class Engine:
         max_prefill_tokens: int = 2048,
         by_halves: bool = True,
     ) -> None:
-        max_batch = _at_least_one("max_batch", max_batch)
-        page_size = _at_least_one("page_size", page_size)
-        max_prefill_tokens = _at_least_one("max_prefill_tokens", max_prefill_tokens)
+        max_batch = at_least_one("max_batch", max_batch)
+        page_size = at_least_one("page_size", page_size)
+        max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
         if max_context is None:
             max_context = model.max_context
         max_context = as_integer("max_context", max_context)
@@ -177,7 +151,7 @@ class Engine:
         self._next_id = 0
         self._closed = False
 
-    @_by_default_on_the_host
+    @by_default_on_the_host
     def capture(
         self,
         batch_sizes: Sequence[int] | None = None,
@@ -377,7 +351,7 @@ class Engine:
         self._prefill.require_captured()
 
     @uninterrupted
-    @_by_default_on_the_host
+    @by_default_on_the_host
     def _advance(self) -> None:
         self._rehearsal.end()
         self._require_captured()
