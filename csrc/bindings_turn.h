@@ -57,6 +57,8 @@ class Turn {
   void forget() {
     while (!repeats.empty()) {
       Repeat& repeat = *repeats.back();
+      // What goes with its runs may be the last that holds it.
+      const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&repeat));
       repeats.pop_back();
       forget_runs(repeat);
     }

@@ -56,7 +56,11 @@ class Softmax {
     top[1] *= factor_;
     fade_[0] = fade_[1] = 1;
     if (__any_sync(0xffffffff, top[0] > reference_[0] + kMost || top[1] > reference_[1] + kMost)) {
-      raise(top, fade_);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float most = of_row(top[half]);
+        raise(half, most > reference_[half] + kMost, most, fade_);
+      }
     }
   }
 
@@ -76,12 +80,14 @@ class Softmax {
     find_tops(scores, top);
     const bool risen = __any_sync(0xffffffff, top[0] > limit_[0] || top[1] > limit_[1]);
     if (__builtin_expect(risen, false)) {
-      top[0] *= factor_;
-      top[1] *= factor_;
-      raise(top, fade);
       const float inverse = __fdividef(1.0f, factor_);
-      limit_[0] = (reference_[0] + kMost) * inverse;
-      limit_[1] = (reference_[1] + kMost) * inverse;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float most = of_row(top[half]);
+        const bool rises = most > limit_[half];
+        raise(half, rises, most * factor_, fade);
+        limit_[half] = rises ? (reference_[half] + kMost) * inverse : limit_[half];
+      }
     }
     return risen;
   }
@@ -168,17 +174,18 @@ class Softmax {
     top[1] = fmaxf(tops[2], tops[3]);
   }
 
-  __device__ __forceinline__ void raise(const float (&tops)[2], float (&fade)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = fmaxf(tops[half], __shfl_xor_sync(0xffffffff, tops[half], 1));
-      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-      // A row's results depend on no other row.
-      const float raised = top > reference_[half] + kMost ? top - kTop : reference_[half];
-      fade[half] = power_of_2(reference_[half] - raised);
-      sum_[half] *= fade[half];
-      reference_[half] = raised;
-    }
+  __device__ __forceinline__ static float of_row(float top) {
+    top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+    return fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+  }
+
+  // Whether a row rises is told by the comparison by which its warp came here, not by another one
+  // that may differ in the last bit: then its results would depend on other rows.
+  __device__ __forceinline__ void raise(int half, bool rises, float top, float (&fade)[2]) {
+    const float raised = rises ? top - kTop : reference_[half];
+    fade[half] = power_of_2(reference_[half] - raised);
+    sum_[half] *= fade[half];
+    reference_[half] = raised;
   }
 
   const Arguments& args_;

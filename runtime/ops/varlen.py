@@ -103,6 +103,8 @@ def varlen_attention(
     - k_scale, v_scale: fp32 factors of int8 or e4m3 keys and values, and only of them: a scalar,
       [heads_kv] or [total_k, heads_kv].
     - out: as there; of e4m3 queries it is bf16, or what is given, bf16 or fp16.
+    - workspace: for decode steps alone. Prompts' kernels have one that is kept for the stream of
+      the call, or of its capture: graphs captured on one stream may not run at once.
     - check_bounds: check the offsets, which reads them on the host; the CPU always does.
 
     Returns:

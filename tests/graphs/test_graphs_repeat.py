@@ -1,6 +1,8 @@
 """Runs like one before, which `_C.Repeat` makes without a frame of Python, and what ends that."""
 
 import gc
+import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -443,3 +445,40 @@ def test_references_are_given_back(step):
         with pytest.raises(ValueError, match="inputs: missing"):
             runner.run(1, {})
     assert counts() == before
+
+
+_LAST_REFERENCE = """
+import gc
+from ostinato import _C
+
+class Buffers:
+    def stage(self, *_):
+        pass
+
+def nothing():
+    pass
+
+gc.disable()
+for _ in range(20):
+    turn, repeat, buffers, counts = _C.Turn(), _C.Repeat(), Buffers(), _C.RunCounts()
+
+    def replay(held=repeat):
+        pass
+
+    for n in range(1, 100):
+        repeat.learn(
+            turn=turn, n=n, variant=("v", n), batch_size=n, stager=buffers, executable=0,
+            replay=replay, counts=counts, look=nothing, runs_per_look=1, rows=(None, []),
+            remake=nothing,
+        )
+    del replay, repeat
+    turn.forget()
+"""
+
+
+def test_a_turn_forgets_runs_that_hold_the_last_reference_to_who_repeats_them():
+    # What is freed is overwritten, so that reading it does not go well by chance.
+    environment = {**os.environ, "PYTHONMALLOC": "debug"}
+    script = [sys.executable, "-c", _LAST_REFERENCE]
+    done = subprocess.run(script, env=environment, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()

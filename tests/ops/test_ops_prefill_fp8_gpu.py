@@ -327,3 +327,45 @@ def test_hundreds_of_repeats_give_the_same_bits(kernel: dict[str, int]) -> None:
         out, lse = case.attend()
         assert_same_bits(out, expected)
         assert_same_bits(lse, expected_lse)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_whether_a_reference_rises_depends_on_no_other_row(kernel: dict[str, int]) -> None:
+    """Scores that are just high enough for it, or just not, beside a row whose reference rises.
+
+    Each head has its own first and second keys, and a scale by which the second ones' scores are
+    where they barely fit beside the first ones', up to some units in the last place.
+    """
+    heads, dim, half = 64, kernel["dim"], 192
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.tensor([m / 8 * 2.0**e for e in range(4) for m in range(8, 16)])
+    offsets = [int32([0, 1, 2], CUDA), int32([0, 2 * half, 2 * half + 1], CUDA)]
+    rule = LogitRule(dim**-0.5, False, -1, -1, 0.0)
+    one = torch.ones((), device=CUDA)
+    v = torch.zeros(2 * half + 1, heads, dim, device=CUDA)
+    v[:half] = 1
+    for _ in range(40):
+        pairs = torch.stack([torch.randperm(32, generator=generator)[:2] for _ in range(heads)])
+        first, second = codes[pairs].sort(dim=1).values.unbind(1)
+        # A reference lies 7 below the greatest score, in powers of 2, and 8.75 above it still fit.
+        factor = 1.75 / (second - first) / (rule.scale * math.log2(math.e))
+        ulps = torch.randint(-8, 9, (heads,), generator=generator, dtype=torch.int32)
+        factor = (factor.view(torch.int32) + ulps).view(torch.float32)
+        k = torch.zeros(2 * half + 1, heads, dim)
+        k[:half, :, 0], k[half:, :, 0] = first, second
+        found = []
+        for other in (0.0, 2.0):
+            q = torch.zeros(2, heads, dim)
+            q[0, :, 0], q[1, :, 0] = 1, other
+            out = torch.full(q.shape, math.nan, dtype=BF16, device=CUDA)
+            tensors = [tensor.to(CUDA).to(E4M3) for tensor in (q, k, v)]
+            scales = Fp8Scales(one, factor.to(CUDA), one)
+            chosen = prefill_launch.fp8_variant(*tensors, out, scales)
+            assert chosen is not None
+            chosen = replace(chosen, warpgroups=kernel.get("warpgroups", 0))
+            lens = (1, 2 * half)
+            prefill_launch.attend_packed(
+                chosen, *tensors, *offsets, *lens, rule, None, out, None, scales
+            )
+            found.append(out[0])
+        assert_same_bits(*found)
