@@ -352,7 +352,7 @@ def test_whether_a_reference_rises_depends_on_no_other_row(kernel: dict[str, int
         ulps = torch.randint(-8, 9, (heads,), generator=generator, dtype=torch.int32)
         factor = (factor.view(torch.int32) + ulps).view(torch.float32)
         k = torch.zeros(2 * half + 1, heads, dim)
-        k[:half, :, 0], k[half:, :, 0] = first, second
+        k[:half, :, 0], k[half:, :, 0] = second, first  # the last are looked at first
         found = []
         for other in (0.0, 2.0):
             q = torch.zeros(2, heads, dim)
