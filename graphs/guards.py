@@ -135,8 +135,7 @@ def _places(memory: DeclaredMemory) -> Iterator[_Place]:
                 prefix = f"{path}." if path else ""
                 for tensors in (module._parameters, module._buffers):
                     for key, tensor in tensors.items():
-                        # What is uninitialised after the warm-up is in no graph.
-                        if tensor is not None and not torch.nn.parameter.is_lazy(tensor):
+                        if tensor is not None:
                             label = f"memory[{name!r}], {prefix}{key}"
                             yield from _places_of(tensors, key, label)
             continue
@@ -153,12 +152,13 @@ def _places_of(
     tensors: Mapping[str, torch.Tensor | None], key: str, label: str
 ) -> Iterator[_Place]:
     tensor = tensors[key]
-    if tensor is None or not _wraps(tensor):
-        look = partial(_address, tensors, key)
-        yield look, _address(tensors, key) or 0, label
-        return
+    assert tensor is not None, "only those that are there are watched"
     for part, held in enumerate(stored(tensor)):
-        yield partial(_address_within, tensors, key, part), held.data_ptr(), label
+        if held is tensor:
+            look = partial(_address, tensors, key)
+        else:
+            look = partial(_address_within, tensors, key, part)
+        yield look, held.data_ptr(), label
 
 
 def _wraps(tensor: torch.Tensor) -> bool:

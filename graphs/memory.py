@@ -46,7 +46,12 @@ def tensors_of(name: str, holder: object) -> Iterator[torch.Tensor]:
 
 
 def stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's elements: itself, or what it wraps, as a DTensor."""
+    """Yield the tensors that hold a tensor's elements: itself, or what it wraps, as a DTensor.
+
+    What is uninitialised after the warm-up holds nothing, and is in no graph.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        return
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor

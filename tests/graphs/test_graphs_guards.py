@@ -20,6 +20,7 @@ from ostinato.graphs import (
     StaticBuffers,
 )
 from ostinato.graphs.guards import MemoryWatch, Turn, only_capture, turn_of
+from ostinato.graphs.memory import stored
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 
@@ -260,6 +261,12 @@ def test_modules_may_be_initialised_by_the_first_warm_up():
     lazy.weight = torch.nn.Parameter(lazy.weight.detach().clone())
     with pytest.raises(InvalidatedError, match="weight has moved"):
         runner.check_memory()
+
+
+def test_what_is_uninitialised_holds_nothing():
+    assert list(stored(torch.nn.UninitializedParameter())) == []
+    plain = torch.zeros(2)
+    assert list(stored(Wrapper(plain))) == [plain]
 
 
 def test_nothing_declared_is_nothing_watched():
