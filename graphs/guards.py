@@ -137,32 +137,32 @@ def _places(memory: DeclaredMemory) -> Iterator[_Place]:
                     for key, tensor in tensors.items():
                         if tensor is not None:
                             label = f"memory[{name!r}], {prefix}{key}"
-                            yield from _places_of(tensors, key, label)
+                            look, find = partial(_address, tensors, key), partial(tensors.get, key)
+                            yield from _places_of(tensor, look, find, label)
             continue
         for index, tensor in enumerate([holder] if isinstance(holder, torch.Tensor) else holder):
             label = f"memory[{name!r}], tensor {index}"
-            if _wraps(tensor):
-                yield from _places_of({"": tensor}, "", label)
-            else:
-                # The method itself: a run finds little of all this in the CPU's caches.
-                yield tensor.data_ptr, tensor.data_ptr(), label
+            # The method itself: a run finds little of all this in the CPU's caches.
+            yield from _places_of(tensor, tensor.data_ptr, partial(_itself, tensor), label)
 
 
 def _places_of(
-    tensors: Mapping[str, torch.Tensor | None], key: str, label: str
+    tensor: torch.Tensor,
+    look: Callable[[], int | None],
+    find: Callable[[], torch.Tensor | None],
+    label: str,
 ) -> Iterator[_Place]:
-    tensor = tensors[key]
-    assert tensor is not None, "only those that are there are watched"
+    """Yield where a tensor is, by `look`, or what it wraps, in what `find` then returns."""
     for part, held in enumerate(stored(tensor)):
-        if held is tensor:
-            look = partial(_address, tensors, key)
-        else:
-            look = partial(_address_within, tensors, key, part)
-        yield look, held.data_ptr(), label
+        yield (
+            look if held is tensor else partial(_address_within, find, part),
+            held.data_ptr(),
+            label,
+        )
 
 
-def _wraps(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__")
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _address(tensors: Mapping[str, torch.Tensor | None], key: str) -> int | None:
@@ -170,8 +170,8 @@ def _address(tensors: Mapping[str, torch.Tensor | None], key: str) -> int | None
     return None if tensor is None else tensor.data_ptr()
 
 
-def _address_within(tensors: Mapping[str, torch.Tensor | None], key: str, part: int) -> int | None:
-    tensor = tensors.get(key)
+def _address_within(find: Callable[[], torch.Tensor | None], part: int) -> int | None:
+    tensor = find()
     held = None if tensor is None else next(itertools.islice(stored(tensor), part, None), None)
     return None if held is None else held.data_ptr()
 

@@ -763,10 +763,8 @@ def test_sizes_are_integers_of_any_library_and_stay_as_they_are(
     plain = {"max_batch": 4, "page_size": 4, "prefill_chunk": 8, "max_context": 60}
     plain |= {"max_prefill_tokens": 16, "num_pages": 61}
     given = {name: integer(value) for name, value in plain.items()}
-    prompts, params = (
-        ["a prompt of many more tokens than a chunk"] * 4,
-        SamplingParams(max_tokens=6),
-    )
+    prompts = ["a prompt of many more tokens than a chunk"] * 4
+    params = SamplingParams(max_tokens=6)
     texts, steps = [], []
     for options in (plain, given):
         engine = make_engine(**options)
