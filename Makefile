@@ -25,7 +25,8 @@ test-gpu: $(VENV)/.test
 
 # What test-gpu launches, compiled here into OSTINATO_CACHE for another machine, or for later.
 gpu-kernels: $(VENV)/.test
-	PYTHONPATH=tests:tests/ops $(BIN)/python -m pytest -q -rN -m gpu -p compile_ahead tests/kernels
+	PYTHONPATH=tests:tests/ops:tests/ops/attention $(BIN)/python -m pytest -q -rN -m gpu -p compile_ahead \
+	    tests/jit tests/kernels
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -44,7 +45,7 @@ install: $(VENV)/.installed
 # that is when its folder's time stamp changes.
 SOURCE_FOLDERS := $(shell find runtime graphs csrc -type d -not -name __pycache__)
 # The loader that the install compiles; kernels are compiled on first use.
-LOADER := $(wildcard csrc/bindings*) $(wildcard csrc/*/*params.h)
+LOADER := $(shell find csrc -name '*.h') csrc/bindings/module.cpp
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(LOADER) $(SOURCE_FOLDERS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

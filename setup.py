@@ -1,7 +1,7 @@
 """Maps the top-level folders onto the import package, and compiles the loader `ostinato._C`.
 
 runtime/ is ostinato, graphs/ its graphs, and csrc/ travels along as data: kernels are compiled
-from it on the user's machine (see ostinato.kernels), the loader alone is compiled here. Everything
+from it on the user's machine (see ostinato.jit), the loader alone is compiled here. Everything
 else about the distribution is declared in pyproject.toml.
 """
 
@@ -11,23 +11,29 @@ from pathlib import Path
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
 
-# Of the params.h of every folder, and of headers that add to it, such as prefill_params.h.
-PARAMS = sorted(Path("csrc").glob("*/*params.h"))
+# The headers of each kind of launch: a library made for another one is refused.
+_HEADERS = {
+    "ATTENTION": ("attention/common",),
+    "ATTENTION_PREFILL": ("attention/common", "attention/prefill"),
+    "EMBED": ("embed",),
+    "FUSED_LINEAR": ("gemm_w8a8/fused",),
+    "GEMM_W8A8": ("gemm_w8a8",),
+    "GEMM_W8A8_QUANTIZE": ("gemm_w8a8", "gemm_w8a8/quantize"),
+    "L2": ("l2",),
+    "MERGE": ("attention/merge",),
+    "SAMPLING": ("sampling",),
+}
+PARAMS = {
+    name: [Path("csrc", at, "params.h") for at in at_all] for name, at_all in _HEADERS.items()
+}
 
 
-def _digest(path: Path) -> str:
-    """Hash a header and the params.h that it adds to."""
-    texts = [header.read_bytes() for header in dict.fromkeys((path.with_name("params.h"), path))]
+def _digest(headers: list[Path]) -> str:
+    texts = [header.read_bytes() for header in headers]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
 
 
-def _name(path: Path) -> str:
-    """Return a header's macro: OSTINATO_ABI_ATTENTION_PREFILL of attention/prefill_params.h."""
-    parts = ("OSTINATO_ABI", path.parent.name, path.stem.removesuffix("params").strip("_"))
-    return "_".join(filter(None, parts)).upper()
-
-
-ABI = {_name(path): _digest(path) for path in PARAMS}
+ABI = {f"OSTINATO_ABI_{name}": _digest(headers) for name, headers in PARAMS.items()}
 NATIVE = {
     ".".join(("ostinato", *folder.parts)): str(folder)
     for folder in {file.parent for file in Path("csrc").rglob("*.*")}
@@ -48,10 +54,10 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "ostinato._C",
-            ["csrc/bindings.cpp"],
+            ["csrc/bindings/module.cpp"],
             include_dirs=["csrc"],
-            depends=[str(path) for path in (*sorted(Path("csrc").glob("bindings_*.h")), *PARAMS)],
-            # As `ostinato.kernels.compiler.abi_version`, which gives each kernel library its own.
+            depends=[str(path) for path in sorted(Path("csrc").rglob("*.h"))],
+            # As `ostinato.jit.compiler.abi_version`, which gives each kernel library its own.
             define_macros=[(name, f"0x{digest}ULL") for name, digest in ABI.items()],
             libraries=["dl"],
             cxx_std=17,

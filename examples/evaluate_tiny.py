@@ -20,7 +20,10 @@ from tokenizers import Tokenizer
 
 from ostinato.bench.report import Report
 from ostinato.checkpoint import load_model, load_tokenizer
-from ostinato.model import Llama, sequence_logits
+from ostinato.models import (
+    Llama,
+    sequence_logits,
+)
 
 
 @dataclass(frozen=True)

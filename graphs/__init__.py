@@ -6,13 +6,12 @@ every batch from the smallest captured size that holds it. Without CUDA it does 
 step itself. This package knows nothing of models: only torch is needed. See `docs/graphs.md`.
 """
 
-from ostinato.graphs.audit import Finding
-from ostinato.graphs.buckets import default_batch_sizes
-from ostinato.graphs.buffers import BatchView, StaticBuffers
-from ostinato.graphs.burst import Burst
-from ostinato.graphs.burst_rules import Add, BurstRules, Feed, Slot
-from ostinato.graphs.diagnosis import Diagnosis
-from ostinato.graphs.errors import (
+from .audit import Finding
+from .buckets import default_batch_sizes
+from .buffer_spec import BufferSpec
+from .buffers import BatchView, StaticBuffers
+from .capture_plan import Misses
+from .errors import (
     AsleepError,
     AuditError,
     BurstError,
@@ -26,14 +25,26 @@ from ostinato.graphs.errors import (
     RankError,
     VerificationError,
 )
-from ostinato.graphs.histogram import Histogram
-from ostinato.graphs.keys import Key, Variant
-from ostinato.graphs.outputs import Step, StepOutput
-from ostinato.graphs.plan import Misses
-from ostinato.graphs.report import CaptureReport, GraphReport
-from ostinato.graphs.runner import GraphRunner
-from ostinato.graphs.spec import BufferSpec
-from ostinato.graphs.stats import BucketStats, RunnerStats
+from .graph_key import (
+    Key,
+    Variant,
+)
+from .inspect.diagnosis import Diagnosis
+from .loop.burst import Burst
+from .loop.rules import (
+    Add,
+    BurstRules,
+    Feed,
+    Slot,
+)
+from .metrics.histogram import Histogram
+from .metrics.stats import (
+    BucketStats,
+    RunnerStats,
+)
+from .outputs import Step, StepOutput
+from .report import CaptureReport, GraphReport
+from .runner import GraphRunner
 
 __all__ = [
     "Add",

@@ -14,11 +14,23 @@ from typing import Literal
 
 import torch
 
-from ostinato.graphs.allocations import Allocation, Allocations, State, mapped_by_host
-from ostinato.graphs.backend import Backend
-from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.memory import DeclaredMemory, stored, tensors_of
-from ostinato.graphs.recording import Recording, Word
+from .backends.base import Backend
+from .buffers import StaticBuffers
+from .declared_memory import (
+    DeclaredMemory,
+    stored,
+    tensors_of,
+)
+from .inspect.allocations import (
+    Allocation,
+    Allocations,
+    State,
+    mapped_by_host,
+)
+from .inspect.nodes import (
+    Recording,
+    Word,
+)
 
 Audit = Literal["off", "report", "strict"]
 AUDITS: tuple[Audit, ...] = ("off", "report", "strict")

@@ -11,11 +11,26 @@ from typing import Any
 
 import torch
 
-from ostinato.graphs.arena import Arena, as_words, is_whole_words, words_of
-from ostinato.graphs.integers import as_integer, at_least_one
-from ostinato.graphs.keys import DEFAULT, Key, Variant
-from ostinato.graphs.mapped import pinned_words
-from ostinato.graphs.spec import BufferSpec, as_rows
+from .arguments import (
+    as_integer,
+    at_least_one,
+)
+from .buffer_spec import (
+    BufferSpec,
+    as_rows,
+)
+from .graph_key import (
+    DEFAULT,
+    Key,
+    Variant,
+)
+from .packed_inputs import (
+    Arena,
+    as_words,
+    is_whole_words,
+    words_of,
+)
+from .pinned_memory import pinned_words
 
 _IN_FLIGHT = 2  # batches on their way from pinned memory
 _MOST_MAPPED = 1 << 18  # bytes that a kernel copies from the host; beyond, a copy engine is better

@@ -16,25 +16,35 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from ostinato.graphs.audit import Audit, Auditor, Finding, summarize
-from ostinato.graphs.backend import Backend, Graph, MemoryUse
-from ostinato.graphs.buffers import BatchView, StaticBuffers
-from ostinato.graphs.burst import Bursts
-from ostinato.graphs.diagnosis import Failure, diagnose
-from ostinato.graphs.errors import (
+from .audit import Audit, Auditor, Finding, summarize
+from .backends.base import (
+    Backend,
+    Graph,
+    MemoryUse,
+)
+from .buffers import BatchView, StaticBuffers
+from .errors import (
     AuditError,
     CaptureError,
     GraphError,
     RankError,
     VerificationError,
 )
-from ostinato.graphs.guards import MemoryWatch, only_capture
-from ostinato.graphs.keys import DEFAULT, Key
-from ostinato.graphs.outputs import Outputs, Step
-from ostinato.graphs.ranks import Ranks
-from ostinato.graphs.recording import Recording
-from ostinato.graphs.report import CaptureReport, GraphReport
-from ostinato.graphs.verify import find_difference
+from .graph_key import (
+    DEFAULT,
+    Key,
+)
+from .guards import MemoryWatch, only_capture
+from .inspect.diagnosis import (
+    Failure,
+    diagnose,
+)
+from .inspect.nodes import Recording
+from .loop.burst import Bursts
+from .outputs import Outputs, Step
+from .process_group import Ranks
+from .report import CaptureReport, GraphReport
+from .verify import find_difference
 
 # The first call may compile, autotune or allocate; the second shows that it has settled.
 _WARMUP_CALLS = 2

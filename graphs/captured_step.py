@@ -9,24 +9,34 @@ from typing import Generic, TypeVar
 import torch
 
 from ostinato import _C
-from ostinato.graphs.audit import Audit, Auditor
-from ostinato.graphs.backend import Backend, Graph
-from ostinato.graphs.buffers import BatchView, StaticBuffers
-from ostinato.graphs.burst import Bursts
-from ostinato.graphs.capture import CaptureOptions, capture_graphs
-from ostinato.graphs.dot import to_dot
-from ostinato.graphs.errors import BurstError, GraphError
-from ostinato.graphs.guards import MemoryWatch
-from ostinato.graphs.keys import Key, Variant
-from ostinato.graphs.memory import DeclaredMemory
-from ostinato.graphs.modes import without_autocast
-from ostinato.graphs.observer import Observer
-from ostinato.graphs.outputs import Outputs, StepOutput
-from ostinato.graphs.plan import Plan
-from ostinato.graphs.ranks import Ranks
-from ostinato.graphs.report import CaptureReport
-from ostinato.graphs.stats import RunnerStats
-from ostinato.graphs.table import Bucket, GraphTable
+
+from .audit import Audit, Auditor
+from .autocast import without_autocast
+from .backends.base import (
+    Backend,
+    Graph,
+)
+from .buffers import BatchView, StaticBuffers
+from .capture import CaptureOptions, capture_graphs
+from .capture_plan import Plan
+from .declared_memory import DeclaredMemory
+from .errors import BurstError, GraphError
+from .graph_key import (
+    Key,
+    Variant,
+)
+from .graph_table import (
+    Bucket,
+    GraphTable,
+)
+from .guards import MemoryWatch
+from .inspect.dot import to_dot
+from .loop.burst import Bursts
+from .metrics.stats import RunnerStats
+from .outputs import Outputs, StepOutput
+from .process_group import Ranks
+from .replay_observer import Observer
+from .report import CaptureReport
 
 OutputT = TypeVar("OutputT", bound=StepOutput)
 

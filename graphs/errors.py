@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ostinato.graphs.diagnosis import Diagnosis
+from .inspect.diagnosis import Diagnosis
 
 
 class GraphError(RuntimeError):

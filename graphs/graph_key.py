@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ostinato.graphs.integers import at_least_one
+from .arguments import at_least_one
 
 
 class Variant(NamedTuple):

@@ -5,11 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from ostinato import _C
-from ostinato.graphs.backend import Graph
-from ostinato.graphs.buckets import smallest_bucket
-from ostinato.graphs.keys import DEFAULT, Key, Variant
-from ostinato.graphs.plan import Plan
-from ostinato.graphs.stats import BucketStats
+
+from .backends.base import Graph
+from .buckets import smallest_bucket
+from .capture_plan import Plan
+from .graph_key import (
+    DEFAULT,
+    Key,
+    Variant,
+)
+from .metrics.stats import BucketStats
 
 
 class Bucket:

@@ -13,8 +13,12 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 
 from ostinato import _C
-from ostinato.graphs.errors import BusyError, ForkedError
-from ostinato.graphs.memory import DeclaredMemory, stored
+
+from .declared_memory import (
+    DeclaredMemory,
+    stored,
+)
+from .errors import BusyError, ForkedError
 
 # Torch keeps track of one capture at a time in a process, in whichever thread.
 _capturing = _C.Turn()

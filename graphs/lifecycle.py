@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 
 from ostinato import _C
-from ostinato.graphs.backend import Backend
-from ostinato.graphs.errors import (
+
+from .backends.base import Backend
+from .errors import (
     AsleepError,
     BusyError,
     CaptureError,
@@ -15,7 +16,7 @@ from ostinato.graphs.errors import (
     InvalidatedError,
     NotCapturedError,
 )
-from ostinato.graphs.guards import ProcessGuard
+from .guards import ProcessGuard
 
 _Refusal = tuple[type[GraphError], str]
 _NOT_CAPTURED: _Refusal = (

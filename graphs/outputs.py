@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ostinato.graphs.buffers import BatchView
+from .buffers import BatchView
 
 StepOutput = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Step = Callable[[BatchView], StepOutput]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ostinato.graphs.spec import BufferSpec
+from .buffer_spec import BufferSpec
 
 _ALIGNMENT = 256  # bytes: what vector loads and bulk copies ask for, and more
 _WORD = 8  # bytes

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 
 from torch import distributed
 
-from ostinato.graphs.errors import RankError
-from ostinato.graphs.integers import as_seconds
+from .arguments import as_seconds
+from .errors import RankError
 
 DEFAULT_TIMEOUT_S = 600.0  # a rank may compile kernels in its warm-up while the others wait
 _LINGER_S = 5.0  # for others to read of a failure before its process may end, with the store

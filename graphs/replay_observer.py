@@ -6,10 +6,16 @@ import threading
 
 import torch
 
-from ostinato.graphs.backend import Graph, ReplayTimer
-from ostinato.graphs.errors import GraphError
-from ostinato.graphs.histogram import Histogram, HistogramBuilder
-from ostinato.graphs.keys import Key
+from .backends.base import (
+    Graph,
+    ReplayTimer,
+)
+from .errors import GraphError
+from .graph_key import Key
+from .metrics.histogram import (
+    Histogram,
+    HistogramBuilder,
+)
 
 
 class Observer:

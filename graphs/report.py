@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from ostinato.graphs.audit import Finding, summarize
-from ostinato.graphs.dot import short_name
-from ostinato.graphs.keys import Key, Variant
+from .audit import Finding, summarize
+from .graph_key import (
+    Key,
+    Variant,
+)
+from .inspect.dot import short_name
 
 _KERNELS_SHOWN = 12
 

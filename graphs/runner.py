@@ -10,29 +10,54 @@ from typing import Generic
 
 import torch
 
-from ostinato.graphs.audit import AUDITS, Audit
-from ostinato.graphs.buffers import BatchView, StaticBuffers
-from ostinato.graphs.burst import Burst, Bursts, Stops
-from ostinato.graphs.burst_rules import BurstRules
-from ostinato.graphs.captured import CapturedStep, OutputT
-from ostinato.graphs.cuda_backend import PoolHandle
-from ostinato.graphs.devices import backend_for
-from ostinato.graphs.errors import (
+from .arguments import (
+    as_integer,
+    as_seconds,
+)
+from .audit import AUDITS, Audit
+from .autocast import require_no_autocast
+from .backends.cuda import PoolHandle
+from .backends.select import backend_for
+from .buffers import BatchView, StaticBuffers
+from .capture_plan import (
+    BatchSizes,
+    Misses,
+    Plan,
+)
+from .captured_step import (
+    CapturedStep,
+    OutputT,
+)
+from .declared_memory import (
+    DeclaredMemory,
+    kept_alive,
+)
+from .errors import (
     BurstError,
     CaptureError,
     GraphError,
     NotCapturedError,
 )
-from ostinato.graphs.gate import Gate
-from ostinato.graphs.integers import as_integer, as_seconds
-from ostinato.graphs.keys import DEFAULT, Key, Variant, as_variant
-from ostinato.graphs.memory import DeclaredMemory, kept_alive
-from ostinato.graphs.modes import require_no_autocast
-from ostinato.graphs.plan import BatchSizes, Misses, Plan
-from ostinato.graphs.ranks import DEFAULT_TIMEOUT_S, Ranks
-from ostinato.graphs.report import CaptureReport
-from ostinato.graphs.stats import RunnerStats
-from ostinato.graphs.table import GraphTable
+from .graph_key import (
+    DEFAULT,
+    Key,
+    Variant,
+    as_variant,
+)
+from .graph_table import GraphTable
+from .lifecycle import Gate
+from .loop.burst import (
+    Burst,
+    Bursts,
+    Stops,
+)
+from .loop.rules import BurstRules
+from .metrics.stats import RunnerStats
+from .process_group import (
+    DEFAULT_TIMEOUT_S,
+    Ranks,
+)
+from .report import CaptureReport
 
 
 class GraphRunner(Generic[OutputT]):

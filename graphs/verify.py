@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.graphs.backend import Backend, Graph
-from ostinato.graphs.buffers import BatchView, StaticBuffers
-from ostinato.graphs.keys import Key
-from ostinato.graphs.outputs import Outputs, Step
-from ostinato.graphs.ranks import Ranks
+from .backends.base import (
+    Backend,
+    Graph,
+)
+from .buffers import BatchView, StaticBuffers
+from .graph_key import Key
+from .outputs import Outputs, Step
+from .process_group import Ranks
 
 _SEED = 0x0571A70
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

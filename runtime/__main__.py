@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 
-from ostinato.cli.interrupt import INTERRUPTED
+from .cli.interrupt import INTERRUPTED
 
 
 def _run() -> int:
     try:
         # Imported here, so that Ctrl-C is caught while it lasts.
-        from ostinato.cli.main import main
+        from .cli.main import main
 
         _open_closed_streams()
         for stream in (sys.stdout, sys.stderr):

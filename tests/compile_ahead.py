@@ -14,10 +14,13 @@ import pytest
 from ops_kernels import kernels_of_the_tests
 
 from ostinato.cli.build import build_plans
-from ostinato.kernels import compiler
-from ostinato.kernels.catalogue import CATALOGUE
-from ostinato.kernels.compiler import Plan, plan
-from ostinato.ops.gemm_table import H200_SMS
+from ostinato.jit import compiler
+from ostinato.jit.catalogue import CATALOGUE
+from ostinato.jit.compiler import (
+    Plan,
+    plan,
+)
+from ostinato.ops.linear.tile_table import H200_SMS
 
 _noted: dict[str, Plan] = {}  # by key: some are wanted by several
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ostinato.kernels.toolchain import find_nvcc
+from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
 

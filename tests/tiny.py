@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ostinato.model import (
+from ostinato.models import (
     AnyLinear,
     DecoderLayer,
     Linear,

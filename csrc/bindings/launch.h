@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings_library.h"
+#include "library.h"
 
 namespace ostinato {
 

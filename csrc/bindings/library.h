@@ -9,14 +9,14 @@
 #include <stdexcept>
 #include <string>
 
-#include "attention/params.h"
-#include "attention/prefill_params.h"
+#include "attention/common/params.h"
+#include "attention/merge/params.h"
+#include "attention/prefill/params.h"
 #include "embed/params.h"
-#include "fused_linear/params.h"
+#include "gemm_w8a8/fused/params.h"
 #include "gemm_w8a8/params.h"
-#include "gemm_w8a8/quantize_params.h"
+#include "gemm_w8a8/quantize/params.h"
 #include "l2/params.h"
-#include "merge/params.h"
 #include "sampling/params.h"
 
 namespace py = pybind11;

@@ -1,11 +1,11 @@
 // ostinato._C: loads kernel libraries and passes them pointers, strides, sizes and a stream. It is
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
-#include "bindings_driver.h"
-#include "bindings_hold.h"
-#include "bindings_launch.h"
-#include "bindings_library.h"
-#include "bindings_repeat_type.h"
-#include "bindings_turn.h"
+#include "graphs/driver.h"
+#include "graphs/fast_replay_type.h"
+#include "graphs/run_lock.h"
+#include "graphs/run_lock_guard.h"
+#include "launch.h"
+#include "library.h"
 
 PYBIND11_MODULE(_C, module) {
   using ostinato::AppendKVParams;

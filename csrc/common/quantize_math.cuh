@@ -1,5 +1,5 @@
-// The arithmetic of quantisation: exact where runtime/ops/quantize.py is exact, and counted in
-// instructions, because at full memory bandwidth an element has about 20 to 35 of them.
+// The arithmetic of quantisation: exact where runtime/ops/linear/quantize.py is exact, and counted
+// in instructions, because at full memory bandwidth an element has about 20 to 35 of them.
 #pragma once
 
 #include <cuda_bf16.h>

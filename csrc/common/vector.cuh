@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/pack_pair.cuh"
+#include "pack_pair.cuh"
 
 namespace ostinato {
 

@@ -14,7 +14,7 @@
 #include "common/launch.cuh"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
-#include "embed/params.h"
+#include "params.h"
 
 namespace ostinato {
 namespace {

@@ -4,7 +4,7 @@
 // of blocks. Within a row, the v-th vector of 16 bytes stands at v ^ (row / 2 % 4): that is TMA's
 // and wgmma's 64-byte swizzle, so that a copy of whole runs arrives in shared memory as an operand
 // of wgmma (TMA takes some 2 clocks per row, of up to 128 bytes: rows of 64 would halve its speed),
-// and no reader meets a bank conflict. runtime/ops/packing.py packs.
+// and no reader meets a bank conflict. runtime/ops/linear/packed_weight.py packs.
 #pragma once
 
 namespace ostinato {

@@ -1,7 +1,7 @@
 // The arguments of W8A8 products and of activation quantisation, as plain structs shared by the
-// kernels and the loader (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so that the
-// host compiler builds the loader alone. Strides count elements, sizes are logical, pointers are
-// device pointers.
+// kernels and the loader (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header, so
+// that the host compiler builds the loader alone. Strides count elements, sizes are logical,
+// pointers are device pointers.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct W8A8GemmParams {
   const void* x;  // [m, k] 8-bit
   int64_t x_stride;
   const void* w;         // [n, k] 8-bit
-  int64_t w_stride;      // 0: packed (gemm_w8a8/packed.h)
+  int64_t w_stride;      // 0: packed (packed.h)
   const float* x_scale;  // [m] with stride 1 (per token), or one element with stride 0
   int32_t x_scale_stride;
   const float* w_scale;  // [n] with stride 1 (per channel), or one element with stride 0
@@ -27,8 +27,8 @@ struct W8A8GemmParams {
   const int32_t* n_active;
   void* out;  // [m, n]
   int64_t out_stride;
-  // Where rows of out are logits to be sampled from: the places (common/place.cuh) of the best of
-  // each part of a row, or null. Rows with a temperature that is not above 0 and a penalty of 1
+  // Where rows of out are logits to be sampled from: the places (common/argmax_key.cuh) of the best
+  // of each part of a row, or null. Rows with a temperature that is not above 0 and a penalty of 1
   // need no more: they may be left out of `out`. Written by the predecessor at the latest.
   uint64_t* best;  // [m, parts of a row]; how many is the kernel's choice
   int64_t best_stride;

@@ -2,8 +2,8 @@
 // rows that have ended become padding, the others' inputs move on, and the loop is told whether to
 // go around again.
 //
-// Compiled at run time by NVRTC (graphs/burst_cuda.py), so that it includes nothing. All memory is
-// made of 64-bit words, laid out as in graphs/burst_memory.py and graphs/burst_plan.py.
+// Compiled at run time by NVRTC (loop/cuda.py), so that it includes nothing. All memory is
+// made of 64-bit words, laid out as in loop/memory.py and loop/plan.py.
 
 using Word = long long;
 

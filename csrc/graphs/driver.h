@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "bindings_library.h"
+#include "bindings/library.h"
 
 namespace ostinato {
 

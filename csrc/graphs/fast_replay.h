@@ -11,8 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "bindings_driver.h"
-#include "bindings_turn.h"
+#include "driver.h"
+#include "run_lock.h"
 
 namespace ostinato {
 

@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "bindings_repeat.h"
-#include "bindings_turn.h"
+#include "fast_replay.h"
+#include "run_lock.h"
 
 namespace ostinato::repeat {
 

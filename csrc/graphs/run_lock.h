@@ -1,5 +1,5 @@
 // Whose turn it is among the runners of a memory pool, and how often each of their graphs was run:
-// what ostinato.graphs and a run that is repeated without it (bindings_repeat.h) share.
+// what ostinato.graphs and a run that is repeated without it (fast_replay.h) share.
 #pragma once
 
 #include <pybind11/pybind11.h>

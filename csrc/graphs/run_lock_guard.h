@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "bindings_turn.h"
+#include "run_lock.h"
 
 namespace ostinato {
 

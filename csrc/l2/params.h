@@ -1,6 +1,6 @@
 // The arguments of timing the L2, as a plain struct shared by the kernel and the loader
-// (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so that the host compiler builds the
-// loader alone. Sizes are logical, pointers are device pointers.
+// (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header, so that the host compiler
+// builds the loader alone. Sizes are logical, pointers are device pointers.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/sm_index.cuh"
-#include "l2/params.h"
+#include "params.h"
 
 namespace ostinato {
 namespace {

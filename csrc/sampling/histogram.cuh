@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "sampling/sample_row.cuh"
+#include "sample_row.cuh"
 
 namespace ostinato::sampling {
 

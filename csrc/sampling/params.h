@@ -1,6 +1,6 @@
 // The arguments of sampling, as plain structs shared by the kernels and the loader
-// (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so that the host compiler builds the
-// loader alone. Strides count elements, sizes are logical, pointers are device pointers.
+// (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header, so that the host compiler
+// builds the loader alone. Strides count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct SampleParams {
   const uint8_t* seen;              // [.., vocabulary], 0 or 1
   int64_t seen_stride;
   const int64_t* seen_rows;  // [rows], rows of seen; null: row i has row i
-  // [rows, parts], the places (common/place.cuh) of the best of each part of a row, or null. With
-  // them the logits of greedy rows without a penalty are not read.
+  // [rows, parts], the places (common/argmax_key.cuh) of the best of each part of a row, or null.
+  // With them the logits of greedy rows without a penalty are not read.
   const uint64_t* best;
   int64_t best_stride;
   int64_t* out;  // [rows]

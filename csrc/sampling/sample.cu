@@ -4,19 +4,19 @@
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the logits
 //
-// The semantics are those of runtime/ops/sampling.py. Sums of probabilities are integers, so that a
+// The semantics are those of runtime/ops/sample.py. Sums of probabilities are integers, so that a
 // row's token depends on the row alone: not on the batch, nor on how many CTAs share it.
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "common/argmax_key.cuh"
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "common/place.cuh"
-#include "sampling/params.h"
-#include "sampling/philox.cuh"
-#include "sampling/sample_row.cuh"
-#include "sampling/sample_select.cuh"
+#include "params.h"
+#include "philox.cuh"
+#include "sample_row.cuh"
+#include "sample_select.cuh"
 
 namespace ostinato {
 namespace {

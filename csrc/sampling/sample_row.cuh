@@ -5,10 +5,10 @@
 
 #include <cstdint>
 
-#include "common/place.cuh"
+#include "common/argmax_key.cuh"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
-#include "sampling/params.h"
+#include "params.h"
 
 namespace ostinato::sampling {
 

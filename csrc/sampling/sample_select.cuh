@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "sampling/histogram.cuh"
-#include "sampling/sample_row.cuh"
+#include "histogram.cuh"
+#include "sample_row.cuh"
 
 namespace ostinato::sampling {
 

@@ -12,18 +12,22 @@ from typing import Protocol
 import torch
 
 from ostinato import _C
-from ostinato.graphs.allocations import Allocation
-from ostinato.graphs.buffers import BatchView
-from ostinato.graphs.burst_cpu import CpuLoop
-from ostinato.graphs.burst_memory import BurstMemory
-from ostinato.graphs.burst_rules import BurstRules
-from ostinato.graphs.diagnosis import Failure, Trace
-from ostinato.graphs.errors import GraphError
-from ostinato.graphs.guards import Turn
-from ostinato.graphs.outputs import Outputs, Step
-from ostinato.graphs.ranks import Ranks
-from ostinato.graphs.recording import Recording
-from ostinato.graphs.spec import BufferSpec
+
+from ..buffer_spec import BufferSpec
+from ..buffers import BatchView
+from ..errors import GraphError
+from ..guards import Turn
+from ..inspect.allocations import Allocation
+from ..inspect.diagnosis import (
+    Failure,
+    Trace,
+)
+from ..inspect.nodes import Recording
+from ..loop.cpu import CpuLoop
+from ..loop.memory import BurstMemory
+from ..loop.rules import BurstRules
+from ..outputs import Outputs, Step
+from ..process_group import Ranks
 
 
 class ReplayTimer(Protocol):

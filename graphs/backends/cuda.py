@@ -15,26 +15,45 @@ from typing import cast
 import torch
 
 from ostinato import _C
-from ostinato.graphs.allocations import Allocation, State
-from ostinato.graphs.backend import BurstLoop, Graph, MemoryUse, ReplayTimer
-from ostinato.graphs.borrowed import borrow
-from ostinato.graphs.buffers import BatchView
-from ostinato.graphs.burst_cuda import WhileLoop, check_body
-from ostinato.graphs.burst_memory import BurstMemory
-from ostinato.graphs.burst_plan import encode
-from ostinato.graphs.burst_rules import BurstRules
-from ostinato.graphs.diagnosis import Failure, Trace
-from ostinato.graphs.driver import GraphDriver
-from ostinato.graphs.driver_log import DriverLog
-from ostinato.graphs.errors import BusyError, GraphError
-from ostinato.graphs.guards import only_capture, turn_of
-from ostinato.graphs.launch import Launch
-from ostinato.graphs.outputs import Outputs, Step
-from ostinato.graphs.ranks import Ranks
-from ostinato.graphs.recording import Recording
-from ostinato.graphs.spec import BufferSpec
-from ostinato.graphs.streams import CallerOrder, EventTimer, StreamScope
-from ostinato.graphs.tracing import OperatorWatch
+
+from ..buffer_spec import BufferSpec
+from ..buffers import BatchView
+from ..errors import BusyError, GraphError
+from ..guards import only_capture, turn_of
+from ..inspect.allocations import (
+    Allocation,
+    State,
+)
+from ..inspect.diagnosis import (
+    Failure,
+    Trace,
+)
+from ..inspect.driver import GraphDriver
+from ..inspect.driver_log import DriverLog
+from ..inspect.nodes import Recording
+from ..inspect.op_trace import OperatorWatch
+from ..loop.cuda import (
+    WhileLoop,
+    check_body,
+)
+from ..loop.memory import BurstMemory
+from ..loop.plan import encode
+from ..loop.rules import BurstRules
+from ..outputs import Outputs, Step
+from ..process_group import Ranks
+from .base import (
+    BurstLoop,
+    Graph,
+    MemoryUse,
+    ReplayTimer,
+)
+from .launch import Launch
+from .pool_views import borrow
+from .streams import (
+    CallerOrder,
+    EventTimer,
+    StreamScope,
+)
 
 PoolHandle = tuple[int, int]
 # Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.

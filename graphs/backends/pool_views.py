@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from ostinato.graphs.outputs import Outputs
+from ..outputs import Outputs
 
 
 def borrow(outputs: Outputs, indices: Collection[int], keeper: object) -> Outputs:

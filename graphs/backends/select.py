@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.graphs.backend import Backend, CpuBackend
-from ostinato.graphs.cuda_backend import CudaBackend, PoolHandle
+from .base import (
+    Backend,
+    CpuBackend,
+)
+from .cuda import (
+    CudaBackend,
+    PoolHandle,
+)
 
 
 def backend_for(

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import torch
 
-from ostinato.graphs.backend import Graph
-from ostinato.graphs.guards import Turn
+from ..guards import Turn
+from .base import Graph
 
 _TIMED = 64  # replays whose times are not known yet
 

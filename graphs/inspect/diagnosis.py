@@ -14,7 +14,8 @@ import torch
 
 # Frames in these folders are never the user's.
 _LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, __file__)
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (torch.__file__, os.path.dirname(__file__))
 )
 _SHOWN = 4  # of each kind, in a message
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ostinato.graphs.recording import Node, Recording
+from .nodes import (
+    Node,
+    Recording,
+)
 
 _LONGEST_NAME = 60  # characters; names of templates run to thousands
 

@@ -8,9 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.graphs.demangle import demangle
-from ostinato.graphs.errors import GraphError
-from ostinato.graphs.recording import Edge, Node, Recording, Word, aligned_words
+from ..errors import GraphError
+from .demangle import demangle
+from .nodes import (
+    Edge,
+    Node,
+    Recording,
+    Word,
+    aligned_words,
+)
 
 # CUgraphNodeType. "alloc" and "free" nodes are named as what they do to the graph's memory.
 _KINDS = (

@@ -10,7 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ostinato.graphs.diagnosis import Call, Trace, line_of_stack
+from .diagnosis import (
+    Call,
+    Trace,
+    line_of_stack,
+)
 
 
 class OperatorWatch(TorchDispatchMode):

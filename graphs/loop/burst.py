@@ -16,16 +16,23 @@ from types import TracebackType
 
 import torch
 
-from ostinato.graphs.backend import Backend, BurstLoop, Graph
-from ostinato.graphs.buffers import StaticBuffers
-from ostinato.graphs.burst_inputs import WatchedStep
-from ostinato.graphs.burst_memory import BurstMemory
-from ostinato.graphs.burst_rules import BurstRules
-from ostinato.graphs.errors import BurstError, BusyError
-from ostinato.graphs.guards import ProcessGuard
-from ostinato.graphs.integers import as_integer, as_list
-from ostinato.graphs.keys import Key
-from ostinato.graphs.outputs import Step
+from ..arguments import (
+    as_integer,
+    as_list,
+)
+from ..backends.base import (
+    Backend,
+    BurstLoop,
+    Graph,
+)
+from ..buffers import StaticBuffers
+from ..errors import BurstError, BusyError
+from ..graph_key import Key
+from ..guards import ProcessGuard
+from ..outputs import Step
+from .inputs import WatchedStep
+from .memory import BurstMemory
+from .rules import BurstRules
 
 Stops = Sequence[int] | Sequence[Sequence[int]]
 

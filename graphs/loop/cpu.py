@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ostinato.graphs.buffers import BatchView
-from ostinato.graphs.burst_memory import (
+from ..buffer_spec import BufferSpec
+from ..buffers import BatchView
+from .memory import (
     CANCELLED,
     CONTROL_HEAD,
     FULL,
@@ -21,11 +22,16 @@ from ostinato.graphs.burst_memory import (
     STOP,
     BurstMemory,
 )
-from ostinato.graphs.burst_rules import Add, BurstRules, Feed, Slot, output_of
-from ostinato.graphs.spec import BufferSpec
+from .rules import (
+    Add,
+    BurstRules,
+    Feed,
+    Slot,
+    output_of,
+)
 
 if TYPE_CHECKING:
-    from ostinato.graphs.backend import Graph
+    from ..backends.base import Graph
 
 
 class CpuLoop:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ostinato.graphs.burst_memory import BurstMemory
-from ostinato.graphs.driver import NOT_INSTALLED
-from ostinato.graphs.errors import BurstError
-from ostinato.graphs.guards import ProcessGuard
-from ostinato.graphs.recording import Recording
+from ..errors import BurstError
+from ..guards import ProcessGuard
+from ..inspect.driver import NOT_INSTALLED
+from ..inspect.nodes import Recording
+from .memory import BurstMemory
 
-_SOURCE = Path(__file__).parent.parent / "csrc" / "graphs" / "advance.cu"
+_SOURCE = Path(__file__).parents[2] / "csrc" / "graphs" / "advance.cu"
 _KERNEL = b"ostinato_advance"
 _THREADS = 1024
 _ALLOWED = ("kernel", "memcpy", "memset", "empty", "child graph", "conditional")

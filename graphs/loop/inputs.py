@@ -6,10 +6,14 @@ from collections.abc import Collection
 
 import torch
 
-from ostinato.graphs.buffers import BatchView
-from ostinato.graphs.burst_rules import BurstRules, Feed, name_of
-from ostinato.graphs.errors import BurstError
-from ostinato.graphs.outputs import Outputs, Step, StepOutput
+from ..buffers import BatchView
+from ..errors import BurstError
+from ..outputs import Outputs, Step, StepOutput
+from .rules import (
+    BurstRules,
+    Feed,
+    name_of,
+)
 
 
 class WatchedStep:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.graphs.burst_rules import BurstRules
+from .rules import BurstRules
 
 # Control: the step, the number of rows, then for each row its limit (0 once it has ended), the
 # number of its stop tokens, and those.

@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ostinato.graphs.integers import as_integer, at_least_one
-from ostinato.graphs.outputs import Outputs
-from ostinato.graphs.spec import BufferSpec, as_rows
+from ..arguments import (
+    as_integer,
+    at_least_one,
+)
+from ..buffer_spec import (
+    BufferSpec,
+    as_rows,
+)
+from ..outputs import Outputs
 
 _INTEGERS = (torch.int32, torch.int64)
 OutputKey = str | int | None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from ostinato.graphs.histogram import Histogram
+from .histogram import Histogram
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 

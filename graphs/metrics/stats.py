@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ostinato.graphs.histogram import Histogram
-from ostinato.graphs.prometheus import Metric, to_text
+from .histogram import Histogram
+from .prometheus import (
+    Metric,
+    to_text,
+)
 
 
 @dataclass(frozen=True)

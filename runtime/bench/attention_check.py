@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ostinato.bench.results import CaseResult, CaseT
+from .results import CaseResult, CaseT
 
 Call = Callable[[], torch.Tensor]
 

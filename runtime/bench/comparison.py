@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from ostinato.bench.report import Row
+from .report import Row
 
 OURS = "ostinato_"  # begins the names of our implementations
 _WORST = 5

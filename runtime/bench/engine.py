@@ -11,13 +11,22 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from ostinato.bench.plans import check_least
-from ostinato.bench.report import Row
-from ostinato.bench.step import implementation
-from ostinato.bench.step_work import kv_bytes, prompt_flops, step_flops, weight_bytes
-from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs import CaptureReport
-from ostinato.model import Llama, ModelConfig
+
+from ..engine import Engine, SamplingParams
+from ..models import (
+    Llama,
+    ModelConfig,
+)
+from .plans import check_least
+from .report import Row
+from .step.run import implementation
+from .step.work import (
+    kv_bytes,
+    prompt_flops,
+    step_flops,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)

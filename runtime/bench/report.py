@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ostinato.bench import machine
-from ostinato.kernels.files import write_whole
+from ..jit.files import write_whole
+from . import machine
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ostinato.bench.report import Row
+from .report import Row
 
 CaseT = TypeVar("CaseT")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.bench.shapes import PRECISIONS
-from ostinato.checkpoint.weights import quantize_weight
-from ostinato.model import (
+from ..checkpoint.weights import quantize_weight
+from ..models import (
     AnyLinear,
     DecoderLayer,
     Linear,
@@ -14,6 +13,7 @@ from ostinato.model import (
     ModelConfig,
     W8A8Linear,
 )
+from .shapes import PRECISIONS
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 _DTYPES |= {"fp16": torch.float16, "fp32": torch.float32}

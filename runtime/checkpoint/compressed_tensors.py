@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.checkpoint.errors import CheckpointError, UnsupportedCheckpointError
-from ostinato.checkpoint.scheme import LinearScheme, SchemeOf, match_regex
-from ostinato.checkpoint.section import Section
+from .errors import CheckpointError, UnsupportedCheckpointError
+from .scheme import LinearScheme, SchemeOf, match_regex
+from .section import Section
 
 # Class name of every module that can be quantised, as targets and ignore lists spell it.
 _CLASS = "Linear"

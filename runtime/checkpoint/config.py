@@ -6,11 +6,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ostinato.checkpoint.formats import CONFIG_FILE
-from ostinato.checkpoint.layout import EMBEDDING
-from ostinato.checkpoint.reader import CheckpointReader, holds_weights
-from ostinato.checkpoint.section import Section
-from ostinato.model import ModelConfig
+from ..models import ModelConfig
+from .formats import CONFIG_FILE
+from .layout import EMBEDDING
+from .reader import CheckpointReader, holds_weights
+from .section import Section
 
 _GENERATION_FILE = "generation_config.json"
 

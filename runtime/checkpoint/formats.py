@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ostinato.checkpoint.compressed_tensors import parse_compressed_tensors
-from ostinato.checkpoint.fp8 import parse_hf_fp8, parse_modelopt
-from ostinato.checkpoint.scheme import SchemeOf, unquantized
-from ostinato.checkpoint.section import Section
+from .compressed_tensors import parse_compressed_tensors
+from .fp8 import parse_hf_fp8, parse_modelopt
+from .scheme import SchemeOf, unquantized
+from .section import Section
 
 CONFIG_FILE = "config.json"
 _MODELOPT_FILE = "hf_quant_config.json"

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from ostinato.checkpoint.errors import UnsupportedCheckpointError
-from ostinato.checkpoint.scheme import LinearScheme, SchemeOf, match_regex
-from ostinato.checkpoint.section import Section
+from .errors import UnsupportedCheckpointError
+from .scheme import LinearScheme, SchemeOf, match_regex
+from .section import Section
 
 # Both formats leave the output projection in 16 bits whether or not they list it.
 _OUTPUT = "lm_head"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ostinato.checkpoint.errors import CheckpointError
-from ostinato.checkpoint.section import parse_json
+from .errors import CheckpointError
+from .section import parse_json
 
 # Spelling of dtypes in the file. Others exist; they are kept as text and never asked for.
 DTYPE_NAMES = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.checkpoint.errors import UnsupportedCheckpointError
-from ostinato.checkpoint.scheme import LinearScheme, SchemeOf
-from ostinato.model import ModelConfig
+from ..models import ModelConfig
+from .errors import UnsupportedCheckpointError
+from .scheme import LinearScheme, SchemeOf
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EMBEDDING = "model.embed_tokens.weight"

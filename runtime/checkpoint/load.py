@@ -9,23 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ostinato.checkpoint.config import load_config
-from ostinato.checkpoint.errors import CheckpointError
-from ostinato.checkpoint.finite import is_finite
-from ostinato.checkpoint.formats import load_quantization
-from ostinato.checkpoint.layout import (
-    DENSE_DTYPES,
-    Fused,
-    LayerLayout,
-    ModelLayout,
-    Projection,
-    TensorSpec,
-    model_layout,
-)
-from ostinato.checkpoint.reader import CheckpointReader, require_finite
-from ostinato.checkpoint.scales import merge_asymmetric, read_scale, read_zero_point, require_zero
-from ostinato.checkpoint.weights import QUANTIZED_DTYPES, quantize_weight
-from ostinato.model import (
+from ..models import (
     AnyLinear,
     DecoderLayer,
     Linear,
@@ -34,6 +18,22 @@ from ostinato.model import (
     W8A8Linear,
     compile_kernels,
 )
+from .config import load_config
+from .errors import CheckpointError
+from .finite import is_finite
+from .formats import load_quantization
+from .layout import (
+    DENSE_DTYPES,
+    Fused,
+    LayerLayout,
+    ModelLayout,
+    Projection,
+    TensorSpec,
+    model_layout,
+)
+from .reader import CheckpointReader, require_finite
+from .scales import merge_asymmetric, read_scale, read_zero_point, require_zero
+from .weights import QUANTIZED_DTYPES, quantize_weight
 
 
 def load_model(

@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ostinato.checkpoint.compressed_tensors import describe, matches
-from ostinato.checkpoint.config import load_config
-from ostinato.checkpoint.errors import CheckpointError, UnsupportedCheckpointError
-from ostinato.checkpoint.formats import CONFIG_FILE, quantization_config
-from ostinato.checkpoint.layout import ModelLayout, TensorSpec, model_layout
-from ostinato.checkpoint.load import check_tied
-from ostinato.checkpoint.reader import CheckpointReader, require_finite
-from ostinato.checkpoint.scheme import LinearScheme, unquantized
-from ostinato.checkpoint.section import Section
-from ostinato.checkpoint.weights import quantize_weight
-from ostinato.checkpoint.writer import CheckpointWriter, PlannedTensor, force_to_disk
-from ostinato.model import ModelConfig
+from ..models import ModelConfig
+from .compressed_tensors import describe, matches
+from .config import load_config
+from .errors import CheckpointError, UnsupportedCheckpointError
+from .formats import CONFIG_FILE, quantization_config
+from .layout import ModelLayout, TensorSpec, model_layout
+from .load import check_tied
+from .reader import CheckpointReader, require_finite
+from .scheme import LinearScheme, unquantized
+from .section import Section
+from .weights import quantize_weight
+from .writer import CheckpointWriter, PlannedTensor, force_to_disk
 
 SCHEMES = {
     "int8": LinearScheme(torch.int8, per_channel=True, static_input=False),

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ostinato.checkpoint.errors import CheckpointError
-from ostinato.checkpoint.finite import is_finite
-from ostinato.checkpoint.header import DTYPE_NAMES, StoredTensor, read_header
-from ostinato.checkpoint.layout import DENSE_DTYPES, TensorSpec
-from ostinato.checkpoint.section import Section
+from .errors import CheckpointError
+from .finite import is_finite
+from .header import DTYPE_NAMES, StoredTensor, read_header
+from .layout import DENSE_DTYPES, TensorSpec
+from .section import Section
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

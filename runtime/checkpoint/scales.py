@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.checkpoint.errors import CheckpointError, UnsupportedCheckpointError
-from ostinato.checkpoint.layout import TensorSpec
-from ostinato.checkpoint.reader import CheckpointReader
+from .errors import CheckpointError, UnsupportedCheckpointError
+from .layout import TensorSpec
+from .reader import CheckpointReader
 
 _INT8_MIN, _INT8_MAX = -128, 127
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.checkpoint.errors import CheckpointError
+from .errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ostinato.checkpoint.errors import CheckpointError, UnsupportedCheckpointError
-from ostinato.model.fields import Fields
+from ..models.config_fields import Fields
+from .errors import CheckpointError, UnsupportedCheckpointError
 
 
 class Section(Fields):

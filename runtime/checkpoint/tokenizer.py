@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ostinato.checkpoint.errors import CheckpointError
+from .errors import CheckpointError
 
 _TOKENIZER_FILE = "tokenizer.json"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ostinato.checkpoint.header import DTYPE_NAMES
-from ostinato.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from .header import DTYPE_NAMES
+from .reader import INDEX_FILE, SINGLE_FILE
 
 _ALIGNMENT = 8
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import time
 
-from ostinato.cli.command import UserError
+from .command import UserError
 
 
 def add_budget_flag(parser: argparse.ArgumentParser, what: str) -> None:

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ostinato.cli.command import Command, Parser, UserError, user_errors
-from ostinato.cli.model_flags import add_batch_invariant_flag
-from ostinato.kernels.cache import Entry, cache_folder
-from ostinato.kernels.catalogue import CATALOGUE, families, select
-from ostinato.kernels.compiler import Plan, build, find, plan
-from ostinato.kernels.mode import BuildMode
-from ostinato.kernels.variants import FLOAT_DTYPES, OPERAND_DTYPES, Variant
+from ..jit.cache import (
+    Entry,
+    cache_folder,
+)
+from ..jit.catalogue import (
+    CATALOGUE,
+    families,
+    select,
+)
+from ..jit.compiler import (
+    Plan,
+    build,
+    find,
+    plan,
+)
+from ..jit.mode import BuildMode
+from ..jit.variants import (
+    FLOAT_DTYPES,
+    OPERAND_DTYPES,
+    Variant,
+)
+from .command import Command, Parser, UserError, user_errors
+from .model_flags import add_batch_invariant_flag
 
 
 def _parser() -> Parser:
@@ -133,18 +149,18 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     """
     import torch
 
-    from ostinato.bench.weights import dtype_named
-    from ostinato.checkpoint import load_config
-    from ostinato.checkpoint.formats import load_quantization
-    from ostinato.checkpoint.layout import Fused, model_layout
-    from ostinato.model.kernels import (
+    from ..bench.weights import dtype_named
+    from ..checkpoint import load_config
+    from ..checkpoint.formats import load_quantization
+    from ..checkpoint.layout import Fused, model_layout
+    from ..models.required_kernels import (
         LM_HEAD_QUANTIZATION,
         QUANTIZATION_OF,
         plain_layer_kernels,
         unquantized_kernels,
     )
-    from ostinato.ops.launch import CAPABILITY
-    from ostinato.ops.precompile import layer_kernels
+    from ..ops.common.device import CAPABILITY
+    from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
     layout = model_layout(config, load_quantization(folder))

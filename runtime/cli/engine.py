@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ostinato.cli.command import UserError, comma_separated, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.model_flags import add_page_size_flag
+from .command import UserError, comma_separated, user_errors
+from .device import add_device_flag, resolve_device
+from .model_flags import add_page_size_flag
 
 if TYPE_CHECKING:
-    from ostinato.engine import Engine
+    from ..engine import Engine
 
 _MAX_BATCH = 32
 
@@ -64,8 +64,8 @@ def make_engine(
     """
     import torch
 
-    from ostinato.checkpoint import load_config, load_model, load_tokenizer
-    from ostinato.engine import Engine
+    from ..checkpoint import load_config, load_model, load_tokenizer
+    from ..engine import Engine
 
     device = resolve_device(args.device)
     config = load_config(args.model)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ostinato.cli.command import Command, Parser
+from .command import Command, Parser
 
 _SECRETS = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _PREFIXES = ("OSTINATO_", "CUDA_", "NVIDIA_", "NCCL_", "PYTORCH_", "TORCH_", "OMP_", "MKL_")
@@ -20,7 +20,7 @@ def describe() -> dict[str, Any]:
     """Return software, hardware and settings in a form that JSON can hold."""
     import torch
 
-    from ostinato.bench import machine
+    from ..bench import machine
 
     return {
         "versions": machine.versions(),

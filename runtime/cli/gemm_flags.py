@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from ostinato.cli.command import UserError
+from .command import UserError
 
 _DTYPES = ("int8", "fp8")
 

@@ -12,17 +12,18 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ostinato.cli.command import Command, Parser, UserError, user_errors
-from ostinato.cli.display import TextDisplay
-from ostinato.cli.engine import add_engine_flags, make_engine
-from ostinato.cli.interrupt import INTERRUPTED, deferred_interrupt
-from ostinato.cli.prompts import read_prompts
-from ostinato.cli.sampling import add_sampling_flags, sampling_params
-from ostinato.cli.summary import Summary
+from .command import Command, Parser, UserError, user_errors
+from .display import TextDisplay
+from .engine import add_engine_flags, make_engine
+from .interrupt import INTERRUPTED, deferred_interrupt
+from .prompts import read_prompts
+from .sampling import add_sampling_flags, sampling_params
+from .summary import Summary
 
 if TYPE_CHECKING:
-    from ostinato.engine import Completion, Engine, SamplingParams
     from ostinato.graphs import CaptureReport
+
+    from ..engine import Completion, Engine, SamplingParams
 
 _EPILOG = """\
 Texts go to standard output, everything else to standard error. One text is written token by
@@ -146,7 +147,7 @@ def _document(
     report: CaptureReport,
     served: _Served,
 ) -> dict[str, Any]:
-    from ostinato.bench import machine
+    from ..bench import machine
 
     completions = [
         {

@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ostinato.cli.command import Command, Parser, UserError, user_errors
-from ostinato.kernels.budgets import excesses, read_budgets, write_budgets
-from ostinato.kernels.cache import Entry, cache_folder
-from ostinato.kernels.catalogue import CATALOGUE, select
-from ostinato.kernels.compiler import find, plan
+from ..jit.budgets import (
+    excesses,
+    read_budgets,
+    write_budgets,
+)
+from ..jit.cache import (
+    Entry,
+    cache_folder,
+)
+from ..jit.catalogue import (
+    CATALOGUE,
+    select,
+)
+from ..jit.compiler import (
+    find,
+    plan,
+)
+from .command import Command, Parser, UserError, user_errors
 
 _OVER_BUDGET = 1
 _WIDTH = max(len(variant.name) for variant in CATALOGUE)

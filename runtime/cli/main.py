@@ -9,11 +9,19 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ostinato import __version__
-from ostinato.cli import bench, build, env, generate, kernels, quantize, tune
-from ostinato.cli.command import Command, Parser, UserError
-from ostinato.cli.interrupt import INTERRUPTED
-from ostinato.kernels.errors import KernelError
+from .. import __version__
+from ..jit.errors import KernelError
+from . import (
+    build,
+    env,
+    generate,
+    kernels,
+    quantize,
+    tune,
+)
+from .bench import group as bench
+from .command import Command, Parser, UserError
+from .interrupt import INTERRUPTED
 
 COMMANDS: dict[str, Command] = {
     "generate": generate.COMMAND,

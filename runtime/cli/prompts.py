@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ostinato.cli.command import UserError, user_errors
+from .command import UserError, user_errors
 
 STDIN = "-"
 

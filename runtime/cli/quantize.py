@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ostinato.cli.command import Command, Parser, user_errors
+from .command import Command, Parser, user_errors
 
 
 def _parser() -> Parser:
@@ -30,8 +30,8 @@ def _parser() -> Parser:
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    from ostinato.checkpoint import quantize_checkpoint
-    from ostinato.checkpoint.reader import CheckpointReader
+    from ..checkpoint import quantize_checkpoint
+    from ..checkpoint.reader import CheckpointReader
 
     def weights_mib(folder: str) -> float:
         with CheckpointReader(Path(folder)) as reader:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ostinato.cli.command import comma_separated
+from .command import comma_separated
 
 if TYPE_CHECKING:
-    from ostinato.engine import SamplingParams
+    from ..engine import SamplingParams
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "max_tokens": {"type": int, "metavar": "N", "help": "tokens per text at most (default 128)"},
@@ -62,7 +62,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     Raises:
         ValueError: when one is outside its range.
     """
-    from ostinato.engine import SamplingParams
+    from ..engine import SamplingParams
 
     given: dict[str, Any] = {name: getattr(args, name) for name in _FLAGS if hasattr(args, name)}
     for name in given.keys() & {"stop", "stop_token_ids"}:

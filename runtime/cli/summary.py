@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostinato.engine import EngineStats
     from ostinato.graphs import RunnerStats
+
+    from ..engine import EngineStats
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Phase:
     @staticmethod
     def of(seconds: Sequence[float], tokens: int) -> Phase:
         """Return the phase whose steps took `seconds` each."""
-        from ostinato.bench.timing import percentile
+        from ..bench.timing import percentile
 
         if not seconds:
             return Phase(0, tokens)

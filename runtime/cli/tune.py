@@ -10,22 +10,22 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.gemm_cases import (
+from ..bench.gemm.cases import (
     SHAPE_GROUPS,
     Case,
     Shape,
     linear_shapes,
     parse_shapes,
 )
-from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Command, Parser, check_folder, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.gemm_flags import add_dtype_flag, check_tokens
+from .budget import Budget, add_budget_flag
+from .command import Command, Parser, check_folder, user_errors
+from .device import add_device_flag, resolve_device
+from .gemm_flags import add_dtype_flag, check_tokens
 
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.tune import Timed
+    from ..bench.tune.run import Timed
 
 _FAILED = 1
 
@@ -81,15 +81,21 @@ def _main(argv: Sequence[str]) -> int:
 
     import torch
 
-    from ostinato.bench.gemm_impls import DTYPES
-    from ostinato.bench.tune import TUNED_M, tune_shape
-    from ostinato.bench.tune_table import Table, known_choices
-    from ostinato.ops import gemm_tuning
+    from ..bench.gemm.impls import DTYPES
+    from ..bench.tune.run import (
+        TUNED_M,
+        tune_shape,
+    )
+    from ..bench.tune.table import (
+        Table,
+        known_choices,
+    )
+    from ..ops.linear import tile_tuning
 
     with user_errors():
         device = _cuda(args.device)
         shapes = _shapes(args)
-        out = args.out or Path(os.environ.get(gemm_tuning.VARIABLE) or gemm_tuning.tuning_path())
+        out = args.out or Path(os.environ.get(tile_tuning.VARIABLE) or tile_tuning.tuning_path())
         out.parent.mkdir(parents=True, exist_ok=True)
         gpu = torch.cuda.get_device_name(device)
         table = Table(gpu, known_choices(out, gpu))
@@ -123,7 +129,7 @@ def _check(args: argparse.Namespace) -> None:
 def _cuda(name: str | None) -> torch.device:
     import torch
 
-    from ostinato.ops.launch import device_index
+    from ..ops.common.device import device_index
 
     device = resolve_device(name)
     if device.type != "cuda":
@@ -137,7 +143,7 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
             return parse_shapes(args.shapes or list(SHAPE_GROUPS))
         except ValueError as error:
             raise ValueError(f"--shapes: {error}") from error
-    from ostinato.checkpoint import load_config
+    from ..checkpoint import load_config
 
     config = load_config(args.model)
     return linear_shapes(
@@ -155,8 +161,8 @@ def _compile(
     """Compile all kernels that will be timed, side by side."""
     import torch
 
-    from ostinato.bench.tune import choices
-    from ostinato.ops.precompile import precompile
+    from ..bench.tune.run import choices
+    from ..ops.linear.precompile import precompile
 
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     precompile(
@@ -171,7 +177,7 @@ class _Progress:
     """A line for every case that was timed, and the file of all times."""
 
     def __init__(self, all_times: Path | None, device: torch.device, count: int) -> None:
-        from ostinato.bench.report import Report
+        from ..bench.report import Report
 
         self._all_times = all_times
         self._report = Report.for_device(device)
@@ -180,8 +186,8 @@ class _Progress:
         self.failures = 0
 
     def add(self, operand: str, case: Case, timed: Sequence[Timed]) -> None:
-        from ostinato.bench.tune import fastest
-        from ostinato.bench.tune_table import time_row
+        from ..bench.tune.run import fastest
+        from ..bench.tune.table import time_row
 
         self._done += 1
         best, width = fastest(timed), len(str(self._count))

@@ -24,9 +24,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato import ops
-from ostinato.compat.flash_attn_cache import Cache
-from ostinato.ops import attention_checks, checks
+from .. import ops
+from ..ops.attention import checks as attention_checks
+from ..ops.common import checks
+from .flash_attn_cache import Cache
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

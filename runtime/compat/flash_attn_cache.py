@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato import ops
-from ostinato.ops import checks
+from .. import ops
+from ..ops.common import checks
 
 _INT32 = (torch.int32,)
 

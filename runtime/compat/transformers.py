@@ -34,11 +34,11 @@ from transformers import __version__ as version
 from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ostinato import ops
-from ostinato.compat.transformers_attention import replace_attention
-from ostinato.compat.transformers_cache import NAME, RaggedStaticCache
-from ostinato.compat.transformers_norms import replace_norms
-from ostinato.ops.launch import current_stream
+from .. import ops
+from ..ops.common.device import current_stream
+from .transformers_attention import replace_attention
+from .transformers_cache import NAME, RaggedStaticCache
+from .transformers_norms import replace_norms
 
 __all__ = [
     "NAME",

@@ -12,8 +12,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ostinato.compat.transformers_cache import NAME, Rows, RowsLayer
-from ostinato.compat.transformers_replace import is_known_to_agree, replace_forwards
+from .transformers_cache import NAME, Rows, RowsLayer
+from .transformers_replace import is_known_to_agree, replace_forwards
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ATTRIBUTES = ("head_dim", "scaling", "layer_idx", "config")

@@ -7,8 +7,8 @@ from inspect import signature
 
 import torch
 
-from ostinato import ops
-from ostinato.compat.transformers_replace import is_known_to_agree, replace_forwards
+from .. import ops
+from .transformers_replace import is_known_to_agree, replace_forwards
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 

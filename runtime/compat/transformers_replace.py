@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ostinato.kernels.errors import KernelError
+from ..jit.errors import KernelError
 
 
 def replace_forwards(

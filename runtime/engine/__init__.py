@@ -1,9 +1,14 @@
 """Prefill and decode with continuous batching, over a `GraphRunner`."""
 
-from ostinato.engine.engine import Engine, Prompt
-from ostinato.engine.params import Completion, FinishReason, SamplingParams, TokenEvent
-from ostinato.engine.stats import EngineStats
-from ostinato.engine.stream import TokenStream
+from .engine import Engine, Prompt
+from .sampling_params import (
+    Completion,
+    FinishReason,
+    SamplingParams,
+    TokenEvent,
+)
+from .stats import EngineStats
+from .stream import TokenStream
 
 __all__ = [
     "Completion",

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.engine.request import Request
-from ostinato.engine.upload import upload
-from ostinato.graphs.mapped import pinned_words
+from ostinato.graphs.pinned_memory import pinned_words
+
+from .request import Request
+from .upload import upload
 
 _BLOCK = 256  # tokens that pinned memory is made for, or a multiple
 

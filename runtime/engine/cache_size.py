@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.model import Llama
-from ostinato.model.halves import free_unused, rounding
+from ..models import Llama
+from ..models.l2.partitioned_memory import (
+    free_unused,
+    rounding,
+)
 
 _CPU_CACHE_BYTES = 4 << 30
 

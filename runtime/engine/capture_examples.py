@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ostinato.graphs.spec import Example
-from ostinato.interrupts import Uninterrupted
-from ostinato.model import PagedKVCache
+from ostinato.graphs.buffer_spec import Example
+
+from ..interrupts import Uninterrupted
+from ..models import PagedKVCache
 
 _SEQUENCE = -1  # that holds the pages; requests count from 0
 

@@ -7,14 +7,25 @@ from typing import TypedDict
 
 import torch
 
-from ostinato import ops
-from ostinato.engine.rehearsal import Rehearsal, integers
-from ostinato.engine.request import Request
-from ostinato.engine.upload import upload
 from ostinato.graphs import Add, BatchView, BufferSpec, BurstRules, Feed, Slot
-from ostinato.graphs.memory import DeclaredMemory
-from ostinato.graphs.spec import Example
-from ostinato.model import DUMMY_PAGE, AttentionInputs, Llama, PagedKVCache, Sampling, SeenRows
+from ostinato.graphs.buffer_spec import Example
+from ostinato.graphs.declared_memory import DeclaredMemory
+
+from .. import ops
+from ..models import (
+    DUMMY_PAGE,
+    AttentionInputs,
+    Llama,
+    PagedKVCache,
+    Sampling,
+    SeenRows,
+)
+from .capture_examples import (
+    Rehearsal,
+    integers,
+)
+from .request import Request
+from .upload import upload
 
 _HOST = torch.device("cpu")
 

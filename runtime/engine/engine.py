@@ -13,28 +13,39 @@ from dataclasses import replace
 import torch
 from tokenizers import Tokenizer
 
-from ostinato import ops
-from ostinato.engine.cache_size import default_pages
-from ostinato.engine.decode import (
+from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
+from ostinato.graphs.arguments import (
+    as_integer,
+    at_least_one,
+)
+
+from .. import ops
+from ..interrupts import Uninterrupted, uninterrupted
+from ..models import (
+    Llama,
+    PagedKVCache,
+)
+from .async_tokens import TokensInFlight
+from .cache_size import default_pages
+from .capture_examples import Rehearsal
+from .decode_step import (
     DecodeStep,
     SeenTokens,
     sampling_counters,
     sampling_inputs,
 )
-from ostinato.engine.in_flight import TokensInFlight
-from ostinato.engine.params import Completion, SamplingParams, TokenEvent
-from ostinato.engine.prefill import Prefill
-from ostinato.engine.rehearsal import Rehearsal
-from ostinato.engine.request import Request
-from ostinato.engine.scheduler import PrefillChunk, Scheduler
-from ostinato.engine.stats import EngineStats
-from ostinato.engine.stream import TokenStream
-from ostinato.engine.text import TextStream
-from ostinato.engine.upload import by_default_on_the_host, upload
-from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
-from ostinato.graphs.integers import as_integer, at_least_one
-from ostinato.interrupts import Uninterrupted, uninterrupted
-from ostinato.model import Llama, PagedKVCache
+from .detokenizer import TextStream
+from .prefill_step import Prefill
+from .request import Request
+from .sampling_params import (
+    Completion,
+    SamplingParams,
+    TokenEvent,
+)
+from .scheduler import PrefillChunk, Scheduler
+from .stats import EngineStats
+from .stream import TokenStream
+from .upload import by_default_on_the_host, upload
 
 Prompt = str | Sequence[int]
 _DEFAULT_CHUNK = 512

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.engine.rehearsal import Rehearsal, integers
-from ostinato.engine.scheduler import PrefillChunk
-from ostinato.engine.sequences import Sequences
-from ostinato.engine.upload import upload
 from ostinato.graphs import (
     BatchView,
     BufferSpec,
@@ -18,8 +14,20 @@ from ostinato.graphs import (
     StaticBuffers,
     Variant,
 )
-from ostinato.graphs.memory import DeclaredMemory
-from ostinato.model import AttentionInputs, Llama, PagedKVCache
+from ostinato.graphs.declared_memory import DeclaredMemory
+
+from ..models import (
+    AttentionInputs,
+    Llama,
+    PagedKVCache,
+)
+from .capture_examples import (
+    Rehearsal,
+    integers,
+)
+from .prefill_batch import Sequences
+from .scheduler import PrefillChunk
+from .upload import upload
 
 PREFILL = Variant(name="prefill")  # what a report calls these graphs
 _FEWEST, _FINER = 128, 512  # tokens

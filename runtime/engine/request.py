@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ostinato.engine.params import Completion, FinishReason, SamplingParams, TokenEvent
-from ostinato.engine.text import TextStream
-from ostinato.model import SwappedSequence
+from ..models import SwappedSequence
+from .detokenizer import TextStream
+from .sampling_params import (
+    Completion,
+    FinishReason,
+    SamplingParams,
+    TokenEvent,
+)
 
 
 @dataclass

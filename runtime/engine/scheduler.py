@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ostinato.engine.request import Request
-from ostinato.model import OutOfPagesError, PagedKVCache
+from ..models import (
+    OutOfPagesError,
+    PagedKVCache,
+)
+from .request import Request
 
 
 @dataclass(frozen=True)

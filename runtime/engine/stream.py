@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from ostinato.engine.params import Completion, TokenEvent
-from ostinato.interrupts import uninterrupted
+from ..interrupts import uninterrupted
+from .sampling_params import (
+    Completion,
+    TokenEvent,
+)
 
 
 class TokenStream:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ostinato.kernels.files import write_whole
+from .files import write_whole
 
 # wgmma made to wait for each other, by a call (C7508) or for another reason (C7510).
 _SLOW_WGMMA = re.compile(r"\((C75\d\d)\)\s*(.*)")

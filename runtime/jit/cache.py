@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ostinato.kernels.budgets import Usage
+from .budgets import Usage
 
 LIBRARY = "kernel.so"
 _RECORD = "build.json"

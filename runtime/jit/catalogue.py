@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import get_args
 
-from ostinato.kernels.variants import (
+from .variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
     QUANTIZE_KINDS,

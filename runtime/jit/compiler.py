@@ -8,13 +8,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ostinato.kernels import ninja
-from ostinato.kernels.budgets import parse_ptxas
-from ostinato.kernels.cache import LIBRARY, Entry, cache_folder, exclusive_build, publish
-from ostinato.kernels.errors import KernelBuildError
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.sources import CSRC, ENTRY, Sources, digest, read_sources
-from ostinato.kernels.toolchain import (
+from . import ninja
+from .budgets import parse_ptxas
+from .cache import (
+    LIBRARY,
+    Entry,
+    cache_folder,
+    exclusive_build,
+    publish,
+)
+from .errors import KernelBuildError
+from .mode import (
+    RELEASE,
+    BuildMode,
+)
+from .sources import (
+    CSRC,
+    ENTRY,
+    Sources,
+    digest,
+    read_sources,
+)
+from .toolchain import (
     Cutlass,
     Nvcc,
     find_cutlass,
@@ -22,7 +37,7 @@ from ostinato.kernels.toolchain import (
     require_cutlass,
     require_nvcc,
 )
-from ostinato.kernels.variants import Variant
+from .variants import Variant
 
 # -DNDEBUG: a device assert is a call, and ptxas serialises wgmma around calls.
 _FLAGS = (

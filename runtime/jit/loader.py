@@ -7,13 +7,19 @@ import threading
 from functools import cache
 from typing import overload
 
-from ostinato import _C
-from ostinato.kernels import compiler
-from ostinato.kernels.cache import Entry, cache_folder
-from ostinato.kernels.errors import MissingKernelError
-from ostinato.kernels.mode import BuildMode
-from ostinato.kernels.toolchain import find_cutlass, find_nvcc
-from ostinato.kernels.variants import (
+from .. import _C
+from . import compiler
+from .cache import (
+    Entry,
+    cache_folder,
+)
+from .errors import MissingKernelError
+from .mode import BuildMode
+from .toolchain import (
+    find_cutlass,
+    find_nvcc,
+)
+from .variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ostinato.kernels.sources import read_all
+from .sources import read_all
 
 _SITE = re.compile(r"\bOSTINATO_DELAY\(\s*([A-Za-z_]\w*)\s*,")
 _PRINT = re.compile(r"\bOSTINATO_PRINT\(|\bkDebugPrint\b")

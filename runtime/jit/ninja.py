@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ostinato.kernels.resources import job_limit
-from ostinato.kernels.toolchain import find_ninja
+from .resources import job_limit
+from .toolchain import find_ninja
 
 _JOB_GIB = 1  # the measured peak of one compiler, rounded up
 

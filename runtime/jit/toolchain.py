@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ostinato.kernels.errors import KernelBuildError
+from .errors import KernelBuildError
 
 _INSTALL = "`pip install 'ostinato[cuda]'` brings it"
 _VERSION = re.compile(r"release [\d.]+, V([\d.]+)")

@@ -1,14 +1,30 @@
 """The decoder of the Llama family and the paged KV cache it runs over."""
 
-from ostinato.model.cache import PagedKVCache, SwappedSequence
-from ostinato.model.config import ModelConfig
-from ostinato.model.fields import UnsupportedModelError
-from ostinato.model.kernels import compile_kernels
-from ostinato.model.layers import AnyLinear, Linear, Sampling, W8A8Linear
-from ostinato.model.llama import AttentionInputs, DecoderLayer, Llama, SeenRows
-from ostinato.model.pages import DUMMY_PAGE, OutOfPagesError
-from ostinato.model.rope import RopeConfig
-from ostinato.model.scoring import sequence_logits
+from .cache import (
+    PagedKVCache,
+    SwappedSequence,
+)
+from .config import ModelConfig
+from .config_fields import UnsupportedModelError
+from .layers import (
+    AnyLinear,
+    Linear,
+    Sampling,
+    W8A8Linear,
+)
+from .llama import (
+    AttentionInputs,
+    DecoderLayer,
+    Llama,
+    SeenRows,
+)
+from .pages import (
+    DUMMY_PAGE,
+    OutOfPagesError,
+)
+from .required_kernels import compile_kernels
+from .rope import RopeConfig
+from .scoring import sequence_logits
 
 __all__ = [
     "DUMMY_PAGE",

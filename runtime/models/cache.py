@@ -8,10 +8,16 @@ from itertools import count
 
 import torch
 
-from ostinato.model.config import ModelConfig
-from ostinato.model.halves import free_unused, halved_storage
-from ostinato.model.pages import DUMMY_PAGE, PagePool
-from ostinato.ops.halves import L2Halves
+from ..ops.attention.l2_partition import L2Halves
+from .config import ModelConfig
+from .l2.partitioned_memory import (
+    free_unused,
+    halved_storage,
+)
+from .pages import (
+    DUMMY_PAGE,
+    PagePool,
+)
 
 
 @dataclass

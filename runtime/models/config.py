@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
-from ostinato.model.fields import Fields, UnsupportedModelError
-from ostinato.model.rope import RopeConfig
+from .config_fields import (
+    Fields,
+    UnsupportedModelError,
+)
+from .rope import RopeConfig
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato import ops
+from .. import ops
 
 
 @dataclass(frozen=True)

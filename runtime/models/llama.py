@@ -7,10 +7,13 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ostinato import ops
-from ostinato.model.cache import PagedKVCache
-from ostinato.model.config import ModelConfig
-from ostinato.model.layers import AnyLinear, Sampling
+from .. import ops
+from .cache import PagedKVCache
+from .config import ModelConfig
+from .layers import (
+    AnyLinear,
+    Sampling,
+)
 
 
 @dataclass

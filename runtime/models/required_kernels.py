@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.kernels.variants import L2Probe
-from ostinato.model.config import ModelConfig
-from ostinato.model.layers import AnyLinear, W8A8Linear
-from ostinato.model.llama import Llama
-from ostinato.ops.append_launch import append_kernel
-from ostinato.ops.decode_launch import decode_kernels
-from ostinato.ops.embed_launch import embed_kernel
-from ostinato.ops.precompile import Variant, layer_kernels, precompile
-from ostinato.ops.prefill_launch import prefill_kernels
-from ostinato.ops.quantize_launch import quantize_kernel
-from ostinato.ops.sample_launch import sample_kernel
+from ..jit.variants import L2Probe
+from ..ops.attention.append_kv_cuda import append_kernel
+from ..ops.attention.decode_cuda import decode_kernels
+from ..ops.attention.prefill_cuda import prefill_kernels
+from ..ops.embed_cuda import embed_kernel
+from ..ops.linear.precompile import (
+    Variant,
+    layer_kernels,
+    precompile,
+)
+from ..ops.linear.quantize_cuda import quantize_kernel
+from ..ops.sampling.sample_cuda import sample_kernel
+from .config import ModelConfig
+from .layers import (
+    AnyLinear,
+    W8A8Linear,
+)
+from .llama import Llama
 
 # How the input of each layer of a decoder layer is quantised: with what comes before it, which is
 # a kernel of its own where the layer is not W8A8.
@@ -87,5 +94,5 @@ def unquantized_kernels(config: ModelConfig, *, batch_invariant: bool = True) ->
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
         *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
         sample_kernel(torch.float32),  # what `Llama` returns
-        L2Probe(),  # which the cache asks (ostinato.model.l2)
+        L2Probe(),  # which the cache asks (ostinato.models.l2.probe)
     ]

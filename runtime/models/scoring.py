@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ostinato.model.cache import PagedKVCache
-from ostinato.model.llama import AttentionInputs, Llama
+from .cache import PagedKVCache
+from .llama import (
+    AttentionInputs,
+    Llama,
+)
 
 _PAGE_SIZE = 16
 

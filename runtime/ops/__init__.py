@@ -25,20 +25,41 @@ Common to all of them:
   (`torch.set_float32_matmul_precision`). `ostinato.ops.reference` has a readable twin of every op.
 """
 
-from ostinato.ops.append import append_kv
-from ostinato.ops.embed import embed
-from ostinato.ops.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
-from ostinato.ops.halves import L2Halves
-from ostinato.ops.linear import linear, w8a8_linear
-from ostinato.ops.logits import Logits, rms_norm_w8a8_logits
-from ostinato.ops.merge import merge_states
-from ostinato.ops.norm import rms_norm, rms_norm_quantize
-from ostinato.ops.packing import PackedWeight, pack_weight
-from ostinato.ops.paged import paged_attention
-from ostinato.ops.quantize import quantize_per_tensor, quantize_per_token
-from ostinato.ops.sampling import sample
-from ostinato.ops.silu import silu_mul, silu_mul_quantize
-from ostinato.ops.varlen import varlen_attention
+from .attention.append_kv import append_kv
+from .attention.l2_partition import L2Halves
+from .attention.merge_states import merge_states
+from .attention.paged import paged_attention
+from .attention.varlen import varlen_attention
+from .embed import embed
+from .linear.fused import (
+    dynamic_w8a8_linear,
+    rms_norm_w8a8_linear,
+)
+from .linear.linear import (
+    linear,
+    w8a8_linear,
+)
+from .linear.lm_head import (
+    Logits,
+    rms_norm_w8a8_logits,
+)
+from .linear.packed_weight import (
+    PackedWeight,
+    pack_weight,
+)
+from .linear.quantize import (
+    quantize_per_tensor,
+    quantize_per_token,
+)
+from .linear.rms_norm import (
+    rms_norm,
+    rms_norm_quantize,
+)
+from .linear.silu_mul import (
+    silu_mul,
+    silu_mul_quantize,
+)
+from .sampling.sample import sample
 
 __all__ = [
     "L2Halves",

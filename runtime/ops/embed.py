@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.embed_launch import embed_rows
-from ostinato.ops.launch import has_kernels
-from ostinato.ops.library import register
+from .common import checks
+from .common.device import has_kernels
+from .common.torch_library import register
+from .embed_cuda import embed_rows
 
 
 def embed(

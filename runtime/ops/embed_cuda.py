@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import Embed
-from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, on_device
+from ..jit.loader import load
+from ..jit.variants import Embed
+from .common import pdl
+from .common.device import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    on_device,
+)
 
 
 def embed_kernel(dtype: torch.dtype) -> Embed:

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from ostinato.ops.philox import uniform
+from .sampling.philox import uniform
 
 _GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 

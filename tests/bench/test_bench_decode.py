@@ -10,11 +10,26 @@ import torch
 
 from ostinato.bench import attention_libraries
 from ostinato.bench.comparison import Cell, compare
-from ostinato.bench.decode import difference, num_bytes, time_cases
-from ostinato.bench.decode_cases import Case
-from ostinato.bench.decode_impls import PEERS, Call, Implementation, is_rival, ours, peers
-from ostinato.bench.decode_inputs import Inputs, expected, random_inputs
-from ostinato.bench.decode_summary import summary
+from ostinato.bench.decode.cases import Case
+from ostinato.bench.decode.impls import (
+    PEERS,
+    Call,
+    Implementation,
+    is_rival,
+    ours,
+    peers,
+)
+from ostinato.bench.decode.inputs import (
+    Inputs,
+    expected,
+    random_inputs,
+)
+from ostinato.bench.decode.run import (
+    difference,
+    num_bytes,
+    time_cases,
+)
+from ostinato.bench.decode.summary import summary
 
 CPU = torch.device("cpu")
 CASE = Case(4, 2, 3, 50, 2, 16)

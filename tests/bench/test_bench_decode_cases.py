@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.decode_cases import Case, cases, parse_heads
+from ostinato.bench.decode.cases import (
+    Case,
+    cases,
+    parse_heads,
+)
 
 SIZES = st.integers(1, 1000)
 

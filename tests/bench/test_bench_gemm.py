@@ -7,10 +7,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ostinato.bench.gemm import difference, product, time_cases
-from ostinato.bench.gemm_cases import Case, Shape
-from ostinato.bench.gemm_impls import PEERS, Implementation, ours, peers
-from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
+from ostinato.bench.gemm.cases import (
+    Case,
+    Shape,
+)
+from ostinato.bench.gemm.impls import (
+    PEERS,
+    Implementation,
+    ours,
+    peers,
+)
+from ostinato.bench.gemm.inputs import (
+    Inputs,
+    random_inputs,
+    random_weights,
+)
+from ostinato.bench.gemm.run import (
+    difference,
+    product,
+    time_cases,
+)
 
 CPU = torch.device("cpu")
 CASE = Case(Shape(24, 160), 5)

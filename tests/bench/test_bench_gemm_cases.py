@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.gemm_cases import (
+from ostinato.bench.gemm.cases import (
     DEFAULT_M,
     EDGE_M,
     SHAPE_GROUPS,

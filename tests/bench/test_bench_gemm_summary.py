@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.bench.comparison import compare, geometric_mean, read_targets, times
-from ostinato.bench.gemm_cases import Case
-from ostinato.bench.gemm_impls import W8A8_PEERS
-from ostinato.bench.gemm_summary import cliffs, summary
+from ostinato.bench.gemm.cases import Case
+from ostinato.bench.gemm.impls import W8A8_PEERS
+from ostinato.bench.gemm.summary import (
+    cliffs,
+    summary,
+)
 from ostinato.bench.report import Row
 
 PEERS = {

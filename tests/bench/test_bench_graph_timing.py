@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from ostinato.bench.graph_timing import (
+from ostinato.bench.graphs.timing import (
     MIN_REPLAY_S,
     REPLAYS,
     RESTED,

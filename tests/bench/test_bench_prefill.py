@@ -11,11 +11,30 @@ from hypothesis import strategies as st
 
 from ostinato.bench import attention_libraries
 from ostinato.bench.comparison import Cell, compare
-from ostinato.bench.prefill import difference, time_cases
-from ostinato.bench.prefill_cases import DEFAULT_CASES, FP8_CASES, Case
-from ostinato.bench.prefill_impls import PEERS, Call, Implementation, ours, peers
-from ostinato.bench.prefill_inputs import FP8, Inputs, checked_rows, expected, random_inputs
-from ostinato.bench.prefill_summary import summary
+from ostinato.bench.prefill.cases import (
+    DEFAULT_CASES,
+    FP8_CASES,
+    Case,
+)
+from ostinato.bench.prefill.impls import (
+    PEERS,
+    Call,
+    Implementation,
+    ours,
+    peers,
+)
+from ostinato.bench.prefill.inputs import (
+    FP8,
+    Inputs,
+    checked_rows,
+    expected,
+    random_inputs,
+)
+from ostinato.bench.prefill.run import (
+    difference,
+    time_cases,
+)
+from ostinato.bench.prefill.summary import summary
 
 CPU = torch.device("cpu")
 CASE = Case(2, 70, 0, 4, 2, 16)
@@ -123,7 +142,7 @@ def test_fp8_keys_in_pages_are_refused() -> None:
 
 def test_the_scales_of_fp8_reach_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = Flash()
-    monkeypatch.setattr("ostinato.bench.prefill_impls.fa3", lambda: (flash, ()))
+    monkeypatch.setattr("ostinato.bench.prefill.impls.fa3", lambda: (flash, ()))
     one = random_inputs(CASE, CPU, FP8)[0]
     [peer] = peers(["fa3_fp8"], "fp8")
     [call] = peer.bind(CASE, [one])
@@ -202,7 +221,7 @@ def test_fa3_is_told_where_sequences_lie(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flash = Flash()
-    monkeypatch.setattr("ostinato.bench.prefill_impls.fa3", lambda: (flash, ()))
+    monkeypatch.setattr("ostinato.bench.prefill.impls.fa3", lambda: (flash, ()))
     one = random_inputs(case, CPU)[0]
     [peer] = peers([name])
     if name == "fa3_dense" and not (case.is_dense and case.is_square):
@@ -231,7 +250,7 @@ def test_fa3_is_told_where_sequences_lie(
 def test_sglang_kernel_is_not_asked_for_a_head_dim_that_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ostinato.bench.prefill_impls.fa3", lambda: (Flash(), (None,)))
+    monkeypatch.setattr("ostinato.bench.prefill.impls.fa3", lambda: (Flash(), (None,)))
     [peer] = peers(["fa3"])
     with pytest.raises(ValueError, match="head dims are 64 and 128"):
         peer.bind(CASE, random_inputs(CASE, CPU))

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.gemm_cases import SHAPE_GROUPS, Case, Shape
-from ostinato.bench.tune import (
+from ostinato.bench.gemm.cases import (
+    SHAPE_GROUPS,
+    Case,
+    Shape,
+)
+from ostinato.bench.tune.candidates import candidates
+from ostinato.bench.tune.run import (
     TUNED_M,
     Timed,
     Tuned,
@@ -21,12 +26,21 @@ from ostinato.bench.tune import (
     monotone,
     tunable_variants,
 )
-from ostinato.bench.tune_candidates import candidates
-from ostinato.bench.tune_table import Table, known_choices, time_row
-from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops import gemm_table, gemm_tuning
-from ostinato.ops.gemm_table import Choice
-from ostinato.ops.gemm_tuning import TunedRow
+from ostinato.bench.tune.table import (
+    Table,
+    known_choices,
+    time_row,
+)
+from ostinato.jit.variants import (
+    GemmSmallM,
+    GemmTiled,
+)
+from ostinato.ops.linear import (
+    tile_table,
+    tile_tuning,
+)
+from ostinato.ops.linear.tile_table import Choice
+from ostinato.ops.linear.tile_tuning import TunedRow
 
 SHAPE = Shape(6144, 4096)
 GPU = "NVIDIA H200"
@@ -44,7 +58,7 @@ def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
     for choice in found:
         variant = choice.variant
         assert variant in variants
-        assert gemm_table.serving(choice, m, n, True, True, False, 132) == choice
+        assert tile_table.serving(choice, m, n, True, True, False, 132) == choice
         if isinstance(variant, GemmSmallM):
             assert choice == Choice(variant)
         else:
@@ -54,7 +68,7 @@ def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
             assert choice.cluster == 1 or choice.tile_channels < n or choice.tile_tokens < m
             sharing = (choice.cluster, choice.share_weights, choice.split_k)
             assert sharing in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 0, 2))
-            assert choice.split_k == 0 or gemm_table.can_split(choice, m, n, 132)
+            assert choice.split_k == 0 or tile_table.can_split(choice, m, n, 132)
             assert choice.band in (0, 1, 8)
             assert choice.band == 0 or m >= 1024
 
@@ -64,7 +78,7 @@ def test_all_candidates_are_legal(operand: str, n: int, k: int, m: int) -> None:
 def test_few_enough_candidates(shape: Shape, m: int) -> None:
     found = choices(Case(shape, m), "int8", 132)
     assert 2 <= len(found) <= 120
-    assert found[0] == gemm_table.choose(m, shape.n, shape.k, "int8", "bf16", packed=True)
+    assert found[0] == tile_table.choose(m, shape.n, shape.k, "int8", "bf16", packed=True)
 
 
 def test_candidates_share_the_work_of_all_sms() -> None:
@@ -129,7 +143,7 @@ def test_the_ops_read_what_was_tuned(tmp_path: Path) -> None:
     table.write(file)
     document = json.loads(file.read_text())
     assert list(document) == ["gpu", "versions", "commit", "source", "rows"]
-    assert (document["gpu"], document["source"]) == (GPU, gemm_tuning.sources_hash())
+    assert (document["gpu"], document["source"]) == (GPU, tile_tuning.sources_hash())
     rows = known_choices(file, GPU)["int8", 6144, 4096]
     assert rows == [TunedRow(4, 8, Choice(SMALL)), TunedRow(4, 64, tile)]
 
@@ -191,7 +205,7 @@ def test_a_table_of_other_sources_is_begun_anew(
     table = Table(GPU, {})
     table.put("int8", SHAPE, [Tuned(8, Choice(SMALL), 6.0)], m_min=8)
     table.write(file)
-    monkeypatch.setattr(gemm_tuning, "sources_hash", lambda: "0" * 16)
+    monkeypatch.setattr(tile_tuning, "sources_hash", lambda: "0" * 16)
     assert known_choices(file, GPU) == {}
     file.write_text("{}")
     with pytest.raises(ValueError, match="gpu: got NoneType, expected str"):

@@ -25,7 +25,12 @@ from ostinato.checkpoint import (
     quantize_checkpoint,
 )
 from ostinato.checkpoint.weights import quantize_weight
-from ostinato.model import Linear, Llama, W8A8Linear, sequence_logits
+from ostinato.models import (
+    Linear,
+    Llama,
+    W8A8Linear,
+    sequence_logits,
+)
 
 SCHEMES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -10,17 +10,33 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.bench import step_peers
-from ostinato.bench.breakdown import Span
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.bench.step import StepPlan, StepResult, time_steps
-from ostinato.bench.step_floor import Roofline, kernel_floors, roofline_of
-from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
+from ostinato.bench.step import peers
+from ostinato.bench.step.breakdown import Span
+from ostinato.bench.step.roofline import (
+    Roofline,
+    kernel_floors,
+    roofline_of,
+)
+from ostinato.bench.step.run import (
+    StepPlan,
+    StepResult,
+    time_steps,
+)
+from ostinato.bench.step.work import (
+    kv_bytes,
+    step_flops,
+    weight_bytes,
+)
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_llama
 from ostinato.cli.main import main
-from ostinato.model import ModelConfig, PagedKVCache, W8A8Linear
+from ostinato.models import (
+    ModelConfig,
+    PagedKVCache,
+    W8A8Linear,
+)
 
 TINY = ModelConfig.from_hf(SHAPES["tiny"])
 CPU = torch.device("cpu")
@@ -82,16 +98,16 @@ def test_a_compiled_peer_is_timed_or_says_why_not(capsys: pytest.CaptureFixture[
 def test_what_a_peer_cannot_do_is_said_and_costs_no_other_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = step_peers._step
+    real = peers._step
 
     def step(model: object, forward: object, batch: int, *rest: Any) -> object:
         if batch == 1:
             raise torch.OutOfMemoryError("out of memory\nand more")
         return real(model, forward, batch, *rest)
 
-    monkeypatch.setattr(step_peers, "_step", step)
+    monkeypatch.setattr(peers, "_step", step)
     plan = StepPlan([1, 2], [8], repeats=10)
-    results = list(step_peers.time_peers(["transformers"], "tiny", CPU, plan))
+    results = list(peers.time_peers(["transformers"], "tiny", CPU, plan))
     assert results[0] == "tiny b1 ctx8 transformers: out of memory"
     assert isinstance(results[1], StepResult)
     assert results[1].batch == 2
@@ -215,7 +231,7 @@ def test_a_context_has_the_room_of_the_one_before(monkeypatch: pytest.MonkeyPatc
             made.append(weakref.ref(cache.storage))
             return cache
 
-    monkeypatch.setattr("ostinato.bench.step.PagedKVCache", Watched)
+    monkeypatch.setattr("ostinato.bench.step.run.PagedKVCache", Watched)
     model = random_llama(TINY, "bf16", CPU, max_context=16)
     assert len(list(time_steps(model, "tiny", StepPlan([1, 2], [4, 8, 16], repeats=10)))) == 6
     assert alive == [0, 0, 0]
@@ -244,8 +260,8 @@ def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     roofline = Roofline(1e9, {1: 1e12, 2: 1e12})
-    monkeypatch.setattr("ostinato.bench.step.roofline_of", lambda _: roofline)
-    monkeypatch.setattr("ostinato.bench.step.trace", lambda _: [traced_run()] * 3)
+    monkeypatch.setattr("ostinato.bench.step.run.roofline_of", lambda _: roofline)
+    monkeypatch.setattr("ostinato.bench.step.run.trace", lambda _: [traced_run()] * 3)
     model = random_llama(TINY, "int8", CPU, max_context=16)
     plan = StepPlan([2], [16], repeats=10, breakdown=True)
     [result] = time_steps(model, "tiny", plan)
@@ -267,10 +283,10 @@ def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
     assert result.row.floor_us == pytest.approx(sum(floors) + head, abs=0.2)
 
     report = Report.for_device(CPU)
-    monkeypatch.setattr("ostinato.cli.bench_step.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("ostinato.cli.bench.step.resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(Report, "for_device", lambda _: report)
-    monkeypatch.setattr("ostinato.cli.bench_step._models", lambda *_: [("tiny", lambda: None)])
-    monkeypatch.setattr("ostinato.bench.step.time_steps", lambda *_: [result])
+    monkeypatch.setattr("ostinato.cli.bench.step._models", lambda *_: [("tiny", lambda: None)])
+    monkeypatch.setattr("ostinato.bench.step.run.time_steps", lambda *_: [result])
     file = tmp_path / "step.json"
     flags = ["--breakdown", "--timeline", str(tmp_path), "--json", str(file)]
     assert main(["bench", "step", "--shape", "tiny", *flags]) == 0

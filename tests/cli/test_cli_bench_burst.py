@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.bench import burst
+from ostinato.bench.graphs import burst
 from ostinato.cli.main import main
 
 SIZES = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.bench import gemm
+from ostinato.bench.gemm import run as gemm
 from ostinato.cli.main import main
 
 SMALL = "--shapes 64x128 48x256 --m 20 1"

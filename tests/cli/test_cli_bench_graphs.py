@@ -12,14 +12,29 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.bench.gemm_cases import SHAPE_GROUPS, Shape
-from ostinato.bench.graph_subjects import Subject, hugging_face_step, our_step
-from ostinato.bench.graphs import MANY_BATCH_SIZES, PADDED, Figure, falls_in_one_tile
+from ostinato.bench.gemm.cases import (
+    SHAPE_GROUPS,
+    Shape,
+)
+from ostinato.bench.graphs.run import (
+    MANY_BATCH_SIZES,
+    PADDED,
+    Figure,
+    falls_in_one_tile,
+)
+from ostinato.bench.graphs.subjects import (
+    Subject,
+    hugging_face_step,
+    our_step,
+)
 from ostinato.bench.report import Report
 from ostinato.cli.main import main
 from ostinato.compat.transformers import replace_attention, replace_norms
 from ostinato.graphs import GraphRunner, Misses, Variant, VerificationError
-from ostinato.ops.gemm_table import Choice, choose
+from ostinato.ops.linear.tile_table import (
+    Choice,
+    choose,
+)
 
 CPU = torch.device("cpu")
 
@@ -180,10 +195,10 @@ def test_a_refused_step_is_an_error_in_one_line_and_costs_no_figure(
         raise VerificationError("batch size 8 with 8 real rows: the replay differs")
 
     report = Report.for_device(CPU)
-    monkeypatch.setattr("ostinato.cli.bench_graphs.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("ostinato.cli.bench.graphs.resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(Report, "for_device", lambda _: report)
-    monkeypatch.setattr("ostinato.bench.graph_subjects.our_step", lambda *_, **__: None)
-    monkeypatch.setattr("ostinato.bench.graphs.measure", measure)
+    monkeypatch.setattr("ostinato.bench.graphs.subjects.our_step", lambda *_, **__: None)
+    monkeypatch.setattr("ostinato.bench.graphs.run.measure", measure)
     file = tmp_path / "graphs.json"
     assert main(["bench", "graphs", "--json", str(file)]) == 1
     printed = capsys.readouterr()

@@ -19,7 +19,7 @@ from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.cli.main import main
 from ostinato.cli.sampling import add_sampling_flags
 from ostinato.engine import Engine, SamplingParams
-from ostinato.kernels.errors import MissingKernelError
+from ostinato.jit.errors import MissingKernelError
 
 Generate = Callable[..., dict[str, Any]]
 
@@ -316,7 +316,7 @@ def test_a_kernel_that_is_not_compiled_is_named_with_the_command(
     if place == "load_model":
         monkeypatch.setattr("ostinato.checkpoint.load_model", missing)
     else:
-        monkeypatch.setattr("ostinato.engine.decode.DecodeStep.__call__", missing)
+        monkeypatch.setattr("ostinato.engine.decode_step.DecodeStep.__call__", missing)
     assert main(["generate", str(checkpoint), "x"]) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("ostinato generate: error: ")

@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ostinato.bench.gemm_cases import Shape
+from ostinato.bench.gemm.cases import Shape
 from ostinato.bench.report import Report
-from ostinato.bench.tune import Tuned
-from ostinato.bench.tune_table import Table, known_choices
+from ostinato.bench.tune.run import Tuned
+from ostinato.bench.tune.table import (
+    Table,
+    known_choices,
+)
 from ostinato.cli.main import main
-from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
-from ostinato.ops.gemm_table import Choice
+from ostinato.jit.catalogue import (
+    GEMM_SMALL_M,
+    GEMM_TILED,
+)
+from ostinato.ops.linear.tile_table import Choice
 
 
 @pytest.mark.parametrize(
@@ -54,7 +60,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr(Report, "for_device", lambda _: report)
     monkeypatch.setattr("ostinato.cli.tune._cuda", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr("ostinato.cli.tune._compile", lambda *_: None)
-    monkeypatch.setattr("ostinato.bench.tune.tune_shape", tune_shape)
+    monkeypatch.setattr("ostinato.bench.tune.run.tune_shape", tune_shape)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
     return timed
 

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from ostinato import ops
 from ostinato.compat.transformers import NAME, RaggedStaticCache, replace_attention
 from ostinato.graphs import BufferSpec, GraphRunner, StaticBuffers
-from ostinato.kernels.errors import MissingKernelError
+from ostinato.jit.errors import MissingKernelError
 
 transformers.logging.set_verbosity_error()
 

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ostinato import ops
 from ostinato.compat.transformers import replace_norms
 from ostinato.graphs import BufferSpec, GraphRunner, StaticBuffers
-from ostinato.kernels.errors import MissingKernelError
+from ostinato.jit.errors import MissingKernelError
 from ostinato.ops import reference
 
 transformers.logging.set_verbosity_error()

@@ -16,14 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
-from ostinato.engine import decode as decode_module
+from ostinato.engine import decode_step as decode_module
 from ostinato.engine import engine as engine_module
-from ostinato.engine.decode import sampling_inputs
-from ostinato.engine.text import TextStream
+from ostinato.engine.decode_step import sampling_inputs
+from ostinato.engine.detokenizer import TextStream
 from ostinato.graphs import ClosedError, NotCapturedError
-from ostinato.model import Llama, sequence_logits
-from ostinato.ops import prefill_launch
-from ostinato.ops.prefill_launch import attend_paged
+from ostinato.models import (
+    Llama,
+    sequence_logits,
+)
+from ostinato.ops.attention import prefill_cuda
+from ostinato.ops.attention.prefill_cuda import attend_paged
 from tiny import byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()
@@ -188,7 +191,7 @@ def test_our_prefill_kernel_changes_no_token(
         launches.append(args[-3])  # batch_invariant
         attend_paged(*args)
 
-    monkeypatch.setattr(prefill_launch, "attend_paged", attend)
+    monkeypatch.setattr(prefill_cuda, "attend_paged", attend)
     model = tiny_llama(
         "cuda",
         dtype=torch.bfloat16,

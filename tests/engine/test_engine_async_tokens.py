@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.engine import in_flight
-from ostinato.engine.in_flight import TokensInFlight
+from ostinato.engine import async_tokens
+from ostinato.engine.async_tokens import TokensInFlight
 
 
 def add(flight: TokensInFlight, tokens: torch.Tensor) -> list[Any]:
@@ -35,7 +35,7 @@ def test_on_the_cpu_a_launch_takes_no_time_of_the_one_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(in_flight, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(async_tokens, "time", SimpleNamespace(perf_counter=lambda: now))
     flight = TokensInFlight(torch.device("cpu"))
     seconds: list[float] = []
     for started, ended in ((1.0, 3.0), (4.0, 9.0), (9.0, 10.0)):

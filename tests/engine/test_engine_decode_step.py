@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.engine.decode import _PageRows
-from ostinato.model import PagedKVCache
+from ostinato.engine.decode_step import _PageRows
+from ostinato.models import PagedKVCache
 from tiny import tiny_llama
 
 SEQUENCES, PAGES = 256, 300

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from ostinato.engine.text import TextStream
+from ostinato.engine.detokenizer import TextStream
 from tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()

@@ -11,12 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.engine import Engine, SamplingParams
-from ostinato.engine.prefill import PREFILL, PrefillStep, prefill_sizes
-from ostinato.engine.rehearsal import Rehearsal
-from ostinato.engine.sequences import Sequences
+from ostinato.engine.capture_examples import Rehearsal
+from ostinato.engine.prefill_batch import Sequences
+from ostinato.engine.prefill_step import (
+    PREFILL,
+    PrefillStep,
+    prefill_sizes,
+)
 from ostinato.graphs import CaptureError, GraphRunner, NotCapturedError, StaticBuffers
-from ostinato.graphs.keys import Key
-from ostinato.model import AttentionInputs, Llama, PagedKVCache
+from ostinato.graphs.graph_key import Key
+from ostinato.models import (
+    AttentionInputs,
+    Llama,
+    PagedKVCache,
+)
 from tiny import byte_tokenizer, tiny_llama
 
 PAGE_SIZE, MAX_PAGES, MAX_CHUNK = 4, 8, 16

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine import SamplingParams
+from ostinato.engine.detokenizer import TextStream
 from ostinato.engine.request import Request
 from ostinato.engine.scheduler import Scheduler
-from ostinato.engine.text import TextStream
-from ostinato.model import PagedKVCache
+from ostinato.models import PagedKVCache
 from tiny import byte_tokenizer
 
 PAGE = 4

@@ -6,12 +6,21 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
 
-from ostinato.graphs.allocations import Allocation, Allocations
-from ostinato.graphs.backend import CpuBackend
-from ostinato.graphs.diagnosis import Failure, Trace
-from ostinato.graphs.driver import _KINDS, GraphDriver
+from ostinato.graphs.backends.base import CpuBackend
 from ostinato.graphs.errors import GraphError
-from ostinato.graphs.recording import Recording
+from ostinato.graphs.inspect.allocations import (
+    Allocation,
+    Allocations,
+)
+from ostinato.graphs.inspect.diagnosis import (
+    Failure,
+    Trace,
+)
+from ostinato.graphs.inspect.driver import (
+    _KINDS,
+    GraphDriver,
+)
+from ostinato.graphs.inspect.nodes import Recording
 
 
 class Status(IntEnum):

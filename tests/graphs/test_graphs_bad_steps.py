@@ -6,7 +6,7 @@ from graphs_fakes import RecordingBackend
 from graphs_toys import SPECS, ToyStep, toy_inputs
 
 from ostinato.graphs import CaptureError, GraphRunner, StaticBuffers, VerificationError
-from ostinato.graphs.recording import Recording
+from ostinato.graphs.inspect.nodes import Recording
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.graphs import BufferSpec, StaticBuffers, Variant
-from ostinato.graphs.arena import Arena
+from ostinato.graphs.packed_inputs import Arena
 
 NAN = float("nan")
 

@@ -19,8 +19,8 @@ from ostinato.graphs import (
     InvalidatedError,
     StaticBuffers,
 )
+from ostinato.graphs.declared_memory import stored
 from ostinato.graphs.guards import MemoryWatch, Turn, only_capture, turn_of
-from ostinato.graphs.memory import stored
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 

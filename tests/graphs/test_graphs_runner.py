@@ -23,7 +23,7 @@ from ostinato.graphs import (
     Slot,
     StaticBuffers,
 )
-from ostinato.graphs.spec import _has_infinity
+from ostinato.graphs.buffer_spec import _has_infinity
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 

@@ -16,8 +16,8 @@ from ostinato.graphs import (
     StaticBuffers,
     VerificationError,
 )
-from ostinato.graphs.backend import CpuBackend
-from ostinato.graphs.keys import Key
+from ostinato.graphs.backends.base import CpuBackend
+from ostinato.graphs.graph_key import Key
 from ostinato.graphs.verify import find_difference
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from ostinato import _C
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.variants import Variant
+from ostinato.jit.sources import CSRC
+from ostinato.jit.variants import Variant
 
 HERE = Path(__file__).parent
 
@@ -60,7 +60,7 @@ class Probe(Variant):
     @property
     def params(self) -> tuple[Path, ...]:
         folder = CSRC / "gemm_w8a8"
-        return (folder / "params.h", folder / "quantize_params.h")
+        return (folder / "params.h", folder / "gemm_w8a8/quantize/params.h")
 
     @property
     def name(self) -> str:
@@ -133,14 +133,14 @@ EXPORT int times_prepared(void) {{ return prepared; }}
 
 # Where the structs of parameters are, and their hashes by the loader's names.
 _HEADERS = {
-    "AppendKVParams": ("attention/params.h", "attention"),
+    "AppendKVParams": ("attention/common/params.h", "attention"),
     "EmbedParams": ("embed/params.h", "embed"),
-    "FusedLinearParams": ("fused_linear/params.h", "fused_linear"),
-    "MergeStatesParams": ("merge/params.h", "merge"),
-    "PagedDecodeParams": ("attention/params.h", "attention"),
-    "PaddedQuantizeParams": ("gemm_w8a8/quantize_params.h", "gemm_w8a8_quantize"),
+    "FusedLinearParams": ("gemm_w8a8/fused/params.h", "fused_linear"),
+    "MergeStatesParams": ("attention/merge/params.h", "merge"),
+    "PagedDecodeParams": ("attention/common/params.h", "attention"),
+    "PaddedQuantizeParams": ("gemm_w8a8/quantize/params.h", "gemm_w8a8_quantize"),
     "SampleParams": ("sampling/params.h", "sampling"),
-    "ScaledPrefillParams": ("attention/prefill_params.h", "attention_prefill"),
+    "ScaledPrefillParams": ("attention/prefill/params.h", "attention_prefill"),
     "W8A8GemmParams": ("gemm_w8a8/params.h", "gemm_w8a8"),
 }
 

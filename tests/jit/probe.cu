@@ -10,7 +10,7 @@
 #include "common/debug.cuh"
 #include "common/launch.cuh"
 #include "common/registers.cuh"
-#include "gemm_w8a8/quantize_params.h"
+#include "gemm_w8a8/quantize/params.h"
 
 namespace ostinato {
 namespace {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_probe import PTXAS_LOG
+from jit_probe import PTXAS_LOG
 
-from ostinato.kernels.budgets import (
+from ostinato.jit.budgets import (
     LIMITS,
     Usage,
     excesses,
@@ -18,7 +18,7 @@ from ostinato.kernels.budgets import (
     read_budgets,
     write_budgets,
 )
-from ostinato.kernels.catalogue import CATALOGUE
+from ostinato.jit.catalogue import CATALOGUE
 
 BUDGETS = Path(__file__).parents[2] / "docs" / "kernel_budgets.json"
 _BUDGET = {"registers": 168, "stack": 0, "spills": 0, "smem": 128}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ostinato.cli.main import main
-from ostinato.kernels import compiler
-from ostinato.kernels.catalogue import CATALOGUE
-from ostinato.kernels.toolchain import Cutlass
+from ostinato.jit import compiler
+from ostinato.jit.catalogue import CATALOGUE
+from ostinato.jit.toolchain import Cutlass
 
 _NAME = "quantize-silu_mul-bf16-int8"
 

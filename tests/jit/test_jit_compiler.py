@@ -19,19 +19,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kernels_probe import HERE, Probe, fake_nvcc
+from jit_probe import HERE, Probe, fake_nvcc
 
-from ostinato.kernels import cache as cache_module
-from ostinato.kernels.cache import Entry, cache_folder, exclusive_build
-from ostinato.kernels.compiler import Plan, build, find, plan
-from ostinato.kernels.errors import KernelBuildError
+from ostinato.jit import cache as cache_module
+from ostinato.jit.cache import (
+    Entry,
+    cache_folder,
+    exclusive_build,
+)
+from ostinato.jit.compiler import (
+    Plan,
+    build,
+    find,
+    plan,
+)
+from ostinato.jit.errors import KernelBuildError
 
 _BUILD = """\
 import signal
 import sys
 # A job that a shell script started in the background inherits SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from kernels_probe import Probe
+from jit_probe import Probe
 from ostinato.kernels.compiler import build, plan
 build([plan(Probe(waste=int(waste), behaviour=sys.argv[1])) for waste in sys.argv[2:]])
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.kernels.files import write_whole
+from ostinato.jit.files import write_whole
 
 
 def test_the_new_content_replaces_the_old(tmp_path: Path) -> None:

@@ -10,14 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels_probe import HERE, Probe
+from jit_probe import HERE, Probe
 
 from ostinato import _C
-from ostinato.kernels import loader
-from ostinato.kernels.compiler import build, plan
-from ostinato.kernels.errors import MissingKernelError
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import Quantize
+from ostinato.jit import loader
+from ostinato.jit.compiler import (
+    build,
+    plan,
+)
+from ostinato.jit.errors import MissingKernelError
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -131,7 +137,7 @@ def test_injected_delays_change_no_bit(site: str) -> None:
 def test_the_debug_build_prints_from_the_producer() -> None:
     code = (
         "import torch, test_kernels_gpu as t\n"
-        "from ostinato.kernels.mode import BuildMode\n"
+        "from ostinato.jit.mode import BuildMode\n"
         "x = t._random()\n"
         "t._copy(t._probe(BuildMode(debug_print=True)), x, torch.zeros_like(x))\n"
         "torch.cuda.synchronize()\n"

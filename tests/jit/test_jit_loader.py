@@ -9,13 +9,20 @@ import threading
 from pathlib import Path
 
 import pytest
-from kernels_probe import Probe, build_recorder, fake_nvcc
+from jit_probe import Probe, build_recorder, fake_nvcc
 
 from ostinato import _C
-from ostinato.kernels import compiler, loader, toolchain
-from ostinato.kernels.catalogue import CATALOGUE
-from ostinato.kernels.errors import KernelBuildError, MissingKernelError
-from ostinato.kernels.variants import (
+from ostinato.jit import (
+    compiler,
+    loader,
+    toolchain,
+)
+from ostinato.jit.catalogue import CATALOGUE
+from ostinato.jit.errors import (
+    KernelBuildError,
+    MissingKernelError,
+)
+from ostinato.jit.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,

@@ -12,17 +12,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kernels_probe import Probe
-from test_kernels_budgets import BUDGETS
+from jit_probe import Probe
+from test_jit_budgets import BUDGETS
 
 from ostinato import _C
-from ostinato.kernels.budgets import excesses, read_budgets
-from ostinato.kernels.catalogue import CATALOGUE
-from ostinato.kernels.compiler import build, plan
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.toolchain import require_cutlass, require_nvcc
-from ostinato.kernels.variants import (
+from ostinato.jit.budgets import (
+    excesses,
+    read_budgets,
+)
+from ostinato.jit.catalogue import CATALOGUE
+from ostinato.jit.compiler import (
+    build,
+    plan,
+)
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.sources import CSRC
+from ostinato.jit.toolchain import (
+    require_cutlass,
+    require_nvcc,
+)
+from ostinato.jit.variants import (
     AppendKV,
     AttentionDecode,
     AttentionPrefill,
@@ -239,7 +251,7 @@ def test_impossible_fp8_prefill_kernels_do_not_compile(define: str, sentence: st
 def test_keys_are_no_values(tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text(
-        '#include "attention/decode_storage.cuh"\n'
+        '#include "attention/decode/shared_storage.cuh"\n'
         "using namespace ostinato::decode;\n"
         "__global__ void kernel(SharedStorage& shared) { Blocks<Values>& v = shared.keys; }\n"
     )

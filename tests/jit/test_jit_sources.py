@@ -9,12 +9,26 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from kernels_probe import Probe
+from jit_probe import Probe
 
-from ostinato.kernels.compiler import abi_version, plan
-from ostinato.kernels.mode import RELEASE, BuildMode, delay_sites
-from ostinato.kernels.sources import CSRC, read_sources
-from ostinato.kernels.variants import GemmTiled, Quantize, Variant
+from ostinato.jit.compiler import (
+    abi_version,
+    plan,
+)
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+    delay_sites,
+)
+from ostinato.jit.sources import (
+    CSRC,
+    read_sources,
+)
+from ostinato.jit.variants import (
+    GemmTiled,
+    Quantize,
+    Variant,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernels_probe import fake_nvcc
+from jit_probe import fake_nvcc
 
-from ostinato.kernels import resources, toolchain
-from ostinato.kernels.errors import KernelBuildError
+from ostinato.jit import (
+    resources,
+    toolchain,
+)
+from ostinato.jit.errors import KernelBuildError
 
 
 @pytest.fixture

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from ostinato.kernels.catalogue import CATALOGUE, families, select
-from ostinato.kernels.sources import read_sources
-from ostinato.kernels.variants import (
+from ostinato.jit.catalogue import (
+    CATALOGUE,
+    families,
+    select,
+)
+from ostinato.jit.sources import read_sources
+from ostinato.jit.variants import (
     QUANTIZE_KINDS,
     AppendKV,
     AttentionDecode,

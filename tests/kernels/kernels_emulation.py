@@ -14,23 +14,23 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.toolchain import require_nvcc
+from ostinato.jit.sources import CSRC
+from ostinato.jit.toolchain import require_nvcc
 
 _EMULATION = Path(__file__).with_name("emulation")
 # Instructions among C++: of a file and a function, what the host does instead.
 _INSTRUCTIONS = {
-    ("attention/decode_cluster.cuh", "arrive_in_cluster"): "emulator::arrive_in_cluster();",
-    ("attention/decode_cluster.cuh", "wait_for_cluster"): "emulator::wait_for_cluster();",
-    ("attention/decode_cluster.cuh", "send"): (
+    ("attention/decode/cluster_ops.cuh", "arrive_in_cluster"): "emulator::arrive_in_cluster();",
+    ("attention/decode/cluster_ops.cuh", "wait_for_cluster"): "emulator::wait_for_cluster();",
+    ("attention/decode/cluster_ops.cuh", "send"): (
         "char* const to = emulator::shared_of(rank) + shared_address(place);"
         "const uint32_t at = shared_address(barrier);"
         "emulator::defer([=] {"
         "  std::memcpy(to, &value, sizeof(value)); tell_barrier(rank, at, 0, -16l); });"
     ),
-    ("attention/decode_loader.cuh", "copy_word"): "std::memcpy(shared, global, 4);",
-    ("attention/decode_loader.cuh", "prefetch_line"): "",
-    ("attention/decode_merge.cuh", "arrive_last"): "before = atomicInc(counter, ctas - 1);",
+    ("attention/decode/kv_loader.cuh", "copy_word"): "std::memcpy(shared, global, 4);",
+    ("attention/decode/kv_loader.cuh", "prefetch_line"): "",
+    ("attention/decode/combine.cuh", "arrive_last"): "before = atomicInc(counter, ctas - 1);",
 }
 _SHARED = "extern __shared__ __align__(1024) uint8_t storage[];"
 _FLAGS = (

@@ -8,9 +8,12 @@ from typing import TypeVar
 import torch
 
 from ostinato import _C, ops
-from ostinato.kernels.compiler import build, plan
-from ostinato.kernels.mode import BuildMode
-from ostinato.kernels.variants import Variant
+from ostinato.jit.compiler import (
+    build,
+    plan,
+)
+from ostinato.jit.mode import BuildMode
+from ostinato.jit.variants import Variant
 
 Kind = TypeVar("Kind", bound=Variant)
 

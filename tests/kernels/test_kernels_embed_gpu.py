@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from ostinato import ops
-from ostinato.kernels import compiler
-from ostinato.kernels.variants import Embed, Quantize
+from ostinato.jit import compiler
+from ostinato.jit.variants import (
+    Embed,
+    Quantize,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

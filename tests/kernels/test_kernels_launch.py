@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.toolchain import require_nvcc
+from ostinato.jit.sources import CSRC
+from ostinato.jit.toolchain import require_nvcc
 
 
 @pytest.mark.nvcc

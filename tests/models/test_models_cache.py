@@ -10,7 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ostinato.model import DUMMY_PAGE, OutOfPagesError, PagedKVCache
+from ostinato.models import (
+    DUMMY_PAGE,
+    OutOfPagesError,
+    PagedKVCache,
+)
 
 
 def make_cache(

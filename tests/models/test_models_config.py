@@ -9,7 +9,11 @@ import pytest
 import torch
 import transformers
 
-from ostinato.model import ModelConfig, RopeConfig, UnsupportedModelError
+from ostinato.models import (
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModelError,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

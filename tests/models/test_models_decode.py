@@ -11,9 +11,17 @@ import torch
 
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.weights import random_llama
-from ostinato.engine.decode import DecodeStep, SeenTokens
+from ostinato.engine.decode_step import (
+    DecodeStep,
+    SeenTokens,
+)
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.model import Llama, ModelConfig, PagedKVCache, W8A8Linear
+from ostinato.models import (
+    Llama,
+    ModelConfig,
+    PagedKVCache,
+    W8A8Linear,
+)
 
 CONTEXT, MAX_BATCH, PAGE = 96, 16, 16
 BUCKETS = (1, 2, 4, 8, 16)

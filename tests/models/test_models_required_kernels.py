@@ -1,4 +1,4 @@
-"""A model on CUDA: packed weights, and kernels known beforehand."""
+"""A model on CUDA: packed weights, and required_kernels known beforehand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,30 @@ import torch
 
 from ostinato import ops
 from ostinato.checkpoint import load_model
-from ostinato.kernels import loader
-from ostinato.kernels.variants import AppendKV, Embed, L2Probe, Quantize, Sample, Variant
-from ostinato.model import W8A8Linear, compile_kernels, kernels, sequence_logits
-from ostinato.ops import (
-    append_launch,
-    decode_launch,
-    embed_launch,
-    gemm,
-    prefill_launch,
-    quantize_launch,
+from ostinato.jit import loader
+from ostinato.jit.variants import (
+    AppendKV,
+    Embed,
+    L2Probe,
+    Quantize,
+    Sample,
+    Variant,
+)
+from ostinato.models import (
+    W8A8Linear,
+    compile_kernels,
+    required_kernels,
+    sequence_logits,
+)
+from ostinato.ops import embed_cuda
+from ostinato.ops.attention import (
+    append_kv_cuda,
+    decode_cuda,
+    prefill_cuda,
+)
+from ostinato.ops.linear import (
+    quantize_cuda,
+    w8a8_gemm,
 )
 from tiny import tiny_llama
 
@@ -48,7 +62,7 @@ def test_a_packed_weight_serves_on_the_cpu_too() -> None:
 
 @pytest.mark.parametrize("scheme", DTYPES)
 def test_the_kernels_of_a_model(scheme: str) -> None:
-    found = kernels.kernels_of(tiny_llama(scheme=scheme))
+    found = required_kernels.kernels_of(tiny_llama(scheme=scheme))
     dtype = {"int8": "int8", "fp8": "e4m3"}[scheme]
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
@@ -62,17 +76,17 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     assert gate not in found
     assert all(variant.dtypes() == {dtype, "fp32"} for variant in found if variant not in plain)
     assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
-    assert set(kernels.kernels_of(tiny_llama(scheme="plain"))) == {*plain, gate}
+    assert set(required_kernels.kernels_of(tiny_llama(scheme="plain"))) == {*plain, gate}
 
 
 def test_prompts_and_steps_of_16_bits_have_attention_kernels() -> None:
-    found = kernels.kernels_of(tiny_llama(dtype=torch.bfloat16, head_dim=16))
+    found = required_kernels.kernels_of(tiny_llama(dtype=torch.bfloat16, head_dim=16))
     families = [variant.family for variant in found]
     assert families.count("attention_decode") == families.count("attention_prefill") == 2
 
 
 def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "precompile", lambda variants: pytest.fail("compiles"))
+    monkeypatch.setattr(required_kernels, "precompile", lambda variants: pytest.fail("compiles"))
     compile_kernels(tiny_llama(scheme="int8"))
 
 
@@ -80,7 +94,7 @@ def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("dtype", "lengths", "batch_invariant"),
     # In 16 bits a model's steps have one query a sequence, and its prompts as many as they have:
-    # few of these, with fixed splits, are for kernels that no step of the engine launches.
+    # few of these, with fixed splits, are for required_kernels that no step of the engine launches.
     [
         (torch.float32, (1, 9, 30, 100), True),
         (torch.bfloat16, (1, 100), True),
@@ -102,7 +116,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    modules = (append_launch, decode_launch, embed_launch, gemm, prefill_launch, quantize_launch)
+    modules = (append_kv_cuda, decode_cuda, embed_cuda, w8a8_gemm, prefill_cuda, quantize_cuda)
     for module in modules:
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
@@ -111,7 +125,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
     for length in lengths:
         assert sequence_logits(model, [5] * length).isfinite().all()
     assert launched
-    assert launched <= set(kernels.kernels_of(model))
+    assert launched <= set(required_kernels.kernels_of(model))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ops_kernels import kernels_of_the_tests
 
-from ostinato.ops.precompile import precompile
+from ostinato.ops.linear.precompile import precompile
 
 
 @pytest.fixture(scope="session")

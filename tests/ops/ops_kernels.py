@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ostinato.kernels.catalogue import (
+from ostinato.jit.catalogue import (
     APPEND_KV,
     EMBED,
     FUSED_LINEAR,
@@ -15,7 +15,7 @@ from ostinato.kernels.catalogue import (
     QUANTIZE,
     SAMPLE,
 )
-from ostinato.kernels.variants import (
+from ostinato.jit.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
     SPLIT_TOKENS,
@@ -23,7 +23,7 @@ from ostinato.kernels.variants import (
     AttentionPrefill,
     Variant,
 )
-from ostinato.ops import gemm_table
+from ostinato.ops.linear import tile_table
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
 TOKENS = (
@@ -55,7 +55,7 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
         for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:
             for packed, fast_accum, invariant in product([False, True], repeat=3):
                 if m and (fast_accum or out_dtype == "bf16"):
-                    yield gemm_table.choose(
+                    yield tile_table.choose(
                         m,
                         1000,
                         1000,
@@ -68,7 +68,7 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
                     ).variant
     for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
         how = {"packed": True, "batch_invariant": True, "sms": sms}
-        yield gemm_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
+        yield tile_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
 
 
 # Head dims that the catalogue does not list.

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.kernels.variants import Embed
-from ostinato.ops import embed_launch
-from ostinato.ops.pdl import pdl
+from ostinato.jit.variants import Embed
+from ostinato.ops import embed_cuda
+from ostinato.ops.common.pdl import pdl
 
 STREAM = 77
 
@@ -30,9 +30,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         assert stream == STREAM
         return Library(variant)
 
-    monkeypatch.setattr(embed_launch, "load", load)
-    monkeypatch.setattr(embed_launch, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(embed_launch, "on_device", lambda device: torch.no_grad())
+    monkeypatch.setattr(embed_cuda, "load", load)
+    monkeypatch.setattr(embed_cuda, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(embed_cuda, "on_device", lambda device: torch.no_grad())
     return found
 
 
@@ -41,7 +41,7 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
     table = torch.zeros(50, 24, dtype=torch.bfloat16)[:, :16]
     seen = torch.zeros(4, 60, dtype=torch.bool)[:, :50]
     n_active, out = torch.ones(1, dtype=torch.int32), torch.zeros(3, 2, 16).bfloat16()[:, 1]
-    embed_launch.embed_rows(tokens, table, seen, rows, n_active, out)
+    embed_cuda.embed_rows(tokens, table, seen, rows, n_active, out)
     assert launches == [
         {
             "variant": Embed(dtype="bf16"),
@@ -72,7 +72,7 @@ def test_what_is_not_given_is_null(
 ) -> None:
     table = torch.zeros(50, 16, dtype=dtype)
     with pdl(False):
-        embed_launch.embed_rows(torch.arange(3), table, None, None, None, table[:3])
+        embed_cuda.embed_rows(torch.arange(3), table, None, None, None, table[:3])
     (launch,) = launches
     assert launch["variant"] == Embed(dtype=name)
     for field in ("seen", "seen_stride", "seen_size", "seen_rows", "n_active", "pdl"):

@@ -6,17 +6,17 @@
 //   OSTINATO_DTYPE        bf16, fp16 or fp32, of q, k and v
 //   OSTINATO_CACHE_DTYPE  of the cache: the same, int8 or e4m3
 //
-// The semantics are those of runtime/ops/append.py. The bits of a head depend on the head alone:
-// not on the other tokens, its place, alignment or strides. docs/append.md has the why and the
-// measurements.
+// The semantics are those of runtime/ops/attention/append_kv.py. The bits of a head depend on the
+// head alone: not on the other tokens, its place, alignment or strides. docs/append.md has the why
+// and the measurements.
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "attention/append_kernels.cuh"
-#include "attention/params.h"
+#include "attention/common/params.h"
 #include "common/check.h"
 #include "common/launch.cuh"
+#include "kernels.cuh"
 
 namespace ostinato {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/params.h"
+#include "attention/common/params.h"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
 

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "attention/append_heads.cuh"
-#include "attention/params.h"
+#include "attention/common/params.h"
 #include "common/launch.cuh"
+#include "head.cuh"
 
 namespace ostinato {
 namespace {

@@ -1,6 +1,7 @@
 // The arguments of attention and of append_kv, as plain structs shared by the kernels and the
-// loader (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so that the host compiler
-// builds the loader alone. Strides count elements, sizes are logical, pointers are device pointers.
+// loader (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header, so that the host
+// compiler builds the loader alone. Strides count elements, sizes are logical, pointers are device
+// pointers.
 #pragma once
 
 #include <cstdint>
@@ -57,7 +58,8 @@ struct AppendKVParams {
   int32_t pdl;
 };
 
-// Attention of a few queries per sequence to a paged KV cache (csrc/attention/decode_sm90.cu).
+// Attention of a few queries per sequence to a paged KV cache
+// (csrc/attention/decode/decode_sm90.cu).
 struct PagedDecodeParams {
   Heads q;        // [tokens, heads_q, dim]
   Slots k_cache;  // [pages, page_size, heads_kv, dim] in any order, dim contiguous
@@ -81,8 +83,8 @@ struct PagedDecodeParams {
   Halves halves;
 };
 
-// Attention of many queries per sequence (csrc/attention/prefill_sm90.cu). Keys and values lie
-// packed, or in a paged cache; a library is compiled for one of both.
+// Attention of many queries per sequence (csrc/attention/prefill/prefill_sm90.cu). Keys and values
+// lie packed, or in a paged cache; a library is compiled for one of both.
 struct PrefillParams {
   Heads q;  // [tokens_q, heads_q, dim]
   Slots k;  // packed [tokens_k, heads_kv, dim], a slot for each token and no page, or

@@ -5,10 +5,10 @@
 // the piece before, nor before all have begun.
 #pragma once
 
+#include "cluster_ops.cuh"
 #include "common/debug.cuh"
-#include "decode_cluster.cuh"
-#include "decode_parts.cuh"
-#include "decode_rows.cuh"
+#include "output_rows.cuh"
+#include "partials.cuh"
 
 namespace ostinato::decode {
 
@@ -107,7 +107,7 @@ class ExchangerOf {
   }
 
  private:
-  // Whose outputs are added i-th. In a lone CTA a warp begins with its own (decode_output.cuh).
+  // Whose outputs are added i-th. In a lone CTA a warp begins with its own (epilogue.cuh).
   static __device__ __forceinline__ int turn(int i) {
     const int warp = threadIdx.x / 32;
     return !kChainPerCta ? i : i == 0 ? warp : i - (i <= warp);

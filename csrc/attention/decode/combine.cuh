@@ -2,7 +2,7 @@
 // by warp, each what it owns.
 #pragma once
 
-#include "decode_output.cuh"
+#include "epilogue.cuh"
 
 namespace ostinato::decode {
 

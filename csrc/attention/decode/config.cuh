@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/params.h"
+#include "attention/common/params.h"
 #include "common/sizes.cuh"
 
 // -DOSTINATO_HEAD_DIM=n              a multiple of 16, at most 256
@@ -18,7 +18,7 @@
 //                                    0: by threads, pages of any size
 // -DOSTINATO_FIXED_TILES=0|n         n: cut every sequence after n times 64 tokens, whatever the
 //                                    load, so that a result depends on its own sequence alone
-// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (decode_exchange.cuh); 4 or 1
+// -DOSTINATO_CLUSTER=1|2|4|8         CTAs that work on the same piece (cluster_reduce.cuh); 4 or 1
 //                                    of fixed cuts, with the same bits
 namespace ostinato::decode {
 
@@ -99,10 +99,10 @@ inline constexpr int kStages = kRingBytes / (2 * kWarps * kBlockBytes);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 
 // Whether a sequence's last block is loaded so that it ends with the last token, and nothing behind
-// that is read (decode_sight.cuh). Where there are more rows some kernels have no registers for it.
+// that is read (mask.cuh). Where there are more rows some kernels have no registers for it.
 inline constexpr bool kEndsWithLast = kCopyPages && kColumns == 8;
 
-// Whether CTAs may claim segments (decode_claims.cuh): at least so many for each of them, of so
+// Whether CTAs may claim segments (dynamic_scheduler.cuh): at least so many for each of them, of so
 // many tiles that each warp has blocks for its rings in each, and none looks further ahead than to
 // the segment after the next. 8-bit caches of long heads have no registers left for it.
 inline constexpr bool kMayClaim = kClusterCtas == 1 && kTeamWarps == 1 && kColumns == 8 &&
@@ -110,11 +110,11 @@ inline constexpr bool kMayClaim = kClusterCtas == 1 && kTeamWarps == 1 && kColum
 inline constexpr int kLeastClaimed = 2;
 inline constexpr int kLeastClaimedTiles = kStages + 1;
 
-// Whether CTAs may be told which half of the L2 holds a page (decode_halves.cuh), which has 4096
+// Whether CTAs may be told which half of the L2 holds a page (l2_partition.cuh), which has 4096
 // bytes of each in turn: where the 16 tokens of a block lie in one.
 inline constexpr bool kMayKnowHalves = kMayClaim && kBlockTokens * kRowBytes <= 4096;
 
-// Whether warps that have equal shares wait for each other (decode_pace.cuh). Clusters of two have
+// Whether warps that have equal shares wait for each other (throttle.cuh). Clusters of two have
 // the longest ones.
 inline constexpr bool kMayPace = kClusterCtas == 2 && kTeamWarps == 1 && kColumns == 8 &&
                                  kCopyPages && !kQuantized && kDim <= 128 && !kFixedCuts;
@@ -137,12 +137,12 @@ inline constexpr int kPairVectors = kOwnedSteps * 8;  // float4
 inline constexpr int kRankVectors = kPairVectors / kClusterCtas;
 
 // A partial result has a region of each warp: for each pair of its columns, what it owns of the
-// head dim as the lanes hold it (decode_output.cuh), then for each pair both columns' weights.
+// head dim as the lanes hold it (epilogue.cuh), then for each pair both columns' weights.
 inline constexpr int kRegionVectors = kWarpPairs * (kRankVectors + 1);
 inline constexpr int kPartVectors = kClusterCtas * kWarps * kRegionVectors;
 
 // One counter for each warp of each CTA, as many as the kernel with the most CTAs has, those of the
-// segments that are claimed (decode_claims.cuh), and that of the CTAs' numbers: kernels share a
+// segments that are claimed (dynamic_scheduler.cuh), and that of the CTAs' numbers: kernels share a
 // workspace, and no counter may lie where another kernel stores results.
 inline constexpr int kOfNumbers = 3, kClaimCounters = 4;
 inline constexpr int kMostCtasPerSm = 2;
@@ -155,7 +155,7 @@ inline int64_t counter_bytes(int sms) {
 }
 
 // Then partial results. Two of each CTA: of a segment that it ends or passes, and of one that it
-// begins. Or, with fixed cuts, one of each unit (decode_units.cuh) that `segments` sequences and KV
+// begins. Or, with fixed cuts, one of each unit (fixed_split.cuh) that `segments` sequences and KV
 // heads of `tokens` tokens can have; none if none can have two.
 inline int64_t workspace_bytes(int sms, int ctas, int64_t segments, int64_t tokens) {
   int64_t parts = int64_t{2} * ctas;

@@ -2,7 +2,7 @@
 // verification of speculated tokens. Cache bytes are read once, at memory speed.
 //
 // A grid of persistent CTAs, or of clusters of them ("CTA" stands for both); each reads all lengths
-// and finds its own share of the tiles (decode_schedule.cuh), so neither the host nor another
+// and finds its own share of the tiles (static_scheduler.cuh), so neither the host nor another
 // kernel plans anything, and no size of the launch depends on a length. In a CTA each team of warps
 // has rings of blocks of its own, refills what it has used itself, and shares nothing until the end
 // of a piece.
@@ -14,15 +14,15 @@
 
 #include <type_traits>
 
+#include "attention/common/tma_strides.cuh"
+#include "combine.cuh"
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
-#include "decode_chain.cuh"
-#include "decode_grid.cuh"
-#include "decode_loader.cuh"
-#include "decode_merge.cuh"
-#include "decode_pace.cuh"
-#include "map_step.cuh"
+#include "kv_loader.cuh"
+#include "launch_grid.cuh"
+#include "serial_chain.cuh"
+#include "throttle.cuh"
 
 namespace ostinato::decode {
 namespace {

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "decode_config.cuh"
+#include "config.cuh"
 
 namespace ostinato::decode {
 

@@ -4,11 +4,11 @@
 // first CTAs end a fifth of a launch before the last ones, which alone cannot keep memory busy. So
 // a CTA has two segments that are its own, and claims another whenever it begins one: the next that
 // nobody has, by a counter in the workspace. A segment's bits do not depend on who works on it.
-// Where halves of the L2 are known (decode_halves.cuh), each has a counter of its own.
+// Where halves of the L2 are known (l2_partition.cuh), each has a counter of its own.
 #pragma once
 
 #include "common/debug.cuh"
-#include "decode_cuts.cuh"
+#include "split_kv.cuh"
 
 namespace ostinato::decode {
 

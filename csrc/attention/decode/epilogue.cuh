@@ -2,11 +2,11 @@
 //
 // Every warp owns some steps of the head dim (for its columns): it alone adds them up, stores them,
 // counts itself among the segment's warps that own the same, and, if it is the last of them, merges
-// the parts (decode_merge.cuh). So the CTA meets at one barrier. What is stored between is as lanes
+// the parts (combine.cuh). So the CTA meets at one barrier. What is stored between is as lanes
 // hold it.
 #pragma once
 
-#include "decode_exchange.cuh"
+#include "cluster_reduce.cuh"
 
 namespace ostinato::decode {
 

@@ -7,7 +7,7 @@
 // added up.
 #pragma once
 
-#include "decode_schedule.cuh"
+#include "static_scheduler.cuh"
 
 namespace ostinato::decode {
 

@@ -1,9 +1,9 @@
 // What the kernel is given, beside the maps of the caches.
 #pragma once
 
-#include "decode_config.cuh"
-#include "decode_halves.cuh"
-#include "decode_units.cuh"
+#include "config.cuh"
+#include "fixed_split.cuh"
+#include "l2_partition.cuh"
 
 namespace ostinato::decode {
 
@@ -65,7 +65,7 @@ struct Arguments {
   const int32_t* seq_lens;
   const int32_t* cu_seqlens_q;
   int32_t batch, heads_kv;
-  int32_t lines, line_ctas, line_heads;  // decode_schedule.cuh
+  int32_t lines, line_ctas, line_heads;  // static_scheduler.cuh
   int32_t group;                         // query heads of a KV head
   int32_t max_seqlen_q, page_size, max_pages, left;
   int32_t guesses;  // 1: what the predecessor may write (decode_sm90.cu)
@@ -94,7 +94,7 @@ __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
   return has_token_scales(params.k_scale, params.v_scale);
 }
 
-// Whether the schedule's heads and CTAs are numbered by halves of the L2 (decode_halves.cuh).
+// Whether the schedule's heads and CTAs are numbered by halves of the L2 (l2_partition.cuh).
 __device__ __forceinline__ bool by_halves(const Arguments& params) {
   return kMayKnowHalves && params.halves.heads != 0;
 }

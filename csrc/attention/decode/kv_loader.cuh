@@ -5,10 +5,10 @@
 // before it is needed, since reading one takes as long as reading a block.
 #pragma once
 
+#include "attention/common/ptx.cuh"
 #include "common/debug.cuh"
-#include "decode_claims.cuh"
-#include "decode_copies.cuh"
-#include "warp_instructions.cuh"
+#include "dynamic_scheduler.cuh"
+#include "tma_ops.cuh"
 
 namespace ostinato::decode {
 

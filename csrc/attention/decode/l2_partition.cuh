@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "attention/params.h"
+#include "attention/common/params.h"
 
 namespace ostinato::decode {
 

@@ -5,7 +5,7 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "decode_storage.cuh"
+#include "shared_storage.cuh"
 
 namespace ostinato::decode {
 

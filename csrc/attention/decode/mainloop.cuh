@@ -3,9 +3,9 @@
 
 #include <cmath>
 
-#include "decode_queries.cuh"
-#include "decode_scores.cuh"
-#include "decode_values.cuh"
+#include "nonfinite_values.cuh"
+#include "q_fragments.cuh"
+#include "score_fragment.cuh"
 
 namespace ostinato::decode {
 

@@ -3,8 +3,8 @@
 // Blocks begin at multiples of 16 tokens; `token` is a block's first.
 #pragma once
 
-#include "decode_lengths.cuh"
-#include "decode_mma.cuh"
+#include "mma.cuh"
+#include "seqlens.cuh"
 
 namespace ostinato::decode {
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "warp_instructions.cuh"
+#include "attention/common/ptx.cuh"
 
 namespace ostinato::decode {
 

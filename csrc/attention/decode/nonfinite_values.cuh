@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "decode_sight.cuh"
-#include "decode_widen.cuh"
+#include "dequant.cuh"
+#include "mask.cuh"
 
 namespace ostinato::decode {
 

@@ -2,8 +2,8 @@
 // them lie in the workspace.
 #pragma once
 
-#include "decode_attend.cuh"
-#include "decode_loader.cuh"
+#include "kv_loader.cuh"
+#include "mainloop.cuh"
 
 namespace ostinato::decode {
 

@@ -1,8 +1,8 @@
 // Partial results in the workspace.
 #pragma once
 
-#include "decode_arguments.cuh"
-#include "decode_cluster.cuh"
+#include "cluster_ops.cuh"
+#include "kernel_args.cuh"
 
 namespace ostinato::decode {
 

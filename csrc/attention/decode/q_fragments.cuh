@@ -2,10 +2,10 @@
 #pragma once
 
 #include "common/pack_pair.cuh"
-#include "decode_arguments.cuh"
-#include "decode_mma.cuh"
-#include "decode_scores.cuh"
-#include "decode_widen.cuh"
+#include "dequant.cuh"
+#include "kernel_args.cuh"
+#include "mma.cuh"
+#include "score_fragment.cuh"
 
 namespace ostinato::decode {
 
@@ -71,7 +71,7 @@ class Queries {
   __device__ __forceinline__ float factor(int t, int e) const { return factor_[t][e]; }
 
  private:
-  // Where a lane's two pairs of a step begin: see decode_widen.cuh.
+  // Where a lane's two pairs of a step begin: see dequant.cuh.
   static constexpr int kQueryPairStride = kQuantized ? 4 : 2, kNextPair = kQuantized ? 2 : 8;
 
   // BF16 queries as FP16: each row brought near 1, which its scores make up for. What then is below

@@ -5,7 +5,7 @@
 
 #include <limits>
 
-#include "decode_config.cuh"
+#include "config.cuh"
 
 namespace ostinato::decode {
 

@@ -1,10 +1,10 @@
 // The lengths of all sequences, read and summed up by every CTA for itself.
 #pragma once
 
+#include "cluster_ops.cuh"
 #include "common/sm_index.cuh"
-#include "decode_arguments.cuh"
-#include "decode_cluster.cuh"
-#include "decode_storage.cuh"
+#include "kernel_args.cuh"
+#include "shared_storage.cuh"
 
 namespace ostinato::decode {
 

@@ -6,10 +6,10 @@
 // up its part of the head dim from all four.
 #pragma once
 
+#include "cluster_ops.cuh"
 #include "common/debug.cuh"
 #include "common/ring.cuh"
-#include "decode_attend.cuh"
-#include "decode_cluster.cuh"
+#include "mainloop.cuh"
 
 namespace ostinato::decode {
 

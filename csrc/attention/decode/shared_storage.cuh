@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/mbarrier.cuh"
-#include "decode_config.cuh"
+#include "config.cuh"
 
 namespace ostinato::decode {
 

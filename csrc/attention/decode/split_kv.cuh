@@ -2,7 +2,7 @@
 // tables that each needs.
 #pragma once
 
-#include "decode_lengths.cuh"
+#include "seqlens.cuh"
 
 namespace ostinato::decode {
 

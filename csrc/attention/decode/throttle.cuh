@@ -7,7 +7,7 @@
 // block is asked for, and nothing else.
 #pragma once
 
-#include "decode_cuts.cuh"
+#include "split_kv.cuh"
 
 namespace ostinato::decode {
 

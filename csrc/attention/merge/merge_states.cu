@@ -4,9 +4,9 @@
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the outputs
 //
-// The semantics are those of runtime/ops/merge.py. A thread has 16 bytes of a head's output, the
-// threads of a head side by side; it is bound by memory. The bits of a head depend on the head
-// alone.
+// The semantics are those of runtime/ops/attention/merge_states.py. A thread has 16 bytes of a
+// head's output, the threads of a head side by side; it is bound by memory. The bits of a head
+// depend on the head alone.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include "common/launch.cuh"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
-#include "merge/params.h"
+#include "params.h"
 
 namespace ostinato {
 namespace {

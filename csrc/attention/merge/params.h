@@ -1,6 +1,6 @@
 // The arguments of merging attention states, as a plain struct shared by the kernel and the loader
-// (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so that the host compiler builds the
-// loader alone. Strides count elements, sizes are logical, pointers are device pointers.
+// (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header, so that the host compiler
+// builds the loader alone. Strides count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct MergeLse {
 };
 
 // Two states of attention to different keys -> that of attention to all
-// (csrc/merge/merge_states.cu).
+// (csrc/attention/merge/merge_states.cu).
 struct MergeStatesParams {
   MergeOutputs o_a, o_b, out;  // out may be o_a or o_b
   MergeLse lse_a, lse_b, out_lse;

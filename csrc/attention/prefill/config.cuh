@@ -8,10 +8,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/prefill_params.h"
 #include "common/debug.cuh"
 #include "common/registers.cuh"
 #include "common/sizes.cuh"
+#include "params.h"
 
 // -DOSTINATO_HEAD_DIM=n     of queries and keys, a multiple of 16
 // -DOSTINATO_VALUE_DIM=n    of values and output, a multiple of 16
@@ -61,8 +61,8 @@ inline constexpr int kOutputs = kValueDim / 2;  // likewise
 inline constexpr int kDimSteps = kDim / kMmaDepth;
 inline constexpr int kKeySteps = kKeys / kMmaDepth;
 // The products of a tile's 8-bit weights and values are added to the output in fp32, if registers
-// have room for both (prefill_consumer_fp8.cuh). Otherwise the output takes them at once; of 8 bits
-// for kSumTiles tiles, before it is put aside (prefill_aside.cuh). OSTINATO_PUTS_ASIDE is for asm
+// have room for both (consumer_fp8.cuh). Otherwise the output takes them at once; of 8 bits
+// for kSumTiles tiles, before it is put aside (promote_gmem.cuh). OSTINATO_PUTS_ASIDE is for asm
 // that names its registers.
 #define OSTINATO_PUTS_ASIDE \
   (OSTINATO_BYTES != 0 &&   \
@@ -115,7 +115,7 @@ inline constexpr int kOutputStrips = ceil_div(kValueDim, kOutputStripDim);
 inline constexpr int kOutputBytes = kOutputStrips * kRowStrip;
 inline constexpr int kKeyBytes = kStrips * kKeyStrip;               // of a tile
 inline constexpr int kCopiedValueBytes = kValueStrips * kKeyStrip;  // likewise, as they are copied
-// An MMA takes 8-bit values only with keys along the row: prefill_transpose.cuh turns the tile, and
+// An MMA takes 8-bit values only with keys along the row: transpose_v.cuh turns the tile, and
 // what is copied has a ring of its own.
 inline constexpr int kValueRowBytes = kFp8 && kKeys <= 64 ? 64 : 128;
 inline constexpr int kValueBytes = kFp8 ? kValueDim * kValueRowBytes : kCopiedValueBytes;
@@ -126,7 +126,7 @@ inline constexpr int kMaxBatch = 512;
 inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 
 // With room for the queries of two items an item begins before the one before it has ended
-// (prefill_consumer.cuh). The output takes the place of its item's queries, unless these have a
+// (consumer.cuh). The output takes the place of its item's queries, unless these have a
 // single place and it need not, or it is larger. (An output of 8-bit queries is: of head dim 256,
 // where nothing else has room for it, it takes their place in two passes.)
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes;

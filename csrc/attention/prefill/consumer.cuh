@@ -5,8 +5,8 @@
 // enqueued while another weighs.
 #pragma once
 
-#include "prefill_consumer_base.cuh"
-#include "prefill_rescore.cuh"
+#include "consumer_base.cuh"
+#include "recompute_scores.cuh"
 
 namespace ostinato::prefill {
 
@@ -222,7 +222,7 @@ class Consumer : public ConsumerBase<Softmax> {
   }
 };
 
-// Other warps have no part in it (prefill_consumer_fp8.cuh).
+// Other warps have no part in it (consumer_fp8.cuh).
 __device__ __forceinline__ void assist(SharedStorage&, const Arguments&) {}
 
 }  // namespace ostinato::prefill

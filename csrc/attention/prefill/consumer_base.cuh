@@ -1,11 +1,11 @@
 // What all consumer warpgroups have in common: whose turn it is, what has come, what is free again,
-// and the order of an item's steps. How tiles are multiplied and weighed is prefill_consumer.cuh's
-// business, or with 8 bits prefill_consumer_fp8.cuh's.
+// and the order of an item's steps. How tiles are multiplied and weighed is consumer.cuh's
+// business, or with 8 bits consumer_fp8.cuh's.
 #pragma once
 
 #include "common/ring.cuh"
-#include "prefill_mend.cuh"
-#include "prefill_output.cuh"
+#include "epilogue.cuh"
+#include "nonfinite_repair.cuh"
 
 namespace ostinato::prefill {
 

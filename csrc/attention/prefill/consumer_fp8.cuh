@@ -4,14 +4,14 @@
 // weights and values are summed anew and then added to the output in fp32. They are enqueued with
 // the products of the next tile's keys. For head dim 256, and for three warpgroups and 128,
 // registers are too few for that: there the tensor cores sum 16 tiles, which are put aside in
-// slices, with each tile one (prefill_aside.cuh). Warpgroups take no turns: with 8 bits they are
+// slices, with each tile one (promote_gmem.cuh). Warpgroups take no turns: with 8 bits they are
 // faster without.
 #pragma once
 
-#include "prefill_aside.cuh"
-#include "prefill_consumer_base.cuh"
-#include "prefill_softmax_fp8.cuh"
-#include "prefill_transpose.cuh"
+#include "consumer_base.cuh"
+#include "promote_gmem.cuh"
+#include "softmax_fp8.cuh"
+#include "transpose_v.cuh"
 
 namespace ostinato::prefill {
 

@@ -3,8 +3,8 @@
 
 #include "common/pack_pair.cuh"
 #include "common/tma.cuh"
-#include "prefill_mma.cuh"
-#include "prefill_rows.cuh"
+#include "score_fragment.cuh"
+#include "smem_operands.cuh"
 
 namespace ostinato::prefill {
 
@@ -67,7 +67,7 @@ class Output {
                      softmax.maximum(half), softmax.total(half));
     }
     // In the place of queries nothing is left to be read: a turn has begun since the item's last
-    // scores (prefill_consumer.cuh), for which all threads of the warpgroup met.
+    // scores (consumer.cuh), for which all threads of the warpgroup met.
     if constexpr (!kShareOutput || kFp8) {
       wait_read();
       sync_warpgroup(warpgroup_);

@@ -1,7 +1,7 @@
 // Where keys and values lie in global memory, for what reads them without the copy engine.
 #pragma once
 
-#include "prefill_item.cuh"
+#include "work_tile.cuh"
 
 namespace ostinato::prefill {
 

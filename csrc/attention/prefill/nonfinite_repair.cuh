@@ -7,8 +7,8 @@
 // if the query does see a NaN it is NaN. This is slow, and never happens to numbers.
 #pragma once
 
-#include "prefill_place.cuh"
-#include "prefill_rows.cuh"
+#include "kv_address.cuh"
+#include "score_fragment.cuh"
 
 namespace ostinato::prefill {
 

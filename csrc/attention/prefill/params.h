@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "attention/params.h"
+#include "attention/common/params.h"
 
 namespace ostinato {
 

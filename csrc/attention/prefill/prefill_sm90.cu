@@ -3,12 +3,12 @@
 //
 // Persistent CTAs of one producer warpgroup, which copies, and two or three that multiply by wgmma,
 // each 64 rows of queries; weights stay in registers. Everything that depends on a length is found
-// on the device (prefill_schedule.cuh), the grid from capacities. No result depends on which CTA
-// computes it, or on other sequences. The pieces: prefill_config.cuh (macros, shared memory),
-// prefill_item.cuh (tiles and their order), prefill_producer.cuh, prefill_copy.cuh,
-// prefill_mma.cuh, prefill_wgmma.cuh, prefill_softmax.cuh, prefill_consumer.cuh,
-// prefill_output.cuh, prefill_mend.cuh; with 8 bits prefill_transpose.cuh,
-// prefill_softmax_fp8.cuh, prefill_aside.cuh and prefill_consumer_fp8.cuh.
+// on the device (tile_scheduler.cuh), the grid from capacities. No result depends on which CTA
+// computes it, or on other sequences. The pieces: config.cuh (macros, shared memory),
+// work_tile.cuh (tiles and their order), producer.cuh, qkv_loader.cuh,
+// smem_operands.cuh, wgmma.cuh, softmax.cuh, consumer.cuh,
+// epilogue.cuh, nonfinite_repair.cuh; with 8 bits transpose_v.cuh,
+// softmax_fp8.cuh, promote_gmem.cuh and consumer_fp8.cuh.
 //
 // With params.pdl the predecessor may write any of the inputs. The workspace, of
 // ostinato_workspace_bytes() bytes, must be zero before its first launch and after one that was
@@ -17,14 +17,14 @@
 
 #include <algorithm>
 
+#include "attention/common/tma_strides.cuh"
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "map_step.cuh"
-#include "prefill_producer.cuh"
+#include "producer.cuh"
 #if OSTINATO_BYTES
-#include "prefill_consumer_fp8.cuh"
+#include "consumer_fp8.cuh"
 #else
-#include "prefill_consumer.cuh"
+#include "consumer.cuh"
 #endif
 
 namespace ostinato::prefill {

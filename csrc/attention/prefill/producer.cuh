@@ -7,12 +7,12 @@
 // pages beside another for keys and two for values, slots with three others.
 #pragma once
 
-#include "prefill_copy.cuh"
-#include "prefill_schedule.cuh"
+#include "qkv_loader.cuh"
+#include "tile_scheduler.cuh"
 
 namespace ostinato::prefill {
 
-// The producer warpgroup's other warps turn 8-bit values (prefill_transpose.cuh).
+// The producer warpgroup's other warps turn 8-bit values (transpose_v.cuh).
 inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
 
 class Producer : Copier {

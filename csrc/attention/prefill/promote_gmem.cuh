@@ -8,10 +8,10 @@
 // tiles put nothing aside.
 #pragma once
 
-#include "prefill_aside_instructions.cuh"
-#include "prefill_aside_slices.cuh"
-#include "prefill_rows.cuh"
-#include "prefill_wgmma.cuh"
+#include "promote_gmem_ptx.cuh"
+#include "promote_gmem_slices.cuh"
+#include "score_fragment.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::prefill {
 
@@ -27,7 +27,7 @@ class Aside {
   }
 
   // The first of an item's tiles, how many of them hide some key from some query, and all. Those
-  // that do are mended (prefill_mend.cuh) before anything is put aside, so that it need not be.
+  // that do are mended (nonfinite_repair.cuh) before anything is put aside, so that it need not be.
   __device__ __forceinline__ void begin(int first, int hiding, int tiles) {
     begins_ = max(first, hiding) + 1;
     if (tiles - begins_ < kSumTiles) {

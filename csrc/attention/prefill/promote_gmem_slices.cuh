@@ -2,7 +2,7 @@
 // names, and a switch in C++ is no jump that is known to be the same for all lanes.
 #pragma once
 
-#include "prefill_config.cuh"
+#include "config.cuh"
 
 namespace ostinato::prefill {
 

@@ -2,10 +2,10 @@
 // keys or values, of packed rows, of pages or of slots.
 #pragma once
 
+#include "attention/common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
-#include "prefill_storage.cuh"
-#include "warp_instructions.cuh"
+#include "shared_storage.cuh"
 
 namespace ostinato::prefill {
 

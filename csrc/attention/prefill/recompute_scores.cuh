@@ -2,8 +2,8 @@
 // of a warp alone.
 #pragma once
 
-#include "prefill_place.cuh"
-#include "prefill_softmax.cuh"
+#include "kv_address.cuh"
+#include "softmax.cuh"
 
 namespace ostinato::prefill {
 

@@ -6,8 +6,8 @@
 
 #include <limits>
 
-#include "prefill_item.cuh"
-#include "warp_instructions.cuh"
+#include "attention/common/ptx.cuh"
+#include "work_tile.cuh"
 
 namespace ostinato::prefill {
 

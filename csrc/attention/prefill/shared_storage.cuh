@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/mbarrier.cuh"
-#include "prefill_item.cuh"
+#include "work_tile.cuh"
 
 namespace ostinato::prefill {
 
@@ -61,7 +61,7 @@ struct SharedStorage : std::conditional_t<kFp8, TurningStorage, NoStorage> {
   uint64_t queries_empty[kQueryBuffers][kConsumers];
   uint64_t item_full[kItems];
   uint64_t item_empty[kItems];
-  uint64_t item_wanted;  // by the warp that copies keys (prefill_producer.cuh)
+  uint64_t item_wanted;  // by the warp that copies keys (producer.cuh)
   Item items[kItems];
   Boxes first_boxes[kHandsOverBoxes ? kItems : 1][kHandsOverBoxes ? 32 : 1];  // of each item
   // By rank: sequences with long tiles come first.

@@ -1,8 +1,8 @@
 // Tiles in shared memory as operands of wgmma.
 #pragma once
 
-#include "prefill_storage.cuh"
-#include "prefill_wgmma.cuh"
+#include "shared_storage.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::prefill {
 

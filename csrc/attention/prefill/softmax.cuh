@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/pack_pair.cuh"
-#include "prefill_rows.cuh"
+#include "score_fragment.cuh"
 
 namespace ostinato::prefill {
 
@@ -54,7 +54,7 @@ class Softmax {
   // As weigh(), for a tile of which all keys are seen, and without looking for its maximum: a sum
   // that is high beside those before tells that there was a far higher score. A sum is needed
   // anyway, a maximum takes a third of the instructions. `again` says scores again
-  // (prefill_rescore.cuh), for weights that are infinite.
+  // (recompute_scores.cuh), for weights that are infinite.
   template <class Again>
   __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const Again& again) {
     take_logits(scores);

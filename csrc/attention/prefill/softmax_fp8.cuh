@@ -8,8 +8,8 @@
 // does it. Sums are those of the weights before they are rounded.
 #pragma once
 
-#include "prefill_fp8_instructions.cuh"
-#include "prefill_rows.cuh"
+#include "fp8_ptx.cuh"
+#include "score_fragment.cuh"
 
 namespace ostinato::prefill {
 
@@ -196,7 +196,7 @@ class Softmax {
 };
 
 // As the MMA takes them: of 32 keys, rows g and g + 8 of the first 16, then of the others. What it
-// takes for keys 4c to 4c + 3 are keys 2c, 2c + 1, 2c + 8 and 2c + 9 (prefill_transpose.cuh).
+// takes for keys 4c to 4c + 3 are keys 2c, 2c + 1, 2c + 8 and 2c + 9 (transpose_v.cuh).
 __device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
                                              uint32_t (&weights)[kKeySteps][4]) {
 #pragma unroll

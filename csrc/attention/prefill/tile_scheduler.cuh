@@ -6,7 +6,7 @@
 // CTAs take the next item when they have done one: by a counter, or in turn.
 #pragma once
 
-#include "prefill_storage.cuh"
+#include "shared_storage.cuh"
 
 namespace ostinato::prefill {
 

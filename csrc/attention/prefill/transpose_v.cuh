@@ -2,15 +2,15 @@
 // row for each key.
 //
 // Pairs of bytes are turned by ldmatrix, those within a pair by byte permutations, and stmatrix
-// writes them. The keys of 16 side by side come to lie as weights do (prefill_consumer_fp8.cuh):
+// writes them. The keys of 16 side by side come to lie as weights do (consumer_fp8.cuh):
 // byte 4c + 2h + e of a group holds key 8h + 2c + e, for what a thread has of scores is already
 // what the product takes. Values that no query of the item sees become 0.
 #pragma once
 
 #include "common/ring.cuh"
 #include "common/tma.cuh"
-#include "prefill_fp8_instructions.cuh"
-#include "prefill_producer.cuh"
+#include "fp8_ptx.cuh"
+#include "producer.cuh"
 
 namespace ostinato::prefill {
 

@@ -10,9 +10,9 @@
 #include <type_traits>
 #include <utility>
 
+#include "config.cuh"
 #include "cute/arch/config.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
-#include "prefill_config.cuh"
 
 namespace ostinato::prefill {
 

@@ -1,7 +1,7 @@
 // A tile of queries, and the order in which its tiles of keys are read.
 #pragma once
 
-#include "prefill_config.cuh"
+#include "config.cuh"
 
 namespace ostinato::prefill {
 
@@ -51,8 +51,8 @@ struct alignas(16) Tiles {
   __device__ __forceinline__ bool is_last() const { return end < 0; }
   __device__ __forceinline__ int tiles() const { return end - begin; }
   // Tiles of which some query does not see some key. They come first, so that what a hidden value
-  // may have done to the output (prefill_mend.cuh) is found and undone before other tiles add to
-  // it.
+  // may have done to the output (nonfinite_repair.cuh) is found and undone before other tiles add
+  // to it.
   __device__ __forceinline__ int hiding_tiles() const {
     return tiles() - (whole_end - whole_begin);
   }

@@ -3,8 +3,8 @@
 // weights fills meanwhile. That every CTA does it again costs less than the end of one kernel and
 // the start of another. docs/performance.md has the measurements.
 //
-// Compiled with the macros of gemm_w8a8/small_m_config.cuh, those of gemm_w8a8/quantize.cu (kinds
-// per_token and rms_norm) and
+// Compiled with the macros of gemm_w8a8/small_m/config.cuh, those of gemm_w8a8/quantize/quantize.cu
+// (kinds per_token and rms_norm) and
 //   OSTINATO_MAX_K  the longest x: 4096 or 8192
 //
 // With params.pdl the predecessor may write x and residual. It must not write the rest, which is
@@ -13,12 +13,12 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "fused_linear/params.h"
-#include "fused_linear/quantize_x.cuh"
 #include "gemm_w8a8/params.h"
-#include "gemm_w8a8/small_m_config.cuh"
-#include "gemm_w8a8/small_m_consumer.cuh"
-#include "gemm_w8a8/small_m_producer.cuh"
+#include "gemm_w8a8/small_m/config.cuh"
+#include "gemm_w8a8/small_m/consumer.cuh"
+#include "gemm_w8a8/small_m/producer.cuh"
+#include "params.h"
+#include "quantize_x.cuh"
 
 namespace ostinato::fused_linear {
 namespace {

@@ -1,6 +1,7 @@
 // The arguments of a linear layer that makes its 8-bit activations itself, as a plain struct shared
-// by the kernels and the loader (csrc/bindings.cpp). Plain C++: no CUDA and no torch header, so
-// that the host compiler builds the loader alone. Sizes are logical, pointers are device pointers.
+// by the kernels and the loader (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header,
+// so that the host compiler builds the loader alone. Sizes are logical, pointers are device
+// pointers.
 #pragma once
 
 #include <cstdint>

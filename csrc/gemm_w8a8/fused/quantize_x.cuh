@@ -1,16 +1,17 @@
 // How each CTA makes the 8-bit x that its product needs, in shared memory, with the bits of the
-// kernels that do this alone (gemm_w8a8/quantize.cu): the same stages, and sums in the same order.
+// kernels that do this alone (gemm_w8a8/quantize/quantize.cu): the same stages, and sums in the
+// same order.
 #pragma once
 
 #include <cstdint>
 
 #include "common/debug.cuh"
 #include "common/launch.cuh"
-#include "fused_linear/params.h"
-#include "gemm_w8a8/quantize_rows.cuh"
-#include "gemm_w8a8/quantize_stages.cuh"
-#include "gemm_w8a8/small_m_config.cuh"
-#include "gemm_w8a8/small_m_consumer.cuh"
+#include "gemm_w8a8/quantize/rows.cuh"
+#include "gemm_w8a8/quantize/stages.cuh"
+#include "gemm_w8a8/small_m/config.cuh"
+#include "gemm_w8a8/small_m/consumer.cuh"
+#include "params.h"
 
 namespace ostinato::fused_linear {
 namespace {
@@ -100,7 +101,7 @@ class Quantizer {
     return (vector * kMmaThreads + threadIdx.x) * kVectorSize;
   }
 
-  // The order of additions is that of quantize_rows.cuh.
+  // The order of additions is that of gemm_w8a8/quantize/rows.cuh.
   __device__ __forceinline__ float sum_of_squares(const Values (&values)[kVectors]) {
     float squares[kVectors];
 #pragma unroll

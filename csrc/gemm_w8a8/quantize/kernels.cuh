@@ -6,9 +6,9 @@
 #include <cstdint>
 
 #include "common/launch.cuh"
-#include "gemm_w8a8/quantize_params.h"
-#include "gemm_w8a8/quantize_rows.cuh"
-#include "gemm_w8a8/quantize_stages.cuh"
+#include "params.h"
+#include "rows.cuh"
+#include "stages.cuh"
 
 namespace ostinato {
 namespace {

@@ -17,8 +17,8 @@
 
 #include "common/check.h"
 #include "common/launch.cuh"
-#include "gemm_w8a8/quantize_kernels.cuh"
-#include "gemm_w8a8/quantize_params.h"
+#include "kernels.cuh"
+#include "params.h"
 
 namespace ostinato {
 namespace {

@@ -36,7 +36,7 @@ __device__ __forceinline__ float one_and_exp(float gate) {
 }
 
 // The inverse need not be correctly rounded: the quotient is, for each of the fp32 gates within the
-// limit (tests/kernels/silu.cu).
+// limit (tests/kernels/gemm/silu.cu).
 __device__ __forceinline__ float silu_fast(float gate) {
   const float d = one_and_exp(gate);
   return divide_by(gate, d, approximate_inverse_of(d));

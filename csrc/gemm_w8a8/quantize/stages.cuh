@@ -8,7 +8,7 @@
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
 #include "gemm_w8a8/params.h"
-#include "gemm_w8a8/silu_math.cuh"
+#include "silu_math.cuh"
 
 namespace ostinato {
 namespace {

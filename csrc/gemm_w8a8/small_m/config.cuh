@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "common/sizes.cuh"
-#include "packed.h"
-#include "small_m_mma.cuh"
+#include "gemm_w8a8/packed.h"
+#include "mma.cuh"
 
 // -DOSTINATO_OUTPUT=__nv_bfloat16|__half|float
 // -DOSTINATO_TOKENS=8|16|32|64            most rows of x

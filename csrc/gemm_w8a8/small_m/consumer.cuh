@@ -5,10 +5,10 @@
 #include "common/launch.cuh"
 #include "common/mbarrier.cuh"
 #include "common/ring.cuh"
+#include "config.cuh"
 #include "gemm_w8a8/params.h"
-#include "small_m_config.cuh"
-#include "small_m_operands.cuh"
-#include "small_m_producer.cuh"
+#include "operands.cuh"
+#include "producer.cuh"
 
 namespace ostinato::small_m {
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "config.cuh"
 #include "gemm_w8a8/params.h"
-#include "small_m_config.cuh"
 
 namespace ostinato::small_m {
 

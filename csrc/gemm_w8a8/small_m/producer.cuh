@@ -5,8 +5,8 @@
 #include "common/debug.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
+#include "config.cuh"
 #include "gemm_w8a8/params.h"
-#include "small_m_config.cuh"
 
 namespace ostinato::small_m {
 

@@ -4,7 +4,7 @@
 // full, and begins before it waits for the predecessor kernel: weights are constants. Eight warps
 // split each chunk of K (and, for many tokens, the tokens), keep their part of x in registers, and
 // add their sums through shared memory in a fixed order. docs/gemm_small_m.md has the reasons and
-// the measurements, small_m_config.cuh the macros, packed.h the layout of weights.
+// the measurements, config.cuh the macros, packed.h the layout of weights.
 //
 // With params.pdl the predecessor may write x, x_scale and x_zero_point. It must not write w,
 // w_scale, w_sum or bias: these are read before the wait.
@@ -13,10 +13,10 @@
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "common/mbarrier.cuh"
+#include "config.cuh"
+#include "consumer.cuh"
 #include "gemm_w8a8/params.h"
-#include "small_m_config.cuh"
-#include "small_m_consumer.cuh"
-#include "small_m_producer.cuh"
+#include "producer.cuh"
 
 namespace ostinato::small_m {
 namespace {

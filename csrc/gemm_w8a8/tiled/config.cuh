@@ -9,8 +9,8 @@
 
 #include "common/debug.cuh"
 #include "common/registers.cuh"
+#include "gemm_w8a8/packed.h"
 #include "gemm_w8a8/params.h"
-#include "packed.h"
 
 // -DOSTINATO_OPERAND=int8|e4m3      x and w
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias

@@ -5,14 +5,14 @@
 #include "common/launch.cuh"
 #include "common/ring.cuh"
 #if OSTINATO_TOKEN_ROWS
-#include "tiled_epilogue_direct.cuh"
+#include "epilogue.cuh"
 #elif OSTINATO_FEW_TOKENS
-#include "tiled_epilogue_few.cuh"
+#include "epilogue_small_m.cuh"
 #else
-#include "tiled_epilogue_turned.cuh"
+#include "epilogue_swap_ab.cuh"
 #endif
-#include "tiled_mma.cuh"
-#include "tiled_plan.cuh"
+#include "tile_scheduler.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::tiled {
 

@@ -1,11 +1,11 @@
 // The epilogue of the tiled GEMM where tokens are the MMA's rows: four lanes hold neighbouring
-// channels of a token, and store them from registers. (What is computed: tiled_output.cuh.)
+// channels of a token, and store them from registers. (What is computed: epilogue_math.cuh.)
 #pragma once
 
-#include "tiled_best.cuh"
-#include "tiled_mma.cuh"
-#include "tiled_output.cuh"
-#include "tiled_plan.cuh"
+#include "epilogue_argmax.cuh"
+#include "epilogue_math.cuh"
+#include "tile_scheduler.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::tiled {
 

@@ -2,15 +2,15 @@
 // nobody reads the row for it, and what nobody reads need not be stored.
 #pragma once
 
-#include "common/place.cuh"
-#include "tiled_config.cuh"
-#include "tiled_plan.cuh"
+#include "common/argmax_key.cuh"
+#include "config.cuh"
+#include "tile_scheduler.cuh"
 
 namespace ostinato::tiled {
 
 // Parts of a tile's row: blocks of channels, each of which one warpgroup looks through; where
 // channels are the MMA's columns, the halves of a tile whose K two CTAs share. (As best_parts() of
-// runtime/kernels/variants/gemm.py.)
+// runtime/jit/variants/gemm.py.)
 __device__ __forceinline__ int parts_of_tile(const Plan& plan) {
   return kTokenRows ? 2 : ceil_div(plan.tile_channels, kMmaRows);
 }

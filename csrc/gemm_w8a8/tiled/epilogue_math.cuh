@@ -8,7 +8,7 @@
 
 #include "common/mbarrier.cuh"
 #include "common/pack_pair.cuh"
-#include "tiled_mma.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::tiled {
 

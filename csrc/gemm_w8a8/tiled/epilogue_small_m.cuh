@@ -1,11 +1,11 @@
 // The epilogue of the tiled GEMM for few tokens, where channels are the MMA's rows: a launch is
 // short, and what its last sums wait for counts. So results go from registers to out, past shared
-// memory, and no thread waits for another. (What is computed: tiled_output.cuh.)
+// memory, and no thread waits for another. (What is computed: epilogue_math.cuh.)
 #pragma once
 
-#include "tiled_mma.cuh"
-#include "tiled_output.cuh"
-#include "tiled_plan.cuh"
+#include "epilogue_math.cuh"
+#include "tile_scheduler.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::tiled {
 

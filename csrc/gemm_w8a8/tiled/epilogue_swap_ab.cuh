@@ -1,13 +1,13 @@
 // The epilogue of the tiled GEMM where channels are the MMA's rows: results are turned into rows of
-// out. (What is computed: tiled_output.cuh.)
+// out. (What is computed: epilogue_math.cuh.)
 #pragma once
 
 #include "common/mbarrier.cuh"
 #include "common/tma.cuh"
-#include "tiled_best.cuh"
-#include "tiled_mma.cuh"
-#include "tiled_output.cuh"
-#include "tiled_plan.cuh"
+#include "epilogue_argmax.cuh"
+#include "epilogue_math.cuh"
+#include "tile_scheduler.cuh"
+#include "wgmma.cuh"
 
 namespace ostinato::tiled {
 

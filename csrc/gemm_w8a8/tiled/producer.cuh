@@ -8,7 +8,7 @@
 #include "common/launch.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
-#include "tiled_plan.cuh"
+#include "tile_scheduler.cuh"
 
 namespace ostinato::tiled {
 

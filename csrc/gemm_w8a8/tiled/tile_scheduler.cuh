@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "common/sizes.cuh"
+#include "config.cuh"
 #include "cutlass/fast_math.h"
-#include "tiled_config.cuh"
 
 namespace ostinato::tiled {
 

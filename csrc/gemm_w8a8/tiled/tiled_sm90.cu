@@ -2,9 +2,9 @@
 //
 // Tokens or channels feed the MMA's 64 rows, the others its columns. Two producers keep a ring of
 // stages full, one or two consumer warpgroups multiply. A tile may use less of both than what was
-// compiled, whence tiles fit the SMs and time grows evenly with m. The pieces: tiled_config.cuh
-// (macros, shared memory), tiled_plan.cuh (tiles and their order), tiled_producer.cuh,
-// tiled_mma.cuh, tiled_consumer.cuh, tiled_epilogue_{direct,few,turned}.cuh, tiled_output.cuh.
+// compiled, whence tiles fit the SMs and time grows evenly with m. The pieces: config.cuh
+// (macros, shared memory), tile_scheduler.cuh (tiles and their order), producer.cuh,
+// wgmma.cuh, consumer.cuh, tiled_epilogue_{direct,few,turned}.cuh, epilogue_math.cuh.
 // docs/gemm_tiled.md has the reasons and the measurements.
 //
 // Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or
@@ -16,12 +16,12 @@
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/tma.cuh"
+#include "config.cuh"
+#include "consumer.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "gemm_w8a8/params.h"
-#include "tiled_config.cuh"
-#include "tiled_consumer.cuh"
-#include "tiled_plan.cuh"
-#include "tiled_producer.cuh"
+#include "producer.cuh"
+#include "tile_scheduler.cuh"
 
 namespace ostinato::tiled {
 namespace {

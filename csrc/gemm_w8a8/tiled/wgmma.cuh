@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <utility>
 
+#include "config.cuh"
 #include "cute/arch/config.hpp"
 #include "cute/arch/mma_sm90_gmma.hpp"
-#include "tiled_config.cuh"
 
 namespace ostinato::tiled {
 

@@ -8,12 +8,15 @@ from functools import partial
 
 import torch
 
-from ostinato import ops
-from ostinato.bench.attention_check import Call
-from ostinato.bench.attention_libraries import fa3, flashinfer
-from ostinato.bench.comparison import OURS
-from ostinato.bench.decode_cases import KV_SUFFIXES, Case
-from ostinato.bench.decode_inputs import Inputs
+from ... import ops
+from ..attention_check import Call
+from ..attention_libraries import fa3, flashinfer
+from ..comparison import OURS
+from .cases import (
+    KV_SUFFIXES,
+    Case,
+)
+from .inputs import Inputs
 
 _WORKSPACE_BYTES = 256 << 20
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.bench.decode_cases import Case
-from ostinato.bench.graph_timing import num_sets
-from ostinato.ops.e4m3 import as_bytes, to_float32
+from ...ops.common.e4m3 import (
+    as_bytes,
+    to_float32,
+)
+from ..graphs.timing import num_sets
+from .cases import Case
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DTYPE = torch.bfloat16  # of queries and results

@@ -7,13 +7,23 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ostinato.bench.attention_check import Call, checked_calls, sequence_difference
-from ostinato.bench.decode_cases import Case
-from ostinato.bench.decode_impls import Implementation
-from ostinato.bench.decode_inputs import DTYPE, KV_DTYPES, Inputs, expected, random_inputs
-from ostinato.bench.graph_timing import Rotation, interleave, rotate
-from ostinato.bench.report import Row
-from ostinato.bench.results import CaseResult
+from ..attention_check import Call, checked_calls, sequence_difference
+from ..graphs.timing import (
+    Rotation,
+    interleave,
+    rotate,
+)
+from ..report import Row
+from ..results import CaseResult
+from .cases import Case
+from .impls import Implementation
+from .inputs import (
+    DTYPE,
+    KV_DTYPES,
+    Inputs,
+    expected,
+    random_inputs,
+)
 
 
 def time_cases(

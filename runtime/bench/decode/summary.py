@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ostinato.bench.comparison import case_lines, compare, mean_lines, our_names, worst_lines
-from ostinato.bench.decode_cases import Case
-from ostinato.bench.decode_impls import is_rival
+from ..comparison import case_lines, compare, mean_lines, our_names, worst_lines
+from .cases import Case
+from .impls import is_rival
 
 Times = Mapping[Case, Mapping[str, float]]
 

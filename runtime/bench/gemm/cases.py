@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ostinato.bench.shapes import SHAPES
+from ..shapes import SHAPES
 
 DEFAULT_M = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 8192)
 # One token more than what a kernel's tile holds.

@@ -12,14 +12,20 @@ from pathlib import Path
 
 import torch
 
-from ostinato import ops
-from ostinato.bench.comparison import OURS
-from ostinato.bench.gemm_cases import Case
-from ostinato.bench.gemm_inputs import OUT_DTYPE, Inputs
-from ostinato.kernels.variants import Variant
-from ostinato.ops import gemm_tuning
-from ostinato.ops.launch import device_index, gpu
-from ostinato.ops.pdl import pdl
+from ... import ops
+from ...jit.variants import Variant
+from ...ops.common.device import (
+    device_index,
+    gpu,
+)
+from ...ops.common.pdl import pdl
+from ...ops.linear import tile_tuning
+from ..comparison import OURS
+from .cases import Case
+from .inputs import (
+    OUT_DTYPE,
+    Inputs,
+)
 
 DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
 SGL_LIBRARY = "OSTINATO_SGL_LIBRARY"
@@ -66,7 +72,7 @@ def kernel(case: Case, operand: str, device: torch.device) -> Variant:
     """Return the kernel that our op takes for a case with these operands."""
     name, sms = gpu(device_index(device))
     n, k = case.shape.n, case.shape.k
-    choice = gemm_tuning.choose(name, sms, case.m, n, k, operand, "bf16", True, True, False)
+    choice = tile_tuning.choose(name, sms, case.m, n, k, operand, "bf16", True, True, False)
     return choice.variant
 
 

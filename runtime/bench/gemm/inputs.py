@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato import ops
-from ostinato.bench.gemm_cases import Case, Shape
-from ostinato.bench.graph_timing import num_sets
+from ... import ops
+from ..graphs.timing import num_sets
+from .cases import (
+    Case,
+    Shape,
+)
 
 OPERANDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 OUT_DTYPE = torch.bfloat16

@@ -10,14 +10,23 @@ from itertools import groupby
 
 import torch
 
-from ostinato.bench.gemm_cases import Case
-from ostinato.bench.gemm_impls import Implementation
-from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
-from ostinato.bench.graph_timing import RESTED, Pace, interleave, rotate
-from ostinato.bench.report import Row
-from ostinato.bench.results import CaseResult
-from ostinato.ops.e4m3 import to_float32
-from ostinato.ops.precision import full_precision
+from ...ops.common.e4m3 import to_float32
+from ...ops.common.precision import full_precision
+from ..graphs.timing import (
+    RESTED,
+    Pace,
+    interleave,
+    rotate,
+)
+from ..report import Row
+from ..results import CaseResult
+from .cases import Case
+from .impls import Implementation
+from .inputs import (
+    Inputs,
+    random_inputs,
+    random_weights,
+)
 
 _BF16_ROUNDING = 2.0**-8
 # Of the accumulators, relative: fp32 sums of exact products, and what cuBLAS does to bf16.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import groupby, pairwise
 
-from ostinato.bench.comparison import (
+from ..comparison import (
     case_lines,
     compare,
     mean,
@@ -13,8 +13,11 @@ from ostinato.bench.comparison import (
     our_names,
     worst_lines,
 )
-from ostinato.bench.gemm_cases import SHAPE_GROUPS, Case
-from ostinato.bench.gemm_impls import W8A8_PEERS
+from .cases import (
+    SHAPE_GROUPS,
+    Case,
+)
+from .impls import W8A8_PEERS
 
 Times = Mapping[Case, Mapping[str, float]]
 

@@ -16,12 +16,20 @@ from itertools import pairwise
 
 import torch
 
-from ostinato.bench.plans import check_least
-from ostinato.bench.step import grown_pages
-from ostinato.bench.timing import MIN_REPEATS, percentile, time_calls
-from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers
-from ostinato.model import Llama, ModelConfig, PagedKVCache
+
+from ...engine.decode_step import (
+    DecodeStep,
+    SeenTokens,
+)
+from ...models import (
+    Llama,
+    ModelConfig,
+    PagedKVCache,
+)
+from ..plans import check_least
+from ..step.run import grown_pages
+from ..timing import MIN_REPEATS, percentile, time_calls
 
 _SPIN_THREADS = 2  # of this process, beside a process per core
 _MOVING = ("positions", "seq_lens", "counters")

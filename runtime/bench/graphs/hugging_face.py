@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from ostinato.bench.shapes import SHAPES
+from ..shapes import SHAPES
 
 # What a model attends by: torch's attention, as transformers has it by default, or ours.
 Attention: TypeAlias = Literal["sdpa", "ostinato"]

@@ -12,13 +12,17 @@ from unittest import mock
 
 import torch
 
-from ostinato.bench.graph_subjects import Subject, Tiles
 from ostinato.graphs import (
     CaptureReport,
     GraphRunner,
     StaticBuffers,
     Variant,
     default_batch_sizes,
+)
+
+from .subjects import (
+    Subject,
+    Tiles,
 )
 
 # What serving engines capture by default: 35 graphs.

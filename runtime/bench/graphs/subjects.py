@@ -11,17 +11,32 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ostinato.bench.hugging_face import Attention, random_hugging_face_llama, static_cache
-from ostinato.bench.shapes import SHAPES
-from ostinato.bench.step import StepPlan, step_inputs
-from ostinato.bench.weights import random_llama
-from ostinato.engine.decode import DecodeStep, SeenTokens
-from ostinato.engine.rehearsal import Rehearsal
 from ostinato.graphs import BatchView, BufferSpec, StaticBuffers
-from ostinato.graphs.memory import DeclaredMemory
+from ostinato.graphs.declared_memory import DeclaredMemory
 from ostinato.graphs.outputs import Step
-from ostinato.model import ModelConfig, PagedKVCache, compile_kernels
-from ostinato.ops.sizes import round_up
+
+from ...engine.capture_examples import Rehearsal
+from ...engine.decode_step import (
+    DecodeStep,
+    SeenTokens,
+)
+from ...models import (
+    ModelConfig,
+    PagedKVCache,
+    compile_kernels,
+)
+from ...ops.common.sizes import round_up
+from ..shapes import SHAPES
+from ..step.run import (
+    StepPlan,
+    step_inputs,
+)
+from ..weights import random_llama
+from .hugging_face import (
+    Attention,
+    random_hugging_face_llama,
+    static_cache,
+)
 
 _PAGE_SIZE = 16
 # On an H200 cuDNN's attention (9.19, torch 2.11), which torch would take, gave other bits than at
@@ -170,7 +185,7 @@ def _ragged_step(
     model: Any, device: torch.device, max_batch: int, context: int
 ) -> tuple[Step, DeclaredMemory, int]:
     """Return a step whose rows have lengths of their own, its memory, and padding's length."""
-    from ostinato.compat.transformers import RaggedStaticCache, replace_attention, replace_norms
+    from ...compat.transformers import RaggedStaticCache, replace_attention, replace_norms
 
     replace_norms(model)
     replace_attention(model)

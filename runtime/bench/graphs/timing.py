@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from ostinato.bench.timing import time_each
+from ..timing import time_each
 
 Call = Callable[[], object]
 

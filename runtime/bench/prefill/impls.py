@@ -11,12 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ostinato import ops
-from ostinato.bench.attention_check import Call
-from ostinato.bench.attention_libraries import fa3, flashinfer
-from ostinato.bench.comparison import OURS
-from ostinato.bench.prefill_cases import Case
-from ostinato.bench.prefill_inputs import Inputs
+from ... import ops
+from ..attention_check import Call
+from ..attention_libraries import fa3, flashinfer
+from ..comparison import OURS
+from .cases import Case
+from .inputs import Inputs
 
 Bind = Callable[[Case, Sequence[Inputs]], list[Call]]
 # How they are bound and prepared, by name.

@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import torch
 
-from ostinato.bench.graph_timing import num_sets
-from ostinato.bench.prefill_cases import Case
+from ..graphs.timing import num_sets
+from .cases import Case
 
 DTYPE = torch.bfloat16
 FP8 = torch.float8_e4m3fn

@@ -7,11 +7,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ostinato.bench.attention_check import MOST_ERROR, Call, checked_calls, sequence_difference
-from ostinato.bench.graph_timing import Rotation, interleave, rotate
-from ostinato.bench.prefill_cases import Case
-from ostinato.bench.prefill_impls import Implementation
-from ostinato.bench.prefill_inputs import (
+from ..attention_check import MOST_ERROR, Call, checked_calls, sequence_difference
+from ..graphs.timing import (
+    Rotation,
+    interleave,
+    rotate,
+)
+from ..report import Row
+from ..results import CaseResult
+from .cases import Case
+from .impls import Implementation
+from .inputs import (
     DTYPE,
     FP8,
     Inputs,
@@ -19,8 +25,6 @@ from ostinato.bench.prefill_inputs import (
     expected,
     random_inputs,
 )
-from ostinato.bench.report import Row
-from ostinato.bench.results import CaseResult
 
 # Rounding weights to e4m3 makes up to 1/28 of it.
 _MOST_FP8_ERROR = 0.05

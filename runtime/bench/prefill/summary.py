@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ostinato.bench.comparison import (
+from ..comparison import (
     Cell,
     case_lines,
     compare,
@@ -13,8 +13,11 @@ from ostinato.bench.comparison import (
     our_names,
     worst_lines,
 )
-from ostinato.bench.prefill_cases import DIM, Case
-from ostinato.bench.prefill_impls import peers_of
+from .cases import (
+    DIM,
+    Case,
+)
+from .impls import peers_of
 
 Times = Mapping[Case, Mapping[str, float]]
 

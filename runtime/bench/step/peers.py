@@ -10,11 +10,18 @@ from typing import Any
 
 import torch
 
-from ostinato.bench.hugging_face import random_hugging_face_llama, static_cache
-from ostinato.bench.report import Row
-from ostinato.bench.shapes import SHAPES, STEP_PEERS
-from ostinato.bench.step import StepPlan, StepResult, StepRow
-from ostinato.bench.timing import time_calls
+from ..graphs.hugging_face import (
+    random_hugging_face_llama,
+    static_cache,
+)
+from ..report import Row
+from ..shapes import SHAPES, STEP_PEERS
+from ..timing import time_calls
+from .run import (
+    StepPlan,
+    StepResult,
+    StepRow,
+)
 
 _WARMUP = 5  # calls: torch's compiler records its graphs in the second or third
 

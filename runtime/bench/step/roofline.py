@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.bench.breakdown import ATTENTION, LM_HEAD, PRODUCTS
-from ostinato.bench.step_work import attention_flops, kv_bytes
-from ostinato.model import Llama
-from ostinato.model.layers import AnyLinear
+from ...models import Llama
+from ...models.layers import AnyLinear
+from .breakdown import (
+    ATTENTION,
+    LM_HEAD,
+    PRODUCTS,
+)
+from .work import (
+    attention_flops,
+    kv_bytes,
+)
 
 
 @dataclass(frozen=True)

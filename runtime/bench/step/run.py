@@ -11,17 +11,40 @@ from functools import partial
 
 import torch
 
-from ostinato.bench.breakdown import Span, shares_of, sites_of, trace
-from ostinato.bench.plans import check_least
-from ostinato.bench.report import Row
-from ostinato.bench.step_floor import Floor, kernel_floors, roofline_of, step_floor
-from ostinato.bench.step_work import kv_bytes, step_flops, weight_bytes
-from ostinato.bench.timing import MIN_REPEATS, time_calls
-from ostinato.bench.weights import dtype_name, precision
-from ostinato.engine.decode import DecodeStep, SeenTokens
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.model import Llama, ModelConfig, PagedKVCache, compile_kernels
-from ostinato.model.halves import free_unused
+
+from ...engine.decode_step import (
+    DecodeStep,
+    SeenTokens,
+)
+from ...models import (
+    Llama,
+    ModelConfig,
+    PagedKVCache,
+    compile_kernels,
+)
+from ...models.l2.partitioned_memory import free_unused
+from ..plans import check_least
+from ..report import Row
+from ..timing import MIN_REPEATS, time_calls
+from ..weights import dtype_name, precision
+from .breakdown import (
+    Span,
+    shares_of,
+    sites_of,
+    trace,
+)
+from .roofline import (
+    Floor,
+    kernel_floors,
+    roofline_of,
+    step_floor,
+)
+from .work import (
+    kv_bytes,
+    step_flops,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench.breakdown import ATTENTION, Span
+from .breakdown import (
+    ATTENTION,
+    Span,
+)
 
 _LEGEND = 14  # entries; what takes least is "others"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ostinato.model import Llama, ModelConfig
+from ...models import (
+    Llama,
+    ModelConfig,
+)
 
 
 def weight_bytes(model: Llama) -> int:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ostinato.bench.gemm_cases import Case
-from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops.gemm_model import Cut, predictions
-from ostinato.ops.gemm_table import H200_SMS, Choice, GemmVariant, serving
+from ...jit.variants import (
+    GemmSmallM,
+    GemmTiled,
+)
+from ...ops.linear.tile_cost_model import (
+    Cut,
+    predictions,
+)
+from ...ops.linear.tile_table import (
+    H200_SMS,
+    Choice,
+    GemmVariant,
+    serving,
+)
+from ..gemm.cases import Case
 
 # What the model takes for this much slower than its fastest is not timed. What was the fastest of
 # those that it was fitted to, with few tokens it took for up to 28% slower.

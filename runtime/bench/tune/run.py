@@ -10,17 +10,40 @@ from functools import partial
 
 import torch
 
-from ostinato.bench.gemm import difference, product
-from ostinato.bench.gemm_cases import Case, Shape
-from ostinato.bench.gemm_inputs import Inputs, random_inputs, random_weights
-from ostinato.bench.graph_timing import Call, interleave, rotate
-from ostinato.bench.timing import time_each
-from ostinato.bench.tune_candidates import candidates
-from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
-from ostinato.kernels.loader import load
-from ostinato.ops import gemm_table
-from ostinato.ops.gemm_table import Choice, GemmVariant
-from ostinato.ops.launch import current_stream, on_device
+from ...jit.catalogue import (
+    GEMM_SMALL_M,
+    GEMM_TILED,
+)
+from ...jit.loader import load
+from ...ops.common.device import (
+    current_stream,
+    on_device,
+)
+from ...ops.linear import tile_table
+from ...ops.linear.tile_table import (
+    Choice,
+    GemmVariant,
+)
+from ..gemm.cases import (
+    Case,
+    Shape,
+)
+from ..gemm.inputs import (
+    Inputs,
+    random_inputs,
+    random_weights,
+)
+from ..gemm.run import (
+    difference,
+    product,
+)
+from ..graphs.timing import (
+    Call,
+    interleave,
+    rotate,
+)
+from ..timing import time_each
+from .candidates import candidates
 
 # Tokens for which the choice is measured: powers of two, and the tiles' sizes between them. A
 # choice holds down to the next smaller one.
@@ -79,7 +102,7 @@ def choices(case: Case, operand: str, sms: int) -> list[Choice]:
         sms: multiprocessors of the GPU.
     """
     n, k = case.shape.n, case.shape.k
-    built_in = gemm_table.choose(case.m, n, k, operand, "bf16", packed=True, sms=sms)
+    built_in = tile_table.choose(case.m, n, k, operand, "bf16", packed=True, sms=sms)
     found = candidates(case, tunable_variants(operand), sms=sms)
     return list(dict.fromkeys([built_in, *found]))
 

@@ -1,4 +1,4 @@
-"""The file of tuned choices that `ostinato.ops.gemm_tuning` reads, and rows of times."""
+"""The file of tuned choices that `ostinato.ops.linear.tile_tuning` reads, and rows of times."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.bench import machine
-from ostinato.bench.gemm_cases import Case, Shape
-from ostinato.bench.report import Report
-from ostinato.bench.tune import Timed, Tuned
-from ostinato.ops import gemm_tuning
-from ostinato.ops.gemm_table import Choice
-from ostinato.ops.gemm_tuning import TunedRow, Tuning
+from ...ops.linear import tile_tuning
+from ...ops.linear.tile_table import Choice
+from ...ops.linear.tile_tuning import (
+    TunedRow,
+    Tuning,
+)
+from .. import machine
+from ..gemm.cases import (
+    Case,
+    Shape,
+)
+from ..report import Report
+from .run import (
+    Timed,
+    Tuned,
+)
 
 
 @dataclass
@@ -93,7 +102,7 @@ class Table:
             for (dtype, shape), of_shape in self._rows.items()
             for row in of_shape
         ]
-        versions, source = machine.versions(), gemm_tuning.sources_hash()
+        versions, source = machine.versions(), tile_tuning.sources_hash()
         return _Document(self._gpu, versions, machine.commit(), rows, source)
 
 
@@ -106,13 +115,13 @@ def known_choices(path: Path, gpu: str) -> Tuning:
     """
     if not path.exists():
         return {}
-    document = gemm_tuning.read_document(path)
+    document = tile_tuning.read_document(path)
     if document["rows"] and document["gpu"] != gpu:
         raise ValueError(
             f"{path}: got rows of {document['gpu']}, expected {gpu}'s: name another file by "
-            f"--out, which the ops read if {gemm_tuning.VARIABLE} names it, too"
+            f"--out, which the ops read if {tile_tuning.VARIABLE} names it, too"
         )
-    return gemm_tuning.read(path, gpu)
+    return tile_tuning.read(path, gpu)
 
 
 def time_row(dtype: str, case: Case, timed: Timed) -> Mapping[str, Any]:

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.cli.command import Parser, check_folder, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
+from ...bench.shapes import PRECISIONS, SHAPES
+from ..command import Parser, check_folder, user_errors
+from ..device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
-    from ostinato.bench.burst import BurstRow
+    from ...bench.graphs.burst import BurstRow
 
 _HEADER = (
     f"{'case':<32}{'impl':<10}{'host':<8}{'µs mean':>12}{'p50':>10}{'p99':>12}{'jitter':>12}"
@@ -55,10 +55,16 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.burst import BurstPlan, time_bursts
-    from ostinato.bench.report import Report
-    from ostinato.bench.weights import random_llama
-    from ostinato.model import ModelConfig, compile_kernels
+    from ...bench.graphs.burst import (
+        BurstPlan,
+        time_bursts,
+    )
+    from ...bench.report import Report
+    from ...bench.weights import random_llama
+    from ...models import (
+        ModelConfig,
+        compile_kernels,
+    )
 
     plan = BurstPlan(args.batch, args.context, args.steps, args.repeats)
     config = ModelConfig.from_hf(SHAPES[args.shape])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ostinato.bench.decode_cases import (
+from ...bench.decode.cases import (
     DEFAULT_BATCH,
     DEFAULT_HEADS,
     DEFAULT_KV,
@@ -17,14 +17,22 @@ from ostinato.bench.decode_cases import (
     Case,
     cases,
 )
-from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag, check_json_flag
-from ostinato.cli.bench_run import measure, ready_peers
-from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Parser, UserError, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
+from ..budget import Budget, add_budget_flag
+from ..command import Parser, UserError, user_errors
+from ..device import add_device_flag, resolve_device
+from .output import (
+    Output,
+    add_json_flag,
+    add_targets_flag,
+    check_json_flag,
+)
+from .run import (
+    measure,
+    ready_peers,
+)
 
 if TYPE_CHECKING:
-    from ostinato.bench.decode_impls import Implementation
+    from ...bench.decode.impls import Implementation
 
 _FAILED = 1
 _GB = 10**9
@@ -106,9 +114,9 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.comparison import read_targets
-    from ostinato.bench.decode import time_cases
-    from ostinato.bench.decode_summary import summary
+    from ...bench.comparison import read_targets
+    from ...bench.decode.run import time_cases
+    from ...bench.decode.summary import summary
 
     with user_errors():
         device = resolve_device(args.device)
@@ -145,7 +153,11 @@ def _check(args: argparse.Namespace) -> list[Case]:
 
 def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
     """Return ours and the peers, less those that are not installed, unless asked for by name."""
-    from ostinato.bench.decode_impls import PEERS, ours, peers
+    from ...bench.decode.impls import (
+        PEERS,
+        ours,
+        peers,
+    )
 
     impls = [ours(page, kv_dtype) for kv_dtype in args.kv_dtype for page in args.page]
     found = ready_peers(args.peer, PEERS, lambda names: peers(names, args.page), output)

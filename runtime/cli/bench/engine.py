@@ -9,18 +9,18 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.cli.bench_output import add_targets_flag
-from ostinato.cli.command import Parser, UserError, check_folder, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
+from ...bench.shapes import PRECISIONS, SHAPES
+from ..command import Parser, UserError, check_folder, user_errors
+from ..device import add_device_flag, resolve_device
+from ..model_flags import add_batch_invariant_flag, add_page_size_flag
+from .output import add_targets_flag
 
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.engine import EnginePlan, EngineRow, FirstTokenRow, StartUp
-    from ostinato.bench.report import Report
-    from ostinato.model import ModelConfig
+    from ...bench.engine import EnginePlan, EngineRow, FirstTokenRow, StartUp
+    from ...bench.report import Report
+    from ...models import ModelConfig
 
 _HEADER = f"{'case':<32}{'impl':<36}{'µs/step':>12}{'tokens/s':>12}{'TB/s':>10}"
 _HEADER += f"{'short texts, s':>18}{'long texts, s':>18}"
@@ -82,10 +82,10 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.engine import EnginePlan, TooShortError
-    from ostinato.bench.report import Report
-    from ostinato.model import ModelConfig
-    from ostinato.model.halves import free_unused
+    from ...bench.engine import EnginePlan, TooShortError
+    from ...bench.report import Report
+    from ...models import ModelConfig
+    from ...models.l2.partitioned_memory import free_unused
 
     plan = EnginePlan(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats)
     config = ModelConfig.from_hf(SHAPES[args.shape])
@@ -112,10 +112,10 @@ def _measure(
     report: Report,
     targets: dict[tuple[str, str], float],
 ) -> None:
-    from ostinato.bench.engine import EngineRow, StartUp, engine_for, time_engine
-    from ostinato.bench.step import implementation
-    from ostinato.bench.weights import random_llama
-    from ostinato.model import compile_kernels
+    from ...bench.engine import EngineRow, StartUp, engine_for, time_engine
+    from ...bench.step.run import implementation
+    from ...bench.weights import random_llama
+    from ...models import compile_kernels
 
     began = time.perf_counter()
     model = random_llama(

@@ -8,18 +8,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.gemm_cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
-from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag, check_json_flag
-from ostinato.cli.bench_run import measure, ready_peers
-from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Parser, UserError, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.gemm_flags import add_dtype_flag, check_tokens
+from ...bench.gemm.cases import (
+    DEFAULT_M,
+    EDGE_M,
+    SHAPE_GROUPS,
+    Case,
+    cases,
+    parse_shapes,
+)
+from ..budget import Budget, add_budget_flag
+from ..command import Parser, UserError, user_errors
+from ..device import add_device_flag, resolve_device
+from ..gemm_flags import add_dtype_flag, check_tokens
+from .output import (
+    Output,
+    add_json_flag,
+    add_targets_flag,
+    check_json_flag,
+)
+from .run import (
+    measure,
+    ready_peers,
+)
 
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.gemm_impls import Implementation
+    from ...bench.gemm.impls import Implementation
 
 _FAILED = 1
 _PDL = {"on": (True,), "off": (False,), "both": (True, False)}
@@ -96,10 +111,13 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.comparison import read_targets
-    from ostinato.bench.gemm import time_cases
-    from ostinato.bench.gemm_summary import summary
-    from ostinato.bench.graph_timing import RESTED, SUSTAINED
+    from ...bench.comparison import read_targets
+    from ...bench.gemm.run import time_cases
+    from ...bench.gemm.summary import summary
+    from ...bench.graphs.timing import (
+        RESTED,
+        SUSTAINED,
+    )
 
     with user_errors():
         device = resolve_device(args.device)
@@ -128,7 +146,11 @@ def _check(args: argparse.Namespace) -> list[Case]:
 
 def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
     """Return ours and the peers, less those that are not installed, unless asked for by name."""
-    from ostinato.bench.gemm_impls import PEERS, ours, peers
+    from ...bench.gemm.impls import (
+        PEERS,
+        ours,
+        peers,
+    )
 
     impls = [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]]
     library = args.sgl_library
@@ -145,8 +167,11 @@ def _implementations(args: argparse.Namespace, output: Output) -> list[Implement
 
 def _compile(chosen: Sequence[Case], dtypes: Sequence[str], device: torch.device) -> None:
     """Compile the kernels that the cases take, side by side."""
-    from ostinato.bench.gemm_impls import DTYPES, kernel
-    from ostinato.ops.precompile import precompile
+    from ...bench.gemm.impls import (
+        DTYPES,
+        kernel,
+    )
+    from ...ops.linear.precompile import precompile
 
     needed = {kernel(case, DTYPES[dtype], device) for case in chosen for dtype in dtypes}
     precompile(needed)

@@ -6,9 +6,9 @@ import argparse
 import gc
 from pathlib import Path
 
-from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.cli.command import Parser, UserError, check_folder, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
+from ...bench.shapes import PRECISIONS, SHAPES
+from ..command import Parser, UserError, check_folder, user_errors
+from ..device import add_device_flag, resolve_device
 
 _STEPS = ("ostinato", "transformers", "transformers_sdpa")
 
@@ -61,11 +61,14 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.graph_subjects import hugging_face_step, our_step
-    from ostinato.bench.graphs import measure
-    from ostinato.bench.hugging_face import Attention
-    from ostinato.bench.report import Report
-    from ostinato.model.halves import free_unused
+    from ...bench.graphs.hugging_face import Attention
+    from ...bench.graphs.run import measure
+    from ...bench.graphs.subjects import (
+        hugging_face_step,
+        our_step,
+    )
+    from ...bench.report import Report
+    from ...models.l2.partitioned_memory import free_unused
 
     with user_errors(ValueError):
         device = resolve_device(args.device)

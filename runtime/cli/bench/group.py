@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ostinato.cli import (
-    bench_burst,
-    bench_decode,
-    bench_engine,
-    bench_gemm,
-    bench_graphs,
-    bench_prefill,
-    bench_step,
+from ..command import Command, Parser
+from . import (
+    burst,
+    decode,
+    engine,
+    gemm,
+    graphs,
+    prefill,
+    step,
 )
-from ostinato.cli.command import Command, Parser
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -29,13 +29,13 @@ def _parser() -> Parser:
         description="Measure latencies. `bench SECTION --help` describes a section.",
     )
     sections = parser.add_subparsers(title="sections", metavar="SECTION", required=True)
-    bench_burst.add_parser(sections)
-    bench_decode.add_parser(sections)
-    bench_engine.add_parser(sections)
-    bench_gemm.add_parser(sections)
-    bench_graphs.add_parser(sections)
-    bench_prefill.add_parser(sections)
-    bench_step.add_parser(sections)
+    burst.add_parser(sections)
+    decode.add_parser(sections)
+    engine.add_parser(sections)
+    gemm.add_parser(sections)
+    graphs.add_parser(sections)
+    prefill.add_parser(sections)
+    step.add_parser(sections)
     return parser
 
 

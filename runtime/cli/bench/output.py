@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.cli.command import UserError, check_folder, user_errors
+from ..command import UserError, check_folder, user_errors
 
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.results import CaseResult
+    from ...bench.results import CaseResult
 
 _NAMED = 20  # of what is listed in one line
 _PRINTED = ".txt"  # suffix of what is printed
@@ -56,7 +56,7 @@ class Output:
     """
 
     def __init__(self, json: Path | None, device: torch.device) -> None:
-        from ostinato.bench.report import Report
+        from ...bench.report import Report
 
         self.failures = 0
         self._json = json
@@ -98,9 +98,9 @@ class Output:
             targets: the peers' published times.
             left: cases for which there was no time.
         """
-        from ostinato.bench.comparison import times
-        from ostinato.bench.report import Row
-        from ostinato.kernels.files import write_whole
+        from ...bench.comparison import times
+        from ...bench.report import Row
+        from ...jit.files import write_whole
 
         measured = times([row for row in self._report.rows if isinstance(row, Row)], parse)
         self.say("", "== against the peers of this run (µs)", *summary(measured, measured))

@@ -7,15 +7,27 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ostinato.bench.prefill_cases import DEFAULT_CASES, FP8_CASES, Case
-from ostinato.cli.bench_output import Output, add_json_flag, add_targets_flag, check_json_flag
-from ostinato.cli.bench_run import measure, ready_peers
-from ostinato.cli.budget import Budget, add_budget_flag
-from ostinato.cli.command import Parser, UserError, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
+from ...bench.prefill.cases import (
+    DEFAULT_CASES,
+    FP8_CASES,
+    Case,
+)
+from ..budget import Budget, add_budget_flag
+from ..command import Parser, UserError, user_errors
+from ..device import add_device_flag, resolve_device
+from .output import (
+    Output,
+    add_json_flag,
+    add_targets_flag,
+    check_json_flag,
+)
+from .run import (
+    measure,
+    ready_peers,
+)
 
 if TYPE_CHECKING:
-    from ostinato.bench.prefill_impls import Implementation
+    from ...bench.prefill.impls import Implementation
 
 _FAILED = 1
 
@@ -74,10 +86,13 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.comparison import read_targets
-    from ostinato.bench.prefill import time_cases
-    from ostinato.bench.prefill_inputs import DTYPE, FP8
-    from ostinato.bench.prefill_summary import summary
+    from ...bench.comparison import read_targets
+    from ...bench.prefill.inputs import (
+        DTYPE,
+        FP8,
+    )
+    from ...bench.prefill.run import time_cases
+    from ...bench.prefill.summary import summary
 
     with user_errors():
         device = resolve_device(args.device)
@@ -95,7 +110,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
     """Return ours and the peers, less those that are not installed, unless asked for by name."""
-    from ostinato.bench.prefill_impls import ours, peers, peers_of
+    from ...bench.prefill.impls import (
+        ours,
+        peers,
+        peers_of,
+    )
 
     known = peers_of(args.dtype)
     find = partial(peers, dtype=args.dtype)

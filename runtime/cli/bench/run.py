@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ostinato.cli.command import UserError
+from ..command import UserError
 
 if TYPE_CHECKING:
-    from ostinato.bench.results import CaseResult
-    from ostinato.cli.bench_output import Output
-    from ostinato.cli.budget import Budget
+    from ...bench.results import CaseResult
+    from ..budget import Budget
+    from .output import Output
 
 
 class _Peer(Protocol):

@@ -10,16 +10,19 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
-from ostinato.cli.command import Parser, UserError, check_folder, user_errors
-from ostinato.cli.device import add_device_flag, resolve_device
-from ostinato.cli.model_flags import add_batch_invariant_flag, add_page_size_flag
+from ...bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
+from ..command import Parser, UserError, check_folder, user_errors
+from ..device import add_device_flag, resolve_device
+from ..model_flags import add_batch_invariant_flag, add_page_size_flag
 
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.bench.step import StepPlan, StepResult
-    from ostinato.model import Llama
+    from ...bench.step.run import (
+        StepPlan,
+        StepResult,
+    )
+    from ...models import Llama
 
 _HEADER = (
     f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'floor µs':>12}{'of it':>8}"
@@ -118,9 +121,15 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ostinato.bench.report import Report
-    from ostinato.bench.step import StepPlan, time_steps
-    from ostinato.bench.step_peers import check_peers, time_peers
+    from ...bench.report import Report
+    from ...bench.step.peers import (
+        check_peers,
+        time_peers,
+    )
+    from ...bench.step.run import (
+        StepPlan,
+        time_steps,
+    )
 
     traced = args.breakdown or args.timeline is not None
     plan = StepPlan(
@@ -157,9 +166,9 @@ def _models(
     args: argparse.Namespace, plan: StepPlan, device: torch.device
 ) -> list[tuple[str, Callable[[], Llama]]]:
     """Return the models' names and how to make them: one at a time, as two might not fit."""
-    from ostinato.bench.weights import dtype_named, random_llama
-    from ostinato.checkpoint import load_config, load_model
-    from ostinato.model import ModelConfig
+    from ...bench.weights import dtype_named, random_llama
+    from ...checkpoint import load_config, load_model
+    from ...models import ModelConfig
 
     max_context = max(args.context)
     if args.model is not None:
@@ -188,7 +197,7 @@ def _models(
 
 def _kernels(result: StepResult) -> list[str]:
     """Return a line for each kind of kernel, and what they take together."""
-    from ostinato.bench.breakdown import ATTENTION
+    from ...bench.step.breakdown import ATTENTION
 
     if not result.kernels:
         return []
@@ -214,7 +223,7 @@ def _kernels(result: StepResult) -> list[str]:
 
 
 def _draw(folder: Path, result: StepResult) -> None:
-    from ostinato.bench.timeline import draw_timeline
+    from ...bench.step.timeline import draw_timeline
 
     row = result.row
     name = f"{row.case} {row.impl}"

@@ -1,20 +1,28 @@
 """Which kernels exist: one frozen dataclass per family, one instance per library to compile.
 
 A variant is a fixed source file and the macros it is compiled with; the file's head says what each
-macro means. `ostinato.kernels.catalogue` lists the variants that the ops use.
+macro means. `ostinato.jit.catalogue` lists the variants that the ops use.
 """
 
-from ostinato.kernels.variants.attention import (
+from .attention import (
     SPLIT_TOKENS,
     AttentionDecode,
     AttentionPrefill,
     DecodeLoad,
     decode_cluster,
 )
-from ostinato.kernels.variants.base import FLOAT_DTYPES, OPERAND_DTYPES, Variant
-from ostinato.kernels.variants.gemm import FusedLinear, GemmSmallM, GemmTiled
-from ostinato.kernels.variants.names import variant_of
-from ostinato.kernels.variants.rows import (
+from .base import (
+    FLOAT_DTYPES,
+    OPERAND_DTYPES,
+    Variant,
+)
+from .gemm import (
+    FusedLinear,
+    GemmSmallM,
+    GemmTiled,
+)
+from .names import variant_of
+from .rows import (
     QUANTIZE_KINDS,
     AppendKV,
     Embed,

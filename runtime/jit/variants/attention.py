@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.variants.base import OPERAND_DTYPES, Variant, check
+from ..sources import CSRC
+from .base import (
+    OPERAND_DTYPES,
+    Variant,
+    check,
+)
 
 # Of batch-invariant attention: few enough that one long sequence keeps most SMs busy, so many that
 # the partial results of a large batch stay small.
@@ -35,7 +39,7 @@ class AttentionDecode(Variant):
     """
 
     family: ClassVar[str] = "attention_decode"
-    source: ClassVar[Path] = CSRC / "attention" / "decode_sm90.cu"
+    source: ClassVar[Path] = CSRC / "attention" / "decode" / "decode_sm90.cu"
 
     head_dim: int
     dtype: str
@@ -138,7 +142,7 @@ class AttentionPrefill(Variant):
     """
 
     family: ClassVar[str] = "attention_prefill"
-    source: ClassVar[Path] = CSRC / "attention" / "prefill_sm90.cu"
+    source: ClassVar[Path] = CSRC / "attention" / "prefill" / "prefill_sm90.cu"
 
     head_dim: int
     dtype: str
@@ -181,7 +185,10 @@ class AttentionPrefill(Variant):
 
     @property
     def params(self) -> tuple[Path, ...]:
-        return (*super().params, self.source.with_name("prefill_params.h"))
+        return (
+            CSRC / "attention" / "common" / "params.h",
+            CSRC / "attention" / "prefill" / "params.h",
+        )
 
     @property
     def name(self) -> str:

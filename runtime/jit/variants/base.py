@@ -27,7 +27,10 @@ class Variant(ABC):
     @property
     def params(self) -> tuple[Path, ...]:
         """The headers of the struct that its launch takes."""
-        return (self.source.with_name("params.h"),)
+        found = self.source.with_name("params.h")
+        above = found.parents[1]
+        shared = (above / "common" / "params.h", above / "params.h")
+        return (next(path for path in (found, *shared) if path.exists()),)
 
     @property
     @abstractmethod

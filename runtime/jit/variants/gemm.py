@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.variants.base import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
-from ostinato.kernels.variants.rows import Quantize
+from ..sources import CSRC
+from .base import (
+    FLOAT_DTYPES,
+    OPERAND_DTYPES,
+    Variant,
+    check,
+)
+from .rows import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +29,7 @@ class GemmSmallM(Variant):
     """
 
     family: ClassVar[str] = "gemm_small_m"
-    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m_sm90.cu"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m" / "small_m_sm90.cu"
     dtype: ClassVar[str] = "int8"
 
     out_dtype: str
@@ -71,7 +76,7 @@ class GemmTiled(Variant):
     """
 
     family: ClassVar[str] = "gemm_tiled"
-    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "tiled_sm90.cu"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "tiled" / "tiled_sm90.cu"
 
     dtype: str
     out_dtype: str
@@ -143,7 +148,7 @@ class FusedLinear(Variant):
     """
 
     family: ClassVar[str] = "fused_linear"
-    source: ClassVar[Path] = CSRC / "fused_linear" / "fused_linear_sm90.cu"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "fused_linear_sm90.cu"
     dtype: ClassVar[str] = "int8"
 
     kind: str

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ostinato.kernels.variants.attention import AttentionDecode, AttentionPrefill
-from ostinato.kernels.variants.base import Variant
-from ostinato.kernels.variants.rows import Quantize
+from .attention import (
+    AttentionDecode,
+    AttentionPrefill,
+)
+from .base import Variant
+from .rows import Quantize
 
 # What follows the family: groups are fields, and what a name does not say has its default.
 _FIELDS: dict[type[Variant], str] = {

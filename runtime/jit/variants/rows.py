@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ostinato.kernels.sources import CSRC
-from ostinato.kernels.variants.base import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
+from ..sources import CSRC
+from .base import (
+    FLOAT_DTYPES,
+    OPERAND_DTYPES,
+    Variant,
+    check,
+)
 
 QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
 
@@ -27,7 +32,7 @@ class Quantize(Variant):
     """
 
     family: ClassVar[str] = "quantize"
-    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize.cu"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize" / "quantize.cu"
 
     kind: str
     in_dtype: str
@@ -46,7 +51,7 @@ class Quantize(Variant):
 
     @property
     def params(self) -> tuple[Path, ...]:
-        return (*super().params, self.source.with_name("quantize_params.h"))
+        return (CSRC / "gemm_w8a8" / "params.h", self.source.with_name("params.h"))
 
     @property
     def name(self) -> str:
@@ -72,7 +77,7 @@ class AppendKV(Variant):
     """
 
     family: ClassVar[str] = "append_kv"
-    source: ClassVar[Path] = CSRC / "attention" / "append.cu"
+    source: ClassVar[Path] = CSRC / "attention" / "append" / "append.cu"
 
     dtype: str
     cache_dtype: str = ""
@@ -144,7 +149,7 @@ class MergeStates(_OfDtype):
     """
 
     family: ClassVar[str] = "merge_states"
-    source: ClassVar[Path] = CSRC / "merge" / "merge_states.cu"
+    source: ClassVar[Path] = CSRC / "attention" / "merge" / "merge_states.cu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Memory of which it is known which half of a GPU's L2 holds what, and a cache's pages in it.
 
 The half that holds a page of 2 MiB is up to the driver. So pages are asked for, told apart
-(`ostinato.model.l2`), and mapped in such an order that the half is the parity of some bits of an
+(`probe.py`), and mapped in such an order that the half is the parity of some bits of an
 address, the same for every layer of a cache. They are asked for two by two, which takes half the
 time: most pairs have one page in each half, or on other days most have both in one. Where memory
 is short of pairs of the kind of most, single pages make up for them.
@@ -21,10 +21,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ostinato.interrupts import Uninterrupted, uninterrupted
-from ostinato.model.l2 import BLOCK_BYTES, PAGE_BYTES, L2Map, l2_map, parity, probe
-from ostinato.ops.halves import L2Halves
-from ostinato.ops.launch import has_kernels, on_device
+from ...interrupts import Uninterrupted, uninterrupted
+from ...ops.attention.l2_partition import L2Halves
+from ...ops.common.device import (
+    has_kernels,
+    on_device,
+)
+from .probe import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    L2Map,
+    l2_map,
+    parity,
+    probe,
+)
 
 _PAIR_BYTES = 2 * PAGE_BYTES
 # Pairs of pages are mapped in turn, those that begin in half 0 and those that begin in half 1. So

@@ -14,9 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import L2Probe
-from ostinato.ops.launch import current_stream, on_device
+from ...jit.loader import load
+from ...jit.variants import L2Probe
+from ...ops.common.device import (
+    current_stream,
+    on_device,
+)
 
 PAGE_BYTES = 2 << 20  # of the GPU's memory, the least that is mapped
 BLOCK_BYTES = 4096  # that one half holds

@@ -6,13 +6,17 @@ from typing import overload
 
 import torch
 
-from ostinato.ops import attention_checks, checks
-from ostinato.ops.append_launch import append_heads
-from ostinato.ops.e4m3 import as_bytes
-from ostinato.ops.launch import has_kernels
-from ostinato.ops.library import register
-from ostinato.ops.quantize import dynamic_scale, encode
-from ostinato.ops.rows import mean_square
+from ..common import checks
+from ..common.batch_invariant_rows import mean_square
+from ..common.device import has_kernels
+from ..common.e4m3 import as_bytes
+from ..common.torch_library import register
+from ..linear.quantize import (
+    dynamic_scale,
+    encode,
+)
+from . import checks as attention_checks
+from .append_kv_cuda import append_heads
 
 _MOST_HEADS = 4 * 65535  # a block of the launch has at least 4, and a grid so many blocks a token
 

@@ -1,4 +1,4 @@
-"""Appending to the cache on CUDA: from tensors to a launch of csrc/attention/append.cu."""
+"""Appending to the cache on CUDA: from tensors to a launch of csrc/attention/append/append.cu."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import AppendKV
-from ostinato.ops import pdl
-from ostinato.ops.launch import (
+from ...jit.loader import load
+from ...jit.variants import AppendKV
+from ..common import pdl
+from ..common.device import (
     KERNEL_NAMES,
     address_of,
     current_stream,

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from ostinato.ops.attend import LogitRule, attend
-from ostinato.ops.kv import KV
-from ostinato.ops.precision import full_precision
+from ..common.precision import full_precision
+from .kv_view import KV
+from .softmax_torch import (
+    LogitRule,
+    attend,
+)
 
 # On CUDA the host knows no length, so that work is cut into tiles of these shapes.
 QUERY_TILE = 64

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.attend import LogitRule
+from ..common import checks
+from .softmax_torch import LogitRule
 
 _INT32 = (torch.int32,)
 _FLOAT32 = (torch.float32,)

@@ -1,4 +1,4 @@
-"""Decode attention on CUDA: from tensors to a launch of csrc/attention/decode_sm90.cu."""
+"""Decode attention on CUDA: from tensors to a launch of csrc/attention/decode/decode_sm90.cu."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import get_args
 
 import torch
 
-from ostinato import _C
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import (
+from ... import _C
+from ...jit.loader import load
+from ...jit.variants import (
     SPLIT_TOKENS,
     AttentionDecode,
     DecodeLoad,
     decode_cluster,
 )
-from ostinato.ops import pdl
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.launch import (
+from ..common import pdl
+from ..common.device import (
     KERNEL_NAMES,
     address_of,
     address_of_row,
@@ -30,6 +29,7 @@ from ostinato.ops.launch import (
     on_device,
     slots_of,
 )
+from .softmax_torch import LogitRule
 
 _COLUMNS = (8, 16, 32, 64)
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it

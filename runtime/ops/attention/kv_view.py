@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.ops.e4m3 import as_bytes, to_float32
+from ..common.e4m3 import (
+    as_bytes,
+    to_float32,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_SM_WORDS = 8  # csrc/attention/params.h: Halves::kSmWords
+_SM_WORDS = 8  # csrc/attention/common/params.h: Halves::kSmWords
 _WORD_BITS = 32
 
 

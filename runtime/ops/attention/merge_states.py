@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.launch import has_kernels
-from ostinato.ops.library import register
-from ostinato.ops.merge_launch import merge_on_device
+from ..common import checks
+from ..common.device import has_kernels
+from ..common.torch_library import register
+from .merge_states_cuda import merge_on_device
 
 _LSE_SHAPE = ("tokens", "heads")
 _MOST_ROWS = 2**32 - 1  # the kernel counts them in 32 bits

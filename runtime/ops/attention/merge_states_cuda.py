@@ -1,13 +1,18 @@
-"""Merging attention states on CUDA: from tensors to a launch of csrc/merge/merge_states.cu."""
+"""Merging attention states on CUDA: from tensors to a launch of its kernel."""
 
 from __future__ import annotations
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import MergeStates
-from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, current_stream, heads_of, on_device
+from ...jit.loader import load
+from ...jit.variants import MergeStates
+from ..common import pdl
+from ..common.device import (
+    KERNEL_NAMES,
+    current_stream,
+    heads_of,
+    on_device,
+)
 
 
 def merge_on_device(

@@ -9,12 +9,22 @@ from typing import Literal, overload
 
 import torch
 
-from ostinato.ops import attention_checks, checks, decode_launch, prefill_launch
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.halves import L2Halves
-from ostinato.ops.kv import PagedKV
-from ostinato.ops.library import register
-from ostinato.ops.sequences import attend_capacity, attend_live
+from ..common import checks
+from ..common.torch_library import register
+from . import (
+    checks as attention_checks,
+)
+from . import (
+    decode_cuda,
+    prefill_cuda,
+)
+from .batch_torch import (
+    attend_capacity,
+    attend_live,
+)
+from .kv_view import PagedKV
+from .l2_partition import L2Halves
+from .softmax_torch import LogitRule
 
 
 @overload
@@ -243,17 +253,17 @@ def _paged_attention(
     given = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, max_seqlen_q, rule, sinks)
     # How the decode kernel splits a sequence depends on how many queries it has.
     if cu_seqlens_q is None or not batch_invariant:
-        decode = decode_launch.variant(
+        decode = decode_cuda.variant(
             q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
         )
         if decode is not None:
-            decode_launch.attend(decode, *given, k_scale, v_scale, out, lse, workspace, halves)
+            decode_cuda.attend(decode, *given, k_scale, v_scale, out, lse, workspace, halves)
             return
-    prefill = prefill_launch.paged_variant(
+    prefill = prefill_cuda.paged_variant(
         q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
     )
     if prefill is not None:
-        prefill_launch.attend_paged(prefill, *given, batch_invariant, out, lse)
+        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse)
         return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q

@@ -1,4 +1,4 @@
-"""Prefill attention on CUDA: from tensors to a launch of csrc/attention/prefill_sm90.cu."""
+"""Prefill attention on CUDA: from tensors to a launch of csrc/attention/prefill/prefill_sm90.cu."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato import _C
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import AttentionPrefill
-from ostinato.ops import pdl
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.launch import (
+from ... import _C
+from ...jit.loader import load
+from ...jit.variants import AttentionPrefill
+from ..common import pdl
+from ..common.device import (
     KERNEL_NAMES,
     address_of,
     address_of_row,
@@ -25,6 +24,7 @@ from ostinato.ops.launch import (
     on_device,
     slots_of,
 )
+from .softmax_torch import LogitRule
 
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
 _MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
@@ -365,7 +365,7 @@ def _workspace(device: int, stream: int, needed: int) -> torch.Tensor:
     """Return the stream's workspace of so many bytes, which stays where it is.
 
     It begins with a counter of the work that was taken, which every launch leaves at zero. What the
-    CTAs of some kernels put aside comes after it (csrc: prefill_aside.cuh): on an H200 13 MB, with
+    CTAs of some kernels put aside comes after it (csrc: promote_gmem.cuh): on an H200 13 MB, with
     a head dim of 256 17 MB.
     """
     found = _workspaces.get((device, stream, needed))

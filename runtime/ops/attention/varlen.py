@@ -7,13 +7,22 @@ from typing import Literal, overload
 
 import torch
 
-from ostinato.ops import attention_checks, checks, prefill_launch
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.attention_checks import FP8
-from ostinato.ops.e4m3 import to_float32
-from ostinato.ops.kv import PackedKV
-from ostinato.ops.library import register
-from ostinato.ops.sequences import attend_capacity, attend_live
+from ..common import checks
+from ..common.e4m3 import to_float32
+from ..common.torch_library import register
+from . import (
+    checks as attention_checks,
+)
+from . import (
+    prefill_cuda,
+)
+from .batch_torch import (
+    attend_capacity,
+    attend_live,
+)
+from .checks import FP8
+from .kv_view import PackedKV
+from .softmax_torch import LogitRule
 
 
 @overload
@@ -183,12 +192,12 @@ def _varlen_attention(
         assert q_scale is not None
         assert k_scale is not None
         assert v_scale is not None
-        scales = prefill_launch.Fp8Scales(q_scale, k_scale, v_scale)
-        kernel = prefill_launch.fp8_variant(
+        scales = prefill_cuda.Fp8Scales(q_scale, k_scale, v_scale)
+        kernel = prefill_cuda.fp8_variant(
             q, k, v, out, scales, cu_seqlens_q.size(0) - 1, max_seqlen_q, left >= 0
         )
         if kernel is not None:
-            prefill_launch.attend_packed(kernel, q, *how, scales)
+            prefill_cuda.attend_packed(kernel, q, *how, scales)
             return
     if q_scale is not None:
         q = _dequantized(q, q_scale, k.size(1))
@@ -196,9 +205,9 @@ def _varlen_attention(
         lengths = [stop - start for start, stop in pairwise(k_bounds)]
         attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
         return
-    kernel = prefill_launch.packed_variant(q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q)
+    kernel = prefill_cuda.packed_variant(q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q)
     if kernel is not None:
-        prefill_launch.attend_packed(kernel, q, *how)
+        prefill_cuda.attend_packed(kernel, q, *how)
         return
     k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.fused_launch import launch_fused
-from ostinato.ops.library import register
-from ostinato.ops.linear import check_weight, multiply
-from ostinato.ops.norm import check_norm, normalize_and_quantize
-from ostinato.ops.packing import PackedWeight
-from ostinato.ops.quantize import quantize_tokens
+from ..common import checks
+from ..common.torch_library import register
+from .fused_cuda import launch_fused
+from .linear import (
+    check_weight,
+    multiply,
+)
+from .packed_weight import PackedWeight
+from .quantize import quantize_tokens
+from .rms_norm import (
+    check_norm,
+    normalize_and_quantize,
+)
 
 
 def dynamic_w8a8_linear(

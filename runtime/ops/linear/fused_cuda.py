@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import FusedLinear, GemmSmallM
-from ostinato.ops import gemm_tuning, pdl
-from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
+from ...jit.loader import load
+from ...jit.variants import (
+    FusedLinear,
+    GemmSmallM,
+)
+from ..common import pdl
+from ..common.device import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    gpu,
+    on_device,
+)
+from . import tile_tuning
 
 _MAX_K = (4096, 8192)
 _VECTOR = 16  # bytes
@@ -51,7 +61,7 @@ def launch_fused(
     """Launch the layer on torch's current stream as one kernel, if there is one that serves it.
 
     It is for one token: every SM quantises all of x, which for two takes as long as a kernel of
-    its own. The arguments are those of the ops of `ostinato.ops.fused`, checked; w is [n, k] or the
+    its own. The arguments are those of the ops of `fused.py`, checked; w is [n, k] or the
     data of a `PackedWeight`. The kernel reads x and `residual` only after those in front of it on
     the stream have ended, and all else before.
     """
@@ -72,7 +82,7 @@ def launch_fused(
     device = x.get_device()
     with on_device(device):
         name, sms = gpu(device)
-        choice = gemm_tuning.choose(
+        choice = tile_tuning.choose(
             name, sms, m, n, k, kernel.dtype, kernel.out_dtype, True, True, batch_invariant
         )
         if choice.variant != GemmSmallM(out_dtype=kernel.out_dtype, max_m=8):

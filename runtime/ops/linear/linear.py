@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ostinato.ops import checks, packing
-from ostinato.ops.e4m3 import to_float32
-from ostinato.ops.gemm import ToSample, w8a8_gemm
-from ostinato.ops.library import register
-from ostinato.ops.packing import PackedWeight
-from ostinato.ops.precision import full_precision
-from ostinato.ops.rows import alike_rows, in_row_blocks
-from ostinato.ops.sizes import ceil_div, round_up
+from ..common import checks
+from ..common.batch_invariant_rows import (
+    alike_rows,
+    in_row_blocks,
+)
+from ..common.e4m3 import to_float32
+from ..common.precision import full_precision
+from ..common.sizes import (
+    ceil_div,
+    round_up,
+)
+from ..common.torch_library import register
+from . import packed_weight
+from .packed_weight import PackedWeight
+from .w8a8_gemm import (
+    ToSample,
+    w8a8_gemm,
+)
 
 _CACHE_LINE = 64  # bytes
 
@@ -254,12 +264,12 @@ def multiply(
         w8a8_gemm(*operands, *how, out, to_sample)
         return
     if w.dim() == 4:
-        w = packing.unpack(w, out.size(1), x.size(1))
+        w = packed_weight.unpack(w, out.size(1), x.size(1))
     if x.dtype is torch.int8:
         acc = _int8_product_cpu(x, w)
         if x_zero_point is not None:
             if w_sum is None:
-                w_sum = packing.channel_sums(w, out.size(1))
+                w_sum = packed_weight.channel_sums(w, out.size(1))
             acc = acc - x_zero_point.reshape(-1, 1) * w_sum
         acc = acc.float()
     else:

@@ -6,14 +6,26 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.fused import codes_of, rms_norm_w8a8_linear
-from ostinato.ops.gemm import ToSample, best_parts
-from ostinato.ops.library import register
-from ostinato.ops.linear import check_weight, multiply
-from ostinato.ops.norm import check_norm, normalize_and_quantize
-from ostinato.ops.packing import PackedWeight
-from ostinato.ops.places import best_places
+from ..common import checks
+from ..common.torch_library import register
+from ..sampling.argmax_key import best_places
+from .fused import (
+    codes_of,
+    rms_norm_w8a8_linear,
+)
+from .linear import (
+    check_weight,
+    multiply,
+)
+from .packed_weight import PackedWeight
+from .rms_norm import (
+    check_norm,
+    normalize_and_quantize,
+)
+from .w8a8_gemm import (
+    ToSample,
+    best_parts,
+)
 
 
 @dataclass(frozen=True)

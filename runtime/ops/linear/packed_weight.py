@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ostinato.ops import checks
-from ostinato.ops.sizes import ceil_div
+from ..common import checks
+from ..common.sizes import ceil_div
 
 ALIGNMENT = 16  # bytes, of packed data: TMA asks for it
 TILE_CHANNELS = 16

@@ -7,15 +7,28 @@ from collections.abc import Iterable
 
 import torch
 
-from ostinato.kernels import compiler
-from ostinato.kernels.cache import cache_folder
-from ostinato.kernels.mode import BuildMode
-from ostinato.kernels.toolchain import find_cutlass, find_nvcc
-from ostinato.kernels.variants import GemmSmallM, Variant
-from ostinato.ops import gemm_table, gemm_tuning
-from ostinato.ops.fused_launch import fused_kernel
-from ostinato.ops.launch import KERNEL_NAMES, device_index, gpu
-from ostinato.ops.quantize_launch import quantize_kernel
+from ...jit import compiler
+from ...jit.cache import cache_folder
+from ...jit.mode import BuildMode
+from ...jit.toolchain import (
+    find_cutlass,
+    find_nvcc,
+)
+from ...jit.variants import (
+    GemmSmallM,
+    Variant,
+)
+from ..common.device import (
+    KERNEL_NAMES,
+    device_index,
+    gpu,
+)
+from . import (
+    tile_table,
+    tile_tuning,
+)
+from .fused_cuda import fused_kernel
+from .quantize_cuda import quantize_kernel
 
 __all__ = ["Variant", "layer_kernels", "precompile"]
 
@@ -43,10 +56,10 @@ def layer_kernels(
         batch_invariant: likewise.
         device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
     """
-    name, sms = ("", gemm_table.H200_SMS) if device is None else gpu(device_index(device))
+    name, sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
     operand, in_dtype = KERNEL_NAMES[dtype], KERNEL_NAMES[activations]
     output = in_dtype if out_dtype is None else KERNEL_NAMES[out_dtype]
-    gemms = gemm_tuning.variants(
+    gemms = tile_tuning.variants(
         name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
     )
     found: list[Variant] = [quantize_kernel(kind, activations, dtype), *gemms]

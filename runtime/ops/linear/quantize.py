@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.library import register
-from ostinato.ops.quantize_launch import quantize_rows
+from ..common import checks
+from ..common.torch_library import register
+from .quantize_cuda import quantize_rows
 
 # The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
 # the grid is symmetric.

@@ -1,4 +1,4 @@
-"""Norms, gates and quantisation on CUDA: from tensors to a launch of gemm_w8a8/quantize.cu."""
+"""Norms, gates and quantisation on CUDA: from tensors to a launch of quantize.cu."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from functools import cache
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import Quantize
-from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, on_device
+from ...jit.loader import load
+from ...jit.variants import Quantize
+from ..common import pdl
+from ..common.device import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    on_device,
+)
 
 
 @cache

@@ -6,12 +6,15 @@ from typing import overload
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.launch import has_kernels
-from ostinato.ops.library import register
-from ostinato.ops.quantize import check_static, quantize_into
-from ostinato.ops.quantize_launch import quantize_rows
-from ostinato.ops.rows import mean_square
+from ..common import checks
+from ..common.batch_invariant_rows import mean_square
+from ..common.device import has_kernels
+from ..common.torch_library import register
+from .quantize import (
+    check_static,
+    quantize_into,
+)
+from .quantize_cuda import quantize_rows
 
 
 @overload

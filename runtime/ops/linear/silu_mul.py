@@ -6,11 +6,14 @@ from functools import partial
 
 import torch
 
-from ostinato.ops import checks
-from ostinato.ops.launch import has_kernels
-from ostinato.ops.library import register
-from ostinato.ops.quantize import check_static, quantize_into
-from ostinato.ops.quantize_launch import quantize_rows
+from ..common import checks
+from ..common.device import has_kernels
+from ..common.torch_library import register
+from .quantize import (
+    check_static,
+    quantize_into,
+)
+from .quantize_cuda import quantize_rows
 
 
 def silu_mul(

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.kernels.variants import GemmTiled
-from ostinato.ops.packing import TILE_CHANNELS
-from ostinato.ops.sizes import ceil_div
+from ...jit.variants import GemmTiled
+from ..common.sizes import ceil_div
+from .packed_weight import TILE_CHANNELS
 
 _GHZ = 1.515
 _BYTES_PER_US = 4.5e6  # of memory

@@ -2,7 +2,7 @@
 
 The table is data; `choose` reads it. Its first rows say for which sizes they hold; among the others
 the model of `gemm_model` finds the fastest. What `python -m ostinato tune` measured on a machine
-goes before both: see `ostinato.ops.gemm_tuning`.
+goes before both: see `ostinato.ops.linear.tile_tuning`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,22 @@ from collections.abc import Container
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
 
-from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
-from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
-from ostinato.ops import checks, gemm_model
-from ostinato.ops.packing import TILE_CHANNELS
-from ostinato.ops.sizes import ceil_div, round_up
+from ...jit.catalogue import (
+    GEMM_SMALL_M,
+    GEMM_TILED,
+)
+from ...jit.variants import (
+    OPERAND_DTYPES,
+    GemmSmallM,
+    GemmTiled,
+)
+from ..common import checks
+from ..common.sizes import (
+    ceil_div,
+    round_up,
+)
+from . import tile_cost_model
+from .packed_weight import TILE_CHANNELS
 
 GemmVariant = GemmSmallM | GemmTiled
 
@@ -254,7 +265,7 @@ def _fastest(
     # FP8 sums of shared K are added in another order (`serving`).
     may_split = dtype == "int8" or not batch_invariant
     variants = _tiles(dtype, out_dtype, fast_accum)
-    variant, cut = gemm_model.fastest(variants, m, n, k, sms, may_split=may_split)
+    variant, cut = tile_cost_model.fastest(variants, m, n, k, sms, may_split=may_split)
     return Choice(variant, **cut._asdict())
 
 
@@ -311,7 +322,7 @@ def can_split(choice: Choice, m: int, n: int, sms: int) -> bool:
         return False
     columns = ceil_div(n, choice.tile_channels or variant.channels)
     groups = ceil_div(columns, 2) * ceil_div(m, choice.tile_tokens or variant.tokens)
-    return gemm_model.splits(variant, groups, sms)
+    return tile_cost_model.splits(variant, groups, sms)
 
 
 def largest_ms() -> list[int]:

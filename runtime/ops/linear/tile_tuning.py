@@ -9,10 +9,10 @@
 
 A row holds for products of exactly this dtype, n and k, and for m from `m_min`, the smallest that
 was measured and 1 where it is left out, up to `m_max`: of the rows whose kernel may serve a call
-(`gemm_table.serving`), the one with the smallest m_max counts, so that it begins where the one
+(`tile_table.serving`), the one with the smallest m_max counts, so that it begins where the one
 before it ends. Calls that no row holds for are left to the built-in table. A variant's output dtype
 is only that of the measurement: the row holds for the others as well. Of the numbers after the
-variant (see `gemm_table.Choice`) those left out are 0.
+variant (see `tile_table.Choice`) those left out are 0.
 """
 
 from __future__ import annotations
@@ -26,13 +26,27 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ostinato.kernels.cache import cache_folder
-from ostinato.kernels.catalogue import GEMM_SMALL_M, GEMM_TILED
-from ostinato.kernels.sources import digest, read_sources
-from ostinato.kernels.variants import OPERAND_DTYPES, GemmSmallM, GemmTiled
-from ostinato.ops import gemm_table
-from ostinato.ops.gemm_table import CUT, Choice, GemmVariant
-from ostinato.ops.packing import TILE_CHANNELS
+from ...jit.cache import cache_folder
+from ...jit.catalogue import (
+    GEMM_SMALL_M,
+    GEMM_TILED,
+)
+from ...jit.sources import (
+    digest,
+    read_sources,
+)
+from ...jit.variants import (
+    OPERAND_DTYPES,
+    GemmSmallM,
+    GemmTiled,
+)
+from . import tile_table
+from .packed_weight import TILE_CHANNELS
+from .tile_table import (
+    CUT,
+    Choice,
+    GemmVariant,
+)
 
 VARIABLE = "OSTINATO_GEMM_TABLE"
 _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)
@@ -147,17 +161,17 @@ def choose(
 ) -> Choice:
     """Return the kernel for a product on a GPU: the tuned one, else the table's.
 
-    The arguments are those of `gemm_table.choose`, after the GPU's name; all are positional, since
+    The arguments are those of `tile_table.choose`, after the GPU's name; all are positional, since
     this is called at every launch.
     """
     for row in tuning_for(gpu).get((dtype, n, k), ()):
         if not row.m_min <= m <= row.m_max:
             continue
         wanted = replace(row.choice, variant=replace(row.choice.variant, out_dtype=out_dtype))
-        choice = gemm_table.serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
+        choice = tile_table.serving(wanted, m, n, packed, fast_accum, batch_invariant, sms)
         if choice is not None:
-            return gemm_table.evened(choice, m)
-    return gemm_table.choose(
+            return tile_table.evened(choice, m)
+    return tile_table.choose(
         m,
         n,
         k,
@@ -186,7 +200,7 @@ def variants(
     ends = {m for row in rows for m in (row.m_min - 1, row.m_max) if m}
     found = (
         choose(gpu, sms, m, n, k, dtype, out_dtype, True, fast_accum, batch_invariant).variant
-        for m in sorted({*gemm_table.largest_ms(), *ends})
+        for m in sorted({*tile_table.largest_ms(), *ends})
     )
     return list(dict.fromkeys(found))
 

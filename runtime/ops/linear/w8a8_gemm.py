@@ -6,12 +6,22 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import GemmTiled
-from ostinato.ops import gemm_tuning, packing, pdl
-from ostinato.ops.gemm_table import Choice
-from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, gpu, on_device
-from ostinato.ops.sizes import round_up
+from ...jit.loader import load
+from ...jit.variants import GemmTiled
+from ..common import pdl
+from ..common.device import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    gpu,
+    on_device,
+)
+from ..common.sizes import round_up
+from . import (
+    packed_weight,
+    tile_tuning,
+)
+from .tile_table import Choice
 
 _ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
 
@@ -45,15 +55,15 @@ def w8a8_gemm(
         if bias is not None and bias.dtype is not out.dtype:
             bias, early = bias.to(out.dtype), False
         if x_zero_point is not None and w_sum is None:
-            w_sum, early = packing.channel_sums(w, n), False
+            w_sum, early = packed_weight.channel_sums(w, n), False
         if w.dim() == 2 and not _is_aligned(w):
-            w = packing.pack(w)
+            w = packed_weight.pack(w)
         if not _is_aligned(x):
             x = _aligned_copy(x)
         packed = w.dim() == 4
         name, sms = gpu(device)
         dtype, out_dtype = KERNEL_NAMES[x.dtype], KERNEL_NAMES[out.dtype]
-        choice = gemm_tuning.choose(
+        choice = tile_tuning.choose(
             name, sms, m, n, k, dtype, out_dtype, packed, fast_accum, batch_invariant
         )
         if to_sample is not None:
@@ -129,7 +139,7 @@ def best_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) 
     # One that does not lie as it can be read is packed for the call.
     dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4 or not _is_aligned(w)
     how = (packed, True, batch_invariant)
-    return _parts_of(gemm_tuning.choose(*gpu(device), m, n, k, dtype, "fp32", *how), n)
+    return _parts_of(tile_tuning.choose(*gpu(device), m, n, k, dtype, "fp32", *how), n)
 
 
 def _parts_of(choice: Choice, n: int) -> int:

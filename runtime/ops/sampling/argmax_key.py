@@ -1,4 +1,4 @@
-"""Places of tokens among all of their rows, as kernels hand them over (csrc/common/place.cuh).
+"""Places of tokens among all of their rows, as kernels hand them over (csrc/common/argmax_key.cuh).
 
 By falling logit, then by rising id, in 64 bits without a sign: the smaller, the better, with the
 token in the lower 32. Here they are int64.

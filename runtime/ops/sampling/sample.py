@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.ops import checks, sample_launch
-from ostinato.ops.library import register
-from ostinato.ops.philox import uniform
-from ostinato.ops.places import best_tokens
+from ..common import checks
+from ..common.torch_library import register
+from . import sample_cuda
+from .argmax_key import best_tokens
+from .philox import uniform
 
 
 def sample(
@@ -34,7 +35,7 @@ def sample(
     reaches p (Holtzman et al., 2020); min-p those with at least p times the largest probability.
     One token always remains. Of those left, in order of falling logit and rising id, the token is
     where the cumulative probability passes a uniform number that depends on nothing but the row's
-    seed and counter (`ostinato.ops.philox`). So a row's token is the same in every batch.
+    seed and counter (`ostinato.ops.sampling.philox`). So a row's token is the same in every batch.
 
     Args:
         logits: [B, V] bf16, fp16 or fp32, V >= 1. A row whose best is NaN, which counts as the
@@ -117,8 +118,8 @@ def _sample(
     out: torch.Tensor,
 ) -> None:
     parameters = (temperature, top_k, top_p, min_p, seeds, counters)
-    if sample_launch.serves(logits):
-        sample_launch.sample(logits, *parameters, repetition_penalty, seen, seen_rows, best, out)
+    if sample_cuda.serves(logits):
+        sample_cuda.sample(logits, *parameters, repetition_penalty, seen, seen_rows, best, out)
         return
     if seen is not None and seen_rows is not None:
         seen = seen.index_select(0, seen_rows)  # a negative row is no row

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.kernels.loader import load
-from ostinato.kernels.variants import Sample
-from ostinato.ops import pdl
-from ostinato.ops.launch import KERNEL_NAMES, address_of, current_stream, has_kernels, on_device
+from ...jit.loader import load
+from ...jit.variants import Sample
+from ..common import pdl
+from ..common.device import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    has_kernels,
+    on_device,
+)
 
 # csrc/sampling/sample_row.cuh: sums of so many probabilities fit in 64 bits.
 _MAX_VOCABULARY = 1 << 19

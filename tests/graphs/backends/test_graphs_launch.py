@@ -6,7 +6,7 @@ from graphs_toys import SPECS
 
 from ostinato import _C
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.graphs.launch import Launch
+from ostinato.graphs.backends.launch import Launch
 
 EXECUTABLE, STREAM = 0x7F00_1234_5678, 0x7F00_8765_4321  # more than 32 bits
 

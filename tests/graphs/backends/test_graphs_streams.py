@@ -5,8 +5,8 @@ import torch
 from graphs_toys import SPECS, toy_inputs
 
 from ostinato.graphs import BufferSpec, BurstRules, Feed, GraphRunner, Misses, StaticBuffers
+from ostinato.graphs.backends.streams import CallerOrder
 from ostinato.graphs.guards import Turn
-from ostinato.graphs.streams import CallerOrder
 
 
 class FakeStream:
@@ -48,8 +48,9 @@ def test_a_new_stream_with_the_handle_of_one_that_is_gone_waits(monkeypatch):
 def passed(monkeypatch):
     """Count how often a foreign stream's call has passed, of runners made on the CPU."""
     calls = []
-    monkeypatch.setattr("ostinato.graphs.backend.CpuBackend.follow", lambda self: True)
-    monkeypatch.setattr("ostinato.graphs.backend.CpuBackend.passed", lambda self: calls.append(1))
+    backend = "ostinato.graphs.backends.base.CpuBackend"
+    monkeypatch.setattr(f"{backend}.follow", lambda self: True)
+    monkeypatch.setattr(f"{backend}.passed", lambda self: calls.append(1))
     return calls
 
 
@@ -70,7 +71,7 @@ def test_a_burst_that_cannot_be_launched_is_marked_on_a_foreign_stream(passed, m
     buffers = StaticBuffers(specs, 2, "cpu")
     runner = GraphRunner(lambda batch: batch.x + 1, buffers, burst=rules)
     runner.capture([2])
-    monkeypatch.setattr("ostinato.graphs.burst_cpu.CpuLoop.launch", fail)
+    monkeypatch.setattr("ostinato.graphs.loop.cpu.CpuLoop.launch", fail)
     with pytest.raises(RuntimeError, match="out of resources"):
         runner.burst(2, {"x": [1, 2]}, 2)
     assert passed == [1]

@@ -10,10 +10,18 @@ from graphs_fakes import RecordingBackend
 from graphs_toys import SPECS, ToyStep, toy_inputs
 
 from ostinato.graphs import AuditError, CaptureError, GraphRunner, StaticBuffers, VerificationError
-from ostinato.graphs.diagnosis import Call, Diagnosis, Failure, Line, Trace, diagnose, find_remedy
-from ostinato.graphs.driver_log import DriverLog
-from ostinato.graphs.recording import Recording
-from ostinato.graphs.tracing import OperatorWatch
+from ostinato.graphs.inspect.diagnosis import (
+    Call,
+    Diagnosis,
+    Failure,
+    Line,
+    Trace,
+    diagnose,
+    find_remedy,
+)
+from ostinato.graphs.inspect.driver_log import DriverLog
+from ostinato.graphs.inspect.nodes import Recording
+from ostinato.graphs.inspect.op_trace import OperatorWatch
 
 HERE = Line("model.py", 12, "forward", "x = y.item()")
 ITEM = Call("aten._local_scalar_dense.default", HERE)

@@ -34,8 +34,12 @@ from ostinato.graphs import (
     Slot,
     StaticBuffers,
 )
-from ostinato.graphs.burst_cuda import check_body
-from ostinato.graphs.recording import Node, Recording, Word
+from ostinato.graphs.inspect.nodes import (
+    Node,
+    Recording,
+    Word,
+)
+from ostinato.graphs.loop.cuda import check_body
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from graphs_counting import COLUMNS, PAGE_SIZE, RULES, SPECS, CountingStep
 from test_graphs_guards import in_a_fork
 
 from ostinato.graphs import BurstError, StaticBuffers
-from ostinato.graphs import burst_cuda as module
-from ostinato.graphs.burst_memory import BurstMemory
-from ostinato.graphs.burst_plan import encode
+from ostinato.graphs.loop import cuda as module
+from ostinato.graphs.loop.memory import BurstMemory
+from ostinato.graphs.loop.plan import encode
 from ostinato.graphs.outputs import Outputs
-from ostinato.kernels.toolchain import find_nvcc
+from ostinato.jit.toolchain import find_nvcc
 
 CPU = torch.device("cpu")
 HEAD, RULE = 6, 12  # words of `Plan` before its rules, and of `Rule`

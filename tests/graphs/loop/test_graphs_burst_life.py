@@ -22,8 +22,8 @@ from ostinato.graphs import (
     Misses,
     StaticBuffers,
 )
-from ostinato.graphs import burst as burst_module
-from ostinato.graphs.burst_cpu import CpuLoop
+from ostinato.graphs.loop import burst as burst_module
+from ostinato.graphs.loop.cpu import CpuLoop
 
 
 class Step:

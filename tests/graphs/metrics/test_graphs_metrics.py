@@ -12,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.graphs import GraphError, GraphRunner, Key, Misses, StaticBuffers, Variant
-from ostinato.graphs.histogram import BOUNDS_US, Histogram, HistogramBuilder
-from ostinato.graphs.observer import Observer
-from ostinato.graphs.prometheus import Metric, to_text
+from ostinato.graphs.metrics.histogram import (
+    BOUNDS_US,
+    Histogram,
+    HistogramBuilder,
+)
+from ostinato.graphs.metrics.prometheus import (
+    Metric,
+    to_text,
+)
+from ostinato.graphs.replay_observer import Observer
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)$')
 

@@ -25,7 +25,7 @@ from ostinato.graphs import (
     StaticBuffers,
     Variant,
 )
-from ostinato.graphs.backend import CpuBackend
+from ostinato.graphs.backends.base import CpuBackend
 from ostinato.graphs.guards import Turn
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
@@ -212,7 +212,7 @@ def test_calls_from_inside_a_known_run_are_refused(step):
 
 def test_runners_of_a_pool_may_take_turns_without_forgetting(step, monkeypatch, fast):
     shared = Turn()
-    monkeypatch.setattr("ostinato.graphs.backend.Turn", lambda: shared)
+    monkeypatch.setattr("ostinato.graphs.backends.base.Turn", lambda: shared)
     runners = [cpu_runner(step) for _ in range(2)]
     for runner in runners:
         runner.capture([2])

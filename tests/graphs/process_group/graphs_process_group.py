@@ -10,7 +10,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ostinato.graphs import BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers, ranks
+from ostinato.graphs import (
+    BufferSpec,
+    BurstRules,
+    Feed,
+    GraphRunner,
+    StaticBuffers,
+    process_group,
+)
 
 SPECS = {"x": BufferSpec((), torch.int64, 0, lambda g, s: torch.randint(9, s, generator=g))}
 FAILING = 1  # the rank that fails
@@ -20,7 +27,7 @@ IN_WARM_UP, IN_CAPTURE, IN_VERIFICATION = 2, 5, 7
 
 
 class SummingStep:
-    """Adds up a row of all ranks. Fails at a call, on one rank, before or after that."""
+    """Adds up a row of all process_group. Fails at a call, on one rank, before or after that."""
 
     def __init__(self, group, device, fails_at=0, communicates_first=False):
         self.group, self.device, self.fails_at = group, device, fails_at
@@ -60,7 +67,7 @@ def outcome(call: Callable[[], object]) -> dict[str, object]:
 
 
 def totals(runner, rank: int) -> list[int]:
-    """Return what a run gives for rows that differ between ranks."""
+    """Return what a run gives for rows that differ between process_group."""
     return runner.run(2, {"x": [1 + rank, 10]})["total"].tolist()
 
 
@@ -190,7 +197,7 @@ def work_on_gpus(rank, size, port, names, results):
     """Go through the scenarios with NCCL, as `work` does with gloo."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    ranks._IDLE_S = 2.0
+    process_group._IDLE_S = 2.0
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     # With the device, communicators are made at once, and not in the first warm-up.
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
@@ -220,7 +227,7 @@ def run_ranks(target, size, *arguments, seconds=120.0):
     deadline = time.monotonic() + seconds
     try:
         while any(process.is_alive() for process in processes) or not results.empty():
-            assert time.monotonic() < deadline, f"some ranks hang; until now {collected}"
+            assert time.monotonic() < deadline, f"some process_group hang; until now {collected}"
             if results.empty():
                 time.sleep(0.05)
                 continue

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from graphs_ranks import FAILING, SCENARIOS, run_ranks, work
+from graphs_process_group import FAILING, SCENARIOS, run_ranks, work
 
-from ostinato.graphs.cuda_backend import CudaBackend
+from ostinato.graphs.backends.cuda import CudaBackend
 from ostinato.graphs.errors import RankError
-from ostinato.graphs.ranks import Ranks
+from ostinato.graphs.process_group import Ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -119,9 +119,9 @@ class Two:
 
 
 def test_a_device_that_waits_for_a_failed_rank_is_freed_by_an_abort(monkeypatch):
-    monkeypatch.setattr("ostinato.graphs.ranks._IDLE_S", 0.0)
-    monkeypatch.setattr("ostinato.graphs.ranks._ABORT_S", 0.0)
-    monkeypatch.setattr("ostinato.graphs.ranks._LINGER_S", 0.0)
+    monkeypatch.setattr("ostinato.graphs.process_group._IDLE_S", 0.0)
+    monkeypatch.setattr("ostinato.graphs.process_group._ABORT_S", 0.0)
+    monkeypatch.setattr("ostinato.graphs.process_group._LINGER_S", 0.0)
     group = Two()
     ranks = Ranks(group, 1.0)
     assert ranks.failed(RankError("rank 1 failed"), lambda: hasattr(group, "aborted")) == (

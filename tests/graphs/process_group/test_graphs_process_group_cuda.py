@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graphs_ranks import FAILING, NCCL_SCENARIOS, run_ranks, work_on_gpus
+from graphs_process_group import FAILING, NCCL_SCENARIOS, run_ranks, work_on_gpus
 
 GPUS = 2
 pytestmark = [

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/decode_units.cuh"
+#include "attention/decode/fixed_split.cuh"
 
 namespace {
 

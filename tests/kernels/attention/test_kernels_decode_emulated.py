@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kernels_emulation import compile_decode, emulated_sources
 
-from ostinato.kernels.variants import AttentionDecode
+from ostinato.jit.variants import AttentionDecode
 
 pytestmark = pytest.mark.nvcc
 
@@ -87,7 +87,7 @@ def test_warps_that_wait_for_each_other_find_the_right_rows(
 
 def test_a_claim_that_is_not_awaited_is_found(tmp_path: Path) -> None:
     sources = emulated_sources(tmp_path / "csrc")
-    path = sources / "attention" / "decode_claims.cuh"
+    path = sources / "attention" / "attention/decode/dynamic_scheduler.cuh"
     text = path.read_text()
     awaited = "    wait(&ring_.published[slot], claim / kTurns % 2);\n"
     assert text.count(awaited) == 1
@@ -99,8 +99,11 @@ def test_a_claim_that_is_not_awaited_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "barrier"),
     [
-        ("decode_output.cuh", "__syncthreads();\n      OSTINATO_DELAY(decode_sums_load"),
-        ("decode_exchange.cuh", "wait(&exchange_.arrived[warp], parity_);"),
+        (
+            "attention/decode/epilogue.cuh",
+            "__syncthreads();\n      OSTINATO_DELAY(decode_sums_load",
+        ),
+        ("attention/decode/cluster_reduce.cuh", "wait(&exchange_.arrived[warp], parity_);"),
     ],
     ids=["of a CTA", "of a cluster's stores"],
 )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.kernels.sources import CSRC
+from ostinato.jit.sources import CSRC
 
 _CAPACITY = 1 << 16
 
@@ -48,7 +48,7 @@ FixedSchedule = Callable[[list[int], int, int, int], list[Unit]]
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("schedule") / "schedule.so"
-    source = Path(__file__).with_name("decode_schedule_shim.cpp")
+    source = Path(__file__).with_name("decode_scheduler_shim.cpp")
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CSRC}"]
     subprocess.run(["g++", *flags, source, "-o", library], check=True, timeout=120)
     return ctypes.CDLL(str(library))

@@ -9,10 +9,19 @@ import pytest
 import torch
 
 from ostinato import _C
-from ostinato.kernels.compiler import build, plan
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import AttentionPrefill
-from ostinato.ops.launch import heads_of, slots_of
+from ostinato.jit.compiler import (
+    build,
+    plan,
+)
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import AttentionPrefill
+from ostinato.ops.common.device import (
+    heads_of,
+    slots_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "attention/decode_sm90.cu"
+#include "attention/decode/decode_sm90.cu"
 
 namespace {
 

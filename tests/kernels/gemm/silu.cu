@@ -1,7 +1,7 @@
 // Prints for how many gates the fast SiLU has other bits than the compiler's operations.
 #include <cstdio>
 
-#include "gemm_w8a8/silu_math.cuh"
+#include "gemm_w8a8/quantize/silu_math.cuh"
 
 __device__ unsigned long long differing;
 

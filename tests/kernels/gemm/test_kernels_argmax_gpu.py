@@ -9,8 +9,11 @@ import torch
 from kernels_gemm import launch, load, random_codes
 
 from ostinato import _C, ops
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import GemmTiled
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

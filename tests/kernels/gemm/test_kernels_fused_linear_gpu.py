@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from ostinato import _C, ops
-from ostinato.kernels.compiler import build, plan
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import FusedLinear
+from ostinato.jit.compiler import (
+    build,
+    plan,
+)
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import FusedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

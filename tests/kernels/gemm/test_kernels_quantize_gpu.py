@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from ostinato import _C, ops
-from ostinato.kernels.compiler import build, plan
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import Quantize
+from ostinato.jit.compiler import (
+    build,
+    plan,
+)
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato.kernels.catalogue import GEMM_SMALL_M
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import GemmSmallM
+from ostinato.jit.catalogue import GEMM_SMALL_M
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import GemmSmallM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -12,9 +12,12 @@ import pytest
 import torch
 from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato.kernels.catalogue import GEMM_TILED
-from ostinato.kernels.mode import RELEASE, BuildMode
-from ostinato.kernels.variants import GemmTiled
+from ostinato.jit.catalogue import GEMM_TILED
+from ostinato.jit.mode import (
+    RELEASE,
+    BuildMode,
+)
+from ostinato.jit.variants import GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

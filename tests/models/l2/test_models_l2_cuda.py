@@ -16,9 +16,16 @@ from ostinato.bench.engine import number_tokenizer
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.weights import random_llama
 from ostinato.engine import Engine, SamplingParams
-from ostinato.graphs.driver import GraphDriver
-from ostinato.model import ModelConfig, PagedKVCache, halves
-from ostinato.model.l2 import l2_map, probe
+from ostinato.graphs.inspect.driver import GraphDriver
+from ostinato.models import (
+    ModelConfig,
+    PagedKVCache,
+)
+from ostinato.models.l2 import partitioned_memory
+from ostinato.models.l2.probe import (
+    l2_map,
+    probe,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +43,7 @@ def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
 def cache() -> PagedKVCache:
     made = _cache()
     if made.halves is None:
-        pytest.skip("this GPU's halves are not told apart")
+        pytest.skip("this GPU's partitioned_memory are not told apart")
     return made
 
 
@@ -76,7 +83,7 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     [
         {"by_halves": False},
         {"num_pages": 40},  # waste
-        {"page_size": 32, "num_pages": 550},  # a head's page in both halves
+        {"page_size": 32, "num_pages": 550},  # a head's page in both partitioned_memory
         {"num_kv_heads": 6, "num_pages": 1500},
         {"num_kv_heads": 1, "num_pages": 8500},
     ],
@@ -115,12 +122,12 @@ def test_memory_of_caches_that_are_gone_is_given_back(cache: PagedKVCache) -> No
         addresses.append(made.storage.data_ptr())
         del made
         gc.collect()
-        halves.free_unused()
+        partitioned_memory.free_unused()
         assert driver.location_of(addresses[-1]) == "device 0"
         assert view.sum() == view.numel()
         del view
     gc.collect()
-    halves.free_unused()
+    partitioned_memory.free_unused()
     assert [driver.location_of(address) for address in addresses] == [None] * 3
     assert driver.location_of(cache.storage.data_ptr()) == "device 0"
 
@@ -128,16 +135,18 @@ def test_memory_of_caches_that_are_gone_is_given_back(cache: PagedKVCache) -> No
 def test_single_pages_make_up_for_pairs_that_are_missing(
     cache: PagedKVCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked = halves._create, []
+    real, asked = partitioned_memory._create, []
 
     def fewer_pairs(cu: Any, device: int, count: int, size: int, owned: list[Any]) -> Any:
         asked.append(size)
-        return real(cu, device, count if size == halves.PAGE_BYTES else count // 2, size, owned)
+        return real(
+            cu, device, count if size == partitioned_memory.PAGE_BYTES else count // 2, size, owned
+        )
 
-    monkeypatch.setattr(halves, "_create", fewer_pairs)
+    monkeypatch.setattr(partitioned_memory, "_create", fewer_pairs)
     made = _cache(num_layers=2)
     # Where there are fewer than asked for, there is no memory for more.
-    assert asked[:2] == [2 * halves.PAGE_BYTES, halves.PAGE_BYTES]
+    assert asked[:2] == [2 * partitioned_memory.PAGE_BYTES, partitioned_memory.PAGE_BYTES]
     assert made.halves is not None
     l2 = l2_map(0)
     assert l2 is not None
@@ -151,14 +160,14 @@ def test_single_pages_make_up_for_pairs_that_are_missing(
 def test_without_memory_for_it_a_cache_lies_as_it_comes(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = halves._create
+    real = partitioned_memory._create
 
     def none(cu: Any, device: int, count: int, size: int, owned: list[Any]) -> Any:
-        if last and size > halves.PAGE_BYTES and not owned:
+        if last and size > partitioned_memory.PAGE_BYTES and not owned:
             return real(cu, device, count - 2, size, owned)
         return []
 
-    monkeypatch.setattr(halves, "_create", none)
+    monkeypatch.setattr(partitioned_memory, "_create", none)
     made = _cache()
     assert made.halves is None
     assert made.storage.is_contiguous()

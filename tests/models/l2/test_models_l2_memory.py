@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.model import halves
-from ostinato.model.l2 import PAGE_BYTES, L2Map, parity
+from ostinato.models.l2 import partitioned_memory
+from ostinato.models.l2.probe import (
+    PAGE_BYTES,
+    L2Map,
+    parity,
+)
 
 _L2 = L2Map(0xAB000, sms=tuple(i % 2 for i in range(132)), between=(400.0,) * 132)
 _PAIR = 2 * PAGE_BYTES
@@ -40,7 +44,7 @@ class Driver:
     def __init__(self, alike: float = 0.04, room: int = 1 << 40) -> None:
         self.alike, self.room = alike, room
         self.random = random.Random(0)
-        self.pages: dict[int, list[int]] = {}  # by handle, the halves of its pages
+        self.pages: dict[int, list[int]] = {}  # by handle, the partitioned_memory of its pages
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}  # the handle at each address
         self.numbers = itertools.count(1)
@@ -120,23 +124,23 @@ class Driver:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Driver], Driver]:
     def take(driver: Driver) -> Driver:
-        monkeypatch.setattr(halves, "probe", driver.probe)
+        monkeypatch.setattr(partitioned_memory, "probe", driver.probe)
         monkeypatch.setattr(torch.cuda, "synchronize", driver._status)
         return driver
 
     stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(halves, "on_device", lambda _device: nullcontext())
+    monkeypatch.setattr(partitioned_memory, "on_device", lambda _device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch, "as_tensor", lambda owner, device: owner)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: SimpleNamespace(data_ptr=lambda: _TORCHS))
-    monkeypatch.setattr(halves, "_unused", [])
+    monkeypatch.setattr(partitioned_memory, "_unused", [])
     return take
 
 
 def _take(driver: Driver, groups: int = 20) -> Any:
     """Return who owns the memory, and the bits that tell; None without memory."""
-    return halves._allocate(driver, 0, groups * 2 * _PAIR, _L2)
+    return partitioned_memory._allocate(driver, 0, groups * 2 * _PAIR, _L2)
 
 
 def _leave_two(driver: Driver) -> None:
@@ -216,7 +220,7 @@ def test_whatever_call_fails_nothing_is_kept(alike: float, use: Callable[[Driver
         _drop(taken)
         del taken
         driver.fails = lambda _call: 0
-        halves.free_unused()
+        partitioned_memory.free_unused()
         return driver, "made"
 
     def interrupt(call: int, at: int) -> int:
@@ -265,14 +269,14 @@ def test_ctrl_c_waits_until_memory_is_taken_or_given_back(
             return 0
 
         driver.fails = interrupt
-        for act in (lambda: _take(driver, groups=3), halves.free_unused):
+        for act in (lambda: _take(driver, groups=3), partitioned_memory.free_unused):
             try:
                 act()
             except KeyboardInterrupt:
                 interrupts -= 1
             gc.collect()
         assert interrupts == 0
-        halves.free_unused()
+        partitioned_memory.free_unused()
         return driver, driver.calls
 
     _, calls = outcome(0)
@@ -292,8 +296,8 @@ def test_memory_that_cannot_be_given_back_is_in_nobodys_way(
     driver.cuMemUnmap = lambda *_: (_OTHER,)  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="refused"):
-            halves.free_unused()
-    halves.free_unused()
+            partitioned_memory.free_unused()
+    partitioned_memory.free_unused()
 
 
 def test_caches_side_by_side_are_all_near_torchs_memory(use: Callable[[Driver], Driver]) -> None:
@@ -325,9 +329,9 @@ def test_what_was_interrupted_is_given_back_the_next_time(
 
     driver.fails = interrupt
     with pytest.raises(KeyboardInterrupt):
-        halves.free_unused()
+        partitioned_memory.free_unused()
     assert driver.pages
     driver.fails = lambda _call: 0
-    halves.free_unused()
+    partitioned_memory.free_unused()
     assert not driver.pages
     assert not driver.reserved

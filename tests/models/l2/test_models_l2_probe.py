@@ -10,9 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.model import OutOfPagesError, PagedKVCache
-from ostinato.model.l2 import BLOCK_BYTES, L2Map, parity, tell_halves
-from ostinato.model.pages import DUMMY_PAGE, PagePool
+from ostinato.models import (
+    OutOfPagesError,
+    PagedKVCache,
+)
+from ostinato.models.l2.probe import (
+    BLOCK_BYTES,
+    L2Map,
+    parity,
+    tell_halves,
+)
+from ostinato.models.pages import (
+    DUMMY_PAGE,
+    PagePool,
+)
 from ostinato.ops import L2Halves
 
 _BLOCKS = 512

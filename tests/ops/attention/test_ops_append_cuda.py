@@ -8,9 +8,9 @@ import pytest
 import torch
 from ops_cases import E4M3, int32
 
-from ostinato.kernels.variants import AppendKV
-from ostinato.ops import append_launch
-from ostinato.ops.pdl import pdl
+from ostinato.jit.variants import AppendKV
+from ostinato.ops.attention import append_kv_cuda
+from ostinato.ops.common.pdl import pdl
 
 STREAM = 77
 CPU = torch.device("cpu")
@@ -32,9 +32,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         assert stream == STREAM
         return Library(variant)
 
-    monkeypatch.setattr(append_launch, "load", load)
-    monkeypatch.setattr(append_launch, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(append_launch, "on_device", lambda device: torch.no_grad())
+    monkeypatch.setattr(append_kv_cuda, "load", load)
+    monkeypatch.setattr(append_kv_cuda, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(append_kv_cuda, "on_device", lambda device: torch.no_grad())
     return seen
 
 
@@ -57,7 +57,7 @@ def call(**changes: Any) -> dict[str, Any]:
         "v_scale": None,
         **changes,
     }
-    append_launch.append_heads(**arguments)
+    append_kv_cuda.append_heads(**arguments)
     return arguments
 
 

@@ -17,8 +17,9 @@ from append_cases import GPU, WRITTEN, Case, on_gpu, written_copies
 from ops_cases import E4M3, FLOATS, assert_close, assert_same_bits, int32
 
 from ostinato import ops
-from ostinato.ops import append_launch, reference
-from ostinato.ops.pdl import pdl
+from ostinato.ops import reference
+from ostinato.ops.attention import append_kv_cuda
+from ostinato.ops.common.pdl import pdl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -327,7 +328,7 @@ def test_bad_input_is_refused_before_anything_is_launched(
 ) -> None:
     arguments = on_gpu(Case().build())
     arguments[name] = change(arguments[name])
-    monkeypatch.setattr(append_launch, "load", lambda *_, **__: pytest.fail("launches"))
+    monkeypatch.setattr(append_kv_cuda, "load", lambda *_, **__: pytest.fail("launches"))
     with pytest.raises(error, match=match):
         ops.append_kv(**arguments)
 
@@ -348,6 +349,6 @@ def test_check_bounds_looks_at_the_device(
         arguments[name] = int32([value] * 9, GPU)
     else:
         arguments[name][4] = value
-    monkeypatch.setattr(append_launch, "load", lambda *_, **__: pytest.fail("launches"))
+    monkeypatch.setattr(append_kv_cuda, "load", lambda *_, **__: pytest.fail("launches"))
     with pytest.raises(ValueError, match=match):
         ops.append_kv(**arguments, check_bounds=True)

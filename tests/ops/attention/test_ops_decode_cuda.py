@@ -8,14 +8,17 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from ostinato.kernels.variants import (
+from ostinato.jit.variants import (
     SPLIT_TOKENS,
     AttentionDecode,
     DecodeLoad,
     decode_cluster,
 )
-from ostinato.ops import decode_launch
-from ostinato.ops.decode_launch import decode_kernels, kernel_for
+from ostinato.ops.attention import decode_cuda
+from ostinato.ops.attention.decode_cuda import (
+    decode_kernels,
+    kernel_for,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -47,21 +50,21 @@ def test_there_is_no_kernel_for_others(dtype: torch.dtype, dim: int, rows: int) 
 def test_values_of_another_dim_are_not_for_decode_kernels(
     monkeypatch: pytest.MonkeyPatch, value_dim: int, served: bool
 ) -> None:
-    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
     q, out = torch.empty(4, 2, 128, dtype=BF16), torch.empty(4, 2, value_dim, dtype=BF16)
     k_cache, v_cache = (torch.empty(3, 16, 2, dim, dtype=BF16) for dim in (128, value_dim))
     table = torch.zeros(4, 3, dtype=torch.int32)
-    found = decode_launch.variant(q, k_cache, v_cache, table, 1, False, out)
+    found = decode_cuda.variant(q, k_cache, v_cache, table, 1, False, out)
     assert (found is not None) is served
 
 
 def test_lengths_of_prompts_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
     cache, table = torch.empty(3, 16, 2, 128, dtype=BF16), torch.zeros(1, 3, dtype=torch.int32)
     before = kernel_for.cache_info().currsize
     for tokens in range(100, 110):
         q = torch.empty(tokens, 2, 128, dtype=BF16)
-        assert decode_launch.variant(q, cache, cache, table, tokens, False, q) is None
+        assert decode_cuda.variant(q, cache, cache, table, tokens, False, q) is None
     assert kernel_for.cache_info().currsize == before
 
 
@@ -69,14 +72,14 @@ def test_lengths_of_prompts_are_not_remembered(monkeypatch: pytest.MonkeyPatch) 
 def test_heads_that_share_memory_are_not_for_kernels(
     monkeypatch: pytest.MonkeyPatch, expand: str
 ) -> None:
-    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
     tensors = {name: torch.empty(4, 2, 128, dtype=BF16) for name in ("q", "out")}
     tensors |= {x: torch.empty(3, 16, 2, 128, dtype=BF16) for x in ("k_cache", "v_cache")}
     table = torch.zeros(4, 3, dtype=torch.int32)
     how = {"page_table": table, "max_seqlen_q": 1, "batch_invariant": False}
-    assert decode_launch.variant(**tensors, **how) is not None
+    assert decode_cuda.variant(**tensors, **how) is not None
     tensors[expand] = tensors[expand][..., :1, :].expand(tensors[expand].shape)
-    assert decode_launch.variant(**tensors, **how) is None
+    assert decode_cuda.variant(**tensors, **how) is None
 
 
 def test_a_models_steps_take_kernels_for_each_load_and_kind_of_page() -> None:
@@ -169,12 +172,12 @@ def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
     split: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_launch, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
     q = torch.empty(batch, 4 * heads_kv, 128, dtype=BF16)
     cache = torch.empty(1, 16, heads_kv, 128, dtype=BF16)
     table = torch.zeros(batch, tokens // 16, dtype=torch.int32)
     for batch_invariant, expected in ((False, free), (True, split)):
-        kernel = decode_launch.variant(
+        kernel = decode_cuda.variant(
             q, cache, cache, table, 1, batch_invariant, torch.empty_like(q)
         )
         assert kernel is not None
@@ -193,24 +196,24 @@ def test_a_call_makes_room_for_those_of_other_batches(
         return zeros(size, dtype=dtype)
 
     capturing = False
-    monkeypatch.setattr(decode_launch, "_workspaces", {})
-    monkeypatch.setattr(decode_launch, "_outgrown", [])
-    monkeypatch.setattr(decode_launch.torch, "zeros", on_the_cpu)
+    monkeypatch.setattr(decode_cuda, "_workspaces", {})
+    monkeypatch.setattr(decode_cuda, "_outgrown", [])
+    monkeypatch.setattr(decode_cuda.torch, "zeros", on_the_cpu)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
-    monkeypatch.setattr(decode_launch._C, "is_capturing", lambda stream: capturing)
-    made = decode_launch._own_workspace(0, 7, first)
+    monkeypatch.setattr(decode_cuda._C, "is_capturing", lambda stream: capturing)
+    made = decode_cuda._own_workspace(0, 7, first)
     capturing = True
-    assert decode_launch._own_workspace(0, 7, then) is made
+    assert decode_cuda._own_workspace(0, 7, then) is made
     with pytest.raises(
         RuntimeError, match="workspace: got None while the stream is being captured"
     ):
-        decode_launch._own_workspace(0, 7, made.numel() + 1)
+        decode_cuda._own_workspace(0, 7, made.numel() + 1)
     with pytest.raises(
         RuntimeError, match="workspace: got None while the stream is being captured"
     ):
-        decode_launch._own_workspace(0, 8, first)
+        decode_cuda._own_workspace(0, 8, first)
     capturing = False
-    larger = decode_launch._own_workspace(0, 7, made.numel() + 1)
+    larger = decode_cuda._own_workspace(0, 7, made.numel() + 1)
     assert larger.numel() > made.numel()
-    assert decode_launch._outgrown == [made]
+    assert decode_cuda._outgrown == [made]

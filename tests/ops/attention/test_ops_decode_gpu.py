@@ -10,7 +10,8 @@ import torch
 from ops_cases import PagedCase, assert_same_bits, int32
 
 from ostinato import ops
-from ostinato.ops import decode_launch, reference
+from ostinato.ops import reference
+from ostinato.ops.attention import decode_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -24,7 +25,7 @@ def attend(args: Args, options: dict[str, Any], **more: Any) -> Any:
     q, k_cache, v_cache, page_table, _ = args
     queries = min(options["max_seqlen_q"], q.size(0))
     invariant = options.get("batch_invariant", False)
-    kernel = decode_launch.variant(
+    kernel = decode_cuda.variant(
         q, k_cache, v_cache, page_table, queries, invariant, torch.empty_like(q)
     )
     assert kernel is not None
@@ -220,7 +221,7 @@ def test_neither_the_batch_nor_the_room_in_the_page_table_changes_a_bit(
         for each in (table, wide):
             rows = count * options["max_seqlen_q"]
             some = (q[:rows], k_cache, v_cache, each[:count], lens[:count])
-            kernel = decode_launch.variant(
+            kernel = decode_cuda.variant(
                 *some[:4], options["max_seqlen_q"], True, torch.empty_like(q)
             )
             assert kernel is not None

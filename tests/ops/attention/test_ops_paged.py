@@ -15,10 +15,14 @@ from hypothesis import given, settings
 from ops_cases import E4M3, FLOATS, PagedCase, assert_close, assert_same_bits, int32
 
 from ostinato import ops
-from ostinato.ops import attention_checks, reference, sequences
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.kv import PagedKV
-from ostinato.ops.sequences import attend_capacity
+from ostinato.ops import reference
+from ostinato.ops.attention import (
+    batch_torch,
+    checks,
+)
+from ostinato.ops.attention.batch_torch import attend_capacity
+from ostinato.ops.attention.kv_view import PagedKV
+from ostinato.ops.attention.softmax_torch import LogitRule
 
 MIXED = PagedCase(k_lens=(5, 0, 40, 9, 12), q_lens=(1, 0, 7, 9, 2))
 FEATURES = [
@@ -151,8 +155,8 @@ def test_working_through_capacities_needs_no_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if tiles is not None:
-        monkeypatch.setattr(sequences, "QUERY_TILE", tiles[0])
-        monkeypatch.setattr(sequences, "KEY_TILE", tiles[1])
+        monkeypatch.setattr(batch_torch, "QUERY_TILE", tiles[0])
+        monkeypatch.setattr(batch_torch, "KEY_TILE", tiles[1])
     args, options = case.build(device)
     out, lse = by_capacities(case, args, options)
     assert_close(out, case.twin(args, options))
@@ -172,7 +176,7 @@ def test_a_key_has_no_part_in_queries_that_do_not_see_it(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sequences, "KEY_TILE", 4)
+    monkeypatch.setattr(batch_torch, "KEY_TILE", 4)
     case = PagedCase(k_lens=(8,), q_lens=(4,), window=window, causal=causal)
     args, options = case.build(device)
     _, k_cache, v_cache, table, _ = args
@@ -233,9 +237,7 @@ def test_a_window_may_be_wider_than_any_sequence(
 
 def test_the_widest_window_does_not_overflow(device: torch.device) -> None:
     q = torch.zeros(1, 1, 1, device=device)
-    rule = attention_checks.options(
-        q, 1, None, False, (sys.maxsize, sys.maxsize), 0.0, None, None, None
-    )
+    rule = checks.options(q, 1, None, False, (sys.maxsize, sys.maxsize), 0.0, None, None, None)
     position = torch.tensor([0, 2**31 - 2], device=device)
     first, stop = rule.spans(position, torch.tensor(2**31 - 1, device=device))
     assert first.tolist() == [0, 0]

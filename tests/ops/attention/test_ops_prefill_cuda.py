@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.ops import prefill_launch
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.prefill_launch import (
+from ostinato.ops.attention import prefill_cuda
+from ostinato.ops.attention.prefill_cuda import (
     Fp8Scales,
     attend_packed,
     attend_paged,
@@ -21,14 +20,15 @@ from ostinato.ops.prefill_launch import (
     prefers_many_rows,
     prefill_kernels,
 )
+from ostinato.ops.attention.softmax_torch import LogitRule
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_launch, "has_kernels", lambda device: True)
-    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 132))
+    monkeypatch.setattr(prefill_cuda, "has_kernels", lambda device: True)
+    monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 132))
 
 
 def packed(tokens: int = 5, dim: int = 64, **options: Any) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ def test_the_dim_of_values_is_theirs() -> None:
 def test_larger_tiles_are_not_for_values_of_another_dim(
     monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(prefill_launch, "prefers_many_rows", lambda *_: True)
+    monkeypatch.setattr(prefill_cuda, "prefers_many_rows", lambda *_: True)
     q, k, _, _ = packed(dim=dims[0])
     _, _, v, out = packed(dim=dims[1])
     kernel = packed_variant(q, k, v, out, 1, 5)
@@ -124,7 +124,7 @@ def test_larger_tiles_are_for_many(tiles: int, larger: int, preferred: bool) -> 
 def test_many_queries_have_a_kernel_of_larger_tiles(
     monkeypatch: pytest.MonkeyPatch, dim: int, queries: int, warpgroups: int
 ) -> None:
-    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 4))
+    monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 4))
     kernel = packed_variant(*packed(4 * queries, dim), 4, queries)
     assert kernel is not None
     assert kernel.warpgroups == warpgroups
@@ -146,7 +146,7 @@ def test_pages_of_many_queries_have_a_kernel_of_larger_tiles(
     warpgroups: int,
 ) -> None:
     """Unless a row's bits may not depend on how many there are."""
-    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 4))
+    monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 4))
     q, *_, out = packed(4 * queries, dim)
     k_cache, v_cache = (torch.empty(3, page_size, 2, dim, dtype=BF16) for _ in "kv")
     table = torch.zeros(4, 3, dtype=torch.int32)
@@ -212,7 +212,7 @@ def test_many_fp8_queries_have_a_kernel_of_larger_tiles(
     monkeypatch: pytest.MonkeyPatch, dim: int, queries: int, windowed: bool, warpgroups: int
 ) -> None:
     """Unless they see few keys, where what begins and ends an item counts for more."""
-    monkeypatch.setattr(prefill_launch, "gpu", lambda device: ("", 4))
+    monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 4))
     tensors = packed(4 * queries, dim, dtype=E4M3)
     tensors[3] = tensors[3].to(BF16)
     kernel = fp8_variant(*tensors, scales(), 4, queries, windowed)
@@ -285,7 +285,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "load": lambda kernel, *, device, stream: recorder,
         "_workspace": lambda device, stream, needed: torch.zeros(8, dtype=torch.uint8),
     }.items():
-        monkeypatch.setattr(prefill_launch, name, value)
+        monkeypatch.setattr(prefill_cuda, name, value)
     return recorder.launches
 
 

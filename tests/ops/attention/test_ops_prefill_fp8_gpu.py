@@ -13,9 +13,10 @@ from fp8_sums import tensor_core_dots
 from ops_cases import assert_same_bits, int32
 
 from ostinato import ops
-from ostinato.ops import prefill_launch, reference
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.prefill_launch import Fp8Scales
+from ostinato.ops import reference
+from ostinato.ops.attention import prefill_cuda
+from ostinato.ops.attention.prefill_cuda import Fp8Scales
+from ostinato.ops.attention.softmax_torch import LogitRule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -88,12 +89,12 @@ class Case:
         q, k, v = self.tensors
         out = torch.full(q.shape, math.nan, dtype=self.out_dtype, device=CUDA)
         lse = torch.full(q.shape[:2], math.nan, device=CUDA)
-        kernel = prefill_launch.fp8_variant(q, k, v, out, self.scales)
+        kernel = prefill_cuda.fp8_variant(q, k, v, out, self.scales)
         assert kernel is not None
         kernel = replace(kernel, warpgroups=self.warpgroups)
         rule = {"causal": True, "softcap": 0.0, "scale": q.size(2) ** -0.5, **self.rule}
         left, right = rule.get("window", (-1, -1))
-        prefill_launch.attend_packed(
+        prefill_cuda.attend_packed(
             kernel,
             *(q, k, v, *self.offsets),
             *(max(1, *lens) for lens in self.lens),
@@ -360,11 +361,11 @@ def test_whether_a_reference_rises_depends_on_no_other_row(kernel: dict[str, int
             out = torch.full(q.shape, math.nan, dtype=BF16, device=CUDA)
             tensors = [tensor.to(CUDA).to(E4M3) for tensor in (q, k, v)]
             scales = Fp8Scales(one, factor.to(CUDA), one)
-            chosen = prefill_launch.fp8_variant(*tensors, out, scales)
+            chosen = prefill_cuda.fp8_variant(*tensors, out, scales)
             assert chosen is not None
             chosen = replace(chosen, warpgroups=kernel.get("warpgroups", 0))
             lens = (1, 2 * half)
-            prefill_launch.attend_packed(
+            prefill_cuda.attend_packed(
                 chosen, *tensors, *offsets, *lens, rule, None, out, None, scales
             )
             found.append(out[0])

@@ -12,7 +12,11 @@ import torch
 from ops_cases import PagedCase, assert_same_bits, int32
 
 from ostinato import ops
-from ostinato.ops import decode_launch, prefill_launch, reference
+from ostinato.ops import reference
+from ostinato.ops.attention import (
+    decode_cuda,
+    prefill_cuda,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -66,7 +70,7 @@ def attend(args: list[Any], **options: Any) -> Any:
     """Call the op after seeing that our kernel serves it."""
     q, k, v = args[:3]
     out = q.new_empty(*q.shape[:2], v.size(2))
-    assert prefill_launch.packed_variant(q, k, v, out) is not None
+    assert prefill_cuda.packed_variant(q, k, v, out) is not None
     return ops.varlen_attention(*args, **options)
 
 
@@ -74,7 +78,7 @@ def attend(args: list[Any], **options: Any) -> Any:
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys with head dims of 128, packed or in pages, whose kernels are two."""
     larger = request.param == "tiles of 192"
-    monkeypatch.setattr(prefill_launch, "prefers_many_rows", lambda *_: larger)
+    monkeypatch.setattr(prefill_cuda, "prefers_many_rows", lambda *_: larger)
 
 
 def check(out: torch.Tensor, lse: torch.Tensor, twin: Any, dtype: torch.dtype) -> None:
@@ -101,8 +105,8 @@ def check_paged(case: PagedCase) -> None:
     q, k_cache, v_cache, table, _ = args
     queries = options["max_seqlen_q"]
     out = q.new_empty(*q.shape[:2], v_cache.size(3))
-    assert decode_launch.variant(q, k_cache, v_cache, table, queries, False, out) is None
-    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, out) is not None
+    assert decode_cuda.variant(q, k_cache, v_cache, table, queries, False, out) is None
+    assert prefill_cuda.paged_variant(q, k_cache, v_cache, table, out) is not None
     out, lse = ops.paged_attention(*args, **options, return_lse=True)
 
     def twin(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -369,7 +373,7 @@ def test_heads_of_pages_that_lie_apart(dtype: torch.dtype) -> None:
             wide = cache.new_full((*cache.shape[:3], 128 + gap), math.nan)
             wide[..., :128] = cache
             apart.append(wide[..., :128])
-        kernel = prefill_launch.paged_variant(q, *apart, table, torch.empty_like(q), 200, False)
+        kernel = prefill_cuda.paged_variant(q, *apart, table, torch.empty_like(q), 200, False)
         assert kernel is not None
         assert kernel.keys == keys
         out = ops.paged_attention(q, *apart, table, lens, **options)
@@ -420,7 +424,7 @@ def test_batch_invariant_rows_do_not_depend_on_neighbours_or_chunks(
     )
     (q, k_cache, v_cache, table, lens), options = case.build(CUDA)
     out = q.new_empty(*q.shape[:2], v_cache.size(3))
-    assert prefill_launch.paged_variant(q, k_cache, v_cache, table, out) is not None
+    assert prefill_cuda.paged_variant(q, k_cache, v_cache, table, out) is not None
     options |= {"batch_invariant": True, "return_lse": True}
     whole = ops.paged_attention(q, k_cache, v_cache, table, lens, **options)
     for cuts in ((0, long), (0, 384, 1152, long), (0, 384, 512, 640, long)):

@@ -20,9 +20,9 @@ from ops_cases import (
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.attend import LogitRule
-from ostinato.ops.kv import PackedKV
-from ostinato.ops.sequences import attend_capacity
+from ostinato.ops.attention.batch_torch import attend_capacity
+from ostinato.ops.attention.kv_view import PackedKV
+from ostinato.ops.attention.softmax_torch import LogitRule
 
 
 def build(

@@ -9,10 +9,18 @@ import torch
 from ops_cases import E4M3, assert_same_bits, quantized_randn
 
 from ostinato import ops
-from ostinato.kernels import loader
-from ostinato.kernels.variants import FusedLinear, Variant
-from ostinato.ops import fused_launch, gemm, precompile, quantize_launch
-from ostinato.ops.pdl import pdl
+from ostinato.jit import loader
+from ostinato.jit.variants import (
+    FusedLinear,
+    Variant,
+)
+from ostinato.ops.common.pdl import pdl
+from ostinato.ops.linear import (
+    fused_cuda,
+    precompile,
+    quantize_cuda,
+    w8a8_gemm,
+)
 
 BF16 = torch.bfloat16
 DTYPES = (torch.int8, E4M3)
@@ -161,7 +169,7 @@ def test_one_token_takes_one_launch(
         launched.append(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    for module in (fused_launch, gemm, quantize_launch):
+    for module in (fused_cuda, w8a8_gemm, quantize_cuda):
         monkeypatch.setattr(module, "load", load)
     layer = Layer(torch.device("cuda"), dtype, 1024, 4096, m, BF16)
     layer.together(residual=True, batch_invariant=batch_invariant)

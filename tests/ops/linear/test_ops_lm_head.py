@@ -11,7 +11,7 @@ from ops_cases import E4M3, assert_same_bits
 from ops_kernels import LOGITS_FEATURES, LOGITS_TOKENS, VOCABULARIES
 
 from ostinato import ops
-from ostinato.ops.gemm import best_parts
+from ostinato.ops.linear.w8a8_gemm import best_parts
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from ops_cases import E4M3, assert_same_bits, quantized_randn
 
 from ostinato import ops
-from ostinato.ops import packing
+from ostinato.ops.linear import packed_weight
 
 SIZES = [(1, 1), (16, 128), (17, 129), (5, 64), (48, 300), (1003, 15)]
 
@@ -62,8 +62,8 @@ def test_a_packed_weight_shares_no_memory() -> None:
 def test_channel_sums(shape: tuple[int, int], device: torch.device) -> None:
     w = quantized_randn(shape, torch.int8).to(device)
     expected = w.int().sum(1, dtype=torch.int32)
-    assert_same_bits(packing.channel_sums(w, shape[0]), expected)
-    assert_same_bits(packing.channel_sums(ops.pack_weight(w).data, shape[0]), expected)
+    assert_same_bits(packed_weight.channel_sums(w, shape[0]), expected)
+    assert_same_bits(packed_weight.channel_sums(ops.pack_weight(w).data, shape[0]), expected)
 
 
 INT8 = torch.zeros(3, 4, dtype=torch.int8)

@@ -15,7 +15,7 @@ from ops_cases import E4M3, FLOATS, assert_same_bits
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.e4m3 import to_float32
+from ostinato.ops.common.e4m3 import to_float32
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

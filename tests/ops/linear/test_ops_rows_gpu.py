@@ -10,8 +10,8 @@ from ops_cases import FLOATS, assert_same_bits
 
 from ostinato import ops
 from ostinato.graphs import BatchView, BufferSpec, GraphRunner, StaticBuffers
-from ostinato.ops import quantize_launch
-from ostinato.ops.pdl import pdl
+from ostinato.ops.common.pdl import pdl
+from ostinato.ops.linear import quantize_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -264,7 +264,7 @@ def test_a_chain_of_launches_waits_for_each_one() -> None:
 
 
 def test_bad_input_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize_launch, "load", lambda *_, **__: pytest.fail("launches"))
+    monkeypatch.setattr(quantize_cuda, "load", lambda *_, **__: pytest.fail("launches"))
     x = torch.zeros(3, 8, device=CUDA)
     with pytest.raises(ValueError, match="weight: got a tensor on cpu, expected one on cuda:0"):
         ops.rms_norm(x, torch.ones(8), 1e-6)

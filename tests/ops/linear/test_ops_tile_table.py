@@ -13,10 +13,19 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ostinato.kernels.catalogue import CATALOGUE
-from ostinato.kernels.variants import GemmSmallM, GemmTiled
-from ostinato.ops import gemm_table, gemm_tuning
-from ostinato.ops.gemm_table import Choice, choose
+from ostinato.jit.catalogue import CATALOGUE
+from ostinato.jit.variants import (
+    GemmSmallM,
+    GemmTiled,
+)
+from ostinato.ops.linear import (
+    tile_table,
+    tile_tuning,
+)
+from ostinato.ops.linear.tile_table import (
+    Choice,
+    choose,
+)
 
 GPU, SMS = "NVIDIA H200", 132
 TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=64)
@@ -67,7 +76,7 @@ def test_every_call_gets_a_legal_choice(
     choice = choose(m, n, k, **call, sms=sms)
     check_legal(choice, m, n, call)
     if choice.split_k:
-        # As csrc/gemm_w8a8/tiled_plan.cuh has it.
+        # As csrc/gemm_w8a8/tiled/tile_scheduler.cuh has it.
         assert choice.cluster == 2
         assert not choice.share_weights
         assert choice.variant.tokens >= 32
@@ -110,9 +119,9 @@ def test_tiles_have_few_rows_behind_the_last_token(
 
 @given(st.integers(1, 40_000))
 def test_the_model_is_asked_for_few_more_tokens_than_there_are(m: int) -> None:
-    modelled = gemm_table.modelled_m(m)
+    modelled = tile_table.modelled_m(m)
     assert modelled == 16384 if m > 16384 else m <= modelled <= max(m + 15, 1.25 * m)
-    assert modelled in gemm_table.largest_ms()
+    assert modelled in tile_table.largest_ms()
     if m <= 1024:
         assert [math.ceil(m / t) for t in (64, 128)] == [math.ceil(modelled / t) for t in (64, 128)]
 
@@ -121,12 +130,12 @@ def test_the_model_is_asked_for_few_more_tokens_than_there_are(m: int) -> None:
 @given(n=st.integers(1, 100_000), m=sizes, call=calls)
 def test_the_kernels_of_a_weight_are_known_beforehand(n: int, m: int, call: dict[str, Any]) -> None:
     del call["packed"]
-    known = gemm_tuning.variants("", SMS, n, 4096, **call)
+    known = tile_tuning.variants("", SMS, n, 4096, **call)
     assert choose(m, n, 4096, packed=True, **call).variant in known
 
 
 def test_the_table_gives_reasons() -> None:
-    assert all(row.reason for row in gemm_table.TABLE)
+    assert all(row.reason for row in tile_table.TABLE)
 
 
 @pytest.mark.parametrize("name", ["m", "n", "k"])
@@ -156,9 +165,9 @@ def test_examples_of_the_table() -> None:
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
 
 
-@pytest.mark.parametrize("row", gemm_table.MEASURED, ids=str)
+@pytest.mark.parametrize("row", tile_table.MEASURED, ids=str)
 def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(
-    row: gemm_table.Measured,
+    row: tile_table.Measured,
 ) -> None:
     def chosen(m: int, dtype: str, batch_invariant: bool = False, sms: int = 132) -> Choice:
         options = {"packed": True, "batch_invariant": batch_invariant, "sms": sms}
@@ -171,7 +180,7 @@ def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(
             choice = chosen(m, dtype)
             assert (replace(choice, tile_tokens=row.tokens) == wanted) == own
             assert math.ceil(m / choice.tile_tokens) == math.ceil(m / row.tokens) or not own
-            assert gemm_table.serving(choice, m, row.n, True, True, False, 132) == choice
+            assert tile_table.serving(choice, m, row.n, True, True, False, 132) == choice
         # Elsewhere the model decides, and not the row without its split.
         others = [chosen(m, dtype) for m in (row.m[0] - 1, row.m[-1] + 1)]
         others.append(chosen(row.m[-1], dtype, sms=108))
@@ -204,11 +213,11 @@ def test_the_tokens_of_small_tiles_are_not_shared(m: int, n: int) -> None:
 def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give an empty kernel cache's own file of tuned rows, not written yet."""
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
-    monkeypatch.delenv(gemm_tuning.VARIABLE, raising=False)
-    gemm_tuning.override(None)
-    yield gemm_tuning.tuning_path()
+    monkeypatch.delenv(tile_tuning.VARIABLE, raising=False)
+    tile_tuning.override(None)
+    yield tile_tuning.tuning_path()
     monkeypatch.undo()
-    gemm_tuning.override(None)
+    tile_tuning.override(None)
 
 
 def row(m_max: int, using: GemmSmallM | GemmTiled = TILED, **changes: Any) -> dict[str, Any]:
@@ -217,14 +226,14 @@ def row(m_max: int, using: GemmSmallM | GemmTiled = TILED, **changes: Any) -> di
 
 
 def write(path: Path, *rows: Any, **changes: Any) -> None:
-    document = {"gpu": GPU, "source": gemm_tuning.sources_hash(), "rows": rows, **changes}
+    document = {"gpu": GPU, "source": tile_tuning.sources_hash(), "rows": rows, **changes}
     path.write_text(json.dumps(document))
 
 
 def picked(m: int, n: int = 512, k: int = 1024, **changes: Any) -> Choice:
     call = {"dtype": "int8", "out_dtype": "bf16", "packed": True, "fast_accum": True}
     call = {**call, "batch_invariant": False, **changes}
-    return gemm_tuning.choose(GPU, SMS, m, n, k, *call.values())
+    return tile_tuning.choose(GPU, SMS, m, n, k, *call.values())
 
 
 def built_in(m: int, n: int = 512, k: int = 1024, **changes: Any) -> Choice:
@@ -254,7 +263,7 @@ def test_rows_do_not_hold_below_the_least_m_that_was_timed(tuned: Path) -> None:
 def test_the_kernels_below_a_row_are_known_beforehand(tuned: Path, m_min: int) -> None:
     write(tuned, row(256, m_min=m_min, n=6144))
     flags = {"fast_accum": True, "batch_invariant": False}
-    known = gemm_tuning.variants(GPU, SMS, 6144, 1024, "int8", "bf16", **flags)
+    known = tile_tuning.variants(GPU, SMS, 6144, 1024, "int8", "bf16", **flags)
     assert {picked(m, n=6144).variant for m in range(1, 400)} <= set(known)
 
 
@@ -268,7 +277,7 @@ def test_rows_that_may_not_serve_a_call_are_passed_over(tuned: Path) -> None:
     assert picked(5, **call).variant == picked(5, **call, packed=False).variant == fast
     assert picked(5, **call, fast_accum=False).variant == exact
     assert picked(64, **call) == built_in(64, **call)
-    known = gemm_tuning.variants(
+    known = tile_tuning.variants(
         GPU, SMS, 512, 1024, "e4m3", "bf16", fast_accum=True, batch_invariant=False
     )
     assert fast in known
@@ -311,28 +320,28 @@ def test_the_environment_and_the_caller_name_other_files(
     write(named, row(64, tile_channels=32))
     write(given, row(64, tile_channels=64))
     assert picked(9).tile_channels == 16
-    monkeypatch.setenv(gemm_tuning.VARIABLE, str(named))
-    gemm_tuning.forget()
+    monkeypatch.setenv(tile_tuning.VARIABLE, str(named))
+    tile_tuning.forget()
     assert picked(9).tile_channels == 32
-    gemm_tuning.override(given)
+    tile_tuning.override(given)
     assert picked(9).tile_channels == 64
-    gemm_tuning.override(None)
+    tile_tuning.override(None)
     assert picked(9).tile_channels == 32
 
 
 def test_a_named_file_must_exist(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert picked(9) == built_in(9)
     with pytest.raises(FileNotFoundError):
-        gemm_tuning.override(tuned.parent / "absent.json")
-    monkeypatch.setenv(gemm_tuning.VARIABLE, str(tuned.parent / "absent.json"))
-    gemm_tuning.forget()
+        tile_tuning.override(tuned.parent / "absent.json")
+    monkeypatch.setenv(tile_tuning.VARIABLE, str(tuned.parent / "absent.json"))
+    tile_tuning.forget()
     with pytest.raises(FileNotFoundError):
         picked(9)
 
 
 def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tuned, row(64))
-    assert gemm_tuning.tuning_for("") == {}
+    assert tile_tuning.tuning_for("") == {}
     assert not capsys.readouterr().err
 
 
@@ -382,4 +391,4 @@ def test_malformed_files(tuned: Path, text: str, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         picked(9)
     with pytest.raises(ValueError, match=match):
-        gemm_tuning.override(tuned)
+        tile_tuning.override(tuned)

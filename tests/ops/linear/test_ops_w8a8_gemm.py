@@ -10,9 +10,18 @@ import torch
 from ops_cases import E4M3, assert_same_bits, quantized_randn
 
 from ostinato import ops
-from ostinato.kernels.variants import GemmSmallM, GemmTiled, Quantize
-from ostinato.ops import gemm, gemm_table, packing, quantize_launch
-from ostinato.ops.pdl import pdl
+from ostinato.jit.variants import (
+    GemmSmallM,
+    GemmTiled,
+    Quantize,
+)
+from ostinato.ops.common.pdl import pdl
+from ostinato.ops.linear import (
+    packed_weight,
+    quantize_cuda,
+    tile_table,
+    w8a8_gemm,
+)
 
 STREAM = 77
 
@@ -36,11 +45,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         assert stream == STREAM
         return Library(variant)
 
-    for module in (gemm, quantize_launch):
+    for module in (w8a8_gemm, quantize_cuda):
         monkeypatch.setattr(module, "load", load)
         monkeypatch.setattr(module, "current_stream", lambda device: STREAM)
         monkeypatch.setattr(module, "on_device", lambda device: torch.no_grad())
-    monkeypatch.setattr(gemm, "gpu", lambda device: ("", 132))
+    monkeypatch.setattr(w8a8_gemm, "gpu", lambda device: ("", 132))
     return seen
 
 
@@ -59,7 +68,7 @@ def call(
     scale = torch.ones(())
     given = {"bias": None, "x_zero_point": None, "w_sum": None, "n_active": None, **options}
     given = {"fast_accum": True, "batch_invariant": False, **given}
-    gemm.w8a8_gemm(
+    w8a8_gemm.w8a8_gemm(
         x,
         w.data if isinstance(w, ops.PackedWeight) else w,
         scale if x_scale is None else x_scale,
@@ -121,12 +130,12 @@ def test_a_weight_that_tma_cannot_read_is_packed_for_the_call(
         made.append(original(w))
         return made[-1]
 
-    original = packing.pack
-    monkeypatch.setattr(packing, "pack", pack)
+    original = packed_weight.pack
+    monkeypatch.setattr(packed_weight, "pack", pack)
     w = view(matrix(40, 96))
     launch = call(launches, matrix(4, 64), w)
     assert (launch["w"], launch["w_stride"], launch["pdl"]) == (made[0].data_ptr(), 0, False)
-    assert_same_bits(packing.unpack(made[0], 40, 64), w)
+    assert_same_bits(packed_weight.unpack(made[0], 40, 64), w)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
@@ -147,8 +156,8 @@ def test_an_x_that_tma_cannot_read_is_copied(
         made.append(original(x))
         return made[-1]
 
-    original = gemm._aligned_copy
-    monkeypatch.setattr(gemm, "_aligned_copy", aligned_copy)
+    original = w8a8_gemm._aligned_copy
+    monkeypatch.setattr(w8a8_gemm, "_aligned_copy", aligned_copy)
     x = view(matrix(8, 64, dtype))
     launch = call(launches, x, ops.pack_weight(matrix(40, x.size(1), dtype)))
     assert (launch["x"], launch["x_stride"]) == (made[0].data_ptr(), 64)
@@ -203,10 +212,10 @@ def test_the_choice_reaches_the_launch(launches: Launches) -> None:
     x, w = matrix(100, 64, E4M3), ops.pack_weight(matrix(28672, 64, E4M3))
     launch = call(launches, x, w, fast_accum=False)
     assert launch["variant"] == GemmTiled(dtype="e4m3", out_dtype="bf16", channels=128, tokens=128)
-    chosen = gemm_table.choose(
+    chosen = tile_table.choose(
         100, 28672, 64, "e4m3", "bf16", packed=True, fast_accum=False, batch_invariant=False
     )
-    assert {name: launch[name] for name in gemm_table.CUT} == chosen.cut
+    assert {name: launch[name] for name in tile_table.CUT} == chosen.cut
     launch = call(launches, x[:8], w, batch_invariant=True)
     assert isinstance(launch["variant"], GemmTiled)
     assert launch["variant"].fast_accum
@@ -223,14 +232,16 @@ def test_nothing_is_launched_for_nothing(shape: tuple[int, int], launches: Launc
     m, n = shape
     x, w, out = matrix(m, 64), matrix(n, 64), torch.empty(shape)
     one = torch.ones(())
-    gemm.w8a8_gemm(x, w, one, one, None, None, None, None, True, False, out)
-    quantize_launch.quantize_rows("per_token", torch.ones(0, 8), None, None, x[:0, :8], None)
+    w8a8_gemm.w8a8_gemm(x, w, one, one, None, None, None, None, True, False, out)
+    quantize_cuda.quantize_rows("per_token", torch.ones(0, 8), None, None, x[:0, :8], None)
     assert not launches
 
 
-def to_sample(x: torch.Tensor, n: int, w: torch.Tensor) -> gemm.ToSample:
-    parts = gemm.best_parts(x, n, w, False)
-    return gemm.ToSample(torch.empty(len(x), parts, dtype=torch.int64), torch.zeros(len(x)), None)
+def to_sample(x: torch.Tensor, n: int, w: torch.Tensor) -> w8a8_gemm.ToSample:
+    parts = w8a8_gemm.best_parts(x, n, w, False)
+    return w8a8_gemm.ToSample(
+        torch.empty(len(x), parts, dtype=torch.int64), torch.zeros(len(x)), None
+    )
 
 
 def logits(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -241,7 +252,9 @@ def test_a_weight_that_is_packed_for_the_call_hands_over_what_a_packed_one_does(
     launches: Launches,
 ) -> None:
     x, w = matrix(11, 14526), matrix(242, 14526)
-    assert gemm.best_parts(x, 242, w, False) == gemm.best_parts(x, 242, packing.pack(w), False)
+    assert w8a8_gemm.best_parts(x, 242, w, False) == w8a8_gemm.best_parts(
+        x, 242, packed_weight.pack(w), False
+    )
     x, w = matrix(32, 4090), matrix(500, 4090)
     best = to_sample(x, 500, w)
     launch = call(launches, x, w, out=logits(x, 500), to_sample=best)
@@ -252,7 +265,7 @@ def test_room_for_another_number_of_parts_is_refused(launches: Launches) -> None
     x, w = matrix(64, 512), ops.pack_weight(matrix(2048, 512))
     best = to_sample(x, 2048, w.data)
     call(launches, x, w, out=logits(x, 2048), to_sample=best)
-    fewer = gemm.ToSample(best.best[:, 1:], best.temperature, None)
+    fewer = w8a8_gemm.ToSample(best.best[:, 1:], best.temperature, None)
     with pytest.raises(RuntimeError, match=r"best: got .* parts, expected"):
         call(launches, x, w, out=logits(x, 2048), to_sample=fewer)
     assert not launches
@@ -263,7 +276,7 @@ def test_quantization_arguments(launches: Launches) -> None:
     weight, out = torch.ones(32), torch.empty(3, 64, dtype=torch.int8)[:, :32]
     n_active = torch.tensor([2], dtype=torch.int32)
     total, scale_out = torch.empty(3, 32), torch.empty(3)
-    quantize_launch.quantize_rows(
+    quantize_cuda.quantize_rows(
         "rms_norm",
         x,
         None,
@@ -304,8 +317,8 @@ def test_quantization_arguments(launches: Launches) -> None:
 def test_gated_and_static_quantization_arguments(launches: Launches) -> None:
     x, out = torch.randn(3, 64).half(), torch.empty(3, 32, dtype=torch.int8)
     scale, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
-    quantize_launch.quantize_rows("silu_mul", x, scale, zero, out, None)
-    quantize_launch.quantize_rows("silu_mul", x, None, None, out.view(E4M3), None, discard_x=True)
+    quantize_cuda.quantize_rows("silu_mul", x, scale, zero, out, None)
+    quantize_cuda.quantize_rows("silu_mul", x, None, None, out.view(E4M3), None, discard_x=True)
     static, dynamic = launches
     assert static["variant"] == Quantize(kind="silu_mul", in_dtype="fp16", out_dtype="int8")
     assert (static["k"], static["x_stride"]) == (32, 64)

@@ -13,9 +13,9 @@ from ops_cases import E4M3, FLOATS, assert_same_bits, quantized_randn
 from ops_kernels import FEW_TOKENS, TOKENS
 
 from ostinato import ops
-from ostinato.kernels import loader
-from ostinato.kernels.errors import MissingKernelError
-from ostinato.ops.pdl import pdl
+from ostinato.jit import loader
+from ostinato.jit.errors import MissingKernelError
+from ostinato.ops.common.pdl import pdl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 

@@ -10,7 +10,7 @@ import torch
 from ops_cases import FLOATS, assert_same_bits
 
 from ostinato import ops
-from ostinato.ops import sample_launch
+from ostinato.ops.sampling import sample_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -37,7 +37,7 @@ def columns(batch: int, vocabulary: int) -> Columns:
 
 def sampled(logits: torch.Tensor, arguments: Columns, **more: Any) -> torch.Tensor:
     """Call the op after seeing that our kernel serves it."""
-    assert sample_launch.serves(logits)
+    assert sample_cuda.serves(logits)
     return ops.sample(logits, **{name: x.to(CUDA) for name, x in arguments.items()}, **more)
 
 

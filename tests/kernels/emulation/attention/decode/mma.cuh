@@ -1,7 +1,7 @@
 // Matrices of 8 rows of 16 bytes in shared memory, and of 8 by 8 values in a warp's registers.
 #pragma once
 
-#include "warp_instructions.cuh"
+#include "attention/common/ptx.cuh"
 
 namespace ostinato::decode {
 

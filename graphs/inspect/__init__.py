@@ -1,0 +1,1 @@
+"""Reads captured graphs and failed captures: nodes, allocations, diagnosis."""

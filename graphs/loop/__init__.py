@@ -1,0 +1,1 @@
+"""Bursts: several decode steps as one launch."""

@@ -1,0 +1,1 @@
+"""Counters and histograms of a runner, and their Prometheus text."""

@@ -1,0 +1,1 @@
+"""Decode attention beside its peers."""

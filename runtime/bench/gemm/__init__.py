@@ -1,0 +1,1 @@
+"""W8A8 products beside their peers."""

@@ -1,0 +1,1 @@
+"""The graph manager: capture, replay, bursts."""

@@ -1,0 +1,1 @@
+"""Attention of prompts beside its peers."""

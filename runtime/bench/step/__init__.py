@@ -1,0 +1,1 @@
+"""A decode step of a whole model."""

@@ -1,0 +1,1 @@
+"""Choosing tiles by measurement."""

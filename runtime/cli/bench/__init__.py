@@ -1,0 +1,1 @@
+"""`python -m ostinato bench`: one file a benchmark."""

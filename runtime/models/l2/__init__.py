@@ -1,0 +1,1 @@
+"""Which partition of the L2 cache holds which memory."""

@@ -1,0 +1,1 @@
+"""Attention over paged and packed keys, and what writes them."""

@@ -1,0 +1,1 @@
+"""What all ops share: checks, dtypes, devices, registration with torch."""

@@ -1,0 +1,1 @@
+"""Linear layers, and the norms, activations and quantisation around them."""

@@ -1,0 +1,10 @@
+"""Fixtures of the kernel tests."""
+
+from jit_fixtures import (  # noqa: F401
+    _fresh_process,
+    cache,
+    no_nvcc,
+    nvcc_calls,
+    recorder,
+    write_late,
+)
