@@ -97,7 +97,7 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   // each is left to one CTA that can hold it: the product that follows gains more from SMs without
   // a row. Rows without a scale have nothing to exchange, and the products behind them are not
   // ours.
-  if constexpr (kKind == Kind::silu_mul) {
+  if constexpr (kKind == Kind::silu_mul && kHasClusters) {
     const bool share = !kEncodes || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
                          : share && m <= kSms / 4 ? 4
