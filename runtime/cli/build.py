@@ -21,6 +21,13 @@ from ..jit.compiler import (
     plan,
 )
 from ..jit.mode import BuildMode
+from ..jit.targets import (
+    DEFAULT,
+    TARGETS,
+    Target,
+    local_target,
+    target_named,
+)
 from ..jit.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -67,6 +74,15 @@ def _parser() -> Parser:
         help=f"only kernels of these: {', '.join(OPERAND_DTYPES)} for weights, "
         f"{', '.join(FLOAT_DTYPES)} for activations",
     )
+    chosen.add_argument(
+        "--arch",
+        nargs="+",
+        default=[],
+        metavar="A",
+        help="what there is of the selection for each of these GPUs: "
+        f"{', '.join(target.name for target in TARGETS)}, or compute_80 and so on for PTX "
+        f"(default: this machine's GPU, else {DEFAULT.name})",
+    )
     mode = parser.add_argument_group("builds for debugging (see docs/workshop.md)")
     mode.add_argument("--debug-print", action="store_true", help="compile device printing in")
     mode.add_argument(
@@ -105,9 +121,20 @@ def _main(argv: Sequence[str]) -> int:
         chosen = select(only=args.only, dtypes=args.dtypes, among=(*CATALOGUE, *unlisted))
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
-        plans = [plan(variant, mode) for variant in chosen]
+        plans = [
+            plan(variant, mode, target)
+            for target in _targets(args.arch)
+            for variant in chosen
+            if variant.needs <= target.features
+        ]
+        if not plans:
+            raise ValueError(f"--arch: got {' '.join(args.arch)}, which runs none of these kernels")
     build_plans(plans, args.jobs)
     return 0
+
+
+def _targets(names: Sequence[str]) -> list[Target]:
+    return list(dict.fromkeys(map(target_named, names))) if names else [local_target()]
 
 
 def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
@@ -130,7 +157,7 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
         usage = entry.usage
         found = f"{usage.registers} registers, {usage.spills} bytes spilled"
         print(
-            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.mode}): "
+            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.target}, {entry.mode}): "
             + "; ".join([f"{entry.seconds:.0f} s, {found}", *usage.warnings]),
             flush=True,
         )
@@ -153,19 +180,20 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..checkpoint import load_config
     from ..checkpoint.formats import load_quantization
     from ..checkpoint.layout import Fused, model_layout
+    from ..jit.variants import GemmTiled
     from ..models.required_kernels import (
         LM_HEAD_QUANTIZATION,
         QUANTIZATION_OF,
         plain_layer_kernels,
         unquantized_kernels,
     )
-    from ..ops.common.device import CAPABILITY
+    from ..ops.common.device import runs
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
     layout = model_layout(config, load_quantization(folder))
     # What was tuned on this machine counts, if it is one that the kernels run on.
-    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+    here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
     needed: set[Variant] = set(unquantized_kernels(config, batch_invariant=batch_invariant))
 

@@ -22,6 +22,11 @@ from ..jit.compiler import (
     find,
     plan,
 )
+from ..jit.targets import (
+    DEFAULT,
+    local_target,
+    target_named,
+)
 from .command import Command, Parser, UserError, user_errors
 
 _OVER_BUDGET = 1
@@ -51,6 +56,12 @@ def _parser() -> Parser:
         metavar="F",
         help="make what the compiled kernels take now their limits in this file",
     )
+    parser.add_argument(
+        "--arch",
+        metavar="A",
+        help="compiled for this GPU, as of `build --arch` (default: this machine's, else "
+        f"{DEFAULT.name})",
+    )
     return parser
 
 
@@ -59,9 +70,12 @@ def _main(argv: Sequence[str]) -> int:
     if args.budgets is not None and args.write_budgets is not None:
         raise UserError("--budgets and --write-budgets exclude each other")
     with user_errors():
-        variants = select(only=args.only)
+        target = local_target() if args.arch is None else target_named(args.arch)
+        if target != DEFAULT and (args.budgets or args.write_budgets):
+            raise UserError(f"budgets: got {target}, expected {DEFAULT}: they are of its kernels")
+        variants = [v for v in select(only=args.only) if v.needs <= target.features]
         budgets = None if args.budgets is None else read_budgets(args.budgets)
-        found = {variant.name: find(plan(variant)) for variant in variants}
+        found = {variant.name: find(plan(variant, target=target)) for variant in variants}
         compiled = {name: entry for name, entry in found.items() if entry is not None}
         if budgets is not None and not compiled:
             raise UserError(
@@ -70,7 +84,11 @@ def _main(argv: Sequence[str]) -> int:
             )
         if args.write_budgets is not None:
             write_budgets(args.write_budgets, {n: entry.usage for n, entry in compiled.items()})
-    print(f"{len(compiled)} of {len(found)} compiled, in {cache_folder()}", _HEADER, sep="\n")
+    print(
+        f"{len(compiled)} of {len(found)} compiled for {target}, in {cache_folder()}",
+        _HEADER,
+        sep="\n",
+    )
     code = 0
     for name, entry in found.items():
         if entry is not None:

@@ -15,6 +15,7 @@ from .cache import (
 )
 from .errors import MissingKernelError
 from .mode import BuildMode
+from .targets import DEFAULT, target_for
 from .toolchain import (
     find_cutlass,
     find_nvcc,
@@ -88,11 +89,12 @@ def load(variant: Variant, *, device: int, stream: int) -> Library:
             is 0, or nvcc or CUTLASS is not installed. It names the variant and the command.
         KernelBuildError: when compiling fails.
         RuntimeError: when the library does not fit `ostinato._C`, or the device refuses it.
+        ValueError: when OSTINATO_CAPABILITY is not one the device can stand in for.
     """
     found = _loaded.get((variant, device))
     if found is not None:
         return found
-    library = _open(variant, _entry(variant, stream))
+    library = _open(variant, _entry(variant, device, stream))
     library.prepare()
     # Another thread may have been as fast: both have loaded the same file.
     return _loaded.setdefault((variant, device), library)
@@ -100,11 +102,15 @@ def load(variant: Variant, *, device: int, stream: int) -> Library:
 
 def build_command(plan: compiler.Plan) -> str:
     """Return the command line that compiles a plan's variant."""
-    return f"python -m ostinato build --only {plan.variant.name}{plan.mode.flags}"
+    arch = "" if plan.target == DEFAULT else f" --arch {plan.target}"
+    return f"python -m ostinato build --only {plan.variant.name}{arch}{plan.mode.flags}"
 
 
-def _entry(variant: Variant, stream: int) -> Entry:
-    plan = compiler.plan(variant, _mode())
+def _entry(variant: Variant, device: int, stream: int) -> Entry:
+    target = target_for(device)
+    if target is None:
+        raise RuntimeError(f"device {device}: got a GPU for which no kernel is compiled")
+    plan = compiler.plan(variant, _mode(), target)
     entry = compiler.find(plan)
     if entry is not None:
         return entry

@@ -38,7 +38,7 @@ def compile_kernels(model: Llama) -> None:
         KernelBuildError: when compiling fails.
     """
     if model.device.type == "cuda":
-        precompile(kernels_of(model))
+        precompile(kernels_of(model), model.device)
 
 
 def kernels_of(model: Llama) -> list[Variant]:

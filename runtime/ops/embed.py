@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..jit.variants import Embed
 from .common import checks
-from .common.device import has_kernels
+from .common.device import has_kernel
 from .common.torch_library import register
 from .embed_cuda import embed_rows
 
@@ -82,7 +83,7 @@ def _embed(
         checks.token_values("tokens", tokens.tolist(), least=0, most=table.size(0) - 1)
         if seen is not None and seen_rows is not None:
             checks.token_values("seen_rows", seen_rows.tolist(), least=0, most=seen.size(0) - 1)
-    if table.device.type == "cuda" and has_kernels(table.get_device()):
+    if has_kernel(Embed, table):
         embed_rows(tokens, table, seen, seen_rows, n_active, out)
         return
     torch.index_select(table, 0, tokens, out=out)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ..sources import CSRC
+from ..targets import HOPPER
 from .base import (
     OPERAND_DTYPES,
     Variant,
@@ -40,6 +41,7 @@ class AttentionDecode(Variant):
 
     family: ClassVar[str] = "attention_decode"
     source: ClassVar[Path] = CSRC / "attention" / "decode" / "decode_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
 
     head_dim: int
     dtype: str
@@ -143,6 +145,7 @@ class AttentionPrefill(Variant):
 
     family: ClassVar[str] = "attention_prefill"
     source: ClassVar[Path] = CSRC / "attention" / "prefill" / "prefill_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
 
     head_dim: int
     dtype: str

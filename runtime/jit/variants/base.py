@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
+from ..targets import Capability, target_of
+
 # The names that variants and the command line give to torch's dtypes; those of 8 bits first.
 OPERAND_DTYPES = ("int8", "e4m3")
 FLOAT_DTYPES = ("bf16", "fp16", "fp32")
@@ -16,13 +18,18 @@ FLOAT_DTYPES = ("bf16", "fp16", "fp32")
 class Variant(ABC):
     """What every family has: a source, a name, and the macros that choose the kernel.
 
-    `arch` is the compute capability of the GPU, with the suffix of its specific features.
+    `needs` is what a GPU must have for the family's kernels (see `ostinato.jit.targets`).
     """
 
     family: ClassVar[str]
     source: ClassVar[Path]
+    needs: ClassVar[frozenset[str]]
 
-    arch: str = "90a"
+    @classmethod
+    def supports(cls, capability: Capability) -> bool:
+        """Return whether the family has kernels for GPUs of this compute capability."""
+        target = target_of(capability)
+        return target is not None and cls.needs <= target.features
 
     @property
     def params(self) -> tuple[Path, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..sources import CSRC
+from ..targets import HOPPER
 from .base import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -30,6 +31,7 @@ class GemmSmallM(Variant):
 
     family: ClassVar[str] = "gemm_small_m"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m" / "small_m_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     dtype: ClassVar[str] = "int8"
 
     out_dtype: str
@@ -77,6 +79,7 @@ class GemmTiled(Variant):
 
     family: ClassVar[str] = "gemm_tiled"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "tiled" / "tiled_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
 
     dtype: str
     out_dtype: str
@@ -149,6 +152,7 @@ class FusedLinear(Variant):
 
     family: ClassVar[str] = "fused_linear"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "fused_linear_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     dtype: ClassVar[str] = "int8"
 
     kind: str

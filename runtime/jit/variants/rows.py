@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..sources import CSRC
+from ..targets import HOPPER
 from .base import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -33,6 +34,7 @@ class Quantize(Variant):
 
     family: ClassVar[str] = "quantize"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize" / "quantize.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     kind: str
     in_dtype: str
@@ -78,6 +80,7 @@ class AppendKV(Variant):
 
     family: ClassVar[str] = "append_kv"
     source: ClassVar[Path] = CSRC / "attention" / "append" / "append.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     dtype: str
     cache_dtype: str = ""
@@ -123,6 +126,7 @@ class Embed(_OfDtype):
 
     family: ClassVar[str] = "embed"
     source: ClassVar[Path] = CSRC / "embed" / "embed.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,7 @@ class L2Probe(Variant):
 
     family: ClassVar[str] = "l2_probe"
     source: ClassVar[Path] = CSRC / "l2" / "probe.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
 
     @property
     def name(self) -> str:
@@ -150,6 +155,7 @@ class MergeStates(_OfDtype):
 
     family: ClassVar[str] = "merge_states"
     source: ClassVar[Path] = CSRC / "attention" / "merge" / "merge_states.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,3 +168,4 @@ class Sample(_OfDtype):
 
     family: ClassVar[str] = "sample"
     source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()

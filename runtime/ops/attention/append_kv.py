@@ -6,9 +6,10 @@ from typing import overload
 
 import torch
 
+from ...jit.variants import AppendKV
 from ..common import checks
 from ..common.batch_invariant_rows import mean_square
-from ..common.device import has_kernels
+from ..common.device import has_kernel
 from ..common.e4m3 import as_bytes
 from ..common.torch_library import register
 from ..linear.quantize import (
@@ -241,7 +242,7 @@ def _append_kv(
         return
     if check_bounds or k.device.type == "cpu":
         _check_bounds(slot_mapping, k_cache, positions, cos_sin)
-    if k.device.type == "cuda" and has_kernels(k.get_device()):
+    if has_kernel(AppendKV, k):
         append_heads(
             k,
             v,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...jit.variants import MergeStates
 from ..common import checks
-from ..common.device import has_kernels
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from .merge_states_cuda import merge_on_device
 
@@ -83,7 +84,7 @@ def _merge_states(
     out: torch.Tensor,
     out_lse: torch.Tensor,
 ) -> None:
-    if o_a.device.type == "cuda" and has_kernels(o_a.get_device()):
+    if has_kernel(MergeStates, o_a):
         merge_on_device(o_a, lse_a, o_b, lse_b, out, out_lse)
         return
     top = torch.maximum(lse_a, lse_b)

@@ -11,7 +11,7 @@ from ..common.device import (
     KERNEL_NAMES,
     address_of,
     current_stream,
-    has_kernels,
+    has_kernel,
     on_device,
 )
 
@@ -26,7 +26,7 @@ def sample_kernel(dtype: torch.dtype) -> Sample:
 
 def serves(logits: torch.Tensor) -> bool:
     """Return whether the kernel takes these logits [B, V]."""
-    return logits.is_cuda and logits.size(1) <= _MAX_VOCABULARY and has_kernels(logits.get_device())
+    return logits.size(1) <= _MAX_VOCABULARY and has_kernel(Sample, logits)
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Rounding to e4m3 for GPUs without the instruction, compiled for the host: csrc/common/e4m3.cuh."""
+"""Rounding to e4m3 without the instruction (csrc/common/e4m3.cuh), compiled for the host."""
 
 from __future__ import annotations
 
