@@ -50,7 +50,7 @@ install: $(VENV)/.installed
 # that is when its folder's time stamp changes.
 SOURCE_FOLDERS := $(shell find runtime graphs csrc -type d -not -name __pycache__)
 # The loader that the install compiles; kernels are compiled on first use.
-LOADER := $(shell find csrc -name '*.h') csrc/bindings/module.cpp
+LOADER := $(shell find csrc -name '*.h') csrc/bindings/module.cpp csrc/graphs/module.cpp
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(LOADER) $(SOURCE_FOLDERS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
