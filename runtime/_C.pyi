@@ -1,7 +1,6 @@
 """The compiled loader (csrc/bindings.cpp). Pointers and streams are integers, 0 for null."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 ABI: dict[str, int]
 

@@ -190,7 +190,7 @@ def test_a_fork_repeats_nothing(step):
     def child():
         own = known_runner(ToyStep())
         assert own.run(1, ONE_ROW)["tokens"].tolist() == [3]
-        assert own._repeat.run(own, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
+        assert own._fast_replay.run(own, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
 
     assert in_a_fork(child) == "nothing"
 
