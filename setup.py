@@ -49,6 +49,8 @@ setup(
     ],
     package_data={
         "ostinato": ["py.typed", "_C.pyi"],
+        "ostinato.graphs": ["_native.pyi"],
+        "ostinato.graphs.loop": ["advance.cu"],
         **{name: ["*.cu", "*.cuh", "*.h", "*.cpp"] for name in NATIVE},
     },
     ext_modules=[
@@ -61,7 +63,14 @@ setup(
             define_macros=[(name, f"0x{digest}ULL") for name, digest in ABI.items()],
             libraries=["dl"],
             cxx_std=17,
-        )
+        ),
+        Pybind11Extension(
+            "ostinato.graphs._native",
+            ["csrc/graphs/module.cpp"],
+            depends=[str(path) for path in sorted(Path("csrc/graphs").glob("*.h"))],
+            libraries=["dl"],
+            cxx_std=17,
+        ),
     ],
     # A strict editable install is a tree of links that type checkers and debuggers resolve; the
     # lenient one hides the folder mapping behind an import hook.

@@ -25,11 +25,11 @@ from .errors import (
     RankError,
     VerificationError,
 )
+from .failures import Diagnosis
 from .graph_key import (
     Key,
     Variant,
 )
-from .inspect.diagnosis import Diagnosis
 from .loop.burst import Burst
 from .loop.rules import (
     Add,

@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 
-from .backends.base import Backend
 from .buffers import StaticBuffers
 from .declared_memory import (
     DeclaredMemory,
@@ -27,8 +26,9 @@ from .inspect.allocations import (
     State,
     mapped_by_host,
 )
+from .inspect.inspector import Inspector
 from .inspect.nodes import (
-    Recording,
+    GraphNodes,
     Word,
 )
 
@@ -77,7 +77,7 @@ class Auditor:
     """Audits the graphs of a runner, one series of captures after the other.
 
     Args:
-        backend: where the graphs are.
+        inspector: reads the graphs and the memory they use.
         buffers: the static buffers, which stay.
         memory: what else stays, by name. If it is given, any other tensor is found, except for
             what the captures made and kept: workspaces of libraries, state made at the first call.
@@ -85,9 +85,9 @@ class Auditor:
     """
 
     def __init__(
-        self, backend: Backend, buffers: StaticBuffers, memory: DeclaredMemory | None
+        self, inspector: Inspector, buffers: StaticBuffers, memory: DeclaredMemory | None
     ) -> None:
-        self._backend = backend
+        self._inspector = inspector
         self._buffers = buffers
         self._memory = memory
         self._before: frozenset[int] = frozenset()
@@ -100,19 +100,19 @@ class Auditor:
 
     def begin(self) -> None:
         """Note which tensors there are before the warm-up of a series of captures."""
-        live = _live(self._backend.allocations())
+        live = _live(self._inspector.allocations())
         self._made &= live
         self._before = live - self._made
         self._known = self._foreign = None
         self._problems = {}
 
-    def find(self, recording: Recording) -> tuple[Finding, ...]:
+    def find(self, nodes: GraphNodes) -> tuple[Finding, ...]:
         """Return what is wrong with a captured graph, in the order of its nodes.
 
         All graphs of a series of captures must have been captured before the first is audited.
         """
         found = []
-        for index, node in enumerate(recording.nodes):
+        for index, node in enumerate(nodes.nodes):
             name = str(node)
             for problem in (_FORBIDDEN.get(node.kind), node.unread):
                 if problem:
@@ -144,7 +144,7 @@ class Auditor:
 
     def _allocations(self) -> Allocations:
         if self._known is None:
-            present = self._backend.allocations()
+            present = self._inspector.allocations()
             self._made |= _live(present) - self._before
             buffers = self._buffers.view(self._buffers.max_batch)
             kept = [range_of(buffers[name], f"buffer {name!r}") for name in self._buffers.specs]
@@ -163,7 +163,7 @@ class Auditor:
 
     def _examine_foreign(self, word: Word) -> str | None:
         """Examine an address that torch's allocator does not have, or a number that is none."""
-        location = self._backend.location_of(word.value)
+        location = self._inspector.location_of(word.value)
         if location == "the host":
             return "is in pinned memory of the host that was not declared"
         if location is not None:

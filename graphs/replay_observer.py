@@ -6,11 +6,8 @@ import threading
 
 import torch
 
-from .backends.base import (
-    Graph,
-    ReplayTimer,
-)
 from .errors import GraphError
+from .graph import Graph, ReplayTimer
 from .graph_key import Key
 from .metrics.histogram import (
     Histogram,
@@ -18,7 +15,7 @@ from .metrics.histogram import (
 )
 
 
-class Observer:
+class ReplayObserver:
     """Replays graphs under watch.
 
     Args:

@@ -31,7 +31,7 @@ class GraphReport:
             needs for the graph; other processes on the device disturb it.
         verdict: "not verified", or "bit-equal" and the buffers without example, which were verified
             as padding only.
-        instantiate_ms: making an executable graph of the recording.
+        instantiate_ms: making an executable graph of the nodes.
         audit_ms: reading the nodes and auditing them.
         replay_us: the median of a few replays on the device, of the examples with which a full
             batch is verified; None without verification, since padding costs less than real rows.

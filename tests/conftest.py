@@ -4,13 +4,15 @@ import pytest
 import torch
 from hypothesis import settings
 
+from effort import effort
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
 
 # A machine that others use, too, stalls at times for longer than any deadline would be worth.
-settings.register_profile("ostinato", deadline=None)
-settings.load_profile("ostinato")
+settings.register_profile("short", deadline=None, max_examples=40)
+settings.register_profile("long", deadline=None, max_examples=200)
+settings.load_profile(effort("short", "long"))
 
 
 def pytest_report_header() -> list[str]:

@@ -1,4 +1,4 @@
-"""What a signal handler raises, at any moment, loses neither the turn nor the place of captures."""
+"""An exception of a signal handler, at any moment, loses no lock of a runner."""
 
 import gc
 import itertools

@@ -16,7 +16,7 @@ from ostinato.graphs import (
     StaticBuffers,
     VerificationError,
 )
-from ostinato.graphs.backends.base import CpuBackend
+from ostinato.graphs.backends.cpu import CpuBackend
 from ostinato.graphs.graph_key import Key
 from ostinato.graphs.verify import find_difference
 

@@ -1,4 +1,4 @@
-"""What each process of the tests of `Ranks` does, in a module that a spawned process can import."""
+"""What each process of the tests of `CaptureGroup` does, for spawned processes to import."""
 
 import multiprocessing
 import os
