@@ -15,6 +15,8 @@ from ostinato.jit.catalogue import (
     QUANTIZE,
     SAMPLE,
 )
+from ostinato.jit.compiler import Plan, plan
+from ostinato.jit.targets import target_named
 from ostinato.jit.variants import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -37,6 +39,23 @@ LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
     (1003, 32000),
     512,
 )
+
+
+# Of every family that needs nothing of Hopper.
+ROW_KERNELS = (
+    *(*EMBED, *MERGE_STATES, *SAMPLE, *APPEND_KV, *QUANTIZE),
+    *(
+        replace(variant, weight_dtype="fp32")
+        for variant in QUANTIZE
+        if variant.kind == "rms_norm" and variant.in_dtype != "fp32"
+    ),
+)
+
+
+def plans_of_earlier_gpus() -> Iterator[Plan]:
+    """Yield what tests compile as PTX: a GPU that stands in for an earlier one launches it."""
+    for name, variant in product(("compute_80", "compute_89"), ROW_KERNELS):
+        yield plan(variant, target=target_named(name))
 
 
 def kernels_of_the_tests(sms: int) -> Iterator[Variant]:

@@ -70,8 +70,8 @@ Plan many_rows_plan(const QuantizeParams& p) {
   if (threads <= 256) {
     return aligned_rows_plan<32, 256, kWide ? 2 : 3>(threads);
   }
-  constexpr bool kRoundsByHand = std::is_same_v<Out, dtype::e4m3> && !kHasE4m3Rounding;
-  constexpr int kCtasOf448 = sizeof(In) == 4 || (kRoundsByHand && sizeof(Weight) == 4) ? 1 : 2;
+  // Before sm_90 fp32 weights beside 16-bit rows take some registers more.
+  constexpr int kCtasOf448 = sizeof(In) == 4 || (sizeof(Weight) == 4 && kTargets[0] < 900) ? 1 : 2;
   constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
   if (threads <= 448) {
     return aligned_rows_plan<32, 448, kCtasOf448>(threads);
