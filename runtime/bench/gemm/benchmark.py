@@ -1,146 +1,73 @@
-"""W8A8 products: ours and the peers', checked and then timed side by side."""
+"""`bench gemm`: W8A8 products, ours and the peers'."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Callable, Mapping
+from itertools import groupby, pairwise
 
-import torch
+from ..harness.benchmark import Benchmark
+from ..harness.summary import OURS, Summary
+from .cases import SHAPE_GROUPS, Case
+from .check import CHECK
+from .impls import NOT_W8A8, PEERS
+from .inputs import Inputs, Layout, inputs
 
-from ...ops.common.e4m3 import to_float32
-from ...ops.common.precision import full_precision
-from ..graphs.timing import (
-    RESTED,
-    Pace,
-    interleave,
-    rotate,
-)
-from ..report import Row
-from ..results import CaseResult
-from .cases import Case
-from .impls import Implementation
-from .inputs import (
-    Inputs,
-    random_inputs,
-    random_weights,
-)
+Times = Mapping[Case, Mapping[str, float]]
 
-_BF16_ROUNDING = 2.0**-8
-# Of the accumulators, relative: fp32 sums of exact products, and what cuBLAS does to bf16.
-_SUM_ERROR = {torch.int8: 1e-3, torch.bfloat16: 2.0**-6}
-# Fast accumulation keeps about 13 fraction bits of the sum, after every 32 products.
-_FP8_SUM_ERROR = 2.0**-13 / 32
+# A time that drops by more when m grows is a cliff: computing more tokens would be faster.
+MONOTONE_WITHIN = 1.05
+
+# What is asked of the kernels: name -> which cases count.
+GROUPS: dict[str, Callable[[Case], bool]] = {
+    "all": lambda case: True,
+    "llama-8b, M <= 16": lambda case: case.shape in SHAPE_GROUPS["llama-8b"] and case.m <= 16,
+    "M > 1024": lambda case: case.m > 1024,
+}
 
 
-def time_cases(
-    cases: Sequence[Case],
-    implementations: Sequence[Implementation],
-    device: torch.device,
-    *,
-    pace: Pace = RESTED,
-) -> Iterator[CaseResult[Case]]:
-    """Time every implementation in every case, yielding cases as they are measured.
-
-    Args:
-        cases: in the order of their shapes, whose weights are kept from one to the next.
-        implementations: who multiplies.
-        device: where; what is measured on the CPU is only good for trying this out.
-        pace: whether each begins on a card at rest or when its clock has settled.
-    """
-    operands = dict.fromkeys(implementation.operand for implementation in implementations)
-    turn = 0
-    for shape, of_shape in groupby(cases, lambda case: case.shape):
-        weights = random_weights(shape, operands, device)
-        for case in of_shape:
-            inputs = random_inputs(case, weights)
-            yield _time_case(case, implementations, inputs, device, turn, pace)
-            turn += 1
-            del inputs
-        del weights
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the pools of this shape's graphs
+def num_bytes(case: Case, layout: Layout) -> int:
+    """Unique bytes read and written."""
+    m, n, k = case.m, case.shape.n, case.shape.k
+    operand = 2 if layout.operand == "bf16" else 1
+    scales = 4 * (m + n) if layout.scaled else 0
+    return operand * (m * k + n * k) + layout.out_bytes * m * n + scales
 
 
-def _time_case(
-    case: Case,
-    implementations: Sequence[Implementation],
-    inputs: dict[str, list[Inputs]],
-    device: torch.device,
-    turn: int,
-    pace: Pace,
-) -> CaseResult[Case]:
-    result = CaseResult(case)
-    products = {name: product(sets[0]) for name, sets in inputs.items()}
-    rotations = {}
-    for impl in implementations:
-        if case.m < impl.min_m:
-            continue
-        sets = inputs[impl.operand]
-        # What is not written must not pass for a result of the implementation before.
-        sets[0].out.fill_(torch.nan)
-        try:
-            got = impl.call(sets[0])
-        except (RuntimeError, ValueError) as error:
-            result.refuse(impl.name, error, is_ours=impl.is_ours)
-            continue
-        wrong = difference(got, products[impl.operand], sets[0], scaled=impl.scaled)
-        if wrong is not None:
-            result.failures[impl.name] = f"wrong result: {wrong}"
-            continue
-        rotations[impl] = rotate([partial(impl.call, one) for one in sets], device)
-    turns = list(rotations.values())
-    seconds = interleave(turns, device, start=turn, pace=pace)
-    n, k = case.shape.n, case.shape.k
-    result.rows = [
-        Row.of(
-            "gemm",
-            str(case),
-            impl.name,
-            seconds=statistics.median(times),
-            num_bytes=impl.num_bytes(case.m, n, k),
-            flops=case.flops,
-        )
-        for impl, times in zip(rotations, seconds, strict=True)
+def is_rival(impl: str, name: str) -> bool:
+    """Return whether a name is of a W8A8 peer, of either dtype."""
+    return name not in NOT_W8A8 and not name.startswith(OURS)
+
+
+def cliffs(impl: str, ours: Times) -> list[tuple[Case, Case]]:
+    """Return pairs of neighbours in m of which the larger one is clearly faster."""
+    found = []
+    having = sorted((c for c in ours if impl in ours[c]), key=lambda c: (c.shape, c.m))
+    for _, of_shape in groupby(having, lambda case: case.shape):
+        for smaller, larger in pairwise(of_shape):
+            if ours[smaller][impl] > MONOTONE_WITHIN * ours[larger][impl]:
+                found.append((smaller, larger))
+    return found
+
+
+def _cliff_lines(impl: str, ours: Times) -> list[str]:
+    return [
+        f"  cliff: {before} {ours[before][impl]:.2f} µs, M{after.m} {ours[after][impl]:.2f} µs"
+        for before, after in cliffs(impl, ours)
     ]
-    return result
 
 
-def difference(
-    got: torch.Tensor, product: torch.Tensor, inputs: Inputs, *, scaled: bool = True
-) -> str | None:
-    """Return what is wrong with a result, None when every element is close to the reference.
-
-    Without its scales, an element may be off by one rounding to bf16, and by the error of summing
-    K products in the operand's accumulators: relative to its own size and to that of its partial
-    sums, for which the root mean square of all elements stands.
-
-    Args:
-        got: [m, n], the result.
-        product: [m, n] fp32, x·wᵀ.
-        inputs: what was multiplied.
-        scaled: whether the result is scaled by x_scale and the weight's scale.
-    """
-    if got.shape != product.shape:
-        return f"got shape {list(got.shape)}, expected {list(product.shape)}"
-    scale = torch.ones((), device=got.device)
-    if scaled:
-        scale = inputs.x_scale.unsqueeze(1) * inputs.weight.scale
-    sum_error = _SUM_ERROR.get(inputs.x.dtype, _FP8_SUM_ERROR * inputs.x.size(1))
-    size = product.abs()
-    rms = math.sqrt(product.square().mean().item())
-    allowed = (size + rms).mul_(sum_error).add_(size, alpha=_BF16_ROUNDING)
-    error = (got / scale - product).abs_().div_(allowed)
-    if error.max().item() <= 1:  # False for NaN
-        return None
-    row, column = divmod(int(error.nan_to_num(nan=math.inf).argmax()), error.size(1))
-    expected = (scale * product)[row, column]
-    return f"element [{row}, {column}] is {got[row, column]:g}, expected {expected:g}"
-
-
-def product(inputs: Inputs) -> torch.Tensor:
-    """Return x·wᵀ [m, n] fp32."""
-    full_precision(inputs.x.device)
-    return to_float32(inputs.x) @ to_float32(inputs.weight.plain).t()
+BENCHMARK: Benchmark[Case, Inputs] = Benchmark(
+    section="gemm",
+    parse=Case.parse,
+    inputs=inputs,
+    check=CHECK,
+    num_bytes=num_bytes,
+    summary=Summary(
+        peer="W8A8 peer",
+        rivals=is_rival,
+        groups=GROUPS,
+        label=lambda case: f"M = {case.m}",
+        details=_cliff_lines,
+    ),
+    peers=PEERS,
+)

@@ -1,113 +1,94 @@
-"""Attention of prompts: ours and the peers', checked and then timed side by side."""
+"""`bench prefill`: attention of prompts, ours and the peers'."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
-from ..attention_check import MOST_ERROR, Call, checked_calls, sequence_difference
-from ..graphs.timing import (
-    Rotation,
-    interleave,
-    rotate,
-)
-from ..report import Row
-from ..results import CaseResult
-from .cases import Case
-from .impls import Implementation
-from .inputs import (
-    DTYPE,
-    FP8,
-    Inputs,
-    checked_rows,
-    expected,
-    random_inputs,
-)
+from ..harness.benchmark import Benchmark, Implementation, one_layout_at_a_time
+from ..harness.check import MAX_ERROR, Sample, sample_check
+from ..harness.summary import OURS, Cell, Summary
+from .cases import DIM, Case
+from .impls import FP8_PEERS, PEERS
+from .inputs import DTYPE, FP8, Inputs, checked_rows, expected, random_inputs
+
+Times = Mapping[Case, Mapping[str, float]]
 
 # Rounding weights to e4m3 makes up to 1/28 of it.
-_MOST_FP8_ERROR = 0.05
+_MAX_FP8_ERROR = 0.05
 
 
-def time_cases(
-    cases: Sequence[Case],
-    implementations: Sequence[Implementation],
-    device: torch.device,
-    dtype: torch.dtype = DTYPE,
-) -> Iterator[CaseResult[Case]]:
-    """Time every implementation in every case, yielding cases as they are measured.
-
-    Args:
-        cases: what is attended to.
-        implementations: who attends; all share the inputs of a case.
-        device: where; what is measured on the CPU is only good for trying this out.
-        dtype: of queries and keys.
-    """
-    for turn, case in enumerate(cases):
-        yield _time_case(case, implementations, random_inputs(case, device, dtype), turn)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the inputs, and the pools of this case's graphs
+def _is_plain(case: Case) -> bool:
+    """Whether a case is one of whole texts, packed, of one length, with a causal mask alone."""
+    return case.is_dense and case.is_square and case.causal and not case.window
 
 
-def _time_case(
-    case: Case, implementations: Sequence[Implementation], sets: Sequence[Inputs], turn: int
-) -> CaseResult[Case]:
-    result = CaseResult(case)
-    one = sets[0]
-    device = one.q.device
-    rotations: dict[str, Rotation] = {}
-    for impl in implementations:
-        calls = _checked(impl, case, sets, result)
-        if calls:
-            rotations[impl.name] = rotate(calls, device)
-    times = interleave(list(rotations.values()), device, start=turn)
-    result.rows = [
-        Row.of(
-            "prefill",
-            str(case),
-            name,
-            seconds=statistics.median(of_impl),
-            num_bytes=case.num_bytes(one.q.dtype.itemsize, one.out.dtype.itemsize),
-            flops=case.flops,
-        )
-        for name, of_impl in zip(rotations, times, strict=True)
-    ]
-    return result
+# What is asked of the kernels: name -> which cases count.
+GROUPS: dict[str, Callable[[Case], bool]] = {
+    "all": lambda case: True,
+    "causal, head dim 128, texts of 1024 and more": lambda case: (
+        _is_plain(case) and case.dim == DIM and case.queries >= 1024
+    ),
+    "head dims 64 and 256": lambda case: case.dim in (64, 256),
+    "in pages": lambda case: case.page > 0,
+}
 
 
-def _checked(
-    impl: Implementation, case: Case, sets: Sequence[Inputs], result: CaseResult[Case]
-) -> list[Call]:
-    return checked_calls(
-        impl.name,
-        lambda: impl.bind(case, sets),
-        sets[0].out,
-        lambda got: difference(got, sets[0], case),
-        result,
-        is_ours=impl.is_ours,
-        # A module that FlashInfer may not compile now is a FileNotFoundError in some versions.
-        refusals=(RuntimeError, ValueError, OSError),
+def samples(case: Case, inputs: Inputs) -> list[Sample]:
+    """Return rows at both ends of the first and last sequence, and fp32 attention for them."""
+    found = []
+    for sequence in dict.fromkeys((0, case.batch - 1)):
+        rows = checked_rows(case.q_lens[sequence], inputs.q.device)
+        begin = int(inputs.cu_seqlens_q[sequence])
+        right = expected(inputs, case, sequence, rows)
+        found.append(Sample(f"sequence {sequence}", begin + rows, right))
+    return found
+
+
+def num_bytes(case: Case, dtype: torch.dtype) -> int:
+    """Unique bytes read and written."""
+    return case.num_bytes(dtype.itemsize, DTYPE.itemsize)
+
+
+def is_rival(impl: str, name: str) -> bool:
+    """Return whether a name is of a peer with operands of the same dtype."""
+    return not name.startswith(OURS) and impl.endswith("fp8") == name.endswith("fp8")
+
+
+def _rate_line(cell: Cell[Case]) -> str:
+    mine, theirs = (cell.case.flops / us / 1e6 for us in (cell.us, cell.peer_us))
+    return f"  {cell.case!s:<22}{mine:7.0f}, {cell.peer} {theirs:.0f}: {mine / theirs:.3f} of it"
+
+
+def _page_lines(impl: str, ours: Times) -> list[str]:
+    lines = []
+    for case in sorted(ours):
+        packed = replace(case, page=0)
+        if case.page and impl in ours[case] and impl in ours.get(packed, {}):
+            ratio = ours[case][impl] / ours[packed][impl]
+            lines.append(f"  {case} / {packed}: ×{ratio:.3f}")
+    return lines
+
+
+def _benchmark(peers: Mapping[str, Implementation[Case, Inputs] | str]) -> Benchmark[Case, Inputs]:
+    return Benchmark(
+        section="prefill",
+        parse=Case.parse,
+        inputs=one_layout_at_a_time(random_inputs),
+        check=sample_check(
+            samples,
+            lambda inputs: inputs.q.shape,
+            lambda inputs: _MAX_FP8_ERROR if inputs.q.dtype is FP8 else MAX_ERROR,
+        ),
+        num_bytes=num_bytes,
+        summary=Summary(
+            peer="peer", rivals=is_rival, groups=GROUPS, rates=_rate_line, details=_page_lines
+        ),
+        peers=peers,
     )
 
 
-def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
-    """Return what is wrong with a result, None when the ends of two sequences are close.
-
-    Args:
-        got: [total_q, heads_q, dim], in any shape of as many elements.
-        inputs: what was attended to.
-        case: its sizes.
-    """
-    if got.numel() != inputs.q.numel():
-        return f"got shape {list(got.shape)}, expected {list(inputs.q.shape)}"
-    outputs = got.reshape(inputs.q.shape)
-    for sequence in dict.fromkeys((0, case.batch - 1)):
-        rows = checked_rows(case.q_lens[sequence], inputs.q.device)
-        right = expected(inputs, case, sequence, rows)
-        begin = int(inputs.cu_seqlens_q[sequence])
-        most = _MOST_FP8_ERROR if inputs.q.dtype is FP8 else MOST_ERROR
-        wrong = sequence_difference(sequence, outputs[begin + rows], right, most)
-        if wrong is not None:
-            return wrong
-    return None
+# By the dtype of queries and keys, in `DTYPES`.
+BENCHMARKS = {"bf16": _benchmark(PEERS), "fp8": _benchmark(FP8_PEERS)}

@@ -86,7 +86,7 @@ class StepPlan:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRow(Row):
     """A step's row, with the sum of its kernels' floors, in µs; None where no floor is known."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..model_flags import add_batch_invariant_flag, add_page_size_flag
 if TYPE_CHECKING:
     import torch
 
+    from ...bench.report import AnyRow
     from ...bench.step.run import (
         StepPlan,
         StepResult,
@@ -121,11 +123,9 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from ...bench.harness.peers import adapter_folder, adapter_named
+    from ...bench.harness.summary import OURS
     from ...bench.report import Report
-    from ...bench.step.peers import (
-        check_peers,
-        time_peers,
-    )
     from ...bench.step.run import (
         StepPlan,
         time_steps,
@@ -142,11 +142,15 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag}: got device {device}, expected a CUDA device")
         models = _models(args, plan, device)
         with user_errors(ImportError):
-            check_peers(args.peer, args.shape)
+            peers = None
+            if args.peer:
+                folder = adapter_folder(args.peers, os.environ)
+                peers = adapter_named("hugging_face.py", folder)
+                peers.check_peers(args.peer, args.shape)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     ours = chain.from_iterable(time_steps(make(), name, plan) for name, make in models)
-    theirs = time_peers(args.peer, args.shape, device, plan) if args.peer else ()
+    theirs = peers.time_peers(args.peer, args.shape, device, plan) if peers is not None else ()
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for result in chain(ours, theirs):
             if isinstance(result, str):
@@ -154,12 +158,24 @@ def _run(args: argparse.Namespace) -> int:
                 continue
             print(_line(result), *_kernels(result), sep="\n", flush=True)
             report.rows += [result.row, *result.kernels]
+            if not result.row.impl.startswith(OURS):
+                report.rows = _with_peers(report.rows)
             if args.timeline is not None and result.run:
                 _draw(args.timeline, result)
             # After every row: what was measured before a Ctrl-C is worth keeping.
             if args.json is not None:
                 report.write(args.json)
     return 0
+
+
+def _with_peers(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """Return the rows, those of our steps with the fastest peer of the same case."""
+    from ...bench.harness.summary import OURS, with_peers
+    from ...bench.report import Row
+
+    steps = [row for row in rows if isinstance(row, Row)]
+    compared = iter(with_peers(steps, lambda ours, name: not name.startswith(OURS)))
+    return [next(compared) if isinstance(row, Row) else row for row in rows]
 
 
 def _models(
