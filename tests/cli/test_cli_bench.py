@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.bench.harness.peers import adapter_folder, adapter_named
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.bench.step import peers
 from ostinato.bench.step.breakdown import Span
 from ostinato.bench.step.roofline import (
     Roofline,
@@ -40,6 +40,7 @@ from ostinato.models import (
 
 TINY = ModelConfig.from_hf(SHAPES["tiny"])
 CPU = torch.device("cpu")
+peers = adapter_named("hugging_face.py", adapter_folder(None, {}))
 
 
 def test_shapes_are_measured_in_every_precision(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.bench.gemm import run as gemm
+from ostinato.bench.gemm import check
 from ostinato.cli.main import main
 
 SMALL = "--shapes 64x128 48x256 --m 20 1"
@@ -72,7 +72,7 @@ def test_a_wrong_result_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gemm.json"
-    monkeypatch.setattr(gemm, "difference", lambda *args, **kwargs: "all of it")
+    monkeypatch.setattr(check, "difference", lambda *args, **kwargs: "all of it")
     assert (
         run("--shapes 16x32 --m 1 --dtype int8 --peer none --device cpu", "--json", str(file)) == 1
     )

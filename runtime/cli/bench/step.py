@@ -15,6 +15,7 @@ from ...bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
 from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
+from .output import add_peers_flag
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="time these in the same run, with --shape: transformers' Llama in bf16 with a static "
         "cache, as it is or compiled by torch",
     )
+    add_peers_flag(parser)
     parser.add_argument(
         "--timeline",
         type=Path,
