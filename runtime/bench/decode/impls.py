@@ -31,7 +31,7 @@ def paged(
     ]
 
 
-def _bind_ours(case: Case, sets: Sequence[Inputs]) -> list[Call]:
+def _bind_ours(case: Case, sets: Sequence[Inputs]) -> Sequence[Call]:
     def call(s: Inputs) -> torch.Tensor:
         return ops.paged_attention(
             s.q,

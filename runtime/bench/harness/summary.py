@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -58,8 +59,7 @@ class Summary(Generic[CaseT]):
         implementations, geometric means by group and the worst cases.
         """
         compared = {
-            impl: compare(impl, ours, peers, lambda name, impl=impl: self.rivals(impl, name))
-            for impl in our_names(ours)
+            impl: compare(impl, ours, peers, partial(self.rivals, impl)) for impl in our_names(ours)
         }
         lines = case_lines(compared)
         for impl, cells in compared.items():
