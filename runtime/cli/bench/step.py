@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...models import Llama
 
 _HEADER = (
-    f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'floor µs':>12}{'of it':>8}"
+    f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'roofline µs':>13}{'of it':>8}"
 )
 
 
@@ -40,8 +40,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="one decode step of a whole model",
         description="Time the engine's captured decode step: inputs into the static buffers, "
         "replay, one token per sequence sampled. TB/s counts the weights and the KV cache "
-        "read by a step. The floor, where it is known for the GPU, is the sum of what each kernel "
-        "takes at least, to read them or to multiply.",
+        "read by a step. The roofline, where it is known for the GPU, is the sum of each kernel's "
+        "shortest time to read them or to multiply.",
     )
     _add_flags(step)
     step.set_defaults(run=_run)
@@ -226,12 +226,12 @@ def _kernels(result: StepResult) -> list[str]:
             f"runs{kernel.running_us / kernel.launches:8.2f} µs"
         )
         if kernel.floor_us is not None:
-            line += f", floor{kernel.floor_us / kernel.launches:8.2f} µs, {kernel.tb_s:.3g} TB/s"
+            line += f", roofline{kernel.floor_us / kernel.launches:8.2f} µs, {kernel.tb_s:.3g} TB/s"
         lines.append(line)
     total = sum(kernel.us for kernel in result.kernels)
     count = sum(kernel.launches for kernel in result.kernels)
-    floor = result.row.floor_us
-    known = "" if floor is None else f", their floors {floor:.1f} µs"
+    roofline = result.row.floor_us
+    known = "" if roofline is None else f", their rooflines {roofline:.1f} µs"
     layers = next((kernel.launches for kernel in result.kernels if kernel.kernel == ATTENTION), 0)
     per_layer = ""
     if layers > 1:
@@ -257,5 +257,5 @@ def _line(result: StepResult) -> str:
     return (
         line
         if row.floor_us is None
-        else f"{line}{row.floor_us:>12.1f}{row.floor_us / row.us:>8.1%}"
+        else f"{line}{row.floor_us:>13.1f}{row.floor_us / row.us:>8.1%}"
     )

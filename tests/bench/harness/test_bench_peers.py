@@ -128,7 +128,8 @@ from ostinato.bench.harness.peers import load_adapter
 for file in sorted(Path({str(ROOT / IN_CHECKOUT)!r}).glob("*.py")):
     for section in ("gemm", "decode", "prefill", "step"):
         load_adapter(file).peers(section, os.environ)
-print(sorted({{"flashinfer", "flash_attn_interface", "sgl_kernel", "transformers"}} & {{*sys.modules}}))
+libraries = {{"flashinfer", "flash_attn_interface", "sgl_kernel", "transformers"}}
+print(sorted(libraries & {{*sys.modules}}))
 """
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -36,6 +36,13 @@ def test_ours_and_the_peers_are_measured_and_compared(
         for impl in (*ours, "smm_row", "smm_ten", "bf16")
     ]
     assert all(row["us"] > 0 for row in document["rows"])
+    for row in document["rows"]:
+        us = {one["impl"]: one["us"] for one in document["rows"] if one["case"] == row["case"]}
+        if row["impl"] in ours:
+            assert us[row["peer"]] == min(us["smm_row"], us["smm_ten"])  # not bf16: no W8A8 peer
+            assert row["ratio"] == pytest.approx(row["us"] / us[row["peer"]], rel=1e-3)
+        else:
+            assert not {"peer", "ratio"} & set(row)
     printed = capsys.readouterr().out
     assert file.with_suffix(".txt").read_text() == printed
     run_part, target_part = printed.split("== against the targets")
