@@ -30,22 +30,23 @@ inline bool divides_heads(const Halves& halves, int heads) {
 }
 
 // The half that holds head 0 of a page.
-__host__ __device__ __forceinline__ uint32_t half_of_page(const Halves& halves, int page) {
+__host__ __device__ __forceinline__ uint32_t partition_of_page(const Halves& halves, int page) {
   return parity(static_cast<uint32_t>(page) & halves.pages);
 }
 
 // The head of a place, of a page whose head 0 is in the half `first`.
-__host__ __device__ __forceinline__ int head_of_place(const Halves& halves, int place,
-                                                      uint32_t first) {
+__host__ __device__ __forceinline__ int head_on_line(const Halves& halves, int line_head,
+                                                     uint32_t first) {
   const uint32_t lowest = halves.heads & -halves.heads;
-  const uint32_t index = static_cast<uint32_t>(place) / 2, half = place % 2;  // in that half
+  const uint32_t index = static_cast<uint32_t>(line_head) / 2,
+                 half = line_head % 2;  // in that half
   const uint32_t below = index & (lowest - 1);
   const uint32_t head = 2 * (index - below) + below;  // without the bit that tells
   return static_cast<int>(parity(head & halves.heads) == (first ^ half) ? head : head + lowest);
 }
 
 // What CTAs take one by one, each half its own: a count for each half.
-struct HalfTickets {
+struct PartitionTickets {
   static constexpr uint32_t kOne = 1 << 16;  // of half 1
 
   static __host__ __device__ __forceinline__ uint32_t step(uint32_t half) {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fi
   }
   for (int i = threadIdx.x / 32; i < plan.stages; i += kWarps) {
     init_barrier(&fixed.full[i], 1);
-    if (kPaced) {
+    if (kThrottled) {
       init_barrier(&fixed.full_tokens[i], 1);
     }
     init_barrier(&fixed.empty[i], kSharers * plan.cluster);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (producer == 1 && cute::elect_one_sync()) {
       TokenProducer(plan, x_map, ring, fixed).run();
     }
-    if (plan.whole_items + int(blockIdx.x >> (plan.cluster - 1)) < plan.items) {
+    if (plan.whole_work_tiles + int(blockIdx.x >> (plan.cluster - 1)) < plan.work_tiles) {
       // Consumers that share a tile exchange sums between these two.
       __syncwarp();
       sync_cluster();
@@ -115,7 +115,7 @@ bool implemented(const W8A8GemmParams& params) {
          aligned(params.w, params.w_stride) &&
          (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr)) &&
          (params.best == nullptr ||
-          (kFindsBest && params.temperature != nullptr && params.x_zero_point == nullptr));
+          (kFindsArgmax && params.temperature != nullptr && params.x_zero_point == nullptr));
 }
 
 cudaError_t encode_x(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
