@@ -1,5 +1,5 @@
-// A token's key among all of its row: by falling logit, then by rising id. So the smallest key
-// of a row is its best token, wherever parts of the row were looked through.
+// Argmax keys: a logit and a token id in 64 bits that order tokens by falling logit, then by rising
+// id. The smallest key of a row is its argmax, however the row is divided among threads.
 #pragma once
 
 #include <cuda_runtime.h>

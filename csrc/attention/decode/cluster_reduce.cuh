@@ -1,8 +1,9 @@
-// The CTAs of a cluster add up their outputs of a split, through each other's shared memory.
+// Cluster reduction: the CTAs of a cluster add up their outputs of a split through distributed
+// shared memory.
 //
-// Each owns some of what every warp owns of the head dim: it gets that of all CTAs, warp by warp,
-// and adds it up. A warp waits for its own only. Nobody sends before all have read what they got of
-// the split before, nor before all have begun.
+// Each CTA owns a slice of what every warp owns of the head dim. It receives that slice from all
+// CTAs, warp by warp, and adds it up; a warp waits for its own slice only. No CTA sends before all
+// CTAs have begun, and have read what they received for the split before.
 #pragma once
 
 #include "cluster_ops.cuh"

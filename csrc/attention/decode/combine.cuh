@@ -1,5 +1,5 @@
-// Where CTAs share a work tile, the last to arrive adds up the partials, in the order of the CTAs;
-// warp by warp, each what it owns.
+// Combine: where several CTAs share a work tile, the last one to finish adds up the partial
+// results, in the order of the CTAs. Each warp combines the steps of the head dim that it owns.
 #pragma once
 
 #include "epilogue.cuh"

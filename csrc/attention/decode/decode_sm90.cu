@@ -107,8 +107,8 @@ __device__ __forceinline__ void prefetch_tables(const Arguments& params) {
   }
 }
 
-// kSeveral: sequences may have several queries. What only they need is felt by those of one, who
-// are in a hurry: as code between the code that runs.
+// kSeveral: sequences may have several queries. A separate instantiation: the extra code slows
+// single-query decode even when it is not taken.
 template <bool kSeveral>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     paged_decode(const __grid_constant__ Arguments params, const __grid_constant__ CacheMaps maps) {

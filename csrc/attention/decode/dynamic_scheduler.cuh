@@ -1,10 +1,11 @@
-// Work tiles that CTAs take as they come to them, where there are many and nobody shares one.
+// The dynamic scheduler: CTAs take whole work tiles one by one from a counter in the workspace,
+// where there are many and none is split.
 //
-// SMs read at speeds that differ by a sixth, by where they are on the chip. With equal shares the
+// SMs read at speeds that differ by a sixth, by their position on the chip. With equal shares the
 // first CTAs end a fifth of a launch before the last ones, which alone cannot keep memory busy. So
-// a CTA has two work tiles that are its own, and claims another whenever it begins one: the next
-// that nobody has, by a counter in the workspace. A work tile's bits do not depend on who works on
-// it. Where halves of the L2 are known (l2_partition.cuh), each has a counter of its own.
+// each CTA has two work tiles of its own, and requests the next free one whenever it begins one.
+// The bits of a work tile do not depend on the CTA that processes it. Where L2 partitions are known
+// (l2_partition.cuh), each partition has its own counter.
 #pragma once
 
 #include "common/debug.cuh"

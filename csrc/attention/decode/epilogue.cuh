@@ -1,9 +1,9 @@
-// From accumulators to the output: the teams of a CTA add up theirs.
+// The epilogue: the teams of a CTA add up their accumulators, and write the output or a partial.
 //
-// Every warp owns some steps of the head dim (for its columns): it alone adds them up, stores them,
-// counts itself among the work tile's warps that own the same, and, if it is the last of them,
-// combines the partials (combine.cuh). So the CTA meets at one barrier. What is stored between is
-// as lanes hold it.
+// Every warp owns some steps of the head dim (for its columns). It alone adds them up, stores them,
+// increments the counter of the warps that own the same steps of the work tile, and, if it is the
+// last one, combines the partials (combine.cuh). So the CTA needs one barrier. Partials are stored
+// in the order in which lanes hold them.
 #pragma once
 
 #include "cluster_reduce.cuh"

@@ -1,10 +1,10 @@
-// Who works on what if the bits of a sequence's result are to depend on that sequence alone: every
-// work tile is cut at multiples of a fixed number of tiles, counted from its first visible one.
+// Fixed splits: every work tile is split at multiples of a fixed number of tiles, counted from its
+// first visible one, so that the bits of a sequence's result depend on that sequence alone.
 //
-// What lies between two splits is a split, with a result of its own. All splits lie on lines, work
-// tile by work tile, and each CTA takes neighbours, as many as the others or one more. So CTAs
-// decide who does a split and when, and neither what it is nor the order in which the splits of a
-// work tile are added up.
+// Each split has a partial result of its own. All splits lie on lines, work tile by work tile, and
+// each CTA takes neighbouring ones, as many as the other CTAs or one more. The load decides which
+// CTA processes a split and when; it changes neither the split nor the order in which the partials
+// of a work tile are combined.
 #pragma once
 
 #include "static_scheduler.cuh"

@@ -1,4 +1,4 @@
-// What the kernel is given, beside the maps of the caches.
+// The kernel's arguments beside the tensor maps of the caches, computed from PagedDecodeParams.
 #pragma once
 
 #include "config.cuh"

@@ -1,8 +1,8 @@
-// What a warp loads, block by block and ahead of its use: 16 tokens of each tile of the CTA, or of
-// the cluster.
+// The KV loader: each warp copies its blocks of keys and values ahead of their use, 16 tokens of
+// each tile of the CTA or cluster.
 //
-// Page ids are read up to 32 at a time, and always one batch of them (of this split or the next)
-// before it is needed, since reading one takes as long as reading a block.
+// Page ids are read up to 32 at a time, one batch (of this split or the next) ahead of its use,
+// since reading an id takes as long as reading a block.
 #pragma once
 
 #include "attention/common/ptx.cuh"

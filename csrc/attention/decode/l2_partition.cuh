@@ -1,12 +1,12 @@
-// Who works on what where it is known which half of the L2 holds a page: what the half of the SM
-// holds. The other half's comes across the chip, which takes energy, by a way that is narrow
-// (docs/halves.md).
+// Maps heads and CTAs to L2 partitions, where the partition of each page is known: a CTA reads
+// pages from the partition of its own SM. Reading from the other partition takes more energy and a
+// narrow path across the chip (docs/halves.md).
 //
-// Both halves hold as many heads of a page. So the schedule's heads are places: the even ones are,
-// for each sequence, its heads in half 0 and the odd ones those in half 1. And its CTAs are
-// numbered so that those of half 0 have even numbers, and with them even lines and heads. A
-// sequence is taken to be where its first page is: where its pages are not, reading them costs
-// more, and nothing else changes.
+// Both partitions hold equally many heads of a page. So the scheduler's heads are indices: the even
+// ones are, for each sequence, its heads in partition 0, the odd ones those in partition 1. CTAs
+// are numbered so that those of partition 0 have even numbers, and with them even lines and heads.
+// A sequence counts as where its first page is: other pages elsewhere cost time, and change no
+// result.
 #pragma once
 
 #include <cstdint>

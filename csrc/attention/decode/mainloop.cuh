@@ -1,4 +1,5 @@
-// A warp's attention to blocks of 16 tokens, online: S = K Q^T, P = 2^(S - max), O += V^T P.
+// The mainloop: a warp's attention to blocks of 16 tokens, with an online softmax:
+// S = K Q^T, P = 2^(S - max), O += V^T P.
 #pragma once
 
 #include <cmath>

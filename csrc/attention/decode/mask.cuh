@@ -1,6 +1,6 @@
-// Who sees what: causality, windows and lengths.
+// The mask: which tokens each query sees, by causality, window and sequence length.
 //
-// Blocks begin at multiples of 16 tokens; `token` is a block's first.
+// Blocks begin at multiples of 16 tokens; `token` is the first token of a block.
 #pragma once
 
 #include "mma.cuh"

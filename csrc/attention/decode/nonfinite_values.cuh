@@ -1,6 +1,6 @@
-// Values that are no numbers. A weight of 0 hides a value from a query only if the value is finite:
-// 0 * NaN is NaN. So what no query sees is replaced by zeros, and a block that holds NaN or an
-// infinity which some query does not see is multiplied query by query (Mainloop).
+// Non-finite values. A weight of 0 masks a value only if the value is finite: 0 * NaN is NaN. So
+// values that no query sees are replaced by zeros, and a block with a NaN or infinity that some
+// query does not see is multiplied query by query (Mainloop).
 #pragma once
 
 #include <cmath>

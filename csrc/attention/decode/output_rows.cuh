@@ -1,5 +1,5 @@
-// The rows of the output: results relative to a maximum, what becomes of them, and where partials
-// of them lie in the workspace.
+// Rows of the output: accumulators relative to a maximum, how they become final rows, and where
+// they are written.
 #pragma once
 
 #include "kv_loader.cuh"

@@ -1,4 +1,4 @@
-// Partial results in the workspace.
+// Where partial results lie in the workspace.
 #pragma once
 
 #include "cluster_ops.cuh"

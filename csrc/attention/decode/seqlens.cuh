@@ -1,4 +1,4 @@
-// The lengths of all sequences, read and summed up by every CTA for itself.
+// The lengths of all sequences, read from global memory and summed up by every CTA for itself.
 #pragma once
 
 #include "cluster_ops.cuh"

@@ -1,9 +1,9 @@
-// A tile of a CTA that takes one chain: four blocks, one after the other, as a warp of a lone CTA
-// takes them, bit by bit.
+// A tile of a CTA that processes one serial chain: four blocks, one after the other, with the bits
+// that one warp of a CTA outside a cluster gets.
 //
-// Only outputs wait for the block before: they fade as the maximum rises. The maximum after a block
-// is the highest of all up to it, so each warp weighs one block, once all know all tops; and adds
-// up its part of the head dim from all four.
+// Only outputs depend on the block before: they are rescaled when the maximum rises. The maximum
+// after a block is the highest up to it, so each warp computes the weights of one block once all
+// maxima are known, and then adds up its steps of the head dim from all four blocks.
 #pragma once
 
 #include "cluster_ops.cuh"

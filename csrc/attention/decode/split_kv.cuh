@@ -1,5 +1,5 @@
-// The two ways of cutting work tiles, as it suits the load or after a fixed number of tiles, and
-// the tables that each needs.
+// The two ways to split work tiles, balanced over the CTAs or after a fixed number of tiles, behind
+// one interface (Splits); and the tables of sequence lengths that each way needs.
 #pragma once
 
 #include "seqlens.cuh"

@@ -1,13 +1,15 @@
-// Who works on what: a pure function of the lengths, computed by every CTA for itself.
+// The static scheduler of balanced splits: which tiles each CTA reads, a pure function of the
+// sequence lengths that every CTA computes for itself.
 //
-// A work tile is the tiles of one sequence that one KV head reads. Work tiles are laid on lines,
-// sequence by sequence; CTA i of a line takes the places [i * quota, (i + 1) * quota). Each line
-// has some of the KV heads, one if possible, and as many CTAs as the others: then all heads of a
-// page are read at about the same time, which is how they lie in memory. Where lengths are alike,
-// each work tile gets the same room on the line, a whole number of quotas (or a quota is a whole
-// number of work tiles): then no CTA has splits of two work tiles, fewest CTAs share one, and the
-// places that stay empty cost nothing. Where they differ, room would be time: the work tiles lie
-// close, and a CTA may end one, do others whole, and begin another.
+// A work tile is all tiles of one sequence that one KV head reads. Work tiles lie on lines,
+// sequence by sequence; CTA i of a line takes the tiles at positions [i * quota, (i + 1) * quota).
+// Each line has some of the KV heads, one if possible, and all lines have equally many CTAs: then
+// all heads of a page are read at about the same time, which is how they lie in memory. Where
+// lengths are similar, each work tile gets the same room on the line, a whole number of quotas (or
+// a quota is a whole number of work tiles): then no CTA has splits of two work tiles, fewest CTAs
+// share one, and empty positions cost nothing. Where lengths differ, empty positions would cost
+// time: the work tiles lie without gaps, and a CTA may end one, process others whole, and begin
+// another.
 #pragma once
 
 #include <cstdint>

@@ -1,10 +1,11 @@
-// Keeps warps abreast where each CTA has as many tiles as the others, and many of them.
+// The throttle: delays warps that are ahead, where each CTA has equally many tiles, and many of
+// them.
 //
-// SMs read at speeds that differ by a fifth, by where they are on the chip and by what their
-// neighbours do, and with equal shares the last of them end a launch alone. Memory is shared, and
-// its queues are long: what those who are ahead ask for later, others get earlier. So warps count
-// their tiles together, every few of them, and who is among the first waits. That changes when a
-// block is asked for, and nothing else.
+// SMs read at speeds that differ by a fifth, by their position on the chip and by the load of their
+// neighbours, and with equal shares the slowest SMs end a launch alone. Memory bandwidth is shared
+// and its queues are long: a request that a fast warp delays lets a slow warp's request complete
+// earlier. So warps count their tiles in a common counter, every few tiles, and a warp ahead of the
+// mean waits. That changes when a block is requested, and nothing else.
 #pragma once
 
 #include "split_kv.cuh"

@@ -1,6 +1,6 @@
-// What all consumer warpgroups have in common: whose turn it is, what has come, what is free again,
-// and the order of an work tile's steps. How tiles are multiplied and weighed is consumer.cuh's
-// business, or with 8 bits consumer_fp8.cuh's.
+// What both consumer warpgroups (consumer.cuh, consumer_fp8.cuh) share: waiting for tiles,
+// releasing them, the turns of warpgroups at the tensor cores, and the order of a work tile's
+// steps.
 #pragma once
 
 #include "common/ring.cuh"

@@ -1,4 +1,4 @@
-// The end of a tile: rows of out and their LSE, through shared memory.
+// The epilogue of a work tile: writes rows of out through shared memory, and their LSE.
 #pragma once
 
 #include "common/pack_pair.cuh"

@@ -1,4 +1,4 @@
-// Where keys and values lie in global memory, for what reads them without the copy engine.
+// The address of a key and its value in global memory, for code that reads them without TMA.
 #pragma once
 
 #include "work_tile.cuh"

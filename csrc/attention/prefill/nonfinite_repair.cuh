@@ -1,10 +1,10 @@
-// Undoes what values that a query does not see may have done to its output.
+// Non-finite repair: recomputes output rows that masked non-finite values have turned into NaN.
 //
-// The weight of a hidden key is 0, but 0 * NaN and 0 * infinity are NaN. Values that no query of
-// the tile sees are cleared in shared memory. Those that some see and some do not lie in tiles that
-// come first: when their products are summed, a row that has become NaN is summed again, without
-// tensor cores and from what it sees alone. If that was the reason the row is a number again, and
-// if the query does see a NaN it is NaN. This is slow, and never happens to numbers.
+// The weight of a masked key is 0, but 0 * NaN and 0 * infinity are NaN. Values that no query of
+// the tile sees are cleared in shared memory. Values that only some queries see lie in tiles that
+// come first: when their products are summed, a row that has become NaN is summed again without
+// tensor cores, from the keys that it sees alone. A row that sees a NaN stays NaN. This is slow,
+// and finite values never cause it.
 #pragma once
 
 #include "kv_address.cuh"

@@ -1,10 +1,10 @@
 // The producer: finds work tiles, and copies their queries and tiles of keys and values.
 //
-// Packed rows are copied by the copy engine; pages too, since a page is a copy (or one for each
-// strip), unless it holds whole tiles; slots of pages of any size by the threads of a warpgroup.
-// For three warpgroups (kHasFinder) one warp finds work tiles, one copies keys and one values.
-// Otherwise the first warp finds the work tiles, and copies: packed keys and values alone, those of
-// pages beside another for keys and two for values, slots with three others.
+// TMA copies packed rows; pages too, one box per page (or per strip), unless a page holds whole
+// tiles. The threads of a warpgroup copy slots of pages of any size. For three warpgroups
+// (kHasFinder) one warp finds work tiles, one copies keys and one values. Otherwise the first warp
+// finds the work tiles and copies: packed keys and values alone; pages with one other warp for keys
+// and two for values; slots with three others.
 #pragma once
 
 #include "qkv_loader.cuh"

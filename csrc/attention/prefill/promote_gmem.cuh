@@ -1,11 +1,12 @@
-// The second level of sums of 8-bit products where registers have no room for it.
+// Two-level accumulation (promotion) of 8-bit products in global memory, where registers have no
+// room for a second set of accumulators.
 //
-// The tensor cores keep about 14 bits of a sum. So they add up no more than kSumTiles tiles, and at
-// first those that hide keys: with each tile a thread adds a slice of its outputs, one after the
-// other, to a place of its own in global memory, in fp32, and these start anew from 0. Nothing
-// waits for the additions, which the L2 carries out: each place is one thread's, whose accesses of
-// it take effect in their order. At an work tile's end what lies there is read back. Items of fewer
-// tiles put nothing aside.
+// The tensor cores keep about 14 bits of a sum. So they sum at most kSumTiles tiles, and first the
+// tiles with masked keys. With each tile a thread adds a slice of its accumulators in fp32 to its
+// own addresses in global memory, slice after slice, and clears it. The L2 carries out the
+// additions, and no thread waits for them: each address belongs to one thread, whose accesses take
+// effect in order. At the end of a work tile the sums are read back. Work tiles of fewer tiles are
+// not promoted.
 #pragma once
 
 #include "promote_gmem_ptx.cuh"

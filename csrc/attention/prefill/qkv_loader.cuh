@@ -1,5 +1,5 @@
-// The copies that warps of the producer have made, or make: the queries of an work tile, and a tile
-// of keys or values, of packed rows, of pages or of slots.
+// The QKV loader: the copies that producer warps issue: the queries of a work tile, and tiles of
+// keys or values from packed rows, pages or slots.
 #pragma once
 
 #include "attention/common/ptx.cuh"

@@ -1,5 +1,5 @@
-// The scores of a warp's rows once more, where weights have overflowed: rare, and by instructions
-// of a warp alone.
+// Recomputes the scores of a warp's rows where weights have overflowed: rare, and with warp-wide
+// MMAs.
 #pragma once
 
 #include "kv_address.cuh"

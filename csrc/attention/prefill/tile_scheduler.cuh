@@ -1,9 +1,9 @@
-// Which tiles of queries there are, and in which order: a pure function of the lengths, computed by
-// every CTA for itself.
+// The tile scheduler: which work tiles there are and in which order, a pure function of the lengths
+// that every CTA computes for itself.
 //
 // Sequences with long tiles come first. Within a sequence, as many KV heads at a time as the L2
-// cache holds; of these, the tiles of the last queries first, which with a causal mask see most.
-// CTAs take the next work tile when they have done one: by a counter, or in turn.
+// cache holds; of these, the tiles of the last queries first, which with a causal mask see most
+// keys. A CTA takes the next work tile when it has finished one: from a counter, or round-robin.
 #pragma once
 
 #include "shared_storage.cuh"

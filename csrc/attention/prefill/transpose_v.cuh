@@ -1,10 +1,9 @@
-// Turns tiles of 8-bit values: wgmma takes them only with keys along the row, and they come with a
-// row for each key.
+// Transposes tiles of 8-bit values: wgmma needs keys along the row, and copies have a row per key.
 //
-// Pairs of bytes are transposed by ldmatrix, those within a pair by byte permutations, and stmatrix
-// writes them. The keys of 16 side by side come to lie as weights do (consumer_fp8.cuh):
-// byte 4c + 2h + e of a group holds key 8h + 2c + e, for what a thread has of scores is already
-// what the product takes. Values that no query of the work tile sees become 0.
+// ldmatrix transposes pairs of bytes, byte permutations those within a pair, and stmatrix writes
+// them. The keys of 16 lie in the order of the weights (consumer_fp8.cuh): byte 4c + 2h + e of a
+// group holds key 8h + 2c + e, so that a thread's scores are already the operand. Values that no
+// query of the work tile sees become 0.
 #pragma once
 
 #include "common/ring.cuh"

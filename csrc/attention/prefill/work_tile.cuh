@@ -1,4 +1,4 @@
-// A tile of queries, and the order in which its tiles of keys are read.
+// A work tile: a tile of queries, the tiles of keys that it reads, and their order.
 #pragma once
 
 #include "config.cuh"

@@ -1,5 +1,5 @@
 // The epilogue of the tiled GEMM where tokens are the MMA's rows: four lanes hold neighbouring
-// channels of a token, and store them from registers. (What is computed: epilogue_math.cuh.)
+// channels of a token, and store them from registers. (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "epilogue_argmax.cuh"

@@ -1,5 +1,6 @@
-// Rows of logits that are sampled greedily: the best of every part of a row is handed over, so that
-// nobody reads the row for it, and what nobody reads need not be stored.
+// Argmax epilogue for rows of logits that are sampled greedily: the kernel writes the argmax key of
+// every slice of a row, so that sampling does not read the row, and logits that are not read are
+// not stored.
 #pragma once
 
 #include "common/argmax_key.cuh"

@@ -1,6 +1,6 @@
-// The epilogue of the tiled GEMM for few tokens, where channels are the MMA's rows: a launch is
-// short, and what its last sums wait for counts. So results go from registers to out, past shared
-// memory, and no thread waits for another. (What is computed: epilogue_math.cuh.)
+// The small-M epilogue of the tiled GEMM, where channels are the MMA's rows and tokens are few: the
+// launch is short, so results go from registers to out, without shared memory and without barriers.
+// (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "epilogue_math.cuh"

@@ -1,5 +1,5 @@
-// The epilogue of the tiled GEMM where channels are the MMA's rows: results are turned into rows of
-// out. (What is computed: epilogue_math.cuh.)
+// The swap-AB epilogue of the tiled GEMM, where channels are the MMA's rows: results are transposed
+// in shared memory into rows of out. (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "common/mbarrier.cuh"

@@ -116,7 +116,7 @@ extern "C" int fixed_schedule(const int* tiles, int batch, int heads_kv, int gri
   int count = 0;
   for (int cta = 0; cta < lines.ctas * lines.count; ++cta) {
     const OnLine on(cta, lines.count, lines.by_count);
-    const LineRange own = shares.places_of(on.cta);
+    const LineRange own = shares.range_of(on.cta);
     const int sequence = find_sequence(table, batch, lines.heads, own.begin);
     FixedSplitWalk<Table> walk(table, lines.heads_of(on.line), size, own, sequence);
     for (FixedSplit part; walk.next(table, &part); ++count) {
@@ -124,9 +124,9 @@ extern "C" int fixed_schedule(const int* tiles, int batch, int heads_kv, int gri
         return -1;
       }
       const FixedSplitPeers peers(part, shares, on.cta);
-      const int first_cta = on.line * lines.ctas, first_place = on.line * positions * lines.heads;
+      const int first_cta = on.line * lines.ctas, first_index = on.line * positions * lines.heads;
       const int found[10] = {first_cta + on.cta, part.sequence, part.head,
-                             part.begin,         part.end,      first_place + part.line_index,
+                             part.begin,         part.end,      first_index + part.line_index,
                              part.whole(),       peers.ends,    first_cta + peers.first_cta,
                              peers.ctas};
       for (int i = 0; i < 10; ++i) {

@@ -152,7 +152,7 @@ def test_fixed_splits_depend_on_their_sequence_alone(
 ) -> None:
     tiles, heads_kv, _, grid = load
     splits = fixed_schedule(tiles, heads_kv, grid, split)
-    # Whatever the grid, the same splits, each at a position of its own, those of a work tile in order.
+    # The splits do not depend on the grid; each has one position, in order within a work tile.
     wanted = [
         (b, h, begin, min(begin + split, n))
         for b, n in enumerate(tiles)
@@ -179,7 +179,7 @@ def test_fixed_splits_depend_on_their_sequence_alone(
         ]
         ctas = sorted({u.cta for u in own})
         assert all(u.whole == (tiles[sequence] <= split) for u in own)
-        # Each CTA of the work tile arrives once, after its last part of it.
+        # Each CTA of the work tile arrives once, after its last split of it.
         assert [u.cta for u in own if u.ends] == ctas
         assert all(not u.ends or u.cta != v.cta for u, v in pairwise(own))
         assert ctas == list(range(own[0].first_cta, own[0].first_cta + own[0].ctas))
