@@ -148,26 +148,25 @@ def record(arguments: argparse.Namespace, checkout: Path, file: Path) -> None:
         chosen = [v for v in variants if _is_chosen(v, arguments.families)]
         if not chosen:
             raise SystemExit(f"--families: no variant is called {' '.join(arguments.families)}")
-        with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
-            recorded = set(archive.namelist())
-            left = [v for v in chosen if v["name"] not in recorded]
-            with ThreadPoolExecutor(arguments.jobs) as pool:
-                pending = {
-                    pool.submit(disassemble, v, cuobjdump, folder): str(v["name"]) for v in left
-                }
-                done = len(chosen) - len(left)
-                for future in as_completed(pending):
-                    if future.cancelled():
-                        continue
+        recorded = set(zipfile.ZipFile(file).namelist()) if file.exists() else set()
+        left = [v for v in chosen if v["name"] not in recorded]
+        done = len(chosen) - len(left)
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            pending = {pool.submit(disassemble, v, cuobjdump, folder): str(v["name"]) for v in left}
+            for future in as_completed(pending):
+                if future.cancelled():
+                    continue
+                # Closed after each variant, so that an interrupted run loses none.
+                with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
                     archive.writestr(pending[future], future.result())
-                    done += 1
-                    seconds = time.monotonic() - begin
-                    print(
-                        f"{checkout} {done}/{len(chosen)} {seconds:.0f} s {pending[future]}",
-                        flush=True,
-                    )
-                    if seconds > arguments.seconds:
-                        pool.shutdown(wait=False, cancel_futures=True)
+                done += 1
+                seconds = time.monotonic() - begin
+                print(
+                    f"{checkout} {done}/{len(chosen)} {seconds:.0f} s {pending[future]}",
+                    flush=True,
+                )
+                if seconds > arguments.seconds:
+                    pool.shutdown(wait=False, cancel_futures=True)
     if done < len(chosen):
         raise SystemExit(f"{file}: {len(chosen) - done} variants are left; run this again")
 
