@@ -102,9 +102,9 @@ static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
 // that is read (mask.cuh). Where there are more rows some kernels have no registers for it.
 inline constexpr bool kEndsWithLast = kCopyPages && kColumns == 8;
 
-// Whether CTAs may claim work tiles (dynamic_scheduler.cuh): at least so many for each of them, of
-// so many tiles that each warp has blocks for its rings in each, and none looks further ahead than
-// to the work tile after the next. 8-bit caches of long heads have no registers left for it.
+// Whether CTAs may request work tiles (dynamic_scheduler.cuh): at least so many for each of them,
+// of so many tiles that each warp has blocks for its rings in each, and none looks further ahead
+// than to the work tile after the next. 8-bit caches of long heads have no registers left for it.
 inline constexpr bool kMayScheduleDynamically = kClusterCtas == 1 && kTeamWarps == 1 &&
                                                 kColumns == 8 && kCopyPages &&
                                                 !(kQuantized && kDim > 128);

@@ -17,7 +17,7 @@ namespace ostinato::decode {
 template <bool kUsed>
 class DynamicSchedulerOf {
  public:
-  static constexpr int kOwn = 2;  // turns that need no claim: a split is loaded before it is used
+  static constexpr int kOwn = 2;  // work tiles of a CTA that need no request
   static constexpr int kNone = -1;
 
   // By all threads, once, before a barrier of the CTA.
@@ -85,14 +85,14 @@ class DynamicSchedulerOf {
   static __device__ __forceinline__ int sequence_of(int work_tile) { return work_tile % kMaxBatch; }
   static __device__ __forceinline__ int head_of(int work_tile) { return work_tile / kMaxBatch; }
 
-  // In the last split, once its claim has been published: counts the CTA among those that ask no
-  // more. The number comes back while the split is worked on.
+  // In the last split, once its request has been published: counts the CTA among those that
+  // request no more. The number comes back while the split is worked on.
   __device__ __forceinline__ void leave() {
     if (work_tiles_ > 0 && threadIdx.x == 0) {
       asked_ = atomicInc(&params_.scheduler_counters[kLeft], gridDim.x - 1);
     }
   }
-  // At the end of the launch. The last that has left has the counter of claims as it was.
+  // At the end of the launch. The last CTA to leave resets the request counters.
   __device__ __forceinline__ void end() const {
     if (work_tiles_ > 0 && threadIdx.x == 0 && asked_ == gridDim.x - 1) {
       params_.scheduler_counters[0] = 0;
@@ -101,10 +101,10 @@ class DynamicSchedulerOf {
   }
 
  private:
-  // Counters: of claims, one for each half of the L2 or the first for all; of CTAs that have left.
+  // Counters: of requests, one per L2 partition or the first for all; of CTAs that have left.
   static constexpr int kLeft = 2;
 
-  // The work tile of a claim: of the half, and once those are gone of the other.
+  // The work tile of a request: of this L2 partition, and once those are gone of the other.
   __device__ __forceinline__ int find(uint32_t claim) {
     const int own = kOwn * gridDim.x;
     if (!by_l2_partition(params_)) {
@@ -162,7 +162,7 @@ class DynamicSchedulerOf<false> {
 
 using DynamicScheduler = DynamicSchedulerOf<kMayScheduleDynamically>;
 
-// The splits of a CTA, in order: those of its share, or of what it claims, turn by turn.
+// The splits of a CTA, in order: static ones, or those that it requests one by one.
 template <class SomeScheduler>
 class DynamicSplits {
  public:

@@ -280,7 +280,7 @@ class KvLoader {
     next_.entry = page_table_ + page;
     next_.page = read_table(next_.entry, early);
     tile_ += next_.left;
-    // Where the first has claims to see to, the last.
+    // By the last warp where the first one runs the dynamic scheduler.
     if (warp_ == (kMayScheduleDynamically ? kWarps - 1 : 0) && ahead.sequence >= 0) {
       prefetch_queries(ahead);
     }

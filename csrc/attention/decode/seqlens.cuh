@@ -57,7 +57,7 @@ class Seqlens {
   }
 
   // Numbers in global memory: of the sequence of this thread's lane or, of many, of its share of
-  // them. Only kernels that may claim read all of those before they use any.
+  // them. Only kernels with a dynamic scheduler read all of those before they use any.
   struct Raw {
     int of[kMayScheduleDynamically ? kMaxBatch / kThreads : 1];
     uint32_t halves;  // of their first pages, a bit each, where they are known

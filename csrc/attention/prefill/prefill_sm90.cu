@@ -4,7 +4,7 @@
 // Persistent CTAs of one producer warpgroup, which copies, and two or three that multiply by wgmma,
 // each 64 rows of queries; weights stay in registers. Everything that depends on a length is found
 // on the device (tile_scheduler.cuh), the grid from capacities. No result depends on which CTA
-// computes it, or on other sequences. The pieces: config.cuh (macros, shared memory),
+// computes it, or on other sequences. Files: config.cuh (macros, shared memory),
 // work_tile.cuh (tiles and their order), producer.cuh, qkv_loader.cuh,
 // smem_operands.cuh, wgmma.cuh, softmax.cuh, consumer.cuh,
 // epilogue.cuh, nonfinite_repair.cuh; with 8 bits transpose_v.cuh,

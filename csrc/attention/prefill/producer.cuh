@@ -119,7 +119,7 @@ class Producer : QkvLoader {
   }
 
   // Calls `then` when the next work tile is to be found, which is known before this one's tiles are
-  // all copied. A CTA that claims its next work tile long before leaves others without work at the
+  // all copied. A CTA that takes its next work tile long before leaves others without work at the
   // end.
   template <class Then>
   __device__ __forceinline__ void copy_work_tile(const WorkTile& work_tile, Then then) {

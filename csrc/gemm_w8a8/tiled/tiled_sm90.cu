@@ -2,9 +2,9 @@
 //
 // Tokens or channels feed the MMA's 64 rows, the others its columns. Two producers keep a ring of
 // stages full, one or two consumer warpgroups multiply. A tile may use less of both than what was
-// compiled, whence tiles fit the SMs and time grows evenly with m. The pieces: config.cuh
+// compiled, whence tiles fit the SMs and time grows evenly with m. Files: config.cuh
 // (macros, shared memory), tile_scheduler.cuh (tiles and their order), producer.cuh,
-// wgmma.cuh, consumer.cuh, tiled_epilogue_{direct,few,turned}.cuh, epilogue_math.cuh.
+// wgmma.cuh, consumer.cuh, epilogue{,_small_m,_swap_ab,_argmax,_math}.cuh.
 // docs/gemm_tiled.md has the reasons and the measurements.
 //
 // Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or
