@@ -105,11 +105,11 @@ def test_the_first_slots_are_those_of_the_last_position() -> None:
     assert burst._slots(inputs, 16).tolist() == [80, 129, 168]
 
 
-def test_what_loads_the_host_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> None:
+def test_the_load_on_the_host_ends_with_the_benchmark(tmp_path: Path) -> None:
     children = tmp_path / "children"
     script = f"""
 import os, time
-from ostinato.bench import burst
+from ostinato.bench.graphs import burst
 os.cpu_count = lambda: 2
 with burst._loaded_host():
     listed = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read()
