@@ -1,6 +1,6 @@
 // Who works on what where it is known which half of the L2 holds a page: what the half of the SM
 // holds. The other half's comes across the chip, which takes energy, by a way that is narrow
-// (docs/halves.md).
+// (docs/l2_partition.md).
 //
 // Both halves hold as many heads of a page. So the schedule's heads are places: the even ones are,
 // for each sequence, its heads in half 0 and the odd ones those in half 1. And its CTAs are
@@ -24,18 +24,18 @@ __host__ __device__ __forceinline__ uint32_t parity(uint32_t bits) {
 }
 
 // Whether as many of the heads are in one half as in the other, and are told by their number.
-inline bool divides_heads(const Halves& halves, int heads) {
+inline bool divides_heads(const L2Partition& halves, int heads) {
   const uint32_t lowest = halves.heads & -halves.heads;
   return lowest != 0 && lowest < (1u << 30) && heads % static_cast<int>(2 * lowest) == 0;
 }
 
 // The half that holds head 0 of a page.
-__host__ __device__ __forceinline__ uint32_t half_of_page(const Halves& halves, int page) {
+__host__ __device__ __forceinline__ uint32_t half_of_page(const L2Partition& halves, int page) {
   return parity(static_cast<uint32_t>(page) & halves.pages);
 }
 
 // The head of a place, of a page whose head 0 is in the half `first`.
-__host__ __device__ __forceinline__ int head_of_place(const Halves& halves, int place,
+__host__ __device__ __forceinline__ int head_of_place(const L2Partition& halves, int place,
                                                       uint32_t first) {
   const uint32_t lowest = halves.heads & -halves.heads;
   const uint32_t index = static_cast<uint32_t>(place) / 2, half = place % 2;  // in that half
