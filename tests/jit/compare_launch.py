@@ -50,16 +50,24 @@ _GEMM = {
     **dict.fromkeys(("x_scale_stride", "w_scale_stride", "cluster", "share_weights", "band"), 1),
     **dict.fromkeys(("tile_channels", "tile_tokens"), 128),
     **dict.fromkeys(("x_zero_point", "x_zero_point_stride", "split_k"), 0),
-    **{"pdl": True, "stream": 1 << 46},
+    "pdl": True,
+    "stream": 1 << 46,
 }
 _DECODE = {
     **dict.fromkeys(("q", "out"), (1 << 45, 4096, 128)),
     **dict.fromkeys(("k_cache", "v_cache"), (1 << 45, 1 << 16, 1024, 128)),
-    **{"lse": (0, 0, 0), "k_scale": (0, 0, 0, 0), "v_scale": (0, 0, 0, 0)},
+    "lse": (0, 0, 0),
+    "k_scale": (0, 0, 0, 0),
+    "v_scale": (0, 0, 0, 0),
     **dict.fromkeys(("page_table", "seq_lens", "cu_seqlens_q", "workspace", "stream"), 1 << 45),
     **dict.fromkeys(("page_table_stride", "batch", "heads_q", "heads_kv", "pages"), 32),
     **dict.fromkeys(("page_size", "max_pages", "max_seqlen_q"), 64),
-    **{"sinks": 0, "left": -1, "right": 0, "scale": 0.125, "softcap": 0.0, "pdl": True},
+    "sinks": 0,
+    "left": -1,
+    "right": 0,
+    "scale": 0.125,
+    "softcap": 0.0,
+    "pdl": True,
 }
 # By struct: its header in either package, its class before libraries described themselves, and the
 # name of its hash then.

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from ostinato import _C
 from ostinato.jit.sources import CSRC
-from ostinato.jit.variants import Variant
+from ostinato.jit.variant import Variant
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import Quantize
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -17,23 +17,20 @@ from ostinato.jit import (
     loader,
     toolchain,
 )
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.errors import (
     KernelBuildError,
     MissingKernelError,
 )
-from ostinato.jit.variants import (
-    AppendKV,
-    AttentionDecode,
-    AttentionPrefill,
-    Embed,
-    FusedLinear,
-    GemmSmallM,
-    GemmTiled,
-    MergeStates,
-    Quantize,
-    Sample,
-)
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.merge_states import MergeStates
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
+from ostinato.ops.catalogue import CATALOGUE
+from ostinato.ops.embed import Embed
+from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.sampling.sample_cuda import Sample
 
 _VARIANT = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype="e4m3")
 _COMMAND = "python -m ostinato build --only quantize-silu_mul-bf16-e4m3"

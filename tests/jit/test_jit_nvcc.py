@@ -20,7 +20,6 @@ from ostinato.jit.budgets import (
     excesses,
     read_budgets,
 )
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.compiler import (
     build,
     plan,
@@ -34,19 +33,17 @@ from ostinato.jit.toolchain import (
     require_cutlass,
     require_nvcc,
 )
-from ostinato.jit.variants import (
-    AppendKV,
-    AttentionDecode,
-    AttentionPrefill,
-    Embed,
-    FusedLinear,
-    GemmSmallM,
-    GemmTiled,
-    MergeStates,
-    Quantize,
-    Sample,
-    Variant,
-)
+from ostinato.jit.variant import Variant
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.merge_states import MergeStates
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
+from ostinato.ops.catalogue import CATALOGUE
+from ostinato.ops.embed import Embed
+from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.sampling.sample_cuda import Sample
 
 pytestmark = pytest.mark.nvcc
 

@@ -24,11 +24,9 @@ from ostinato.jit.sources import (
     CSRC,
     read_sources,
 )
-from ostinato.jit.variants import (
-    GemmTiled,
-    Quantize,
-    Variant,
-)
+from ostinato.jit.variant import Variant
+from ostinato.ops.linear.gemm_variants import GemmTiled
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,26 +8,19 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from ostinato.jit.catalogue import (
-    CATALOGUE,
-    families,
-    select,
-)
+from ostinato.jit.registry import families, select
 from ostinato.jit.sources import read_sources
-from ostinato.jit.variants import (
-    QUANTIZE_KINDS,
-    AppendKV,
-    AttentionDecode,
-    AttentionPrefill,
-    Embed,
-    FusedLinear,
-    GemmSmallM,
-    GemmTiled,
-    MergeStates,
-    Quantize,
-    Sample,
-    Variant,
-)
+from ostinato.jit.variant import Variant
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.merge_states import MergeStates
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
+from ostinato.ops.catalogue import CATALOGUE
+from ostinato.ops.embed import Embed
+from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ostinato.ops.linear.quantize_cuda import QUANTIZE_KINDS, Quantize
+from ostinato.ops.sampling.sample_cuda import Sample
 
 _QUANTIZE = {"kind": "rms_norm", "in_dtype": "bf16", "out_dtype": "int8"}
 _SMALL = {"out_dtype": "bf16", "max_m": 16}

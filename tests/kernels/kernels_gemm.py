@@ -13,7 +13,7 @@ from ostinato.jit.compiler import (
     plan,
 )
 from ostinato.jit.mode import BuildMode
-from ostinato.jit.variants import Variant
+from ostinato.jit.variant import Variant
 
 Kind = TypeVar("Kind", bound=Variant)
 

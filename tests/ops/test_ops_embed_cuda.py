@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.jit.variants import Embed
-from ostinato.ops import embed_cuda
 from ostinato.ops.common.pdl import pdl
+from ostinato.ops.embed import Embed
 
 STREAM = 77
 

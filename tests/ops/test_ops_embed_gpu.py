@@ -8,7 +8,6 @@ from ops_cases import FLOATS, assert_same_bits
 
 from ostinato import ops
 from ostinato.graphs import BatchView, BufferSpec, GraphRunner, StaticBuffers
-from ostinato.ops import embed_cuda
 from ostinato.ops.common.pdl import pdl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ... import ops
-from ...jit.variants import Variant
+from ...jit.variant import Variant
 from ...ops.common.device import (
     device_index,
     gpu,

@@ -16,7 +16,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import AttentionDecode
+from ostinato.ops.attention.decode_variants import AttentionDecode
 from ostinato.ops.common.device import (
     heads_of,
     slots_of,

@@ -17,7 +17,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import AttentionPrefill
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.common.device import (
     heads_of,
     slots_of,

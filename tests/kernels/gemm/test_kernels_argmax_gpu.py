@@ -13,7 +13,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import GemmTiled
+from ostinato.ops.linear.gemm_variants import GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

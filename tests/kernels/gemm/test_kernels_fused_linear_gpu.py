@@ -14,7 +14,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import FusedLinear
+from ostinato.ops.linear.fused_cuda import FusedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
