@@ -79,12 +79,17 @@ inline Layout read_layout(const std::string& path, const FieldTable* table,
     }
     LayoutField made = {name, field.kind, field.required != 0, {}};
     uint32_t offset = field.offset;
+    const bool has_wide = made.kind.find_first_of("pq") != std::string::npos;
+    if (offset % (has_wide ? 8 : 4) != 0) {
+      refuse(path, "field " + name + ": got offset " + std::to_string(offset) +
+                       ", expected a multiple of its alignment");
+    }
     for (const char kind : made.kind) {
       const uint32_t number = static_cast<uint32_t>(size_of_number(kind));
       offset = (offset + number - 1) / number * number;
       for (uint32_t byte = offset; byte < offset + number; ++byte) {
         if (byte >= table->size || taken[byte]) {
-          refuse(path, "field " + name + ": overlaps another field, or is not aligned");
+          refuse(path, "field " + name + ": overlaps another field");
         }
         taken[byte] = true;
       }

@@ -40,7 +40,8 @@ def load(variant: Variant, *, device: int, stream: int) -> _C.Library:
         MissingKernelError: when the variant is not compiled and `stream` is capturing, OSTINATO_JIT
             is 0, or nvcc or CUTLASS is not installed. It names the variant and the command.
         KernelBuildError: when compiling fails.
-        RuntimeError: when the library is of another version than `ostinato._C`, or the device refuses it.
+        RuntimeError: when the library is of another version than `ostinato._C`, or the device
+            refuses it.
     """
     found = _loaded.get((variant, device))
     if found is not None:

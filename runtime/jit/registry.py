@@ -68,8 +68,8 @@ def select(
         among: what to select from: mostly `ostinato.ops.catalogue.CATALOGUE`.
         only: families or names of variants, those that `among` does not list included; empty for
             all.
-        dtypes: names as in `ostinato.jit.variant`; 8-bit ones choose among operands, the others among inputs
-            and outputs, and a kind of which none is named is not restricted.
+        dtypes: names as in `ostinato.jit.variant`; 8-bit ones choose among operands, the others
+            among inputs and outputs, and a kind of which none is named is not restricted.
 
     Raises:
         ValueError: naming the argument, for a name that no variant has, or when nothing is left.

@@ -111,7 +111,7 @@ def _embed(
         if seen is not None and seen_rows is not None:
             checks.token_values("seen_rows", seen_rows.tolist(), least=0, most=seen.size(0) - 1)
     if table.device.type == "cuda" and has_kernels(table.get_device()):
-        _launch(tokens, table, seen, seen_rows, n_active, out)
+        embed_rows(tokens, table, seen, seen_rows, n_active, out)
         return
     torch.index_select(table, 0, tokens, out=out)
     if seen is not None and seen_rows is not None:
@@ -124,7 +124,7 @@ def embed_kernel(dtype: torch.dtype) -> Embed:
     return Embed(dtype=KERNEL_NAMES[dtype])
 
 
-def _launch(
+def embed_rows(
     tokens: torch.Tensor,
     table: torch.Tensor,
     seen: torch.Tensor | None,

@@ -73,7 +73,7 @@ def test_the_probe_is_within_its_budget_and_loads() -> None:
     assert excesses(entry.usage, _PROBE_BUDGET) == []
     assert entry.nvcc == require_nvcc().version
     # Loading needs neither a GPU nor a driver.
-    assert isinstance(_C.Quantize(str(entry.library)), _C.Quantize)
+    assert isinstance(_C.Library(str(entry.library)), _C.Library)
 
 
 def test_local_memory_exceeds_the_budget() -> None:
@@ -136,7 +136,7 @@ def test_only_the_entry_points_are_exported() -> None:
         ["nm", "-D", "--defined-only", entry.library], capture_output=True, text=True, check=True
     )
     assert {line.split()[-1] for line in listed.stdout.splitlines()} == {
-        *("ostinato_abi_version", "ostinato_error_string"),
+        *("ostinato_fields", "ostinato_error_string"),
         *("ostinato_prepare", "ostinato_launch"),
     }
 

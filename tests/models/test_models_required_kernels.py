@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from ostinato.ops.linear import (
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 from tiny import tiny_llama
+
+embed_module = import_module("ostinato.ops.embed")  # `ostinato.ops.embed` is the op
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -113,7 +116,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    modules = (append_kv_cuda, decode_cuda, embed_cuda, w8a8_gemm, prefill_cuda, quantize_cuda)
+    modules = (append_kv_cuda, decode_cuda, embed_module, w8a8_gemm, prefill_cuda, quantize_cuda)
     for module in modules:
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)

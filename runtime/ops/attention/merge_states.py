@@ -112,7 +112,7 @@ def _merge_states(
     out_lse: torch.Tensor,
 ) -> None:
     if o_a.device.type == "cuda" and has_kernels(o_a.get_device()):
-        _launch(o_a, lse_a, o_b, lse_b, out, out_lse)
+        merge_on_device(o_a, lse_a, o_b, lse_b, out, out_lse)
         return
     top = torch.maximum(lse_a, lse_b)
     # Where there are no keys at all, -inf minus -inf would be NaN.
@@ -128,7 +128,7 @@ def _merge_states(
     out_lse.copy_(torch.where(total == 0, top, shift + total.log()))
 
 
-def _launch(
+def merge_on_device(
     o_a: torch.Tensor,
     lse_a: torch.Tensor,
     o_b: torch.Tensor,

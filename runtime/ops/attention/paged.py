@@ -155,8 +155,8 @@ def paged_attention(
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
-        l2_partition: which partition of the GPU's L2 holds which pages, as `PagedKVCache` knows it of its
-            own. A hint: steps of many sequences read more cheaply by it, the result does not
+        l2_partition: which partition of the GPU's L2 holds which pages, as `PagedKVCache` knows it
+            of its own. A hint: steps of many sequences read more cheaply by it, the result does not
             depend on it. The first entry of each row of `page_table` is read then, whatever it is,
             and must not change meanwhile.
         stream: see `ostinato.ops`.
@@ -279,7 +279,7 @@ _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, SymInt max_seqlen_q, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
-    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, int[] l2_partition) "
-    "-> ()",
+    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
+    "int[] l2_partition) -> ()",
     _paged_attention,
 )
