@@ -9,11 +9,6 @@ from ..jit.cache import (
     Entry,
     cache_folder,
 )
-from ..jit.catalogue import (
-    CATALOGUE,
-    families,
-    select,
-)
 from ..jit.compiler import (
     Plan,
     build,
@@ -21,6 +16,7 @@ from ..jit.compiler import (
     plan,
 )
 from ..jit.mode import BuildMode
+from ..jit.registry import families, select
 from ..jit.targets import (
     DEFAULT,
     TARGETS,
@@ -28,16 +24,14 @@ from ..jit.targets import (
     local_target,
     target_named,
 )
-from ..jit.variants import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    Variant,
-)
+from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from .command import Command, Parser, UserError, user_errors
 from .model_flags import add_batch_invariant_flag
 
 
 def _parser() -> Parser:
+    from ..ops.catalogue import CATALOGUE
+
     parser = Parser(
         prog="ostinato build",
         usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
@@ -53,7 +47,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"these families ({', '.join(families())}) or variants "
+        help=f"these families ({', '.join(families(CATALOGUE))}) or variants "
         "(as `python -m ostinato kernels` lists them, or an error names them)",
     )
     chosen.add_argument(
@@ -98,6 +92,8 @@ def _parser() -> Parser:
 
 
 def _main(argv: Sequence[str]) -> int:
+    from ..ops.catalogue import CATALOGUE  # with torch, without which commands are listed
+
     args = _parser().parse_args(argv)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
@@ -118,7 +114,7 @@ def _main(argv: Sequence[str]) -> int:
             )
         # A model may need what is otherwise compiled when it is first used.
         unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
-        chosen = select(only=args.only, dtypes=args.dtypes, among=(*CATALOGUE, *unlisted))
+        chosen = select((*CATALOGUE, *unlisted), only=args.only, dtypes=args.dtypes)
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [
@@ -180,7 +176,6 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..checkpoint import load_config
     from ..checkpoint.formats import load_quantization
     from ..checkpoint.layout import Fused, model_layout
-    from ..jit.variants import GemmTiled
     from ..models.required_kernels import (
         LM_HEAD_QUANTIZATION,
         QUANTIZATION_OF,
@@ -188,6 +183,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
         unquantized_kernels,
     )
     from ..ops.common.device import runs
+    from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from .. import ops
-from ..jit.variants import GemmTiled
 from ..ops.common.device import has_kernel
+from ..ops.linear.gemm_variants import GemmTiled
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,18 @@ from ..jit.targets import (
     capability_of,
     target_for,
 )
-from ..jit.variants import (
-    AppendKV,
-    AttentionDecode,
-    AttentionPrefill,
-    Embed,
-    FusedLinear,
-    GemmTiled,
-    MergeStates,
-    Quantize,
-    Sample,
-    Variant,
-)
+from ..jit.variant import Variant
+from .attention.append_kv_cuda import AppendKV
+from .attention.decode_variants import AttentionDecode
+from .attention.merge_states import MergeStates
+from .attention.prefill_variants import AttentionPrefill
 from .common.device import device_index
+from .embed import Embed
+from .linear.fused_cuda import FusedLinear
+from .linear.gemm_variants import GemmTiled
+from .linear.quantize_cuda import Quantize
 from .linear.w8a8_torch import operator_of
+from .sampling.sample_cuda import Sample
 
 _FAMILIES: dict[str, type[Variant]] = {
     "embed": Embed,

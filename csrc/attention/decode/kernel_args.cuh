@@ -53,7 +53,7 @@ struct Arguments {
         v_scale(p.v_scale),
         k_cache(p.k_cache),
         v_cache(p.v_cache),
-        halves(p.halves) {
+        halves(p.l2_partition) {
     // Where free splits have several heads on a line, its place decides how a head is cut.
     const bool splits_depend = !kFixedSplits && line_heads > 1;
     if (!kMayPartitionL2 || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
@@ -88,7 +88,7 @@ struct Arguments {
   Slots k_scale, v_scale;
   // Where threads copy.
   Slots k_cache, v_cache;
-  Halves halves;  // heads = 0 also where they change nothing
+  L2Partition halves;  // heads = 0 also where they change nothing
 };
 
 __device__ __forceinline__ bool has_token_scales(const Arguments& params) {

@@ -24,18 +24,19 @@ __host__ __device__ __forceinline__ uint32_t parity(uint32_t bits) {
 }
 
 // Whether as many of the heads are in one half as in the other, and are told by their number.
-inline bool divides_heads(const Halves& halves, int heads) {
+inline bool divides_heads(const L2Partition& halves, int heads) {
   const uint32_t lowest = halves.heads & -halves.heads;
   return lowest != 0 && lowest < (1u << 30) && heads % static_cast<int>(2 * lowest) == 0;
 }
 
 // The half that holds head 0 of a page.
-__host__ __device__ __forceinline__ uint32_t partition_of_page(const Halves& halves, int page) {
+__host__ __device__ __forceinline__ uint32_t partition_of_page(const L2Partition& halves,
+                                                               int page) {
   return parity(static_cast<uint32_t>(page) & halves.pages);
 }
 
 // The head of a place, of a page whose head 0 is in the half `first`.
-__host__ __device__ __forceinline__ int head_on_line(const Halves& halves, int line_head,
+__host__ __device__ __forceinline__ int head_on_line(const L2Partition& halves, int line_head,
                                                      uint32_t first) {
   const uint32_t lowest = halves.heads & -halves.heads;
   const uint32_t index = static_cast<uint32_t>(line_head) / 2,

@@ -6,7 +6,6 @@ from typing import overload
 
 import torch
 
-from ...jit.variants import AppendKV
 from ..common import checks
 from ..common.batch_invariant_rows import mean_square
 from ..common.device import has_kernel
@@ -17,7 +16,7 @@ from ..linear.quantize import (
     encode,
 )
 from . import checks as attention_checks
-from .append_kv_cuda import append_heads
+from .append_kv_cuda import AppendKV, append_heads
 
 _MOST_HEADS = 4 * 65535  # a block of the launch has at least 4, and a grid so many blocks a token
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...jit.variants import FusedLinear
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .fused_cuda import launch_fused
+from .fused_cuda import FusedLinear, launch_fused
 from .linear import (
     check_weight,
     multiply,

@@ -6,7 +6,6 @@ import torch
 from torch.nn import functional
 
 from ...jit.targets import capability_of
-from ...jit.variants import GemmTiled
 from ..common import checks
 from ..common.batch_invariant_rows import (
     alike_rows,
@@ -21,6 +20,7 @@ from ..common.sizes import (
 )
 from ..common.torch_library import register
 from . import packed_weight
+from .gemm_variants import GemmTiled
 from .packed_weight import PackedWeight
 from .w8a8_gemm import (
     ToSample,

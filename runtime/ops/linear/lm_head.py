@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...jit.variants import GemmTiled
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
@@ -15,6 +14,7 @@ from .fused import (
     codes_of,
     rms_norm_w8a8_linear,
 )
+from .gemm_variants import GemmTiled
 from .linear import (
     check_weight,
     multiply,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...jit.variants import Quantize
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 # The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
 # the grid is symmetric.

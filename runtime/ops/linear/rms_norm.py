@@ -6,7 +6,6 @@ from typing import overload
 
 import torch
 
-from ...jit.variants import Quantize
 from ..common import checks
 from ..common.batch_invariant_rows import mean_square
 from ..common.device import has_kernel
@@ -15,7 +14,7 @@ from .quantize import (
     check_static,
     quantize_into,
 )
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 
 @overload

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from ...jit.variants import Quantize
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
@@ -14,7 +13,7 @@ from .quantize import (
     check_static,
     quantize_into,
 )
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 
 def silu_mul(

@@ -12,12 +12,12 @@ from ops_kernels import ROW_KERNELS
 
 from effort import effort
 from ostinato.jit.budgets import parse_ptxas
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.compiler import plan
 from ostinato.jit.sources import CSRC
 from ostinato.jit.targets import TARGETS, Capability, target_named, target_of
 from ostinato.jit.toolchain import require_nvcc
-from ostinato.jit.variants import Variant
+from ostinato.jit.variant import Variant
+from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.implementations import implementations
 from ostinato.ops.linear.w8a8_torch import fp8_product, int8_product
 
