@@ -143,7 +143,7 @@ class StartUp:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineRow(Row):
     """A `Row` with the times that it was computed from.
 
@@ -156,7 +156,7 @@ class EngineRow(Row):
     long_s: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstTokenRow(Row):
     """A `Row` of the time until every request has its first token.
 

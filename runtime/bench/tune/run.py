@@ -28,16 +28,16 @@ from ..gemm.cases import (
     Case,
     Shape,
 )
+from ..gemm.check import (
+    difference,
+    product,
+)
 from ..gemm.inputs import (
     Inputs,
     random_inputs,
     random_weights,
 )
-from ..gemm.run import (
-    difference,
-    product,
-)
-from ..graphs.timing import (
+from ..harness.rotation import (
     Call,
     interleave,
     rotate,

@@ -1,29 +1,30 @@
-"""Who else decodes a step: transformers, as it is and compiled by torch."""
+"""Hugging Face transformers: its decode step, as it is and compiled by torch.
+
+`bench step` calls `check_peers` and `time_peers`; for the other benchmarks there is nothing here.
+"""
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 
-from ..graphs.hugging_face import (
-    random_hugging_face_llama,
-    static_cache,
-)
-from ..report import Row
-from ..shapes import SHAPES, STEP_PEERS
-from ..timing import time_calls
-from .run import (
-    StepPlan,
-    StepResult,
-    StepRow,
-)
+from ostinato.bench.graphs.hugging_face import random_hugging_face_llama, static_cache
+from ostinato.bench.report import Row
+from ostinato.bench.shapes import SHAPES, STEP_PEERS
+from ostinato.bench.step.run import StepPlan, StepResult, StepRow
+from ostinato.bench.timing import time_calls
 
 _WARMUP = 5  # calls: torch's compiler records its graphs in the second or third
+
+
+def peers(section: str, environ: Mapping[str, str]) -> list[Any]:
+    """Return no implementation: a step of a whole model is no case of the harness."""
+    return []
 
 
 def check_peers(names: Sequence[str], shape: str) -> None:

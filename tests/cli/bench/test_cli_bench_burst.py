@@ -109,7 +109,7 @@ def test_what_loads_the_host_ends_with_the_benchmark_however_that_ends(tmp_path:
     children = tmp_path / "children"
     script = f"""
 import os, time
-from ostinato.bench import burst
+from ostinato.bench.graphs import burst
 os.cpu_count = lambda: 2
 with burst._loaded_host():
     listed = open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children").read()

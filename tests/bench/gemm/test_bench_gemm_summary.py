@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.comparison import compare, geometric_mean, read_targets, times
+from ostinato.bench.gemm.benchmark import BENCHMARK, cliffs, is_rival
 from ostinato.bench.gemm.cases import Case
-from ostinato.bench.gemm.impls import W8A8_PEERS
-from ostinato.bench.gemm.summary import (
-    cliffs,
-    summary,
-)
+from ostinato.bench.harness.summary import compare, geometric_mean, read_targets, times
 from ostinato.bench.report import Row
 
 PEERS = {
@@ -43,13 +40,13 @@ def test_rows_become_times() -> None:
 
 
 def test_the_best_w8a8_peer_of_either_dtype_counts() -> None:
-    first, second = compare("ostinato_int8", OURS, PEERS, W8A8_PEERS.__contains__)
+    first, second = compare("ostinato_int8", OURS, PEERS, partial(is_rival, "ostinato_int8"))
     assert (str(first.case), first.peer, first.peer_us) == ("N6144 K4096 M1", "smm_ten", 8.0)
     assert first.ratio == 0.75
     assert (second.peer, second.ratio) == ("sgl_f8", 1.1)
-    [only] = compare("ostinato_fp8", OURS, PEERS, W8A8_PEERS.__contains__)
+    [only] = compare("ostinato_fp8", OURS, PEERS, partial(is_rival, "ostinato_int8"))
     assert only.ratio == 1.0
-    assert compare("ostinato_fp8_nopdl", OURS, PEERS, W8A8_PEERS.__contains__) == []
+    assert compare("ostinato_fp8_nopdl", OURS, PEERS, partial(is_rival, "ostinato_int8")) == []
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
@@ -74,7 +71,7 @@ def test_a_cliff_is_a_time_that_more_tokens_would_shorten() -> None:
 
 
 def test_the_summary_has_every_case_groups_and_the_worst() -> None:
-    text = "\n".join(summary(OURS, PEERS))
+    text = "\n".join(BENCHMARK.summary.lines(OURS, PEERS))
     assert "N6144 K4096 M1          smm_ten       8.00      6.00 ×0.750      8.00 ×1.000" in text
     assert "N6144 K4096 M2048       sgl_f8      100.00    110.00 ×1.100                -" in text
     assert "N8 K8" not in text
@@ -85,7 +82,7 @@ def test_the_summary_has_every_case_groups_and_the_worst() -> None:
 
 
 def test_a_summary_without_peers_says_so() -> None:
-    assert "  nothing to compare" in summary(OURS, {})
+    assert "  nothing to compare" in BENCHMARK.summary.lines(OURS, {})
 
 
 def test_targets_are_read(tmp_path: Path) -> None:

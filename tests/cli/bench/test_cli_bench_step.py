@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.bench.harness.peers import adapter_folder, adapter_named
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
-from ostinato.bench.step import peers
 from ostinato.bench.step.breakdown import Span
 from ostinato.bench.step.roofline import (
     Roofline,
-    kernel_floors,
+    kernel_rooflines,
     roofline_of,
 )
 from ostinato.bench.step.run import (
@@ -40,6 +40,7 @@ from ostinato.models import (
 
 TINY = ModelConfig.from_hf(SHAPES["tiny"])
 CPU = torch.device("cpu")
+peers = adapter_named("hugging_face.py", adapter_folder(None, {}))
 
 
 def test_shapes_are_measured_in_every_precision(
@@ -85,6 +86,9 @@ def test_a_peer_decodes_the_same_cases(
         # The same work: weights, keys and values, and operations.
         assert row["tb_s"] * row["us"] == pytest.approx(other["tb_s"] * other["us"], rel=0.01)
         assert row["tflop_s"] * row["us"] == pytest.approx(other["tflop_s"] * other["us"], rel=0.01)
+        assert row["peer"] == "transformers_bf16"
+        assert row["ratio"] == pytest.approx(row["us"] / other["us"], rel=1e-3)
+        assert "peer" not in other
     assert capsys.readouterr().out.count("transformers_bf16") == 4
 
 
@@ -256,7 +260,7 @@ def traced_run() -> list[Span]:
     return [*(Span(begin, end, name) for name, begin, end in TRACE), *layers, *head]
 
 
-def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
+def test_a_breakdown_says_what_each_kernel_adds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     roofline = Roofline(1e9, {1: 1e12, 2: 1e12})
@@ -278,9 +282,9 @@ def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
     assert kernels["attention"].floor_us == pytest.approx(layers * keys / 1e3, abs=0.01)
     assert kernels["sample_rows"].floor_us is None
     assert kernels["quantize_rows (down)"].tb_s is None
-    floors = [kernel.floor_us or 0 for kernel in result.kernels]
-    head = model.lm_head.weight.shape.numel() * 2 / 1e3  # another library's: in the step's floor
-    assert result.row.floor_us == pytest.approx(sum(floors) + head, abs=0.2)
+    rooflines = [kernel.floor_us or 0 for kernel in result.kernels]
+    head = model.lm_head.weight.shape.numel() * 2 / 1e3  # another library's: in the step's roofline
+    assert result.row.floor_us == pytest.approx(sum(rooflines) + head, abs=0.2)
 
     report = Report.for_device(CPU)
     monkeypatch.setattr("ostinato.cli.bench.step.resolve_device", lambda _: torch.device("cuda"))
@@ -292,7 +296,7 @@ def test_a_breakdown_says_what_each_kernel_adds_and_its_floor(
     assert main(["bench", "step", "--shape", "tiny", *flags]) == 0
     printed = capsys.readouterr().out
     count = f"{len(traced_run())} kernels and copies, {len(LAYER)} a layer"
-    assert f"{last:9.1f} µs in {count}, their floors {result.row.floor_us} µs" in printed
+    assert f"{last:9.1f} µs in {count}, their rooflines {result.row.floor_us} µs" in printed
     rows = json.loads(file.read_text())["rows"]
     assert [row["section"] for row in rows] == ["step"] + ["step_kernels"] * len(kernels)
     assert b"gate_up" in (tmp_path / "tiny-b2-ctx16-ostinato_int8.svg").read_bytes()
@@ -302,17 +306,17 @@ def test_products_are_bound_by_what_takes_longer() -> None:
     model = random_llama(TINY, "int8", CPU, max_context=16)
     size = model.layers[0].down.weight.shape.numel()
     reading = Roofline(1e9, {1: 1e15, 2: 1e15})
-    _, floor = kernel_floors(model, 4, 16, reading)["down"]
-    assert (floor.seconds, floor.num_bytes) == (size / 1e9, size)
+    _, roofline = kernel_rooflines(model, 4, 16, reading)["down"]
+    assert (roofline.seconds, roofline.num_bytes) == (size / 1e9, size)
     multiplying = Roofline(1e15, {1: 1e9, 2: 5e8})
-    _, floor = kernel_floors(model, 4, 16, multiplying)["down"]
-    assert floor.seconds == pytest.approx(2 * 4 * size / 1e9)
+    _, roofline = kernel_rooflines(model, 4, 16, multiplying)["down"]
+    assert roofline.seconds == pytest.approx(2 * 4 * size / 1e9)
     # Twice the bytes at half the speed of an 8-bit product.
-    _, head = kernel_floors(model, 4, 16, multiplying)["lm_head"]
+    _, head = kernel_rooflines(model, 4, 16, multiplying)["lm_head"]
     assert head.seconds == pytest.approx(2 * 4 * model.lm_head.weight.shape.numel() / 5e8)
 
 
-def test_no_floor_is_made_up_for_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_roofline_is_made_up_for_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert roofline_of(CPU) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T4")
     assert roofline_of(torch.device("cuda")) is None

@@ -1,15 +1,16 @@
-"""Times of ours against the fastest peer's, case by case and on average, for any benchmark."""
+"""Our times against the fastest peer's, case by case and on average, for any benchmark."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from .report import Row
+from ..report import Row
 
 OURS = "ostinato_"  # begins the names of our implementations
 _WORST = 5
@@ -21,6 +22,54 @@ class _Ordered(Protocol):
 
 
 CaseT = TypeVar("CaseT", bound=_Ordered)
+RowT = TypeVar("RowT", bound=Row)
+Times = Mapping[CaseT, Mapping[str, float]]  # microseconds by case and implementation
+
+
+def _no_details(impl: str, times: object) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class Summary(Generic[CaseT]):
+    """How our times in a benchmark are compared with the peers'.
+
+    Args:
+        peer: what the headings call a peer, such as "paged peer".
+        rivals: whether an implementation of ours (first) is compared with another name (second).
+        groups: cases that have a mean of their own, by the group's name.
+        label: returns the label of the mean that a case belongs to as well.
+        rates: returns a line with the rates of a cell, listed before the means.
+        details: returns lines for one of our implementations, listed after its worst cases.
+    """
+
+    peer: str
+    rivals: Callable[[str, str], bool]
+    groups: Mapping[str, Callable[[CaseT], bool]] = field(
+        default_factory=lambda: {"all": lambda case: True}
+    )
+    label: Callable[[CaseT], str] | None = None
+    rates: Callable[[Cell[CaseT]], str] | None = None
+    details: Callable[[str, Times[CaseT]], list[str]] = _no_details
+
+    def lines(self, ours: Times[CaseT], peers: Times[CaseT]) -> list[str]:
+        """Return, in lines, how all times of ours compare with the peers'.
+
+        First every case with the best peer's time and our ratios to it; then, for each of our
+        implementations, geometric means by group and the worst cases.
+        """
+        compared = {
+            impl: compare(impl, ours, peers, partial(self.rivals, impl)) for impl in our_names(ours)
+        }
+        lines = case_lines(compared)
+        for impl, cells in compared.items():
+            if self.rates is not None:
+                lines += ["", f"{impl}, TFLOP/s:", *map(self.rates, cells)]
+            lines += ["", f"{impl} / best {self.peer}:", *mean_lines(cells, self.groups)]
+            if self.label is not None:
+                lines += _label_lines(cells, self.label)
+            lines += [*worst_lines(cells), *self.details(impl, ours)]
+        return lines
 
 
 @dataclass(frozen=True)
@@ -36,6 +85,28 @@ class Cell(Generic[CaseT]):
     def ratio(self) -> float:
         """Our time relative to the peer's: below 1 is faster."""
         return self.us / self.peer_us
+
+
+def with_peers(rows: Sequence[RowT], rivals: Callable[[str, str], bool]) -> list[RowT]:
+    """Return the rows, ours with the fastest peer of the same case and our time over its.
+
+    Args:
+        rows: of one run.
+        rivals: whether an implementation of ours (first) is compared with another name (second).
+    """
+    of_case = times(rows, str)
+    found = []
+    for row in rows:
+        known = {
+            name: us
+            for name, us in of_case[row.case].items()
+            if row.impl.startswith(OURS) and rivals(row.impl, name)
+        }
+        if known:
+            best = min(known, key=known.__getitem__)
+            row = replace(row, peer=best, ratio=float(f"{row.us / known[best]:.4g}"))
+        found.append(row)
+    return found
 
 
 def times(rows: Iterable[Row], parse: Callable[[str], CaseT]) -> dict[CaseT, dict[str, float]]:
@@ -133,6 +204,13 @@ def mean_lines(
         if group:
             lines.append(f"  {name}: {mean(group)}, {len(group)} cases")
     return lines or ["  nothing to compare"]
+
+
+def _label_lines(cells: Sequence[Cell[CaseT]], label: Callable[[CaseT], str]) -> list[str]:
+    by_label: dict[str, list[Cell[CaseT]]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.case):
+        by_label.setdefault(label(cell.case), []).append(cell)
+    return [f"  {name}: {mean(group)}" for name, group in by_label.items()]
 
 
 def mean(cells: Sequence[Cell[CaseT]]) -> str:

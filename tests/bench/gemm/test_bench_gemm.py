@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from ostinato.bench.gemm.benchmark import BENCHMARK, num_bytes
 from ostinato.bench.gemm.cases import (
     Case,
     Shape,
 )
-from ostinato.bench.gemm.impls import (
-    PEERS,
-    Implementation,
-    ours,
-    peers,
-)
+from ostinato.bench.gemm.check import difference, product
+from ostinato.bench.gemm.impls import PEERS, ours
 from ostinato.bench.gemm.inputs import (
     Inputs,
+    Layout,
     random_inputs,
     random_weights,
 )
-from ostinato.bench.gemm.run import (
-    difference,
-    product,
-    time_cases,
-)
+from ostinato.bench.harness.benchmark import Implementation, each
+from ostinato.bench.harness.peers import adapter_folder, find_peers, select
+from ostinato.bench.harness.runner import time_cases
 
 CPU = torch.device("cpu")
 CASE = Case(Shape(24, 160), 5)
+
+
+def peers(names: Sequence[str], **environ: str) -> list[Implementation]:
+    return select(names, find_peers(BENCHMARK, adapter_folder(None, {}), environ))
 
 
 def inputs(operand: str, case: Case = CASE) -> Inputs:
@@ -88,7 +90,7 @@ def test_bf16_weights_are_not_packed() -> None:
 
 def test_rows_come_in_the_order_of_implementations() -> None:
     impls = [ours("int8", with_pdl=True), ours("fp8", with_pdl=False), *peers(["bf16", "smm_row"])]
-    few, many = time_cases([CASE, replace(CASE, m=17)], impls, CPU)
+    few, many = time_cases(BENCHMARK, [CASE, replace(CASE, m=17)], impls, CPU)
     assert [row.impl for row in few.rows] == [impl.name for impl in impls]
     assert [row.impl for row in many.rows] == [impl.name for impl in impls]
     assert {row.case for row in many.rows} == {"N24 K160 M17"}
@@ -100,11 +102,11 @@ def test_wrong_and_failing_implementations_have_a_reason_instead_of_a_row() -> N
         raise RuntimeError("needs K % 256 == 0\nand says more")
 
     impls = [
-        Implementation("wrong", "int8", lambda one: torch.zeros_like(one.out)),
-        Implementation("picky", "int8", fail),
-        Implementation("ostinato_int8", "int8", fail),
+        Implementation("wrong", Layout("int8"), each(lambda one: torch.zeros_like(one.out))),
+        Implementation("picky", Layout("int8"), each(fail)),
+        Implementation("ostinato_int8", Layout("int8"), each(fail)),
     ]
-    [result] = time_cases([CASE], impls, CPU)
+    [result] = time_cases(BENCHMARK, [CASE], impls, CPU)
     assert result.rows == []
     assert result.unsupported == {"picky": "needs K % 256 == 0"}
     assert result.failures["wrong"].startswith("wrong result: element [")
@@ -112,29 +114,28 @@ def test_wrong_and_failing_implementations_have_a_reason_instead_of_a_row() -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "num_bytes"),
+    ("name", "expected"),
     [
         ("sgl_i8", 5 * 160 + 24 * 160 + 2 * 5 * 24 + 4 * (5 + 24)),
         ("int_mm", 5 * 160 + 24 * 160 + 4 * 5 * 24),
         ("bf16", 2 * (5 * 160 + 24 * 160 + 5 * 24)),
     ],
 )
-def test_the_bytes_of_a_case(name: str, num_bytes: int) -> None:
+def test_the_bytes_of_a_case(name: str, expected: int) -> None:
     [peer] = peers([name])
-    assert peer.num_bytes(CASE.m, CASE.shape.n, CASE.shape.k) == num_bytes
+    assert num_bytes(CASE, peer.layout) == expected
 
 
-def test_unknown_and_missing_peers(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert [peer.name for peer in peers(PEERS)] == list(PEERS)
+def test_unknown_and_missing_peers(tmp_path: Path) -> None:
+    assert [peer.name for peer in peers(list(PEERS))] == list(PEERS)
     with pytest.raises(ValueError, match="got 'vllm', expected all or none or sgl_i8 or"):
         peers(["vllm"])
-    folder = tmp_path_factory.mktemp("sgl")
-    [peer] = peers(["sgl_i8"], folder / "missing.so")
-    with pytest.raises(FileNotFoundError, match=r"missing\.so: no such file"):
-        peer.prepare()
-    monkeypatch.setenv("OSTINATO_SGL_LIBRARY", str(folder / "other.so"))
-    [peer] = peers(["sgl_i8"])
-    with pytest.raises(FileNotFoundError, match=r"other\.so: no such file"):
-        peer.prepare()
+    for peer in peers(["sgl_i8", "sgl_f8"], OSTINATO_SGL_LIBRARY=str(tmp_path / "missing.so")):
+        with pytest.raises(FileNotFoundError, match=r"missing\.so: no such file"):
+            peer.prepare()
+
+
+def test_int_mm_refuses_few_tokens_and_says_so() -> None:
+    [result] = time_cases(BENCHMARK, [CASE], peers(["int_mm"]), CPU)
+    assert result.rows == []
+    assert result.unsupported == {"int_mm": "got 5 tokens, expected more than 16"}

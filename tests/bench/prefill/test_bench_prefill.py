@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench import attention_libraries
-from ostinato.bench.comparison import Cell, compare
+from ostinato.bench.harness.benchmark import Implementation
+from ostinato.bench.harness.peers import adapter_folder, adapter_named, find_peers, select
+from ostinato.bench.harness.rotation import Call
+from ostinato.bench.harness.runner import time_cases
+from ostinato.bench.harness.summary import Cell, compare
+from ostinato.bench.prefill.benchmark import BENCHMARKS, is_rival
 from ostinato.bench.prefill.cases import (
     DEFAULT_CASES,
     FP8_CASES,
     Case,
 )
-from ostinato.bench.prefill.impls import (
-    PEERS,
-    Call,
-    Implementation,
-    ours,
-    peers,
-)
+from ostinato.bench.prefill.impls import DTYPES, ours
 from ostinato.bench.prefill.inputs import (
+    DTYPE,
     FP8,
     Inputs,
     checked_rows,
     expected,
     random_inputs,
 )
-from ostinato.bench.prefill.run import (
-    difference,
-    time_cases,
-)
-from ostinato.bench.prefill.summary import summary
 
+FLASH_ATTN_3 = adapter_named("flash_attn_3.py", adapter_folder(None, {}))
 CPU = torch.device("cpu")
 CASE = Case(2, 70, 0, 4, 2, 16)
 CASES = [
@@ -47,6 +43,18 @@ CASES = [
     Case(3, 64, 0, 4, 2, 16, page=5, skew=True),
 ]
 SIZES = st.integers(1, 200)
+
+
+def peers(names: Sequence[str], dtype: str = "bf16") -> list[Implementation]:
+    folder, wanted = adapter_folder(None, {}), DTYPES[dtype]
+    found = find_peers(
+        BENCHMARKS[dtype], folder, {}, lambda peer: [peer] if peer.layout is wanted else []
+    )
+    return select(names, found)
+
+
+def difference(got: torch.Tensor, inputs: Inputs, case: Case) -> str | None:
+    return BENCHMARKS["bf16"].check.wrong(got, case, inputs)
 
 
 @given(
@@ -98,7 +106,7 @@ def test_work_is_counted_key_by_key(case: Case) -> None:
         for key in range(k_len)
     )
     assert case.flops == 4 * seen * case.heads_q * case.dim
-    one = random_inputs(case, CPU)[0]
+    one = random_inputs(case, DTYPE, CPU)[0]
     moved = one.q.nbytes + one.out.nbytes + sum(x.nbytes for x in one.tokens(0)) * case.batch
     if not case.skew:
         assert case.num_bytes(2, 2) == moved
@@ -106,7 +114,7 @@ def test_work_is_counted_key_by_key(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_is_that_of_the_op(case: Case) -> None:
-    one = random_inputs(case, CPU)[0]
+    one = random_inputs(case, DTYPE, CPU)[0]
     [call] = ours().bind(case, [one])
     got = call().clone()
     assert difference(got, one, case) is None
@@ -121,7 +129,7 @@ def test_the_reference_is_that_of_the_op(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.page], ids=str)
 def test_fp8_inputs_are_attended_to_and_compared_with_fp8_peers(case: Case) -> None:
-    one = random_inputs(case, CPU, FP8)[0]
+    one = random_inputs(case, FP8, CPU)[0]
     assert one.q.dtype is one.k.dtype is one.v.dtype is FP8
     assert one.scales is not None
     if not case.skew:
@@ -135,15 +143,15 @@ def test_fp8_inputs_are_attended_to_and_compared_with_fp8_peers(case: Case) -> N
 
 
 def test_fp8_keys_in_pages_are_refused() -> None:
-    sets = random_inputs(Case(2, 40, 0, 4, 2, 16, page=16), CPU, FP8)
+    sets = random_inputs(Case(2, 40, 0, 4, 2, 16, page=16), FP8, CPU)
     with pytest.raises(ValueError, match="FP8 keys are packed"):
         ours("fp8").bind(Case(2, 40, 0, 4, 2, 16, page=16), sets)
 
 
 def test_the_scales_of_fp8_reach_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = Flash()
-    monkeypatch.setattr("ostinato.bench.prefill.impls.fa3", lambda: (flash, ()))
-    one = random_inputs(CASE, CPU, FP8)[0]
+    monkeypatch.setattr(FLASH_ATTN_3, "fa3", lambda library: (flash, ()))
+    one = random_inputs(CASE, FP8, CPU)[0]
     [peer] = peers(["fa3_fp8"], "fp8")
     [call] = peer.bind(CASE, [one])
     call()
@@ -158,7 +166,8 @@ def test_fp8_times_are_compared_with_fp8_peers_alone() -> None:
     measured = {case: {"ostinato_fp8": 600.0}}
     published = {case: {"fa3": 900.0, "fa3_fp8": 800.0, "cudnn": 1.0}}
     assert (
-        "4x4096                    916, fa3_fp8 687: 1.333 of it" in summary(measured, published)[4]
+        "4x4096                    916, fa3_fp8 687: 1.333 of it"
+        in BENCHMARKS["fp8"].summary.lines(measured, published)[4]
     )
 
 
@@ -169,7 +178,7 @@ def test_both_ends_of_a_long_text_are_checked() -> None:
 
 
 def test_sets_share_their_table_and_nothing_else() -> None:
-    first, second = random_inputs(Case(2, 40, 0, 4, 2, 16, page=16), CPU)
+    first, second = random_inputs(Case(2, 40, 0, 4, 2, 16, page=16), DTYPE, CPU)
     assert first.table is second.table
     assert first.seq_lens.tolist() == [40, 40]
     for mine, other in ((first.k, second.k), (first.q, second.q)):
@@ -183,15 +192,15 @@ def changed(by: Callable[[torch.Tensor], torch.Tensor]) -> Implementation:
     def bind(case: Case, sets: Sequence[Inputs]) -> list[Call]:
         return [lambda call=call: by(call().clone()) for call in ours().bind(case, sets)]
 
-    return Implementation("fa3", bind)
+    return Implementation("fa3", DTYPE, bind)
 
 
 def test_every_right_result_has_a_row_and_the_others_a_reason() -> None:
     def refuse(case: Case, sets: Sequence[Inputs]) -> list[Call]:
         raise OSError("not compiled\nand more")
 
-    impls = [ours(), changed(lambda out: out), Implementation("fi_fa2", refuse)]
-    [result] = time_cases([CASE], impls, CPU)
+    impls = [ours(), changed(lambda out: out), Implementation("fi_fa2", DTYPE, refuse)]
+    [result] = time_cases(BENCHMARKS["bf16"], [CASE], impls, CPU)
     assert [row.impl for row in result.rows] == ["ostinato_bf16", "fa3"]
     assert {(row.section, row.case) for row in result.rows} == {("prefill", "2x70 h4/2 d16")}
     assert all(row.us > 0 for row in result.rows)
@@ -200,7 +209,7 @@ def test_every_right_result_has_a_row_and_the_others_a_reason() -> None:
 
 
 def test_a_wrong_result_is_a_failure() -> None:
-    [result] = time_cases([CASE], [changed(lambda out: out * 1.1)], CPU)
+    [result] = time_cases(BENCHMARKS["bf16"], [CASE], [changed(lambda out: out * 1.1)], CPU)
     assert result.rows == []
     assert result.failures["fa3"].startswith("wrong result: sequence 0 is off by 0.1")
 
@@ -221,8 +230,8 @@ def test_fa3_is_told_where_sequences_lie(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flash = Flash()
-    monkeypatch.setattr("ostinato.bench.prefill.impls.fa3", lambda: (flash, ()))
-    one = random_inputs(case, CPU)[0]
+    monkeypatch.setattr(FLASH_ATTN_3, "fa3", lambda library: (flash, ()))
+    one = random_inputs(case, DTYPE, CPU)[0]
     [peer] = peers([name])
     if name == "fa3_dense" and not (case.is_dense and case.is_square):
         with pytest.raises(ValueError, match="sequences of one length, packed"):
@@ -250,15 +259,15 @@ def test_fa3_is_told_where_sequences_lie(
 def test_sglang_kernel_is_not_asked_for_a_head_dim_that_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ostinato.bench.prefill.impls.fa3", lambda: (Flash(), (None,)))
+    monkeypatch.setattr(FLASH_ATTN_3, "fa3", lambda library: (Flash(), (None,)))
     [peer] = peers(["fa3"])
     with pytest.raises(ValueError, match="head dims are 64 and 128"):
-        peer.bind(CASE, random_inputs(CASE, CPU))
+        peer.bind(CASE, random_inputs(CASE, DTYPE, CPU))
 
 
 @pytest.mark.parametrize("case", [CASE, CASES[2]], ids=str)
 def test_torchs_operator_attends_where_sequences_make_a_tensor(case: Case) -> None:
-    one = random_inputs(case, CPU)[0]
+    one = random_inputs(case, DTYPE, CPU)[0]
     [peer] = peers(["fa2"])
     [call] = peer.bind(case, [one])
     assert difference(call(), one, case) is None
@@ -268,12 +277,12 @@ def test_torchs_operator_attends_where_sequences_make_a_tensor(case: Case) -> No
 def test_torchs_operator_does_not_take_other_cases(case: Case) -> None:
     for peer in peers(["cudnn", "fa2"]):
         with pytest.raises(ValueError, match="sequences of one length, packed, and no window"):
-            peer.bind(case, random_inputs(case, CPU))
+            peer.bind(case, random_inputs(case, DTYPE, CPU))
 
 
 def test_names_of_peers() -> None:
     assert [peer.name for peer in peers(["fa2", "fa3"])] == ["fa3", "fa2"]
-    assert attention_libraries.fa3 is PEERS["fa3"][1]
+    assert [peer.name for peer in peers(list(BENCHMARKS["fp8"].peers), "fp8")] == ["fa3_fp8"]
     with pytest.raises(ValueError, match="got 'xqa', expected all or none or fa3"):
         peers(["xqa"])
 
@@ -285,11 +294,11 @@ def test_the_best_peer_counts_and_pages_are_compared_with_packed_keys() -> None:
         paged: {"ostinato_bf16": 840.0, "fa3": 800.0},
         Case(4, 4096, dim=64): {"ostinato_bf16": 500.0},
     }
-    assert compare("ostinato_bf16", measured, measured, PEERS.__contains__) == [
+    assert compare("ostinato_bf16", measured, measured, partial(is_rival, "ostinato_bf16")) == [
         Cell(plain, 800.0, "fa3", 900.0),
         Cell(paged, 840.0, "fa3", 800.0),
     ]
-    text = "\n".join(summary(measured, measured))
+    text = "\n".join(BENCHMARKS["bf16"].summary.lines(measured, measured))
     assert "4x4096                    687, fa3 611: 1.125 of it" in text
     assert "  causal, head dim 128, texts of 1024 and more: ×0.889, at most ×0.889, 1 cases" in text
     assert "  in pages: ×1.050, at most ×1.050, 1 cases" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.bench.gemm import run as gemm
+from ostinato.bench.gemm import check
 from ostinato.cli.main import main
 
 SMALL = "--shapes 64x128 48x256 --m 20 1"
@@ -36,6 +36,13 @@ def test_ours_and_the_peers_are_measured_and_compared(
         for impl in (*ours, "smm_row", "smm_ten", "bf16")
     ]
     assert all(row["us"] > 0 for row in document["rows"])
+    for row in document["rows"]:
+        us = {one["impl"]: one["us"] for one in document["rows"] if one["case"] == row["case"]}
+        if row["impl"] in ours:
+            assert us[row["peer"]] == min(us["smm_row"], us["smm_ten"])  # not bf16: no W8A8 peer
+            assert row["ratio"] == pytest.approx(row["us"] / us[row["peer"]], rel=1e-3)
+        else:
+            assert not {"peer", "ratio"} & set(row)
     printed = capsys.readouterr().out
     assert file.with_suffix(".txt").read_text() == printed
     run_part, target_part = printed.split("== against the targets")
@@ -72,7 +79,7 @@ def test_a_wrong_result_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gemm.json"
-    monkeypatch.setattr(gemm, "difference", lambda *args, **kwargs: "all of it")
+    monkeypatch.setattr(check, "difference", lambda *args, **kwargs: "all of it")
     assert (
         run("--shapes 16x32 --m 1 --dtype int8 --peer none --device cpu", "--json", str(file)) == 1
     )

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from ostinato.bench.graphs.timing import (
+from ostinato.bench.harness.rotation import (
     MIN_REPLAY_S,
     REPLAYS,
     RESTED,
