@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
-from .compressed_tensors import parse_compressed_tensors
-from .fp8 import parse_hf_fp8, parse_modelopt
-from .scheme import SchemeOf, unquantized
-from .section import Section
-
-CONFIG_FILE = "config.json"
-_MODELOPT_FILE = "hf_quant_config.json"
-
-_PARSERS: dict[str, Callable[[Section], SchemeOf]] = {
-    "compressed-tensors": parse_compressed_tensors,
-    "fp8": parse_hf_fp8,
-    "modelopt": parse_modelopt,
-}
+from .format import Format, StoredSchemeOf
+from .section import CONFIG_FILE, Section
+from .storage.dense import unquantized
 
 
-def load_quantization(folder: Path) -> SchemeOf:
+def load_quantization(folder: Path) -> StoredSchemeOf:
     """Read how each linear module of a checkpoint is stored, without reading any weight.
 
     Raises:
@@ -30,8 +23,8 @@ def load_quantization(folder: Path) -> SchemeOf:
     config = quantization_config(folder)
     if config is None:
         return unquantized
-    method = config.choice("quant_method", *_PARSERS)
-    return _PARSERS[method](config)
+    known = formats()
+    return known[config.choice("quant_method", *known)].parse(config)
 
 
 def quantization_config(folder: Path) -> Section | None:
@@ -43,13 +36,17 @@ def quantization_config(folder: Path) -> Section | None:
     config = Section.read(folder / CONFIG_FILE)
     if config.get("quantization_config"):
         return config.child("quantization_config")
-    if config.get("compression_config"):
-        return _with_method(config.child("compression_config"), "compressed-tensors")
-    file = folder / _MODELOPT_FILE
-    if file.exists():
-        return _with_method(Section.read(file).child("quantization"), "modelopt")
+    for name, known in formats().items():
+        found = known.find(config, folder)
+        if found is not None:
+            return Section(found.where, {"quant_method": name, **found.fields})
     return None
 
 
-def _with_method(config: Section, default: str) -> Section:
-    return Section(config.where, {"quant_method": default, **config.fields})
+@cache
+def formats() -> Mapping[str, Format]:
+    """Return all formats by their `quant_method`."""
+    package = importlib.import_module(".formats", __package__)
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    found = [importlib.import_module(f"{package.__name__}.{name}").FORMAT for name in names]
+    return {item.method: item for item in found}

@@ -22,7 +22,7 @@ from ostinato.graphs.arguments import (
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
 from ..models import (
-    Llama,
+    Decoder,
     PagedKVCache,
 )
 from .async_tokens import TokensInFlight
@@ -82,7 +82,7 @@ class Engine:
     @by_default_on_the_host
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         tokenizer: Tokenizer,
         *,
         max_batch: int = 32,

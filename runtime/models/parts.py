@@ -1,27 +1,29 @@
-"""Which tensors a checkpoint of a model must hold, in the names of Hugging Face files."""
+"""Parts of a decoder before it is loaded: their tensors, kernels, and share of a rank.
+
+A family describes its layers by these parts. A part knows which tensors of a checkpoint it is made
+of (in Hugging Face's names), which kernels it launches, and what one rank of a tensor-parallel
+group keeps of it. How a linear module is stored is its `Scheme`'s business, in
+`checkpoint/formats`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
-from ..models import ModelConfig
-from .errors import UnsupportedCheckpointError
-from .scheme import LinearScheme, SchemeOf
+from ..jit.variants import Variant
+from .config_fields import UnsupportedModelError
+from .layers import InputKind, Linear
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EMBEDDING = "model.embed_tokens.weight"
-_ZERO_POINT_DTYPES = (torch.int8, torch.int32)
-
-# Scalars are stored as [] or [1] by one writer or another, channel scales as [N, 1] or [N].
-_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((1,), ())
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the checkpoint: its possible names, shapes and dtypes."""
+    """A tensor of a checkpoint: its possible names, shapes and dtypes."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -40,200 +42,274 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Projection:
-    """One linear module of the checkpoint: y = x·Wᵀ (+ b), W [rows, columns]."""
+class Module:
+    """One linear module of a checkpoint: y = x·Wᵀ (+ b), W [rows, columns].
+
+    Args:
+        name: such as "model.layers.0.self_attn.q_proj".
+        rows, columns: of the stored weight.
+        has_bias: whether there is a bias [rows].
+        units: equal groups of rows that ranks do not divide, such as heads; 0: every row is one.
+        replicated: whether several ranks may keep the same unit, as of KV heads.
+        column_units: likewise of columns.
+        kept_rows, kept_columns: what a rank keeps; None is all.
+        keeps_bias: whether a rank adds the bias.
+    """
 
     name: str
     rows: int
     columns: int
-    has_bias: bool
-    scheme: LinearScheme | None
-
-    @property
-    def weight(self) -> TensorSpec:
-        dtypes = (self.scheme.dtype,) if self.scheme else DENSE_DTYPES
-        return TensorSpec((f"{self.name}.weight",), ((self.rows, self.columns),), dtypes)
+    has_bias: bool = False
+    units: int = 0
+    replicated: bool = False
+    column_units: int = 0
+    kept_rows: slice | None = None
+    kept_columns: slice | None = None
+    keeps_bias: bool = True
 
     @property
     def bias(self) -> TensorSpec | None:
-        if not self.has_bias:
-            return None
-        return TensorSpec((f"{self.name}.bias",), ((self.rows,),))
+        """The bias, None where there is none."""
+        return TensorSpec((f"{self.name}.bias",), ((self.rows,),)) if self.has_bias else None
 
     @property
-    def weight_scale(self) -> TensorSpec | None:
-        if self.scheme is None:
-            return None
-        per_channel = ((self.rows, 1), (self.rows,))
-        shapes = per_channel if self.scheme.per_channel else _SCALAR_SHAPES
-        return TensorSpec(self._spellings("weight_scale", "weight_scale_inv"), shapes)
+    def num_rows(self) -> int:
+        """Rows that are kept."""
+        return self.rows if self.kept_rows is None else _length(self.kept_rows)
 
     @property
-    def input_scale(self) -> TensorSpec | None:
-        if self.scheme is None or not self.scheme.static_input:
-            return None
-        return TensorSpec(self._spellings("input_scale", "activation_scale"), _SCALAR_SHAPES)
+    def num_columns(self) -> int:
+        """Columns that are kept."""
+        return self.columns if self.kept_columns is None else _length(self.kept_columns)
 
-    @property
-    def input_zero_point(self) -> TensorSpec | None:
-        if self.scheme is None or self.scheme.symmetric_input:
-            return None
-        return self._zero_point("input_zero_point", _SCALAR_SHAPES, required=True)
+    def share_of_rows(self, rank: int, size: int) -> Module:
+        """Return what a rank keeps where outputs are divided among ranks."""
+        units = self.units or self.rows
+        kept = _share(self.name, self.rows, units, rank, size, replicated=self.replicated)
+        return replace(self, kept_rows=kept)
 
-    @property
-    def unused_zero_points(self) -> tuple[TensorSpec, ...]:
-        """Zero points of symmetric quantisation, which some writers store: all of them 0."""
-        if self.scheme is None or self.scheme.dtype is not torch.int8:
-            return ()
-        shapes = (*_SCALAR_SHAPES, (self.rows, 1), (self.rows,))
-        specs = [self._zero_point("weight_zero_point", shapes, required=False)]
-        if self.scheme.static_input and self.scheme.symmetric_input:
-            specs.append(self._zero_point("input_zero_point", _SCALAR_SHAPES, required=False))
-        return tuple(specs)
-
-    def tensors(self) -> Iterator[TensorSpec]:
-        """Yield every tensor of the module."""
-        single = (
-            self.weight,
-            self.weight_scale,
-            self.input_scale,
-            self.input_zero_point,
-            self.bias,
-        )
-        yield from (spec for spec in single if spec is not None)
-        yield from self.unused_zero_points
-
-    def _spellings(self, *suffixes: str) -> tuple[str, ...]:
-        # The second spelling is that of transformers' own FP8; both are factors, not divisors.
-        return tuple(f"{self.name}.{suffix}" for suffix in suffixes)
-
-    def _zero_point(
-        self, suffix: str, shapes: tuple[tuple[int, ...], ...], *, required: bool
-    ) -> TensorSpec:
-        return TensorSpec((f"{self.name}.{suffix}",), shapes, _ZERO_POINT_DTYPES, required)
+    def share_of_columns(self, rank: int, size: int) -> Module:
+        """Return what a rank keeps where inputs are divided: ranks' results are added."""
+        kept = _share(self.name, self.columns, self.column_units or self.columns, rank, size)
+        return replace(self, kept_columns=kept, keeps_bias=rank == 0)
 
 
-# The modules whose rows, one after another, make one linear layer of the model.
-Fused = tuple[Projection, ...]
+class Scheme(Protocol):
+    """How a linear module is stored. Schemes are compared: equal ones can be joined."""
+
+    def tensors(self, module: Module) -> Iterator[TensorSpec]:
+        """Yield every tensor of a module; the weight is the first."""
+
+    def kernels(
+        self,
+        kind: InputKind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool,
+        device: torch.device | None,
+    ) -> list[Variant]:
+        """Return what a layer [N, K] of this kind launches; see `Linear.kernels`."""
+
+
+# Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
+SchemeOf = Callable[[str], Scheme]
+
+
+class Loader(Protocol):
+    """Makes tensors and layers of parts, from a checkpoint or at random."""
+
+    def tensor(self, part: TensorPart) -> torch.Tensor:
+        """Return what the part keeps, in the model's dtype."""
+
+    def linear(self, part: LinearPart) -> Linear:
+        """Return the layer of a part."""
+
+    def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
+        """Return the output projection; None is one that shares the embedding's weight."""
+
+
+class Part(Protocol):
+    """A piece of a decoder that is loaded at once."""
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield every tensor of the part."""
+
+    def shard(self, rank: int, size: int) -> Self:
+        """Return what rank `rank` of `size` keeps.
+
+        Raises:
+            UnsupportedModelError: naming the module, when it cannot be divided so.
+        """
+
+    def build(self, loader: Loader) -> Any:
+        """Return the part as the decoder uses it."""
 
 
 @dataclass(frozen=True)
-class LayerLayout:
-    """The tensors of one decoder layer."""
+class TensorPart:
+    """A tensor by itself: a norm's weight, which every rank keeps, or a table of the vocabulary.
 
-    input_norm: TensorSpec
-    qkv: Fused
-    o: Fused
-    post_attention_norm: TensorSpec
-    gate_up: Fused
-    down: Fused
-    q_norm: TensorSpec | None
-    k_norm: TensorSpec | None
+    Args:
+        spec: of the stored tensor.
+        divided: whether ranks divide its rows.
+        kept_rows: what a rank keeps; None is all.
+    """
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        """Yield every tensor of the layer."""
-        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm)
-        yield from (spec for spec in norms if spec is not None)
-        for projection in self.projections():
-            yield from projection.tensors()
+    spec: TensorSpec
+    divided: bool = False
+    kept_rows: slice | None = None
 
-    def projections(self) -> Iterator[Projection]:
-        """Yield every linear module of the layer."""
-        for fused in (self.qkv, self.o, self.gate_up, self.down):
-            yield from fused
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield the tensor."""
+        yield self.spec
+
+    def shard(self, rank: int, size: int) -> TensorPart:
+        """Return all, or a rank's rows."""
+        if not self.divided:
+            return self
+        rows = self.spec.shape[0]
+        return replace(self, kept_rows=_share(self.spec.name, rows, rows, rank, size))
+
+    def build(self, loader: Loader) -> torch.Tensor:
+        """Return the tensor."""
+        return loader.tensor(self)
 
 
 @dataclass(frozen=True)
-class ModelLayout:
-    """The tensors of a model. With tied embeddings `lm_head` is None.
+class LinearPart:
+    """Linear modules whose rows, one after another, make one layer.
 
-    `tied_output` is the copy of the embedding that a file with tied embeddings may hold.
+    Args:
+        modules: such as q_proj, k_proj and v_proj.
+        kind: what comes before the layer, and is fused with quantising its input.
+        divide: what ranks divide: "rows" (outputs) or "columns" (inputs, whose ranks' results are
+            added).
     """
 
-    embedding: TensorSpec
-    layers: tuple[LayerLayout, ...]
-    norm: TensorSpec
-    lm_head: Projection | None
-    tied_output: TensorSpec | None
+    modules: tuple[Module, ...]
+    kind: InputKind
+    divide: Literal["rows", "columns"]
 
-    def tensors(self) -> Iterator[TensorSpec]:
-        """Yield every tensor, in the order in which the model uses them."""
-        yield self.embedding
-        for layer in self.layers:
-            yield from layer.tensors()
-        yield self.norm
-        if self.lm_head is not None:
-            yield from self.lm_head.tensors()
-        if self.tied_output is not None:
-            yield self.tied_output
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the layer."""
+        return sum(module.num_rows for module in self.modules), self.modules[0].num_columns
 
-    def projections(self) -> Iterator[Projection]:
-        """Yield every linear module."""
-        for layer in self.layers:
-            yield from layer.projections()
-        if self.lm_head is not None:
-            yield self.lm_head
+    def scheme(self, scheme_of: SchemeOf) -> Scheme:
+        """Return how all modules are stored.
+
+        Raises:
+            UnsupportedModelError: naming the modules, when they are stored in different ways.
+        """
+        schemes = [scheme_of(module.name) for module in self.modules]
+        if any(scheme != schemes[0] for scheme in schemes):
+            stored = "; ".join(
+                f"{module.name}: {scheme}"
+                for module, scheme in zip(self.modules, schemes, strict=True)
+            )
+            raise UnsupportedModelError(
+                f"modules that the model fuses are stored in different ways: {stored}"
+            )
+        return schemes[0]
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield every tensor, module by module."""
+        scheme = self.scheme(scheme_of)
+        for module in self.modules:
+            yield from scheme.tensors(module)
+
+    def shard(self, rank: int, size: int) -> LinearPart:
+        """Return a rank's rows or columns of every module."""
+        share = Module.share_of_rows if self.divide == "rows" else Module.share_of_columns
+        return replace(self, modules=tuple(share(module, rank, size) for module in self.modules))
+
+    def build(self, loader: Loader) -> Linear:
+        """Return the layer."""
+        return loader.linear(self)
 
 
-def model_layout(config: ModelConfig, scheme_of: SchemeOf) -> ModelLayout:
-    """Return the tensors of a checkpoint whose linear modules are stored as `scheme_of` says.
+@dataclass(frozen=True)
+class DecoderLayout:
+    """The parts of a decoder.
 
-    Raises:
-        UnsupportedCheckpointError: naming the modules, when modules that the model fuses are
-            stored in different ways, or an output projection tied to the embedding is quantised.
+    Args:
+        embedding: [vocab_size, hidden_size].
+        layers: a dataclass of parts for each layer, as the family declares it.
+        norm: of the last layer's output.
+        lm_head: the output projection; None where it shares the embedding's weight.
+        tied_output: the copy of the embedding that a file of such a model may hold.
     """
-    vocabulary = (config.vocab_size, config.hidden_size)
-    lm_head = Projection("lm_head", *vocabulary, False, scheme_of("lm_head"))
-    if config.tie_word_embeddings and lm_head.scheme is not None:
-        raise UnsupportedCheckpointError(
-            "lm_head: the checkpoint quantises it, but tie_word_embeddings shares its weight "
-            "with the embedding, which is not quantised; expected lm_head to be ignored"
-        )
-    tied = config.tie_word_embeddings
-    return ModelLayout(
-        embedding=TensorSpec((EMBEDDING,), (vocabulary,)),
-        layers=tuple(_layer(config, index, scheme_of) for index in range(config.num_layers)),
-        norm=TensorSpec(("model.norm.weight",), ((config.hidden_size,),)),
-        lm_head=None if tied else lm_head,
-        tied_output=(
-            TensorSpec(("lm_head.weight",), (vocabulary,), required=False) if tied else None
-        ),
-    )
+
+    embedding: TensorPart
+    layers: tuple[Any, ...]
+    norm: TensorPart
+    lm_head: LinearPart | None
+    tied_output: TensorPart | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """Yield every part, in the order in which the decoder uses them."""
+        yield from parts_of(self)
+
+    def linears(self) -> Iterator[LinearPart]:
+        """Yield every linear layer."""
+        return (part for part in self.parts() if isinstance(part, LinearPart))
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield every tensor of a checkpoint whose linear modules are stored so."""
+        for part in self.parts():
+            yield from part.tensors(scheme_of)
+
+    def shard(self, rank: int, size: int) -> DecoderLayout:
+        """Return the parts of one rank; see `Part.shard`."""
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"rank: got {rank} of {size}, expected 0 to size - 1")
+        found: DecoderLayout = shard(self, rank, size)
+        return found
 
 
-def _layer(config: ModelConfig, index: int, scheme_of: SchemeOf) -> LayerLayout:
-    prefix = f"model.layers.{index}."
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-
-    def norm(name: str, size: int) -> TensorSpec:
-        return TensorSpec((f"{prefix}{name}.weight",), ((size,),))
-
-    def linear(name: str, rows: int, columns: int, bias: bool) -> Projection:
-        return Projection(prefix + name, rows, columns, bias, scheme_of(prefix + name))
-
-    return LayerLayout(
-        input_norm=norm("input_layernorm", hidden),
-        qkv=_fused(
-            linear("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
-            linear("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
-            linear("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
-        ),
-        o=_fused(linear("self_attn.o_proj", hidden, config.q_size, config.o_bias)),
-        post_attention_norm=norm("post_attention_layernorm", hidden),
-        gate_up=_fused(
-            linear("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
-            linear("mlp.up_proj", intermediate, hidden, config.mlp_bias),
-        ),
-        down=_fused(linear("mlp.down_proj", hidden, intermediate, config.mlp_bias)),
-        q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
-    )
+def parts_of(node: Any) -> Iterator[Part]:
+    """Yield the parts within a dataclass, a tuple or None, in the order of its fields."""
+    if isinstance(node, TensorPart | LinearPart):
+        yield node
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from parts_of(item)
+    elif node is not None:
+        for field in fields(node):
+            yield from parts_of(getattr(node, field.name))
 
 
-def _fused(*projections: Projection) -> Fused:
-    if len({projection.scheme for projection in projections}) > 1:
-        stored = "; ".join(f"{part.name}: {part.scheme or 'not quantised'}" for part in projections)
-        raise UnsupportedCheckpointError(
-            f"modules that the model fuses are stored in different ways: {stored}"
-        )
-    return projections
+def shard(node: Any, rank: int, size: int) -> Any:
+    """Return a dataclass, a tuple or None with each part within replaced by a rank's."""
+    if node is None:
+        return None
+    if isinstance(node, TensorPart | LinearPart):
+        return node.shard(rank, size)
+    if isinstance(node, tuple):
+        return tuple(shard(item, rank, size) for item in node)
+    return replace(node, **{f.name: shard(getattr(node, f.name), rank, size) for f in fields(node)})
+
+
+def build(parts: Any, loader: Loader) -> dict[str, Any]:
+    """Return what the parts of a layer are loaded to, by the names of its fields."""
+    built = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    return {name: None if part is None else part.build(loader) for name, part in built.items()}
+
+
+def _share(
+    name: str, length: int, units: int, rank: int, size: int, *, replicated: bool = False
+) -> slice:
+    """Return a rank's part of `length` rows or columns, in whole units."""
+    width = length // units
+    if units % size == 0:
+        count = units // size
+        return slice(rank * count * width, (rank + 1) * count * width)
+    if replicated and size % units == 0:
+        unit = rank * units // size
+        return slice(unit * width, (unit + 1) * width)
+    raise UnsupportedModelError(f"{name}: got {units} for {size} ranks, expected a multiple of it")
+
+
+def _length(kept: slice) -> int:
+    return int(kept.stop - kept.start)

@@ -7,15 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from .cache import PagedKVCache
-from .llama import (
-    AttentionInputs,
-    Llama,
-)
+from .decoder import AttentionInputs, Decoder
 
 _PAGE_SIZE = 16
 
 
-def sequence_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
+def sequence_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits after each token of one sequence, [len(tokens), vocab_size] fp32.
 
     The sequence is computed in one call, in a cache of its own.

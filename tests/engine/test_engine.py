@@ -22,7 +22,7 @@ from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import TextStream
 from ostinato.graphs import ClosedError, NotCapturedError
 from ostinato.models import (
-    Llama,
+    Decoder,
     sequence_logits,
 )
 from ostinato.ops.attention import prefill_cuda
@@ -37,7 +37,7 @@ def make_engine(
     device: torch.device | str = "cpu",
     scheme: str = "plain",
     batch_sizes: Sequence[int] | None = None,
-    model: Llama | None = None,
+    model: Decoder | None = None,
     **options: Any,
 ) -> Engine:
     defaults: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_chunk": 8}

@@ -1,21 +1,24 @@
-"""The per-tensor FP8 formats of Hugging Face (`fp8`) and NVIDIA ModelOpt."""
+"""Hugging Face's `fp8`: one weight scale per tensor."""
 
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 
 import torch
 
-from .errors import UnsupportedCheckpointError
-from .scheme import LinearScheme, SchemeOf, match_regex
-from .section import Section
+from ..errors import UnsupportedCheckpointError
+from ..format import Format, StoredSchemeOf
+from ..patterns import match_regex
+from ..section import Section
+from ..storage.base import StoredScheme
+from ..storage.dense import DENSE
+from ..storage.w8a8 import W8A8Scheme
 
-# Both formats leave the output projection in 16 bits whether or not they list it.
+# The output projection is in 16 bits whether or not the configuration lists it.
 _OUTPUT = "lm_head"
 
 
-def parse_hf_fp8(config: Section) -> SchemeOf:
+def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     """Return the scheme of every linear module under `quant_method` "fp8".
 
     Weights have one scale per tensor, activations a static one or none; with none they are
@@ -39,38 +42,13 @@ def parse_hf_fp8(config: Section) -> SchemeOf:
     ignored = config.strings("ignored_layers", "modules_to_not_convert")
     config.reject_others("quant_method", "expert_dtype")
     ignore = [_regex(entry) for entry in ignored]
-    scheme = LinearScheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
+    scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
     for pattern in ignore:
         match_regex(pattern, "", config.where)
 
-    def scheme_of(module: str) -> LinearScheme | None:
+    def scheme_of(module: str) -> StoredScheme:
         ignored = any(match_regex(pattern, module, config.where) for pattern in ignore)
-        return None if ignored or module == _OUTPUT else scheme
-
-    return scheme_of
-
-
-def parse_modelopt(config: Section) -> SchemeOf:
-    """Return the scheme of every linear module under a ModelOpt configuration.
-
-    Args:
-        config: `quantization_config` of config.json, or `quantization` of hf_quant_config.json.
-
-    Raises:
-        CheckpointError: when the configuration is malformed.
-        UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
-            per tensor) and for a quantised KV cache.
-    """
-    config.choice("quant_algo", "FP8")
-    config.choice("kv_cache_quant_algo", None)
-    config.choice("kv_cache_scheme", None)
-    ignore = config.strings("exclude_modules", "ignore")
-    config.reject_others("quant_method", "config_groups", "producer")
-    scheme = LinearScheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
-
-    def scheme_of(module: str) -> LinearScheme | None:
-        ignored = any(_excludes(entry, module) for entry in ignore)
-        return None if ignored or module == _OUTPUT else scheme
+        return DENSE if ignored or module == _OUTPUT else scheme
 
     return scheme_of
 
@@ -80,6 +58,4 @@ def _regex(entry: str) -> str:
     return rf"(?:{entry})(?:(?<=\.)|(?=\.|$))|.*{re.escape(entry)}$"
 
 
-def _excludes(entry: str, module: str) -> bool:
-    """Return whether a ModelOpt wildcard, or the name of a parent, means `module`."""
-    return fnmatchcase(module, entry) or f".{entry}." in f".{module}."
+FORMAT = Format("fp8", parse_hf_fp8)

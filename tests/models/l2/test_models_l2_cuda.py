@@ -14,12 +14,12 @@ import torch
 from ostinato import ops
 from ostinato.bench.engine import number_tokenizer
 from ostinato.bench.shapes import SHAPES
-from ostinato.bench.weights import random_llama
+from ostinato.bench.weights import random_decoder
 from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs.inspect.driver import GraphDriver
 from ostinato.models import (
-    ModelConfig,
     PagedKVCache,
+    read_config,
 )
 from ostinato.models.l2 import partitioned_memory
 from ostinato.models.l2.probe import (
@@ -280,14 +280,14 @@ def test_texts_do_not_depend_on_halves(cache: PagedKVCache) -> None:
 
 def _texts(device: torch.device, by_halves: bool) -> list[list[int]]:
     config = replace(
-        ModelConfig.from_hf(SHAPES["llama-3.1-8b"]),
+        read_config(SHAPES["llama-3.1-8b"]),
         num_layers=2,
         sliding_windows=(None, None),
         hidden_size=1024,
         intermediate_size=1024,
         vocab_size=512,
     )
-    model = random_llama(config, "int8", device, max_context=1024)
+    model = random_decoder(config, "int8", device, max_context=1024)
     engine = Engine(
         model,
         number_tokenizer(config.vocab_size),
