@@ -31,7 +31,7 @@ from .step.work import (
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What to measure: every batch, by the difference of a long and a short text.
+    """The measurements to make: every batch, by the difference of a long and a short text.
 
     Args:
         batches: requests at once.

@@ -53,7 +53,7 @@ def emulated_sources(folder: Path) -> Path:
     for (name, function), code in _INSTRUCTIONS.items():
         path = folder / name
         path.write_text(_without_instruction(path.read_text(), function, code))
-    kernel = folder / "attention" / "decode_sm90.cu"
+    kernel = folder / "attention" / "decode" / "decode_sm90.cu"
     text = kernel.read_text()
     assert text.count(_SHARED) == 1
     here = "uint8_t* const storage = reinterpret_cast<uint8_t*>(emulator::shared);"

@@ -15,7 +15,7 @@ from .inputs import DTYPE, KV_DTYPES, Inputs, Layout, expected, random_inputs
 
 _PAGED = re.compile(r"\w+_p\d+")
 _MB = 10**6
-# What is asked of the kernels: name -> which cases count. Sizes are those of a 16-bit cache.
+# Groups of cases with a mean of their own, by the size of a 16-bit cache.
 GROUPS: dict[str, Callable[[Case], bool]] = {
     "all": lambda case: True,
     "KV below 64 MB": lambda case: case.kv_bytes(2) < 64 * _MB,

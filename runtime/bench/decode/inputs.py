@@ -29,7 +29,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one launch reads, and where ours writes; the arguments of `ops.paged_attention`."""
+    """Tensors of one launch, of which ours writes `out`; the arguments of `ops.paged_attention`."""
 
     q: torch.Tensor
     k_cache: torch.Tensor

@@ -17,7 +17,7 @@ Times = Mapping[Case, Mapping[str, float]]
 # A time that drops by more when m grows is a cliff: computing more tokens would be faster.
 MONOTONE_WITHIN = 1.05
 
-# What is asked of the kernels: name -> which cases count.
+# Groups of cases with a mean of their own, for which the kernels have targets.
 GROUPS: dict[str, Callable[[Case], bool]] = {
     "all": lambda case: True,
     "llama-8b, M <= 16": lambda case: case.shape in SHAPE_GROUPS["llama-8b"] and case.m <= 16,

@@ -1,4 +1,4 @@
-"""Whether a W8A8 product is right."""
+"""The check of a W8A8 product, element by element."""
 
 from __future__ import annotations
 

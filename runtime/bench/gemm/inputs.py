@@ -23,7 +23,7 @@ _X_STEP, _W_STEP = 0.02, 0.08
 
 @dataclass(frozen=True)
 class Layout:
-    """What an implementation multiplies, and what it returns.
+    """The operands and the result of an implementation.
 
     Args:
         operand: dtype of x and w, in `OPERANDS`.
@@ -47,7 +47,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one launch reads and where ours writes: x [m, k], x_scale [m] fp32, out [m, n]."""
+    """Tensors of one launch; ours writes `out`: x [m, k], x_scale [m] fp32, out [m, n]."""
 
     x: torch.Tensor
     x_scale: torch.Tensor

@@ -37,7 +37,7 @@ _MOVING = ("positions", "seq_lens", "counters")
 
 @dataclass(frozen=True)
 class BurstPlan:
-    """What to measure: every batch, with the host idle and loaded.
+    """The measurements to make: every batch, with the host idle and loaded.
 
     Args:
         batches: sequences decoded at once.
@@ -72,7 +72,7 @@ class BurstPlan:
 
 @dataclass(frozen=True)
 class BurstRow:
-    """How long a token of every sequence took, one way of making it.
+    """The time that a token of every sequence took, by one way of making it.
 
     Args:
         section: "burst".

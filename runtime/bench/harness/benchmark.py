@@ -1,4 +1,4 @@
-"""What a benchmark of kernels consists of: cases, implementations, inputs, a check, a summary."""
+"""The parts of a benchmark of kernels: cases, implementations, inputs, a check, a summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .summary import OURS, Summary
 
 
 class Case(Protocol):
-    """What is computed. `str` spells it as the rows do; it has an order and a hash."""
+    """A computation. `str` spells it as the rows do; it has an order and a hash."""
 
     @property
     def flops(self) -> int:
@@ -27,7 +27,7 @@ class Case(Protocol):
 
 
 class InputSet(Protocol):
-    """What one launch reads, and the tensor that it writes."""
+    """The tensors that one launch reads and writes."""
 
     @property
     def out(self) -> torch.Tensor:

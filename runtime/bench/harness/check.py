@@ -1,4 +1,4 @@
-"""How a result is checked before it is timed."""
+"""The check of a result before it is timed."""
 
 from __future__ import annotations
 

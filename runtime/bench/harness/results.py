@@ -1,4 +1,4 @@
-"""What a run finds in one case."""
+"""The results of one case."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def num_sets(set_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Pace:
-    """What comes before each turn's timed replays.
+    """The state of the device before each turn's timed replays.
 
     Args:
         rest_s: the device does nothing.

@@ -32,7 +32,7 @@ def _no_details(impl: str, times: object) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary(Generic[CaseT]):
-    """How our times in a benchmark are compared with the peers'.
+    """The comparison of our times in a benchmark with the peers'.
 
     Args:
         peer: what the headings call a peer, such as "paged peer".

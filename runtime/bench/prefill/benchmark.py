@@ -21,11 +21,11 @@ _MAX_FP8_ERROR = 0.05
 
 
 def _is_plain(case: Case) -> bool:
-    """Whether a case is one of whole texts, packed, of one length, with a causal mask alone."""
+    """Return whether a case has whole packed texts of one length and a causal mask alone."""
     return case.is_dense and case.is_square and case.causal and not case.window
 
 
-# What is asked of the kernels: name -> which cases count.
+# Groups of cases with a mean of their own, for which the kernels have targets.
 GROUPS: dict[str, Callable[[Case], bool]] = {
     "all": lambda case: True,
     "causal, head dim 128, texts of 1024 and more": lambda case: (

@@ -18,7 +18,7 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one launch reads, and where ours writes.
+    """Tensors of one launch; ours writes `out`.
 
     Args:
         q: [total_q, heads_q, dim].

@@ -21,7 +21,7 @@ from .work import (
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a GPU does at its best.
+    """The peak rates of a GPU.
 
     Args:
         bytes_s: bytes read from device memory per second, as measured.

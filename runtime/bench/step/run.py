@@ -49,7 +49,7 @@ from .work import (
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to measure: every batch at every context.
+    """The measurements to make: every batch at every context.
 
     Args:
         batches: sequences decoded at once.
@@ -99,7 +99,7 @@ class StepRow(Row):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """What the kernels of one site take of a step.
+    """The time that the kernels of one site take of a step.
 
     Args:
         case, impl: of the step.

@@ -1,4 +1,4 @@
-"""What a decode step reads and computes."""
+"""Bytes that a decode step reads, and its operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels and tiles are worth timing for a product: all that may be the fastest, few more."""
+"""The kernels and tiles to time for a product: all that may be the fastest, and few more."""
 
 from __future__ import annotations
 

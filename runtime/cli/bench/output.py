@@ -1,4 +1,4 @@
-"""What `bench` prints of cases and peers, and the document that grows with every case."""
+"""The printed lines of `bench`, and the document that grows with every case."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json_flag(path: Path | None) -> None:
-    """Check that the file of --json can be made, and is not that of what is printed."""
+    """Check that the file of --json can be made, and is not that of the printed lines."""
     check_folder("--json", path)
     if path is not None and path.suffix == _PRINTED:
         raise UserError(

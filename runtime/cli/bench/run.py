@@ -1,4 +1,4 @@
-"""How `bench` runs a benchmark of the harness: its common flags, the peers, the cases."""
+"""Runs a benchmark of the harness: its common flags, the peers, the cases."""
 
 from __future__ import annotations
 

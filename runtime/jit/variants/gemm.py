@@ -108,7 +108,7 @@ class GemmTiled(Variant):
 
     @property
     def finds_best(self) -> bool:
-        """Whether it can hand over the best of each part of a row (csrc: kFindsBest)."""
+        """Whether it can hand over the best of each part of a row (csrc: kFindsArgmax)."""
         return self.out_dtype == "fp32" and self.tokens > 16 and not self.pingpong
 
     def best_parts(self, n: int, tile_channels: int = 0) -> int:

@@ -97,7 +97,7 @@ def test_rows_come_in_the_order_of_implementations() -> None:
     assert few.failures == many.failures == few.unsupported == {}
 
 
-def test_wrong_and_failing_implementations_have_a_reason_instead_of_a_row() -> None:
+def test_wrong_and_failing_ones_have_a_reason_and_no_row() -> None:
     def fail(one: Inputs) -> torch.Tensor:
         raise RuntimeError("needs K % 256 == 0\nand says more")
 

@@ -287,7 +287,7 @@ def test_names_of_peers() -> None:
         peers(["xqa"])
 
 
-def test_the_best_peer_counts_and_pages_are_compared_with_packed_keys() -> None:
+def test_the_best_peer_counts_and_pages_face_packed_keys() -> None:
     plain, paged = Case(4, 4096), Case(4, 4096, page=16)
     measured = {
         plain: {"ostinato_bf16": 800.0, "fa3": 900.0, "cudnn": 1000.0, "fa3_fp8": 1.0},

@@ -21,7 +21,7 @@ TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 50)), max_size=40)
 
 
 @given(TIMES)
-def test_no_two_kernels_of_a_lane_overlap_and_no_lane_is_needless(
+def test_no_lane_has_overlapping_kernels_or_is_needless(
     times: list[tuple[float, float]],
 ) -> None:
     run = sorted(

@@ -105,7 +105,7 @@ def test_the_first_slots_are_those_of_the_last_position() -> None:
     assert burst._slots(inputs, 16).tolist() == [80, 129, 168]
 
 
-def test_what_loads_the_host_ends_with_the_benchmark_however_that_ends(tmp_path: Path) -> None:
+def test_the_load_on_the_host_ends_with_the_benchmark(tmp_path: Path) -> None:
     children = tmp_path / "children"
     script = f"""
 import os, time

@@ -133,7 +133,7 @@ def test_norms_and_rope_are_ours_where_attention_is(attention: Any) -> None:
 
 
 @pytest.mark.parametrize("attention", ["ostinato", "sdpa"])
-def test_padding_changes_nothing_that_rows_of_transformers_steps_read(attention: Any) -> None:
+def test_padding_changes_nothing_that_transformers_rows_read(attention: Any) -> None:
     subject = hugging_face_step("tiny", CPU, max_batch=4, context=24, attention=attention)
     cache_of(subject).normal_()  # as if another batch size had left it
     inputs, batch = subject.inputs(3), subject.buffers.view(4)
@@ -150,7 +150,7 @@ def test_padding_changes_nothing_that_rows_of_transformers_steps_read(attention:
         assert torch.equal(logits(), expected)
 
 
-def test_whose_tiles_padding_shares_follows_from_whose_kernels_the_step_has() -> None:
+def test_shared_tiles_of_padding_follow_from_the_kernels() -> None:
     subjects = [
         hugging_face_step("tiny", CPU, max_batch=2, context=8, attention=attention)
         for attention in ("ostinato", "sdpa")
@@ -173,7 +173,7 @@ def test_whose_tiles_padding_shares_follows_from_whose_kernels_the_step_has() ->
         ("rows", True, {"gemm": 2, "norm": 1}, False),
     ],
 )
-def test_padding_is_held_to_the_target_where_both_fall_in_one_tile(
+def test_padding_meets_the_target_where_both_are_in_one_tile(
     tiles: Any, ours: bool, padded: Any, expected: bool
 ) -> None:
     assert falls_in_one_tile(tiles, ours, {"gemm": 2, "norm": 1}, padded) == expected
@@ -187,7 +187,7 @@ def test_another_depth_of_the_model_is_said_in_the_name() -> None:
         assert runner.run(1, subject.inputs(1))["tokens"].shape == (1,)
 
 
-def test_a_refused_step_is_an_error_in_one_line_and_costs_no_figure(
+def test_a_refused_step_is_one_line_and_costs_no_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(_subject: object) -> Iterator[Figure]:

@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
     *("decode_keys_load", "decode_keys_release", "decode_values_load", "decode_values_release"),
-    *("decode_sums_store", "decode_sums_load", "decode_part_store"),
+    *("decode_sums_store", "decode_sums_load", "decode_partial_store"),
 )
-_SITES_OF_SHARES = ("decode_shares_store", "decode_shares_load")
-_SITES_OF_CLAIMS = ("decode_claim_store", "decode_claim_load")
+_SITES_OF_CLUSTERS = ("decode_cluster_reduce_store", "decode_cluster_reduce_load")
+_SITES_OF_SCHEDULER = ("decode_schedule_store", "decode_schedule_load")
 # A warp's own columns, and teams of warps; copied and gathered pages.
 _ALONE = tuple(
     AttentionDecode(
@@ -54,8 +54,8 @@ _DELAYED = tuple(
     for variant in _VARIANTS
     for site in (
         *_SITES,
-        *(_SITES_OF_SHARES if variant in _SHARED else ()),
-        *(_SITES_OF_CLAIMS if variant in _CLAIMING else ()),
+        *(_SITES_OF_CLUSTERS if variant in _SHARED else ()),
+        *(_SITES_OF_SCHEDULER if variant in _CLAIMING else ()),
     )
 )
 # The last ones are enough for segments to be claimed.

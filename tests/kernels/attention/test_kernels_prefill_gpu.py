@@ -26,8 +26,13 @@ from ostinato.ops.common.device import (
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
-    *("prefill_queries_load", "prefill_tile_load", "prefill_item_publish", "prefill_item_release"),
-    *("prefill_release", "prefill_output_store"),
+    *(
+        "prefill_queries_load",
+        "prefill_tile_load",
+        "prefill_work_tile_publish",
+        "prefill_work_tile_release",
+    ),
+    *("prefill_release", "prefill_epilogue_store"),
 )
 _COPIED = ("packed", "pages")
 # Items that overlap and those that do not; three warpgroups; copied and gathered pages; outputs
@@ -46,7 +51,10 @@ _VARIANTS = (
 _CASES = [
     (variant, site)
     for variant in _VARIANTS
-    for site in (*_SITES, "prefill_turn" if variant.dtype == "e4m3" else "prefill_values_clear")
+    for site in (
+        *_SITES,
+        "prefill_transpose" if variant.dtype == "e4m3" else "prefill_values_clear",
+    )
 ]
 # The longest is long enough for sums that are put aside.
 _LENGTHS = ([2400], [1, 0, 64, 300], [129] * 12)

@@ -22,7 +22,7 @@ _VARIANTS = {
     tile: GemmTiled(dtype="int8", out_dtype="fp32", channels=tile[0], tokens=tile[1])
     for tile in _TILES
 }
-_LATE = BuildMode(delay_site="epilogue_store"), BuildMode(delay_site="epilogue_turn")
+_LATE = BuildMode(delay_site="epilogue_store"), BuildMode(delay_site="epilogue_transpose")
 _LATE_TILES = (128, 32), (96, 128)
 _CUTS: tuple[dict[str, int], ...] = (
     {},

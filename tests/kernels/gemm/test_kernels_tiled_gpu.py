@@ -22,8 +22,8 @@ from ostinato.jit.variants import GemmTiled
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
-    *("tokens", "weights", "consumer", "release", "exchange"),
-    *("epilogue_turn", "epilogue_store"),
+    *("tokens", "weights", "consumer", "release", "cluster_reduce"),
+    *("epilogue_transpose", "epilogue_store"),
 )
 _LATE = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
 _PINGPONG = (128, 128, True)
