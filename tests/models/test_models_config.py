@@ -362,3 +362,18 @@ def test_layer_types_are_known_one_per_layer_and_agree_with_the_window(
 def test_a_config_that_is_no_object_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^a\.json: got \[\], expected an object"):
         read_config([], "a.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "extra"),
+    [
+        ("rope_parameters", {"llama_4_scaling_beta": 0.1}),
+        ("rope_scaling", {"mrope_section": [16, 24, 24]}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ],
+)
+def test_unknown_rope_fields_are_refused(spelling: str, extra: dict[str, object]) -> None:
+    fields = {"rope_type": "linear", "factor": 2.0, **extra}
+    (name,) = extra
+    with pytest.raises(UnsupportedModelError, match=f"{spelling}: {name}: got .* not supported"):
+        RopeConfig.from_hf({spelling: fields}, 4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -93,6 +94,29 @@ class Llama:
         self.max_context = config.context(max_context)
         table = config.rope.cos_sin_table(config.head_dim, self.max_context)
         self.cos_sin = table.to(embedding.device)
+
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        parts: DecoderLayout,
+        loader: Loader,
+        *,
+        max_context: int | None = None,
+        batch_invariant: bool = True,
+    ) -> Self:
+        """Return the decoder that a loader makes of these parts; see `registry.Load`."""
+        embedding = parts.embedding.build(loader)
+        lm_head = loader.head(parts.lm_head, embedding)
+        return cls(
+            config,
+            embedding,
+            [DecoderLayer(**build(layer, loader)) for layer in parts.layers],
+            parts.norm.build(loader),
+            lm_head,
+            max_context=max_context,
+            batch_invariant=batch_invariant,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -200,13 +224,7 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         residual = None
-        x = ops.embed(
-            tokens,
-            self.embedding,
-            seen=None if seen is None else seen.mask,
-            seen_rows=None if seen is None else seen.rows,
-            n_active=n_active,
-        )
+        x = self._embed(tokens, n_active, seen)
         for index, layer in enumerate(self.layers):
             qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
             x = layer.o(self._attend(index, layer, qkv, positions, attention, cache), n_active)
@@ -216,6 +234,17 @@ class Llama:
             x = layer.down.after_silu_mul(gate_up, n_active)
         assert residual is not None, "a model has a layer"
         return x, residual
+
+    def _embed(
+        self, tokens: torch.Tensor, n_active: torch.Tensor | None, seen: SeenRows | None
+    ) -> torch.Tensor:
+        return ops.embed(
+            tokens,
+            self.embedding,
+            seen=None if seen is None else seen.mask,
+            seen_rows=None if seen is None else seen.rows,
+            n_active=n_active,
+        )
 
     def _attend(
         self,
@@ -323,31 +352,9 @@ def _norm(name: str, size: int) -> TensorPart:
     return TensorPart(TensorSpec((f"{name}.weight",), ((size,),)))
 
 
-def load(
-    config: ModelConfig,
-    parts: DecoderLayout,
-    loader: Loader,
-    *,
-    max_context: int | None = None,
-    batch_invariant: bool = True,
-) -> Llama:
-    """Return the decoder that a loader makes of these parts."""
-    embedding = parts.embedding.build(loader)
-    lm_head = loader.head(parts.lm_head, embedding)
-    return Llama(
-        config,
-        embedding,
-        [DecoderLayer(**build(layer, loader)) for layer in parts.layers],
-        parts.norm.build(loader),
-        lm_head,
-        max_context=max_context,
-        batch_invariant=batch_invariant,
-    )
-
-
 def _config(fields: Fields) -> ModelConfig:
     bias = fields.boolean("attention_bias", False)
     return standard_config(fields, windows=full_attention, qkv_bias=bias, o_bias=bias)
 
 
-register(Family("llama", ("LlamaForCausalLM",), _config, layout, load, defaults=LLAMA_IDS))
+register(Family("llama", ("LlamaForCausalLM",), _config, layout, Llama.load, defaults=LLAMA_IDS))

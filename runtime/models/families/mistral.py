@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import LLAMA_IDS, ModelConfig, standard_config, uniform_window
 from ..config_fields import Fields
 from ..registry import Family, register
-from .llama import layout, load
+from .llama import Llama, layout
 
 
 def _config(fields: Fields) -> ModelConfig:
@@ -19,4 +19,6 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return uniform_window(fields, num_layers, fields.optional_integer("sliding_window"))
 
 
-register(Family("mistral", ("MistralForCausalLM",), _config, layout, load, defaults=LLAMA_IDS))
+register(
+    Family("mistral", ("MistralForCausalLM",), _config, layout, Llama.load, defaults=LLAMA_IDS)
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import ModelConfig, mixed_windows, standard_config
 from ..config_fields import Fields
 from ..registry import Family, register
-from .llama import layout, load
+from .llama import Llama, layout
 
 
 def _config(fields: Fields) -> ModelConfig:
@@ -14,4 +14,4 @@ def _config(fields: Fields) -> ModelConfig:
     return standard_config(fields, windows=mixed_windows, qkv_bias=True, o_bias=False)
 
 
-register(Family("qwen2", ("Qwen2ForCausalLM",), _config, layout, load))
+register(Family("qwen2", ("Qwen2ForCausalLM",), _config, layout, Llama.load))

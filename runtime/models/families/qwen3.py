@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config import ModelConfig, mixed_windows, standard_config
 from ..config_fields import Fields
 from ..registry import Family, register
-from .llama import layout, load
+from .llama import Llama, layout
 
 
 def _config(fields: Fields) -> ModelConfig:
@@ -15,4 +15,4 @@ def _config(fields: Fields) -> ModelConfig:
     return standard_config(fields, windows=mixed_windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-register(Family("qwen3", ("Qwen3ForCausalLM",), _config, layout, load))
+register(Family("qwen3", ("Qwen3ForCausalLM",), _config, layout, Llama.load))
