@@ -15,11 +15,11 @@ from ops_kernels import kernels_of_the_tests
 
 from ostinato.cli.build import build_plans
 from ostinato.jit import compiler
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.compiler import (
     Plan,
     plan,
 )
+from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.linear.tile_table import H200_SMS
 
 _noted: dict[str, Plan] = {}  # by key: some are wanted by several

@@ -1,33 +1,23 @@
 // ostinato._C: loads kernel libraries and passes them pointers, strides, sizes and a stream. It is
 // built by the host compiler alone and links neither CUDA nor torch, so it imports on any machine.
 #include "graphs/driver.h"
+<<<<<<< HEAD
 #include "launch.h"
 #include "library.h"
+=======
+#include "graphs/fast_replay_type.h"
+#include "graphs/run_lock.h"
+#include "graphs/run_lock_guard.h"
+#include "library_type.h"
+>>>>>>> h/native
 
 PYBIND11_MODULE(_C, module) {
-  using ostinato::AppendKVParams;
-  using ostinato::EmbedParams;
-  using ostinato::FusedLinearParams;
-  using ostinato::HeadsArgument;
-  using ostinato::L2ProbeParams;
-  using ostinato::Library;
-  using ostinato::MergeStatesParams;
-  using ostinato::PaddedQuantizeParams;
-  using ostinato::PagedDecodeLibrary;
-  using ostinato::PrefillLibrary;
-  using ostinato::SampleParams;
-  using ostinato::SlotsArgument;
-  using ostinato::W8A8GemmParams;
   using py::arg;
 
   module.doc() = "Loads kernel libraries; pointers and streams are integers.";
-  module.attr("ABI") = py::dict(
-      arg("attention") = OSTINATO_ABI_ATTENTION,
-      arg("attention_prefill") = OSTINATO_ABI_ATTENTION_PREFILL, arg("embed") = OSTINATO_ABI_EMBED,
-      arg("fused_linear") = OSTINATO_ABI_FUSED_LINEAR, arg("gemm_w8a8") = OSTINATO_ABI_GEMM_W8A8,
-      arg("gemm_w8a8_quantize") = OSTINATO_ABI_GEMM_W8A8_QUANTIZE, arg("l2") = OSTINATO_ABI_L2,
-      arg("merge") = OSTINATO_ABI_MERGE, arg("sampling") = OSTINATO_ABI_SAMPLING);
+  module.attr("Library") = py::reinterpret_steal<py::object>(ostinato::library::type());
   module.def("is_capturing", &ostinato::is_capturing, arg("stream"));
+<<<<<<< HEAD
   py::class_<Library<W8A8GemmParams>>(module, "W8A8Gemm")
       .def(py::init<const std::string&>(), arg("path"))
       .def("prepare", &Library<W8A8GemmParams>::prepare)
@@ -130,4 +120,46 @@ PYBIND11_MODULE(_C, module) {
            arg("repetition_penalty") = 0, arg("seen") = 0, arg("seen_stride") = 0,
            arg("seen_rows") = 0, arg("pdl") = false, arg("best") = 0, arg("best_stride") = 0,
            arg("parts") = 0);
+=======
+  module.def("launch_graph", &ostinato::launch_graph, arg("executable"), arg("stream"),
+             py::call_guard<py::gil_scoped_release>());
+
+  using ostinato::Closing;
+  using ostinato::Hold;
+  using ostinato::RunCounts;
+  using ostinato::Turn;
+  module.def("note_fork", &ostinato::note_fork);
+  module.attr("Repeat") = py::reinterpret_steal<py::object>(ostinato::repeat::type());
+  py::class_<RunCounts>(module, "RunCounts")
+      .def(py::init<>())
+      .def("add", &RunCounts::add, arg("n"), arg("replayed") = true)
+      .def("read", [](const RunCounts& counts) {
+        return std::make_tuple(counts.hits, counts.eager, counts.rows);
+      });
+  py::class_<Turn>(module, "Turn")
+      .def(py::init<>())
+      .def("take", &Turn::take, arg("owner"), arg("what"), arg("timeout_s") = 0.0)
+      .def("end", &Turn::end)
+      .def("forget", &Turn::forget)
+      .def_readwrite("last_stream", &Turn::last_stream)
+      .def_property_readonly("owner", &Turn::owner)
+      .def_property_readonly("what", &Turn::what);
+  py::class_<Hold>(module, "Hold")
+      .def(py::init<py::object, py::object, py::object, double, bool, py::object, py::object>(),
+           arg("turn"), arg("owner"), arg("what"), arg("timeout_s") = 0.0, py::kw_only(),
+           arg("is_run") = false, arg("check") = py::none(), arg("refuse"))
+      .def("__enter__",
+           [](const py::object& hold) {
+             hold.cast<Hold&>().enter();
+             return hold;
+           })
+      .def("__exit__", [](Hold& hold, const py::args&) { hold.exit(); })
+      .def("detach", &Hold::detach)
+      .def("end", &Hold::end);
+  py::class_<Closing>(module, "Closing")
+      .def(py::init<py::object>(), arg("turn"))
+      .def("__enter__", &Closing::enter)
+      .def("__exit__", [](Closing& closing, const py::args&) { closing.exit(); })
+      .def("__bool__", &Closing::any);
+>>>>>>> h/native
 }

@@ -152,7 +152,7 @@ bool is_aligned(const SampleParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::SampleParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::SampleParams) {
   using namespace ostinato;
   if (params->rows < 0 || params->vocabulary <= 0 ||
       params->vocabulary > sampling::kMaxVocabulary) {

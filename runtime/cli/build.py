@@ -9,11 +9,6 @@ from ..jit.cache import (
     Entry,
     cache_folder,
 )
-from ..jit.catalogue import (
-    CATALOGUE,
-    families,
-    select,
-)
 from ..jit.compiler import (
     Plan,
     build,
@@ -21,16 +16,15 @@ from ..jit.compiler import (
     plan,
 )
 from ..jit.mode import BuildMode
-from ..jit.variants import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    Variant,
-)
+from ..jit.registry import families, select
+from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from .command import Command, Parser, UserError, user_errors
 from .model_flags import add_batch_invariant_flag
 
 
 def _parser() -> Parser:
+    from ..ops.catalogue import CATALOGUE
+
     parser = Parser(
         prog="ostinato build",
         usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
@@ -46,7 +40,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"these families ({', '.join(families())}) or variants "
+        help=f"these families ({', '.join(families(CATALOGUE))}) or variants "
         "(as `python -m ostinato kernels` lists them, or an error names them)",
     )
     chosen.add_argument(
@@ -82,6 +76,8 @@ def _parser() -> Parser:
 
 
 def _main(argv: Sequence[str]) -> int:
+    from ..ops.catalogue import CATALOGUE  # with torch, without which commands are listed
+
     args = _parser().parse_args(argv)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
@@ -102,7 +98,7 @@ def _main(argv: Sequence[str]) -> int:
             )
         # A model may need what is otherwise compiled when it is first used.
         unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
-        chosen = select(only=args.only, dtypes=args.dtypes, among=(*CATALOGUE, *unlisted))
+        chosen = select((*CATALOGUE, *unlisted), only=args.only, dtypes=args.dtypes)
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
         plans = [plan(variant, mode) for variant in chosen]

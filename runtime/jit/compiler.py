@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from .toolchain import (
     require_cutlass,
     require_nvcc,
 )
-from .variants import Variant
+from .variant import Variant
 
 # -DNDEBUG: a device assert is a call, and ptxas serialises wgmma around calls.
 _FLAGS = (
@@ -92,7 +91,7 @@ def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
     sources = read_sources(variant.source)
     # A mode that changes nothing in this kernel must not cost another build of it.
     mode = mode.restricted_to(sources.own)
-    defines = {**variant.defines(), **mode.defines(), "OSTINATO_ABI": abi_version(variant)}
+    defines = {**variant.defines(), **mode.defines()}
     target = f"arch=compute_{variant.arch},code=sm_{variant.arch}"
     flags = (
         *_FLAGS,
@@ -101,12 +100,6 @@ def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
         *(f"-D{name}={value}" for name, value in defines.items()),
     )
     return Plan(variant, mode, sources, flags)
-
-
-def abi_version(variant: Variant) -> str:
-    """Return the hash of a variant's params.h, as setup.py gives it to the loader: a C literal."""
-    texts = b"".join(header.read_bytes() for header in variant.params)
-    return f"0x{hashlib.sha256(texts).hexdigest()[:16]}ULL"
 
 
 def find(plan: Plan) -> Entry | None:

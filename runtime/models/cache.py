@@ -8,7 +8,7 @@ from itertools import count
 
 import torch
 
-from ..ops.attention.l2_partition import L2Halves
+from ..ops.attention.l2_partition import L2Partition
 from .config import ModelConfig
 from .l2.partitioned_memory import (
     free_unused,
@@ -44,7 +44,7 @@ class PagedKVCache:
         page_size: tokens per page, at least 1.
         dtype, device: of the keys and values.
         by_halves: on a Hopper GPU, put pages where it is known which half of the L2 holds them, if
-            their sizes allow it, and each sequence's into one half (docs/halves.md).
+            their sizes allow it, and each sequence's into one half (docs/l2_partition.md).
 
     Attributes:
         storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.
@@ -80,7 +80,7 @@ class PagedKVCache:
         self._sequences: dict[int, _SequencePages] = {}
         self._versions = count(1)
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self.halves: L2Halves | None = None
+        self.halves: L2Partition | None = None
         free_unused()
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):

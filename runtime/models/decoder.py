@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import ops
-from ..jit.variants import Variant
+from ..jit.variant import Variant
 from .cache import PagedKVCache
 from .config import ModelConfig
 from .layers import InputKind, Linear, Sampling

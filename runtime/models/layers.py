@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 
 from .. import ops
-from ..jit.variants import Variant
+from ..jit.variant import Variant
 from ..ops.linear.precompile import layer_kernels
 from ..ops.linear.quantize_cuda import quantize_kernel
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, Self
 
 import torch
 
-from ..jit.variants import Variant
+from ..jit.variant import Variant
 from .config_fields import UnsupportedModelError
 from .layers import InputKind, Linear
 

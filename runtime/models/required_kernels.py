@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..jit.variants import L2Probe
 from ..ops.attention.append_kv_cuda import append_kernel
 from ..ops.attention.decode_cuda import decode_kernels
+from ..ops.attention.l2_partition import L2Probe
 from ..ops.attention.prefill_cuda import prefill_kernels
-from ..ops.embed_cuda import embed_kernel
+from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import Variant, precompile
 from ..ops.sampling.sample_cuda import sample_kernel
 from .config import ModelConfig

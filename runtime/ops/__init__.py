@@ -26,7 +26,7 @@ Common to all of them:
 """
 
 from .attention.append_kv import append_kv
-from .attention.l2_partition import L2Halves
+from .attention.l2_partition import L2Partition
 from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
@@ -62,7 +62,7 @@ from .linear.silu_mul import (
 from .sampling.sample import sample
 
 __all__ = [
-    "L2Halves",
+    "L2Partition",
     "Logits",
     "PackedWeight",
     "append_kv",

@@ -9,8 +9,8 @@ import pytest
 
 from ostinato.cli.main import main
 from ostinato.jit import compiler
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.toolchain import Cutlass
+from ostinato.ops.catalogue import CATALOGUE
 
 _NAME = "quantize-silu_mul-bf16-int8"
 

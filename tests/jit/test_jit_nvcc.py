@@ -20,7 +20,6 @@ from ostinato.jit.budgets import (
     excesses,
     read_budgets,
 )
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.compiler import (
     build,
     plan,
@@ -34,19 +33,17 @@ from ostinato.jit.toolchain import (
     require_cutlass,
     require_nvcc,
 )
-from ostinato.jit.variants import (
-    AppendKV,
-    AttentionDecode,
-    AttentionPrefill,
-    Embed,
-    FusedLinear,
-    GemmSmallM,
-    GemmTiled,
-    MergeStates,
-    Quantize,
-    Sample,
-    Variant,
-)
+from ostinato.jit.variant import Variant
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.decode_variants import AttentionDecode
+from ostinato.ops.attention.merge_states import MergeStates
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
+from ostinato.ops.catalogue import CATALOGUE
+from ostinato.ops.embed import Embed
+from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.sampling.sample_cuda import Sample
 
 pytestmark = pytest.mark.nvcc
 
@@ -76,7 +73,7 @@ def test_the_probe_is_within_its_budget_and_loads() -> None:
     assert excesses(entry.usage, _PROBE_BUDGET) == []
     assert entry.nvcc == require_nvcc().version
     # Loading needs neither a GPU nor a driver.
-    assert isinstance(_C.Quantize(str(entry.library)), _C.Quantize)
+    assert isinstance(_C.Library(str(entry.library)), _C.Library)
 
 
 def test_local_memory_exceeds_the_budget() -> None:
@@ -139,7 +136,7 @@ def test_only_the_entry_points_are_exported() -> None:
         ["nm", "-D", "--defined-only", entry.library], capture_output=True, text=True, check=True
     )
     assert {line.split()[-1] for line in listed.stdout.splitlines()} == {
-        *("ostinato_abi_version", "ostinato_error_string"),
+        *("ostinato_fields", "ostinato_error_string"),
         *("ostinato_prepare", "ostinato_launch"),
     }
 

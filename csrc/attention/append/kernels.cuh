@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-#include "attention/common/params.h"
 #include "common/launch.cuh"
 #include "head.cuh"
+#include "params.h"
 
 namespace ostinato {
 namespace {

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/common/params.h"
 #include "common/sizes.cuh"
+#include "params.h"
 
 // -DOSTINATO_HEAD_DIM=n              a multiple of 16, at most 256
 // -DOSTINATO_TYPE=__nv_bfloat16|__half    query and output

@@ -310,22 +310,21 @@ OSTINATO_EXPORT int ostinato_prepare() {
   return prepare(paged_decode<true>);
 }
 
-// What launches need beside their tensors if they have up to `rows` queries of a sequence times
-// heads of a group, `segments` sequences times KV heads, and `tokens` of a sequence, which are
-// max_pages * page_size. Without fixed cuts it depends on the device alone.
-OSTINATO_EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens,
-                                             int64_t* bytes) {
+// What launches need beside their tensors if none exceeds these capacities. Without fixed splits it
+// depends on the device alone.
+OSTINATO_WORKSPACE(ostinato::DecodeCapacities) {
   using namespace ostinato::decode;
-  if (rows < 1 || rows > kColumns || segments < 1 || tokens < 1) {
+  const ostinato::DecodeCapacities& most = *capacities;
+  if (most.rows < 1 || most.rows > kColumns || most.sequences < 1 || most.tokens < 1) {
     return cudaErrorInvalidValue;
   }
   Grid grid;
-  OSTINATO_RETURN_IF_ERROR(grid_size(&grid, segments, tokens));
-  *bytes = workspace_bytes(grid.sms, grid.ctas, segments, tokens);
+  OSTINATO_RETURN_IF_ERROR(grid_size(&grid, most.sequences, most.tokens));
+  *bytes = workspace_bytes(grid.sms, grid.ctas, most.sequences, most.tokens);
   return cudaSuccess;
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::PagedDecodeParams) {
   using namespace ostinato::decode;
   if (!is_supported(*params)) {
     return cudaErrorInvalidValue;

@@ -122,7 +122,7 @@ class Seqlens {
   // CTA. The last CTA has the counter as it was: no successor starts before it has been here.
   __device__ __forceinline__ void take_number(uint32_t* counter) {
     const uint32_t sm = sm_index();
-    const uint32_t bits = sm < 32 * Halves::kSmWords ? params_.halves.sms[sm / 32] : 0;
+    const uint32_t bits = sm < 32 * L2Partition::kSmWords ? params_.halves.sms[sm / 32] : 0;
     const uint32_t half = bits >> sm % 32 & 1;
     const uint32_t taken = atomicAdd(counter, PartitionTickets::step(half));
     if (PartitionTickets::count(taken) == gridDim.x - 1) {

@@ -29,7 +29,7 @@ using OutType = OSTINATO_OUT;
 inline constexpr int kElement = sizeof(Type);
 inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
 static_assert(kFp8 == (kElement == 1), "the macros agree on the elements");
-using Params = std::conditional_t<kFp8, ScaledPrefillParams, PrefillParams>;
+using Params = PrefillParams;
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;

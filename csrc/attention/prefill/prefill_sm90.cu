@@ -293,7 +293,7 @@ OSTINATO_EXPORT int ostinato_prepare() {
 }
 
 // What a launch needs, whatever its shape.
-OSTINATO_EXPORT int ostinato_workspace_bytes(int64_t* bytes) {
+OSTINATO_WORKSPACE(ostinato::PrefillCapacities) {
   using namespace ostinato;
   int sms = 0;
   if (prefill::kPromotesToGmem) {
@@ -303,6 +303,6 @@ OSTINATO_EXPORT int ostinato_workspace_bytes(int64_t* bytes) {
   return cudaSuccess;
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::ScaledPrefillParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::PrefillParams) {
   return ostinato::prefill::launch_prefill(*params, static_cast<cudaStream_t>(stream));
 }

@@ -21,7 +21,7 @@ constexpr bool kConstantWeights = kEncodes;
 
 // Asks how many rows are real. Inline, so that nothing waits for the answer before it is used: by
 // then x, which is asked for later, has not arrived, either.
-__device__ __forceinline__ int32_t rows_of(const PaddedQuantizeParams& p) {
+__device__ __forceinline__ int32_t rows_of(const QuantizeParams& p) {
   int32_t rows = p.m;
   if (p.n_active != nullptr) {
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(rows) : "l"(p.n_active));
@@ -165,7 +165,7 @@ __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
 // Rows of up to kElements elements per thread: each is read once and kept in registers.
 template <int kElements, Share kShare, int kThreads, int kCtas, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    quantize_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
+    quantize_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   constexpr int kVectors = kElements / kVectorSize;
   constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
   constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 // made of it where it is no code.
 template <bool kAligned, typename Code = Out>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    quantize_long_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
+    quantize_long_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   __shared__ float sums[kMaxWarps];
   __shared__ float maxima[kMaxWarps];
   const uint32_t k = static_cast<uint32_t>(p.k);

@@ -27,7 +27,7 @@ constexpr int kWarpRowThreads = 128;  // of a CTA whose warps have a row each
 constexpr int kMaxCtasPerRow = 8;     // the largest portable cluster
 
 struct Plan {
-  void (*kernel)(PaddedQuantizeParams, KnownDivisor);
+  void (*kernel)(QuantizeParams, KnownDivisor);
   uint32_t threads;
   uint32_t rows_per_cta;
   uint32_t ctas_per_row;
@@ -171,7 +171,7 @@ bool is_valid(const QuantizeParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::QuantizeParams) {
   using namespace ostinato;
   if (params->m < 0 || params->k <= 0) {
     return cudaErrorInvalidValue;
@@ -189,7 +189,7 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params
   config.block = dim3(chosen.threads);
   config.cluster = dim3(chosen.ctas_per_row);
   config.pdl = params->pdl != 0;
-  PaddedQuantizeParams given = *params;
+  QuantizeParams given = *params;
   given.discard_x = given.discard_x != 0 && has_whole_lines(given);
   return launch(chosen.kernel, config, static_cast<cudaStream_t>(stream), given,
                 KnownDivisor(static_cast<float>(params->k)));

@@ -190,6 +190,6 @@ OSTINATO_EXPORT int ostinato_prepare(void) {
   return ostinato::allow_dynamic_smem(tiled_gemm, kSmemLimit);
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::W8A8GemmParams) {
   return ostinato::tiled::launch_gemm(*params, static_cast<cudaStream_t>(stream));
 }

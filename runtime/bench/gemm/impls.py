@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ... import ops
-from ...jit.variants import Variant
+from ...jit.variant import Variant
 from ...ops.common.device import (
     device_index,
     gpu,

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...jit.variants import (
-    GemmSmallM,
-    GemmTiled,
-)
+from ...ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ...ops.linear.tile_cost_model import (
     Cut,
     predictions,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...jit.variants import Variant
+from ...jit.variant import Variant
 from ...models.layers import DenseLinear, InputKind, dense_kernels
 from ...models.parts import Module, TensorSpec
 from ..reader import CheckpointReader

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...jit.variants import Variant
+from ...jit.variant import Variant
 from ...models.layers import InputKind, W8A8Linear
 from ...models.parts import Module, TensorSpec
 from ...ops.linear.precompile import layer_kernels

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from ... import ops
-from ...jit.variants import Variant
+from ...jit.variant import Variant
 from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
@@ -286,7 +286,7 @@ class Llama:
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             batch_invariant=self.batch_invariant,
-            halves=cache.halves,
+            l2_partition=cache.halves,
             out=out,
         )
         return out.flatten(1)

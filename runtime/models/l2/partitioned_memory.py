@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...interrupts import Uninterrupted, uninterrupted
-from ...ops.attention.l2_partition import L2Halves
+from ...ops.attention.l2_partition import L2Partition
 from ...ops.common.device import (
     has_kernels,
     on_device,
@@ -55,7 +55,7 @@ _OUT_OF_MEMORY = 2  # CUresult
 
 def halved_storage(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, L2Halves] | None:
+) -> tuple[torch.Tensor, L2Partition] | None:
     """Return zeros for a paged cache, and which half of the L2 holds a head of a page.
 
     Args:
@@ -97,7 +97,7 @@ def halved_storage(
     arrays = memory.view(dtype).view(layers, kinds, -1)
     used = arrays[:, :, : math.prod(shape[2:])]
     storage = used.unflatten(2, (pages, heads, page_size, dim)).transpose(3, 4)
-    return storage.zero_(), L2Halves(l2.sms, mask // page_bytes, in_heads)
+    return storage.zero_(), L2Partition(l2.sms, mask // page_bytes, in_heads)
 
 
 def rounding(layers: int, room: int) -> int:

@@ -1,8 +1,8 @@
 """Which half of a GPU's L2 holds an address, found out by how long SMs take to reach it.
 
-docs/halves.md says what was measured. An SM reaches its own half in two thirds of the time that the
-other takes. Which half holds a block of 4096 bytes is the parity of some bits of its physical
-address: within a page of 2 MiB those of an offset, and one more for the whole page.
+docs/l2_partition.md says what was measured. An SM reaches its own half in two thirds of the time
+that the other takes. Which half holds a block of 4096 bytes is the parity of some bits of its
+physical address: within a page of 2 MiB those of an offset, and one more for the whole page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...jit.loader import load
-from ...jit.variants import L2Probe
+from ...ops.attention.l2_partition import L2Probe
 from ...ops.common.device import (
     current_stream,
     on_device,

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-# The names that `ostinato.jit.variants` gives to torch's dtypes.
+# The names that `ostinato.jit.variant` gives to torch's dtypes.
 KERNEL_NAMES = {
     torch.int8: "int8",
     torch.float8_e4m3fn: "e4m3",

@@ -14,10 +14,7 @@ from ...jit.toolchain import (
     find_cutlass,
     find_nvcc,
 )
-from ...jit.variants import (
-    GemmSmallM,
-    Variant,
-)
+from ...jit.variant import Variant
 from ..common.device import (
     KERNEL_NAMES,
     device_index,
@@ -28,6 +25,7 @@ from . import (
     tile_tuning,
 )
 from .fused_cuda import fused_kernel
+from .gemm_variants import GemmSmallM
 from .quantize_cuda import quantize_kernel
 
 __all__ = ["Variant", "layer_kernels", "precompile"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
 import torch
 
 from ...jit.loader import load
-from ...jit.variants import Sample
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
@@ -17,6 +23,21 @@ from ..common.device import (
 
 # csrc/sampling/sample_row.cuh: sums of so many probabilities fit in 64 bits.
 _MAX_VOCABULARY = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(OneDtypeVariant):
+    """Tokens from logits: greedy, or drawn after temperature, top-k, top-p and min-p.
+
+    Args:
+        dtype: of the logits.
+    """
+
+    family: ClassVar[str] = "sample"
+    source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
+
+
+register_family(Sample, [Sample(dtype=dtype) for dtype in FLOAT_DTYPES])
 
 
 def sample_kernel(dtype: torch.dtype) -> Sample:

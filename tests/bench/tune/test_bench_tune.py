@@ -31,14 +31,11 @@ from ostinato.bench.tune.table import (
     known_choices,
     time_row,
 )
-from ostinato.jit.variants import (
-    GemmSmallM,
-    GemmTiled,
-)
 from ostinato.ops.linear import (
     tile_table,
     tile_tuning,
 )
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.tile_table import Choice
 from ostinato.ops.linear.tile_tuning import TunedRow
 

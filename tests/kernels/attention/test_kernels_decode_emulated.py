@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kernels_emulation import compile_decode, emulated_sources
 
-from ostinato.jit.variants import AttentionDecode
+from ostinato.ops.attention.decode_variants import AttentionDecode
 
 pytestmark = pytest.mark.nvcc
 

@@ -16,7 +16,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import AttentionDecode
+from ostinato.ops.attention.decode_variants import AttentionDecode
 from ostinato.ops.common.device import (
     heads_of,
     slots_of,
@@ -72,9 +72,7 @@ def launch() -> Launch:
     """Give a function of variant, mode and lengths that returns out, from the same inputs."""
     wanted = [(v, RELEASE) for v in _VARIANTS] + [(v, _delayed(site)) for v, site in _DELAYED]
     entries = build([plan(variant, mode) for variant, mode in wanted])
-    libraries = {
-        key: _C.PagedDecode(str(e.library)) for key, e in zip(wanted, entries, strict=True)
-    }
+    libraries = {key: _C.Library(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
     pages, page, heads_kv, dim, rows = 800, 16, 4, 128, 64

@@ -17,7 +17,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import AttentionPrefill
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.common.device import (
     heads_of,
     slots_of,
@@ -71,7 +71,7 @@ def launch() -> Launch:
         *((variant, _delayed(site)) for variant, site in _CASES),
     ]
     entries = build([plan(variant, mode) for variant, mode in wanted])
-    libraries = {key: _C.Prefill(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    libraries = {key: _C.Library(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
     tokens = max(map(sum, _LENGTHS))

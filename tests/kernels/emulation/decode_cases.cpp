@@ -31,7 +31,7 @@ enum class Loads { kAny, kDynamic, kThrottled };
 struct Case {
   int batch, heads_kv, group, queries, left, page, max_pages, pages;
   bool pdl;
-  ostinato::Halves halves;
+  ostinato::L2Partition halves;
   std::vector<int> lengths, table;
   std::vector<Type> q, keys, values;
 
@@ -196,10 +196,11 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   params.left = made.left;
   params.scale = 1 / std::sqrt(static_cast<float>(kDim));
   params.pdl = made.pdl;
-  params.halves = made.halves;
+  params.l2_partition = made.halves;
   int64_t bytes = 0;
-  ostinato_workspace_bytes(made.queries * made.group, int64_t{1} * made.batch * made.heads_kv,
-                           int64_t{1} * made.max_pages * made.page, &bytes);
+  const ostinato::DecodeCapacities most = {made.queries * made.group, int64_t{1} * made.batch * made.heads_kv,
+                                 int64_t{1} * made.max_pages * made.page};
+  ostinato_workspace_bytes(&most, &bytes);
   char* const workspace = aligned_copy(std::vector<char>(bytes));
   params.workspace = workspace;
 
@@ -215,7 +216,7 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
     if (launch == 2) {
       hinted = out;
       hinted_lse = lse;
-      params.halves = {};
+      params.l2_partition = {};
     }
     std::fill(out_data, out_data + out.size(), Type(NAN));
     std::fill(lse.begin(), lse.end(), NAN);

@@ -13,7 +13,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import GemmTiled
+from ostinato.ops.linear.gemm_variants import GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -35,7 +35,7 @@ _CUTS: tuple[dict[str, int], ...] = (
 )
 _TOKEN = 0xFFFFFFFF
 
-Library = Callable[..., _C.W8A8Gemm]
+Library = Callable[..., _C.Library]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def library() -> Library:
 
 
 def check(
-    kernel: _C.W8A8Gemm, variant: GemmTiled, m: int, n: int, k: int, cut: dict[str, int]
+    kernel: _C.Library, variant: GemmTiled, m: int, n: int, k: int, cut: dict[str, int]
 ) -> None:
     """See that the best are those of the logits, which are stored where they are sampled from."""
     x, w = random_codes(m, n, k)

@@ -12,12 +12,11 @@ import pytest
 import torch
 from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato.jit.catalogue import GEMM_TILED
 from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import GemmTiled
+from ostinato.ops.linear.gemm_variants import GEMM_TILED, GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

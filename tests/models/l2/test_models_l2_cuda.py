@@ -175,14 +175,14 @@ def test_without_memory_for_it_a_cache_lies_as_it_comes(
 
 def _attend(
     cache: PagedKVCache, layer: int, inputs: tuple[torch.Tensor, ...], invariant: bool
-) -> Callable[[ops.L2Halves | None], torch.Tensor]:
+) -> Callable[[ops.L2Partition | None], torch.Tensor]:
     q, table, lens = inputs
     k, v = cache.layer(layer)
 
-    def run(hint: ops.L2Halves | None) -> torch.Tensor:
+    def run(hint: ops.L2Partition | None) -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
         return ops.paged_attention(
-            q, k, v, table, lens, batch_invariant=invariant, halves=hint, out=out
+            q, k, v, table, lens, batch_invariant=invariant, l2_partition=hint, out=out
         )
 
     return run
@@ -211,15 +211,15 @@ def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: st
     run = _attend(cache, 1, inputs, invariant)
     expected = run(None)
     assert bool((expected.isnan().any(dim=-1).any(dim=-1).cpu() == torch.zeros(batch)).all())
-    wrong = ops.L2Halves([1 - half for half in known.sms], known.pages, known.heads)
+    wrong = ops.L2Partition([1 - half for half in known.sms], known.pages, known.heads)
     hints = [
         known,
         wrong,
-        ops.L2Halves([0] * len(known.sms), known.pages, known.heads),
-        ops.L2Halves([1] + [0] * 131, known.pages, known.heads),
-        ops.L2Halves(known.sms, 0xFFFF, 0b110),
-        ops.L2Halves(known.sms, 0, 0b100),
-        ops.L2Halves(known.sms, 3, 0b1000),  # no KV head has that bit: as if not given
+        ops.L2Partition([0] * len(known.sms), known.pages, known.heads),
+        ops.L2Partition([1] + [0] * 131, known.pages, known.heads),
+        ops.L2Partition(known.sms, 0xFFFF, 0b110),
+        ops.L2Partition(known.sms, 0, 0b100),
+        ops.L2Partition(known.sms, 3, 0b1000),  # no KV head has that bit: as if not given
     ]
     for hint in hints * 3:
         assert torch.equal(run(hint), expected), hint
@@ -239,7 +239,7 @@ def test_nor_of_sequences_that_ctas_share(invariant: bool, batch: int, most: int
         lens = torch.randint(least, most + 1, (batch,))
         run = _attend(long, 0, (q, table.int().to(CUDA), lens.int().to(CUDA)), invariant)
         expected = run(None)
-        wrong = ops.L2Halves(long.halves.sms, 0b1011, 0b101)
+        wrong = ops.L2Partition(long.halves.sms, 0b1011, 0b101)
         for hint in (long.halves, wrong) * 3:
             assert torch.equal(run(hint), expected)
 

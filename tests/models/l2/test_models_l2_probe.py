@@ -24,7 +24,7 @@ from ostinato.models.pages import (
     DUMMY_PAGE,
     PagePool,
 )
-from ostinato.ops import L2Halves
+from ostinato.ops import L2Partition
 
 _BLOCKS = 512
 _H200 = 0xAB000
@@ -103,9 +103,9 @@ def test_parity(numbers: list[int]) -> None:
 def test_words_are_as_the_kernel_takes_them(
     halves: list[int], pages: int, heads: int, page: int
 ) -> None:
-    made = L2Halves(halves, pages, heads)
+    made = L2Partition(halves, pages, heads)
     assert made.words[:2] == [pages, heads]
-    assert [made.words[2 + sm // 32] >> sm % 32 & 1 for sm in range(len(halves))] == halves
+    assert [made.words[sm // 32] >> sm % 32 & 1 for sm in range(len(halves))] == halves
     assert len(made.words) == 10
     assert made.half_of_page(page) == (page & pages).bit_count() % 2
 
@@ -122,7 +122,7 @@ def test_words_are_as_the_kernel_takes_them(
 )
 def test_bad_halves(fields: tuple[list[int], int, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        L2Halves(*fields)
+        L2Partition(*fields)
 
 
 def _half(page: int) -> int:
@@ -171,12 +171,12 @@ def test_each_sm_must_have_been_there_once() -> None:
 
 
 def test_halves_are_integers_of_any_kind() -> None:
-    made = L2Halves(np.array([0, 1, 1] * 20, dtype=np.int32), np.int64(5), np.uint8(3))
-    assert made == L2Halves([0, 1, 1] * 20, 5, 3)
-    assert made.words == L2Halves([0, 1, 1] * 20, 5, 3).words
-    assert hash(made) == hash(L2Halves([0, 1, 1] * 20, 5, 3))
+    made = L2Partition(np.array([0, 1, 1] * 20, dtype=np.int32), np.int64(5), np.uint8(3))
+    assert made == L2Partition([0, 1, 1] * 20, 5, 3)
+    assert made.words == L2Partition([0, 1, 1] * 20, 5, 3).words
+    assert hash(made) == hash(L2Partition([0, 1, 1] * 20, 5, 3))
     with pytest.raises(TypeError):
-        L2Halves([0, 1], 1.0, 1)  # type: ignore[arg-type]
+        L2Partition([0, 1], 1.0, 1)  # type: ignore[arg-type]
 
 
 def test_a_half_gives_up_its_own_prefixes_before_it_takes_the_others_pages() -> None:

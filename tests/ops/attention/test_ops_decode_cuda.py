@@ -8,16 +8,16 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from ostinato.jit.variants import (
-    SPLIT_TOKENS,
-    AttentionDecode,
-    DecodeLoad,
-    decode_cluster,
-)
 from ostinato.ops.attention import decode_cuda
 from ostinato.ops.attention.decode_cuda import (
     decode_kernels,
     kernel_for,
+)
+from ostinato.ops.attention.decode_variants import (
+    SPLIT_TOKENS,
+    AttentionDecode,
+    DecodeLoad,
+    decode_cluster,
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16

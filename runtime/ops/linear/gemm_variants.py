@@ -1,19 +1,20 @@
-"""W8A8 products."""
+"""The kernels of W8A8 products: one for few tokens, one for any number."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
-from ..sources import CSRC
-from .base import (
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.variant import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
     Variant,
     check,
 )
-from .rows import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,38 +137,48 @@ class GemmTiled(Variant):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedLinear(Variant):
-    """INT8 linear layer for one token that quantises its activations itself.
-
-    Args:
-        kind: per_token (x as it is) or rms_norm (with a residual added before, if given).
-        in_dtype: of x, the residual and the norm's weight: bf16 or fp16.
-        out_dtype: of the output and the bias.
-        max_k: the most input features, 4096 or 8192.
-    """
-
-    family: ClassVar[str] = "fused_linear"
-    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "fused_linear_sm90.cu"
-    dtype: ClassVar[str] = "int8"
-
-    kind: str
-    in_dtype: str
-    out_dtype: str
-    max_k: int
-
-    def __post_init__(self) -> None:
-        check("kind", self.kind, ("per_token", "rms_norm"))
-        check("in_dtype", self.in_dtype, ("bf16", "fp16"))
-        check("out_dtype", self.out_dtype, FLOAT_DTYPES)
-        check("max_k", self.max_k, (4096, 8192))
-
-    @property
-    def name(self) -> str:
-        dtypes = f"{self.in_dtype}-{self.dtype}-{self.out_dtype}"
-        return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}"
-
-    def defines(self) -> dict[str, str]:
-        product = GemmSmallM(out_dtype=self.out_dtype, max_m=8)
-        rows = Quantize(kind=self.kind, in_dtype=self.in_dtype, out_dtype=self.dtype)
-        return {**product.defines(), **rows.defines(), "OSTINATO_MAX_K": str(self.max_k)}
+# (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
+# weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
+_SMALL_M = ((8, 1, 2, 4), (16, 1, 2, 4), (16, 1, 3, 4))
+GEMM_SMALL_M = tuple(
+    GemmSmallM(
+        out_dtype=out_dtype,
+        max_m=max_m,
+        token_warps=token_warps,
+        row_tiles=row_tiles,
+        x_slots=x_slots,
+    )
+    for max_m, token_warps, row_tiles, x_slots in _SMALL_M
+    for out_dtype in FLOAT_DTYPES
+)
+register_family(GemmSmallM, GEMM_SMALL_M)
+# (channels, tokens, pingpong): those of docs/gemm_tiled.md.
+_TILES = (
+    *((64, 16, False), (64, 32, False), (128, 32, False)),
+    *((channels, 64, False) for channels in (64, 96, 128, 160)),
+    *((channels, 128, False) for channels in (64, 96, 128, 160, 192, 224, 256)),
+    *((128, 256, False), (128, 128, True)),
+)
+# For few tokens in FP8: INT8 has gemm_small_m for them.
+_FEW_FP8_TILES = ((64, 8, False), (128, 8, False), (128, 16, False))
+# fp32 sums beside those of the tensor cores: half the tile fits in the registers.
+_EXACT_FP8_TILES = ((64, 16, False), (64, 64, False), (128, 128, False))
+GEMM_TILED = tuple(
+    GemmTiled(
+        dtype=dtype,
+        out_dtype=out_dtype,
+        channels=channels,
+        tokens=tokens,
+        pingpong=pingpong,
+        fast_accum=fast_accum,
+    )
+    for dtype, fast_accum, tiles in (
+        ("int8", False, _TILES),
+        ("e4m3", True, (*_FEW_FP8_TILES, *_TILES)),
+        ("e4m3", False, _EXACT_FP8_TILES),
+    )
+    for (channels, tokens, pingpong), out_dtype in product(tiles, FLOAT_DTYPES)
+    # The epilogue's fp32 rows do not fit in the registers beside the sums of the largest tile.
+    if (tokens, out_dtype) != (256, "fp32")
+)
+register_family(GemmTiled, GEMM_TILED)
