@@ -12,6 +12,7 @@
 
 #include "common/argmax_key.cuh"
 #include "common/check.h"
+#include "common/cluster_group.cuh"
 #include "common/launch.cuh"
 #include "params.h"
 #include "philox.cuh"
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   __shared__ SharedStorage shared;
   wait_for_predecessor();
   let_successor_start();
-  const cg::cluster_group cluster = cg::this_cluster();
+  const ClusterGroup cluster = this_cluster();
   const int ctas = static_cast<int>(cluster.num_blocks());
   const int row = static_cast<int>(blockIdx.x) / ctas;
   const float temperature = p.temperature[row];
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
 // gains.
 int ctas_for(int rows, int vocabulary, int sms) {
   int ctas = 1;
-  while (ctas < kMaxCtas && 2 * ctas * rows <= (ctas == 1 ? sms : sms - sms / 8) &&
+  while (kHasClusters && ctas < kMaxCtas && 2 * ctas * rows <= (ctas == 1 ? sms : sms - sms / 8) &&
          vocabulary / (2 * ctas) >= kLeastLogits) {
     ctas *= 2;
   }

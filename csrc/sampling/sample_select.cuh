@@ -6,16 +6,13 @@
 // first.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
+#include "common/cluster_group.cuh"
 #include "histogram.cuh"
 #include "sample_row.cuh"
 
 namespace ostinato::sampling {
-
-namespace cg = cooperative_groups;
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kGathered = kThreads;  // as many tokens are compared one by one
@@ -67,7 +64,7 @@ template <bool kAligned>
 class Selector {
  public:
   __device__ Selector(const RowPart<kAligned>& part, SharedStorage& shared)
-      : part_(part), shared_(shared), cluster_(cg::this_cluster()) {}
+      : part_(part), shared_(shared), cluster_(this_cluster()) {}
 
   // The keys of the best and the last token.
   __device__ Selection all() {
@@ -373,7 +370,7 @@ class Selector {
 
   const RowPart<kAligned>& part_;
   SharedStorage& shared_;
-  cg::cluster_group cluster_;
+  ClusterGroup cluster_;
   Scale scale_ = {};
   double bins_ = 0.0;  // for each unit of depth
 };

@@ -17,6 +17,13 @@ from ..jit.compiler import (
 )
 from ..jit.mode import BuildMode
 from ..jit.registry import families, select
+from ..jit.targets import (
+    DEFAULT,
+    TARGETS,
+    Target,
+    local_target,
+    target_named,
+)
 from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from .command import Command, Parser, UserError, user_errors
 from .model_flags import add_batch_invariant_flag
@@ -61,6 +68,15 @@ def _parser() -> Parser:
         help=f"only kernels of these: {', '.join(OPERAND_DTYPES)} for weights, "
         f"{', '.join(FLOAT_DTYPES)} for activations",
     )
+    chosen.add_argument(
+        "--arch",
+        nargs="+",
+        default=[],
+        metavar="A",
+        help="what there is of the selection for each of these GPUs: "
+        f"{', '.join(target.name for target in TARGETS)}, or compute_80 and so on for PTX "
+        f"(default: this machine's GPU, else {DEFAULT.name})",
+    )
     mode = parser.add_argument_group("builds for debugging (see docs/workshop.md)")
     mode.add_argument("--debug-print", action="store_true", help="compile device printing in")
     mode.add_argument(
@@ -101,9 +117,20 @@ def _main(argv: Sequence[str]) -> int:
         chosen = select((*CATALOGUE, *unlisted), only=args.only, dtypes=args.dtypes)
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
-        plans = [plan(variant, mode) for variant in chosen]
+        plans = [
+            plan(variant, mode, target)
+            for target in _targets(args.arch)
+            for variant in chosen
+            if variant.needs <= target.features
+        ]
+        if not plans:
+            raise ValueError(f"--arch: got {' '.join(args.arch)}, which runs none of these kernels")
     build_plans(plans, args.jobs)
     return 0
+
+
+def _targets(names: Sequence[str]) -> list[Target]:
+    return list(dict.fromkeys(map(target_named, names))) if names else [local_target()]
 
 
 def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
@@ -126,7 +153,7 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
         usage = entry.usage
         found = f"{usage.registers} registers, {usage.spills} bytes spilled"
         print(
-            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.mode}): "
+            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.target}, {entry.mode}): "
             + "; ".join([f"{entry.seconds:.0f} s, {found}", *usage.warnings]),
             flush=True,
         )
@@ -152,14 +179,15 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..checkpoint.storage.dense import DENSE
     from ..models.layers import dense_kernels
     from ..models.required_kernels import model_kernels
-    from ..ops.common.device import CAPABILITY
+    from ..ops.common.device import runs
+    from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
     scheme_of = load_quantization(folder)
     layout = checked_layout(config, scheme_of)
     # What was tuned on this machine counts, if it is one that the kernels run on.
-    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+    here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
     needed: set[Variant] = set(model_kernels(config, batch_invariant=batch_invariant))
     quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE

@@ -19,6 +19,11 @@ from ..jit.compiler import (
     plan,
 )
 from ..jit.registry import select
+from ..jit.targets import (
+    DEFAULT,
+    local_target,
+    target_named,
+)
 from .command import Command, Parser, UserError, user_errors
 
 _OVER_BUDGET = 1
@@ -46,6 +51,12 @@ def _parser() -> Parser:
         metavar="F",
         help="make what the compiled kernels take now their limits in this file",
     )
+    parser.add_argument(
+        "--arch",
+        metavar="A",
+        help="compiled for this GPU, as of `build --arch` (default: this machine's, else "
+        f"{DEFAULT.name})",
+    )
     return parser
 
 
@@ -58,9 +69,12 @@ def _main(argv: Sequence[str]) -> int:
     if args.budgets is not None and args.write_budgets is not None:
         raise UserError("--budgets and --write-budgets exclude each other")
     with user_errors():
-        variants = select(CATALOGUE, only=args.only)
+        target = local_target() if args.arch is None else target_named(args.arch)
+        if target != DEFAULT and (args.budgets or args.write_budgets):
+            raise UserError(f"budgets: got {target}, expected {DEFAULT}: they are of its kernels")
+        variants = [v for v in select(CATALOGUE, only=args.only) if v.needs <= target.features]
         budgets = None if args.budgets is None else read_budgets(args.budgets)
-        found = {variant.name: find(plan(variant)) for variant in variants}
+        found = {variant.name: find(plan(variant, target=target)) for variant in variants}
         compiled = {name: entry for name, entry in found.items() if entry is not None}
         if budgets is not None and not compiled:
             raise UserError(
@@ -69,7 +83,8 @@ def _main(argv: Sequence[str]) -> int:
             )
         if args.write_budgets is not None:
             write_budgets(args.write_budgets, {n: entry.usage for n, entry in compiled.items()})
-    print(f"{len(compiled)} of {len(found)} compiled, in {cache_folder()}", header, sep="\n")
+    print(f"{len(compiled)} of {len(found)} compiled for {target}, in {cache_folder()}")
+    print(header)
     code = 0
     for name, entry in found.items():
         if entry is not None:

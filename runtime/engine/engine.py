@@ -25,6 +25,7 @@ from ..models import (
     Decoder,
     PagedKVCache,
 )
+from ..ops.implementations import implementations_on
 from .async_tokens import TokensInFlight
 from .cache_size import default_pages
 from .capture_examples import Rehearsal
@@ -174,7 +175,8 @@ class Engine:
 
         A step with more requests than the largest size is served in parts. On CUDA what computes
         prompts is captured for some numbers of tokens up to the most of a step; in the report these
-        graphs are of the variant "prefill", and come first. Verification works on free pages of the
+        graphs are of the variant "prefill", and come first; its notes say which ops run on kernels
+        and which on torch's operators. Verification works on free pages of the
         cache, filled with random numbers.
 
         Raises:
@@ -190,7 +192,8 @@ class Engine:
         with self._rehearsal.lent() if verify else nullcontext():
             steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
             prompts = self._prefill.capture(progress=progress, verify=verify)
-            return steps if prompts is None else prompts + steps
+        report = steps if prompts is None else prompts + steps
+        return replace(report, notes=implementations_on(self.model.device))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.

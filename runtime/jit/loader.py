@@ -14,6 +14,7 @@ from .cache import (
 )
 from .errors import MissingKernelError
 from .mode import BuildMode
+from .targets import DEFAULT, target_for
 from .toolchain import (
     find_cutlass,
     find_nvcc,
@@ -42,11 +43,12 @@ def load(variant: Variant, *, device: int, stream: int) -> _C.Library:
         KernelBuildError: when compiling fails.
         RuntimeError: when the library is of another version than `ostinato._C`, or the device
             refuses it.
+        ValueError: when OSTINATO_CAPABILITY is not one the device can stand in for.
     """
     found = _loaded.get((variant, device))
     if found is not None:
         return found
-    library = _C.Library(str(_entry(variant, stream).library))
+    library = _C.Library(str(_entry(variant, device, stream).library))
     library.prepare()
     # Another thread may have been as fast: both have loaded the same file.
     return _loaded.setdefault((variant, device), library)
@@ -54,11 +56,15 @@ def load(variant: Variant, *, device: int, stream: int) -> _C.Library:
 
 def build_command(plan: compiler.Plan) -> str:
     """Return the command line that compiles a plan's variant."""
-    return f"python -m ostinato build --only {plan.variant.name}{plan.mode.flags}"
+    arch = "" if plan.target == DEFAULT else f" --arch {plan.target}"
+    return f"python -m ostinato build --only {plan.variant.name}{arch}{plan.mode.flags}"
 
 
-def _entry(variant: Variant, stream: int) -> Entry:
-    plan = compiler.plan(variant, _mode())
+def _entry(variant: Variant, device: int, stream: int) -> Entry:
+    target = target_for(device)
+    if target is None:
+        raise RuntimeError(f"device {device}: got a GPU for which no kernel is compiled")
+    plan = compiler.plan(variant, _mode(), target)
     entry = compiler.find(plan)
     if entry is not None:
         return entry

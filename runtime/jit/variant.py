@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from .targets import Capability, target_of
+
 # The names that variants and the command line give to torch's dtypes; those of 8 bits first.
 OPERAND_DTYPES = ("int8", "e4m3")
 FLOAT_DTYPES = ("bf16", "fp16", "fp32")
@@ -23,11 +25,10 @@ V = TypeVar("V", bound="Variant")
 class Variant(ABC):
     """What every family has: a source, a name, and the macros that choose the kernel.
 
-    `arch` is the compute capability of the GPU, with the suffix of its specific features.
-
     Attributes:
         family: begins the names of all its variants.
         source: the .cu file; its folder has the `params.h` of the struct that a launch takes.
+        needs: what a GPU must have for the family's kernels (see `ostinato.jit.targets`).
         name_pattern: what follows the family and a dash in a name, for families of which not all
             variants are listed: a regular expression whose groups are fields, and what a name does
             not say has its default.
@@ -35,9 +36,14 @@ class Variant(ABC):
 
     family: ClassVar[str]
     source: ClassVar[Path]
+    needs: ClassVar[frozenset[str]]
     name_pattern: ClassVar[str] = ""
 
-    arch: str = "90a"
+    @classmethod
+    def supports(cls, capability: Capability) -> bool:
+        """Return whether the family has kernels for GPUs of this compute capability."""
+        target = target_of(capability)
+        return target is not None and cls.needs <= target.features
 
     @property
     @abstractmethod

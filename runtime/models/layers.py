@@ -14,6 +14,8 @@ import torch
 
 from .. import ops
 from ..jit.variant import Variant
+from ..ops.common.device import has_kernel
+from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.precompile import layer_kernels
 from ..ops.linear.quantize_cuda import quantize_kernel
 
@@ -162,11 +164,11 @@ class DenseLinear:
 class W8A8Linear:
     """y = s_x·s_w·(q_x·Wᵀ) + b with 8-bit weights and activations quantised on the way in.
 
-    `weight` [N, K] int8 or float8_e4m3fn, packed on CUDA: a plain one is packed here. All tensors
-    are constants from then on (see `ops.w8a8_linear`). `weight_scale` [N] fp32; `bias` [N] in
-    `out_dtype`. Activations are quantised per token at run time, or by the fixed fp32 scalar
-    `input_scale` (with `input_zero_point`, an int32 scalar, for asymmetric INT8; `weight_sum` [N]
-    int32 then holds the row sums of `weight`).
+    `weight` [N, K] int8 or float8_e4m3fn, packed for GPUs with GEMM kernels: a plain one is packed
+    here. All tensors are constants from then on (see `ops.w8a8_linear`). `weight_scale` [N] fp32;
+    `bias` [N] in `out_dtype`. Activations are quantised per token at run time, or by the fixed fp32
+    scalar `input_scale` (with `input_zero_point`, an int32 scalar, for asymmetric INT8;
+    `weight_sum` [N] int32 then holds the row sums of `weight`).
 
     `batch_invariant` keeps a token's bits from depending on the other tokens of the call, in FP8
     too, at the price of the faster kernel for up to 16 tokens.
@@ -182,7 +184,7 @@ class W8A8Linear:
     batch_invariant: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.weight, torch.Tensor) and self.weight.is_cuda:
+        if isinstance(self.weight, torch.Tensor) and has_kernel(GemmTiled, self.weight):
             self.weight = ops.pack_weight(self.weight)
 
     @property

@@ -24,7 +24,7 @@ def compile_kernels(model: Decoder) -> None:
         KernelBuildError: when compiling fails.
     """
     if model.device.type == "cuda":
-        precompile(model.kernels())
+        precompile(model.kernels(), model.device)
 
 
 def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:

@@ -17,7 +17,7 @@ from .common.device import (
     KERNEL_NAMES,
     address_of,
     current_stream,
-    has_kernels,
+    has_kernel,
     on_device,
 )
 from .common.torch_library import register
@@ -33,6 +33,7 @@ class Embed(OneDtypeVariant):
 
     family: ClassVar[str] = "embed"
     source: ClassVar[Path] = CSRC / "embed" / "embed.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
 
 register_family(Embed, [Embed(dtype=dtype) for dtype in FLOAT_DTYPES])
@@ -110,7 +111,7 @@ def _embed(
         checks.token_values("tokens", tokens.tolist(), least=0, most=table.size(0) - 1)
         if seen is not None and seen_rows is not None:
             checks.token_values("seen_rows", seen_rows.tolist(), least=0, most=seen.size(0) - 1)
-    if table.device.type == "cuda" and has_kernels(table.get_device()):
+    if has_kernel(Embed, table):
         embed_rows(tokens, table, seen, seen_rows, n_active, out)
         return
     torch.index_select(table, 0, tokens, out=out)

@@ -54,6 +54,7 @@ class Probe(Variant):
 
     family: ClassVar[str] = "probe"
     source: ClassVar[Path] = HERE / "probe.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     waste: int = 0
     behaviour: str = "work"
@@ -72,6 +73,7 @@ class LateWriter(Variant):
 
     family: ClassVar[str] = "late_writer"
     source: ClassVar[Path] = HERE / "late_writer.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from ostinato.jit.sources import (
     CSRC,
     read_sources,
 )
+from ostinato.jit.targets import target_named
 from ostinato.jit.variant import Variant
 from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.linear.quantize_cuda import Quantize
@@ -33,6 +34,7 @@ class Scratch(Variant):
     """A kernel whose source a test writes."""
 
     family: ClassVar[str] = "scratch"
+    needs: ClassVar[frozenset[str]] = frozenset()
     source: Path
 
     @property
@@ -122,7 +124,8 @@ def test_the_key_depends_on_macros_target_and_mode() -> None:
     keys = [
         plan(variant).key,
         plan(replace(variant, waste=8)).key,
-        plan(replace(variant, arch="80")).key,
+        plan(variant, target=target_named("80")).key,
+        plan(variant, target=target_named("compute_80")).key,
         plan(variant, BuildMode(debug_print=True)).key,
         plan(variant, BuildMode(delay_site="probe_load")).key,
         plan(variant, BuildMode(delay_site="probe_store")).key,
@@ -131,7 +134,7 @@ def test_the_key_depends_on_macros_target_and_mode() -> None:
     assert plan(variant).key == keys[0]
 
 
-def test_every_library_is_compiled_for_its_arch_without_asserts() -> None:
+def test_every_library_is_compiled_for_its_gpu_without_asserts() -> None:
     probe = Probe()
     flags = plan(probe).flags
     assert "-DNDEBUG" in flags

@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from ostinato.jit.compiler import Plan, plan
+from ostinato.jit.targets import target_named
 from ostinato.jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.decode_variants import SPLIT_TOKENS, AttentionDecode
@@ -31,6 +33,24 @@ LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
     (1003, 32000),
     512,
 )
+
+
+# Of every family that needs nothing of Hopper.
+ROW_KERNELS = (
+    *(variant for variant in CATALOGUE if not variant.needs),
+    *(
+        replace(variant, weight_dtype="fp32")
+        for variant in CATALOGUE
+        if isinstance(variant, Quantize)
+        and (variant.kind, variant.weight_dtype) in (("rms_norm", "bf16"), ("rms_norm", "fp16"))
+    ),
+)
+
+
+def plans_of_earlier_gpus() -> Iterator[Plan]:
+    """Yield what tests compile as PTX: a GPU that stands in for an earlier one launches it."""
+    for name, variant in product(("compute_80", "compute_89"), ROW_KERNELS):
+        yield plan(variant, target=target_named(name))
 
 
 def kernels_of_the_tests(sms: int) -> Iterator[Variant]:

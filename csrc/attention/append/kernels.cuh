@@ -11,6 +11,8 @@ namespace ostinato {
 namespace {
 
 constexpr int kThreads = 128;
+// On an SM at least: 0 leaves it to the compiler, which for sm_120 would spill to have more.
+constexpr int kCtasOfLongHeads = kTargets[0] < 1200 ? 0 : 1;
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
 // Over `lanes` neighbouring lanes, a power of two; all lanes of the warp must call it.
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
 // squares, the largest magnitude and the result. Every element is read and written by one lane, and
 // no lane writes before all have read for the sum: q_out may be q.
 template <bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kCtasOfLongHeads)
     append_long_heads(const __grid_constant__ AppendKVParams p, const uint32_t chunks,
                       const KnownDivisor count) {
   const uint32_t lane = threadIdx.x % 32;

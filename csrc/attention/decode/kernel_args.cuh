@@ -53,19 +53,11 @@ struct Arguments {
         v_scale(p.v_scale),
         k_cache(p.k_cache),
         v_cache(p.v_cache),
-<<<<<<< HEAD
-        halves(p.halves) {
+        halves(p.l2_partition) {
     // Where free splits have several heads on a line, its place decides how a head is cut.
     const bool splits_depend = !kFixedSplits && line_heads > 1;
     if (!kMayPartitionL2 || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
         ctas % 2 != 0 || lines % 2 != 0 || splits_depend) {
-=======
-        halves(p.l2_partition) {
-    // Where free cuts have several heads on a line, its place decides how a head is cut.
-    const bool cuts_depend = !kFixedCuts && line_heads > 1;
-    if (!kMayKnowHalves || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
-        ctas % 2 != 0 || lines % 2 != 0 || cuts_depend) {
->>>>>>> h/native
       halves.heads = 0;
     }
   }

@@ -1,12 +1,6 @@
-<<<<<<< HEAD
 // Maps heads and CTAs to L2 partitions, where the partition of each page is known: a CTA reads
 // pages from the partition of its own SM. Reading from the other partition takes more energy and a
 // narrow path across the chip (docs/halves.md).
-=======
-// Who works on what where it is known which half of the L2 holds a page: what the half of the SM
-// holds. The other half's comes across the chip, which takes energy, by a way that is narrow
-// (docs/l2_partition.md).
->>>>>>> h/native
 //
 // Both partitions hold equally many heads of a page. So the scheduler's heads are indices: the even
 // ones are, for each sequence, its heads in partition 0, the odd ones those in partition 1. CTAs
@@ -36,22 +30,14 @@ inline bool divides_heads(const L2Partition& halves, int heads) {
 }
 
 // The half that holds head 0 of a page.
-<<<<<<< HEAD
-__host__ __device__ __forceinline__ uint32_t partition_of_page(const Halves& halves, int page) {
-=======
-__host__ __device__ __forceinline__ uint32_t half_of_page(const L2Partition& halves, int page) {
->>>>>>> h/native
+__host__ __device__ __forceinline__ uint32_t partition_of_page(const L2Partition& halves,
+                                                               int page) {
   return parity(static_cast<uint32_t>(page) & halves.pages);
 }
 
 // The head of a place, of a page whose head 0 is in the half `first`.
-<<<<<<< HEAD
-__host__ __device__ __forceinline__ int head_on_line(const Halves& halves, int line_head,
+__host__ __device__ __forceinline__ int head_on_line(const L2Partition& halves, int line_head,
                                                      uint32_t first) {
-=======
-__host__ __device__ __forceinline__ int head_of_place(const L2Partition& halves, int place,
-                                                      uint32_t first) {
->>>>>>> h/native
   const uint32_t lowest = halves.heads & -halves.heads;
   const uint32_t index = static_cast<uint32_t>(line_head) / 2,
                  half = line_head % 2;  // in that half

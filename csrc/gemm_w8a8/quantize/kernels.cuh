@@ -1,10 +1,9 @@
 // The kernels: rows kept in registers, and rows of any length.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
+#include "common/cluster_group.cuh"
 #include "common/launch.cuh"
 #include "params.h"
 #include "rows.cuh"
@@ -41,7 +40,7 @@ struct Exchange {
 };
 
 __device__ __forceinline__ float cluster_max(float x, float& cta_maximum) {
-  const auto cluster = cooperative_groups::this_cluster();
+  const ClusterGroup cluster = this_cluster();
   OSTINATO_DELAY(quantize_cluster_store, cluster.block_rank() == 0);
   if (threadIdx.x == 0) {
     cta_maximum = x;
@@ -93,7 +92,7 @@ __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static
   if constexpr (kShare == Share::cluster) {
     if (!fixed.given) {
       // No CTA may end while another can still read its maximum.
-      cooperative_groups::this_cluster().barrier_wait();
+      this_cluster().barrier_wait();
     }
   }
 }
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     thread = threadIdx.x % 32;
     index = index * (blockDim.x / 32) + threadIdx.x / 32;
   } else if constexpr (kShare == Share::cluster) {
-    const auto cluster = cooperative_groups::this_cluster();
+    const ClusterGroup cluster = this_cluster();
     threads = blockDim.x * cluster.num_blocks();
     thread = blockDim.x * cluster.block_rank() + threadIdx.x;
     index = blockIdx.x / cluster.num_blocks();

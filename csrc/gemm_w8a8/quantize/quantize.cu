@@ -70,7 +70,8 @@ Plan many_rows_plan(const QuantizeParams& p) {
   if (threads <= 256) {
     return aligned_rows_plan<32, 256, kWide ? 2 : 3>(threads);
   }
-  constexpr int kCtasOf448 = sizeof(In) == 4 ? 1 : 2;
+  // Before sm_90 fp32 weights beside 16-bit rows take some registers more.
+  constexpr int kCtasOf448 = sizeof(In) == 4 || (sizeof(Weight) == 4 && kTargets[0] < 900) ? 1 : 2;
   constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
   if (threads <= 448) {
     return aligned_rows_plan<32, 448, kCtasOf448>(threads);
@@ -97,7 +98,7 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   // each is left to one CTA that can hold it: the product that follows gains more from SMs without
   // a row. Rows without a scale have nothing to exchange, and the products behind them are not
   // ours.
-  if constexpr (kKind == Kind::silu_mul) {
+  if constexpr (kKind == Kind::silu_mul && kHasClusters) {
     const bool share = !kEncodes || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
                          : share && m <= kSms / 4 ? 4

@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...interrupts import Uninterrupted, uninterrupted
-from ...ops.attention.l2_partition import L2Partition
+from ...ops.attention.l2_partition import L2Partition, L2Probe
 from ...ops.common.device import (
-    has_kernels,
     on_device,
+    runs,
 )
 from .probe import (
     BLOCK_BYTES,
@@ -82,7 +82,7 @@ def halved_storage(
     ):
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    cu = _driver(index) if has_kernels(index) else None
+    cu = _driver(index) if runs(L2Probe, index) else None
     l2 = None if cu is None else l2_map(index)
     if l2 is None:
         return None

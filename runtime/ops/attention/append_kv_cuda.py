@@ -35,6 +35,7 @@ class AppendKV(Variant):
 
     family: ClassVar[str] = "append_kv"
     source: ClassVar[Path] = CSRC / "attention" / "append" / "append.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     dtype: str
     cache_dtype: str = ""

@@ -17,7 +17,7 @@ from ..common.device import (
     address_of,
     address_of_row,
     current_stream,
-    has_kernels,
+    has_kernel,
     heads_of,
     in_vectors,
     on_device,
@@ -75,7 +75,7 @@ def variant(
         or v_cache.size(3) != dim
         or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
         or not _within_limits(page_table, page_size, heads_kv)
-        or not has_kernels(q.get_device())
+        or not has_kernel(AttentionDecode, q)
         or not in_vectors(k_cache, _VECTOR_BYTES)
         or not in_vectors(v_cache, _VECTOR_BYTES)
         or not in_vectors(q, 4)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
 from ...jit.variant import (
     OPERAND_DTYPES,
     Variant,
@@ -42,6 +43,7 @@ class AttentionDecode(Variant):
 
     family: ClassVar[str] = "attention_decode"
     source: ClassVar[Path] = CSRC / "attention" / "decode" / "decode_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     name_pattern: ClassVar[str] = (
         r"(?P<dtype>\w+)(-(?P<kv_dtype>\w+)_kv)?-d(?P<head_dim>\d+)-c(?P<columns>\d+)"
         r"(?P<any_page>-any_page)?(-split(?P<split_tokens>\d+))?(-cluster(?P<cluster>\d+))?"

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
 from ...jit.variant import Variant
 
 _SM_WORDS = 8  # csrc/attention/common/params.h: L2Partition::kSmWords
@@ -69,6 +70,7 @@ class L2Probe(Variant):
 
     family: ClassVar[str] = "l2_probe"
     source: ClassVar[Path] = CSRC / "l2" / "probe.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
 
     @property
     def name(self) -> str:

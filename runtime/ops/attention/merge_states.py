@@ -16,7 +16,7 @@ from ..common import checks, pdl
 from ..common.device import (
     KERNEL_NAMES,
     current_stream,
-    has_kernels,
+    has_kernel,
     heads_of,
     on_device,
 )
@@ -36,6 +36,7 @@ class MergeStates(OneDtypeVariant):
 
     family: ClassVar[str] = "merge_states"
     source: ClassVar[Path] = CSRC / "attention" / "merge" / "merge_states.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
 
 register_family(MergeStates, [MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES])
@@ -111,7 +112,7 @@ def _merge_states(
     out: torch.Tensor,
     out_lse: torch.Tensor,
 ) -> None:
-    if o_a.device.type == "cuda" and has_kernels(o_a.get_device()):
+    if has_kernel(MergeStates, o_a):
         merge_on_device(o_a, lse_a, o_b, lse_b, out, out_lse)
         return
     top = torch.maximum(lse_a, lse_b)

@@ -17,7 +17,7 @@ from ..common.device import (
     address_of_row,
     current_stream,
     gpu,
-    has_kernels,
+    has_kernel,
     heads_of,
     in_vectors,
     on_device,
@@ -329,7 +329,7 @@ def _launch(
 def _serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether our kernels run on the device and can copy these."""
     return (
-        has_kernels(q.get_device())
+        has_kernel(AttentionPrefill, q)
         and k.dtype == q.dtype
         and all(in_vectors(x, _VECTOR_BYTES) for x in (q, k, v, out))
     )

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
 from ...jit.variant import (
     Variant,
     check,
@@ -35,6 +36,7 @@ class AttentionPrefill(Variant):
 
     family: ClassVar[str] = "attention_prefill"
     source: ClassVar[Path] = CSRC / "attention" / "prefill" / "prefill_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     name_pattern: ClassVar[str] = (
         r"(?P<dtype>\w+)(-(?P<out_dtype>\w+))?-d(?P<head_dim>\d+)(v(?P<value_dim>\d+))?"
         r"-(?P<keys>\w+)(-w(?P<warpgroups>\d+))?"

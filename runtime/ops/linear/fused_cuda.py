@@ -12,6 +12,7 @@ import torch
 from ...jit.loader import load
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
 from ...jit.variant import FLOAT_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import (
@@ -39,6 +40,7 @@ class FusedLinear(Variant):
 
     family: ClassVar[str] = "fused_linear"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "fused_linear_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     dtype: ClassVar[str] = "int8"
 
     kind: str

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
 from ...jit.variant import (
     FLOAT_DTYPES,
     OPERAND_DTYPES,
@@ -31,6 +32,7 @@ class GemmSmallM(Variant):
 
     family: ClassVar[str] = "gemm_small_m"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m" / "small_m_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     dtype: ClassVar[str] = "int8"
 
     out_dtype: str
@@ -78,6 +80,7 @@ class GemmTiled(Variant):
 
     family: ClassVar[str] = "gemm_tiled"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "tiled" / "tiled_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
 
     dtype: str
     out_dtype: str

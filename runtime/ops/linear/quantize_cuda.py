@@ -41,6 +41,7 @@ class Quantize(Variant):
 
     family: ClassVar[str] = "quantize"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize" / "quantize.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
     name_pattern: ClassVar[str] = (
         r"(?P<kind>\w+)-(?P<in_dtype>\w+)-(?P<out_dtype>\w+)(-(?P<weight_dtype>\w+)_weight)?"
     )

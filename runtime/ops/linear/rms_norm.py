@@ -8,13 +8,13 @@ import torch
 
 from ..common import checks
 from ..common.batch_invariant_rows import mean_square
-from ..common.device import has_kernels
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from .quantize import (
     check_static,
     quantize_into,
 )
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 
 @overload
@@ -163,7 +163,7 @@ def _rms_norm(
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
 ) -> None:
-    if x.device.type == "cuda" and has_kernels(x.get_device()):
+    if has_kernel(Quantize, x):
         quantize_rows(
             "rms_norm",
             x,
@@ -196,7 +196,7 @@ def normalize_and_quantize(
     """Do `rms_norm_quantize` with checked arguments, into `out`, `scale_out`, `residual_out`."""
     if check_scales:
         checks.positive_scale("scale", scale)
-    if x.device.type == "cuda":
+    if has_kernel(Quantize, x):
         quantize_rows(
             "rms_norm",
             x,

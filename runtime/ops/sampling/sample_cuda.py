@@ -17,7 +17,7 @@ from ..common.device import (
     KERNEL_NAMES,
     address_of,
     current_stream,
-    has_kernels,
+    has_kernel,
     on_device,
 )
 
@@ -35,6 +35,7 @@ class Sample(OneDtypeVariant):
 
     family: ClassVar[str] = "sample"
     source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
 
 register_family(Sample, [Sample(dtype=dtype) for dtype in FLOAT_DTYPES])
@@ -47,7 +48,7 @@ def sample_kernel(dtype: torch.dtype) -> Sample:
 
 def serves(logits: torch.Tensor) -> bool:
     """Return whether the kernel takes these logits [B, V]."""
-    return logits.is_cuda and logits.size(1) <= _MAX_VOCABULARY and has_kernels(logits.get_device())
+    return logits.size(1) <= _MAX_VOCABULARY and has_kernel(Sample, logits)
 
 
 def sample(

@@ -198,8 +198,9 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   params.pdl = made.pdl;
   params.l2_partition = made.halves;
   int64_t bytes = 0;
-  const ostinato::DecodeCapacities most = {made.queries * made.group, int64_t{1} * made.batch * made.heads_kv,
-                                 int64_t{1} * made.max_pages * made.page};
+  const ostinato::DecodeCapacities most = {made.queries * made.group,
+                                           int64_t{1} * made.batch * made.heads_kv,
+                                           int64_t{1} * made.max_pages * made.page};
   ostinato_workspace_bytes(&most, &bytes);
   char* const workspace = aligned_copy(std::vector<char>(bytes));
   params.workspace = workspace;
