@@ -224,7 +224,7 @@ def test_a_burst_whose_launch_is_interrupted_leaves_the_runner_free(runner, monk
 
 
 def test_a_burst_that_is_interrupted_as_it_begins_leaves_nothing_behind(step):
-    package = str(Path(burst_module.__file__).parent)
+    package = str(Path(burst_module.__file__).parents[1])
     for target in itertools.count(1):
         calls, kept = 0, None
 
