@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effort import effort
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
 from ostinato.engine import decode_step as decode_module
 from ostinato.engine import engine as engine_module
@@ -129,7 +130,7 @@ def pairs() -> Iterator[dict[tuple[str, str], Pair]]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @settings(
-    max_examples=25,
+    max_examples=effort(8, 25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(requests=REQUESTS)
