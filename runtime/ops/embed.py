@@ -52,8 +52,9 @@ def embed(
 ) -> torch.Tensor:
     """Return the row of the table that each token names, and mark the tokens in `seen`.
 
-    On a Hopper GPU both are one launch, and ids out of range, negative ones too, are taken for the
-    last row of what they point into: a wrong result, but nothing outside of the tensors is touched.
+    On a GPU, from sm_80 on, both are one launch, and ids out of range, negative ones too, are taken
+    for the last row of what they point into: a wrong result, but nothing outside of the tensors is
+    touched.
 
     Args:
         tokens: [T] int64 ids, 0 to V - 1.

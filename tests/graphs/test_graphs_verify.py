@@ -263,6 +263,15 @@ def test_report_has_what_was_measured(step, make_runner, device):
     assert set(loaded["graphs"][0]) == set(GraphReport.__dataclass_fields__)
 
 
+def test_a_reports_notes_are_shown_and_kept():
+    notes = ({"embed": "kernel"}, {"linear": "torch"})
+    first, second = (CaptureReport("cpu", 1.0, (), notes=words) for words in notes)
+    both = first + second
+    assert both.notes == {"embed": "kernel", "linear": "torch"}
+    assert str(both).splitlines()[-2:] == ["embed: kernel", "linear: torch"]
+    assert json.loads(both.to_json())["notes"] == both.notes
+
+
 def test_report_is_a_table():
     report = CaptureReport(
         device="NVIDIA H200",

@@ -40,10 +40,12 @@ Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
           threads, kShare == Share::warp ? threads / 32 : 1, ctas_per_row};
 }
 
-// With the registers of an SM for kCtas CTAs of kThreads.
+// With the registers of an SM for kCtas CTAs of kThreads. These are counts that were measured on
+// sm_90; the compilers for other GPUs need some registers more, so that there it is one CTA fewer.
 template <int kElements, int kThreads, int kCtas>
 Plan aligned_rows_plan(uint32_t threads) {
-  return {quantize_rows<kElements, Share::cta, kThreads, kCtas, true>, threads, 1, 1};
+  constexpr int kFitting = kTargets[0] == 900 || kCtas == 1 ? kCtas : kCtas - 1;
+  return {quantize_rows<kElements, Share::cta, kThreads, kFitting, true>, threads, 1, 1};
 }
 
 // Threads of each of `ctas` CTAs, in whole warps, for k elements.
@@ -70,8 +72,7 @@ Plan many_rows_plan(const QuantizeParams& p) {
   if (threads <= 256) {
     return aligned_rows_plan<32, 256, kWide ? 2 : 3>(threads);
   }
-  // Before sm_90 fp32 weights beside 16-bit rows take some registers more.
-  constexpr int kCtasOf448 = sizeof(In) == 4 || (sizeof(Weight) == 4 && kTargets[0] < 900) ? 1 : 2;
+  constexpr int kCtasOf448 = sizeof(In) == 4 ? 1 : 2;
   constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
   if (threads <= 448) {
     return aligned_rows_plan<32, 448, kCtasOf448>(threads);
@@ -124,7 +125,8 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (k <= 16 * kMaxThreads) {
     return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
   }
-  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2) {  // fp32 would spill
+  // fp32 would spill, and anything for sm_100 and sm_120.
+  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && kTargets[0] < 1000) {
     if (aligned && k <= 32 * kMaxThreads) {
       return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
     }

@@ -61,7 +61,7 @@ def merge_states(
 
     A state with an LSE of -inf, of a query that saw no key, has no part in the result, whatever
     its output holds, NaN included; two of them merge into out = 0 and LSE = -inf. An LSE that is
-    NaN spreads. On a Hopper GPU all of it is one launch.
+    NaN spreads. On a GPU, from sm_80 on, all of it is one launch.
 
     Args:
         o_a: [tokens, heads, dim] bf16, fp16 or fp32.

@@ -94,8 +94,9 @@ def w8a8_linear(
     With `x_zero_point`, acc is x·wᵀ - x_zero_point · w_sum, for K of at most 65793. The epilogue is
     fp32, rounded once.
 
-    On CUDA this is one launch of a Hopper kernel, compiled on first use. It is at its fastest with
-    a `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
+    On a Hopper GPU this is one launch of a kernel, compiled on first use; other GPUs multiply by
+    torch's operators (`ostinato.ops.linear.w8a8_torch`). The kernel is at its fastest with a
+    `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
     kernels before it on the stream are still running, so none of those may write them. A plain w is
     read as it lies if it and its rows are aligned to 16 bytes, and otherwise packed for the call; x
     is copied if it or its rows are not so aligned.

@@ -51,7 +51,7 @@ def rms_norm(
     With `residual`, the row is first x + residual, rounded to x's dtype (Zhang and Sennrich, "Root
     Mean Square Layer Normalization", 2019, in the pre-norm residual block).
 
-    On a Hopper GPU this is one launch.
+    On a GPU, from sm_80 on, this is one launch.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.

@@ -21,8 +21,8 @@ def silu_mul(
 ) -> torch.Tensor:
     """Gate: silu(gate) · up, where x = [gate | up] and silu(g) = g / (1 + exp(-g)).
 
-    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020. On a Hopper GPU this is
-    one launch.
+    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020. On a GPU, from sm_80
+    on, this is one launch.
 
     Args:
         x: [M, 2·I] bf16, fp16 or fp32.

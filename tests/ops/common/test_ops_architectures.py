@@ -11,10 +11,19 @@ from ops_cases import E4M3, assert_same_bits, quantized_randn
 from ops_kernels import ROW_KERNELS
 
 from effort import effort
+from ostinato.jit import targets
 from ostinato.jit.budgets import parse_ptxas
 from ostinato.jit.compiler import plan
 from ostinato.jit.sources import CSRC
-from ostinato.jit.targets import TARGETS, Capability, target_named, target_of
+from ostinato.jit.targets import (
+    CLUSTERS,
+    FP8,
+    TARGETS,
+    Capability,
+    Target,
+    target_named,
+    target_of,
+)
 from ostinato.jit.toolchain import require_nvcc
 from ostinato.jit.variant import Variant
 from ostinato.ops.catalogue import CATALOGUE
@@ -49,6 +58,21 @@ def test_every_target_has_libraries_of_its_own() -> None:
     plans = [plan(variant, target=target) for target in (*TARGETS, target_named("compute_80"))]
     assert len({item.key for item in plans}) == len(plans)
     assert plan(variant).key == plan(variant, target=target_named("90a")).key
+
+
+def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/how-to/add-an-architecture.md has it."""
+    added = Target("121", (12, 1), frozenset({FP8, CLUSTERS}))
+    assert str(target_of((12, 1))) == "sm_120"
+    monkeypatch.setattr(targets, "TARGETS", (*TARGETS, added))
+    assert target_of((12, 1)) is target_named("121")
+    assert target_of((12, 0)) == target_named("120")
+    for family in FAMILIES:
+        assert family.supports((12, 1)) == (family in ROW_FAMILIES)
+    for variant in ROW_KERNELS:
+        assert "arch=compute_121,code=sm_121" in plan(variant, target=added).flags
+    assert implementations((12, 1), added)["sample"] == "kernel (sm_121)"
+    assert implementations((12, 1), added)["w8a8_linear, fp8"] == "torch (_scaled_mm)"
 
 
 @pytest.mark.parametrize(
