@@ -25,7 +25,7 @@ def sequence_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     device, length = model.device, len(tokens)
     pages = -(-length // _PAGE_SIZE)
     cache = PagedKVCache.for_model(
-        model.config, num_pages=pages + 1, page_size=_PAGE_SIZE, device=device, by_halves=False
+        model.config, num_pages=pages + 1, page_size=_PAGE_SIZE, device=device, l2_partitioned=False
     )
     cache.add(0)
     cache.reserve(0, length)

@@ -286,7 +286,7 @@ class Llama:
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             batch_invariant=self.batch_invariant,
-            l2_partition=cache.halves,
+            l2_partition=cache.l2_partition,
             out=out,
         )
         return out.flatten(1)
