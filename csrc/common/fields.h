@@ -85,7 +85,8 @@ constexpr Field describe(const char* name, std::size_t offset, bool required) {
 template <typename Params, int... N>
 const FieldTable* make_field_table(std::integer_sequence<int, N...>) {
   // A struct without fields needs an array, too.
-  static constexpr Field kFields[] = {Params::describe_field(FieldIndex<N>())..., Field()};
+  static constexpr Field kFields[] = {Params::describe_field(FieldIndex<N>())...,
+                                      Field{nullptr, nullptr, 0, 0, 0}};
   static constexpr FieldTable kTable = {kFieldTableFormat, sizeof(Params), sizeof...(N), kFields};
   return &kTable;
 }

@@ -191,7 +191,7 @@ def test_build_for_a_model_takes_what_its_options_launch(
     ("arguments", "message"),
     [
         ([], "got no selection, expected --all, --only, --for-model or --dtypes"),
-        (["--only", "gem"], "only: got 'gem', expected quantize or gemm_small_m or gemm_tiled"),
+        (["--only", "gem"], "only: got 'gem', expected append_kv or attention_decode or"),
         (["--dtypes", "int4"], "invalid choice: 'int4'"),
         (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
         (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),

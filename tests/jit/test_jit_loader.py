@@ -451,7 +451,7 @@ OSTINATO_EXPORT int ostinato_launch(const void*, void*) {{ return 0; }}
         (
             '{"a", "p", 4, 8, 1}, {"b", "i", 0, 4, 1}',
             {},
-            "field a: got offset 4, expected a multiple of",
+            "field a: got offset 4, expected a mult",
         ),
         ('{"a", "p", 0, 8, 1}, {"b", "i", 4, 4, 1}', {}, "field b: overlaps another field"),
         ('{"a", "p", 0, 8, 1}, {"a", "p", 8, 8, 1}', {}, "field a: this name is taken"),

@@ -311,9 +311,7 @@ def test_select_refuses_names_that_no_kernel_has(name: str) -> None:
 
 
 def test_select_refuses_unknown_names() -> None:
-    with pytest.raises(
-        ValueError, match="only: got 'gem', expected append_kv or attention_decode or"
-    ):
+    with pytest.raises(ValueError, match="only: got 'gem', expected append_kv or attention_dec"):
         select(CATALOGUE, only=["gem"])
     with pytest.raises(ValueError, match="dtypes: got 'int4', expected int8 or e4m3 or bf16"):
         select(CATALOGUE, dtypes=["int4"])

@@ -94,7 +94,9 @@ def launch() -> Launch:
         out = torch.full_like(q, torch.nan)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         numbers = torch.cat([seq_lens, table[:batch].flatten()])
-        size = library.workspace_bytes(variant.columns, batch * heads_kv, table.size(1) * page)
+        size = library.workspace_bytes(
+            rows=variant.columns, sequences=batch * heads_kv, tokens=table.size(1) * page
+        )
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         if predecessor is not None:
             predecessor(numbers, batch)
@@ -115,6 +117,8 @@ def launch() -> Launch:
             max_pages=table.size(1),
             max_seqlen_q=1,
             scale=dim**-0.5,
+            left=-1,
+            right=0,
             pdl=True,
             stream=torch.cuda.current_stream().cuda_stream,
         )

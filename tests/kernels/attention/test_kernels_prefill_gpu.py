@@ -116,6 +116,8 @@ def launch() -> Launch:
             out=heads_of(out),
             batch=len(lengths),
             heads_q=_HEADS_Q,
+            left=-1,
+            right=0,
             heads_kv=_HEADS_KV,
             tokens_q=q.size(0),
             max_seqlen_q=max(lengths),
