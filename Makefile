@@ -17,12 +17,12 @@ demo: install
 	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The same tests with all cases of long properties (tests/effort.py), and their coverage.
 test-long: $(VENV)/.test
 	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-	    --cov --cov-report=term:skip-covered --cov-fail-under=90
+	    --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu

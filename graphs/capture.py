@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from .audit import Audit, Auditor, Finding, summarize
 from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
 from .errors import (
@@ -33,6 +32,7 @@ from .graph_key import (
     Key,
 )
 from .guards import MemoryWatch, only_capture
+from .inspect.audit import Audit, Auditor, Finding, summarize
 from .inspect.diagnosis import diagnose
 from .inspect.nodes import GraphNodes
 from .loop.burst import Bursts

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 
 from ._native import FastReplay
-from .audit import Audit, Auditor
 from .autocast import without_autocast
 from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
@@ -27,12 +26,13 @@ from .graph_table import (
     GraphTable,
 )
 from .guards import MemoryWatch
+from .inspect.audit import Audit, Auditor
 from .inspect.dot import to_dot
 from .loop.burst import Bursts
+from .metrics.replay_observer import ReplayObserver
 from .metrics.stats import RunnerStats
 from .outputs import Outputs, StepOutput
 from .process_group import CaptureGroup
-from .replay_observer import ReplayObserver
 from .report import CaptureReport
 
 OutputT = TypeVar("OutputT", bound=StepOutput)

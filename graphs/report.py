@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from .audit import Finding, summarize
 from .graph_key import (
     Key,
     Variant,
 )
+from .inspect.audit import Finding, summarize
 from .inspect.dot import short_name
 
 _KERNELS_SHOWN = 12

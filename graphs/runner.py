@@ -14,7 +14,6 @@ from .arguments import (
     as_integer,
     as_seconds,
 )
-from .audit import AUDITS, Audit
 from .autocast import require_no_autocast
 from .backends.select import backend_for
 from .buffers import BatchView, StaticBuffers
@@ -44,6 +43,7 @@ from .graph_key import (
     as_variant,
 )
 from .graph_table import GraphTable
+from .inspect.audit import AUDITS, Audit
 from .inspect.cuda import PoolHandle
 from .lifecycle import Lifecycle
 from .loop.burst import (

@@ -15,7 +15,7 @@ from ostinato.graphs import CaptureReport
 
 from ..engine import Engine, SamplingParams
 from ..models import (
-    Llama,
+    Decoder,
     ModelConfig,
 )
 from .plans import check_least
@@ -171,7 +171,7 @@ class TooShortError(Exception):
     """Texts whose difference in length does not show in their times."""
 
 
-def engine_for(model: Llama, plan: EnginePlan) -> Engine:
+def engine_for(model: Decoder, plan: EnginePlan) -> Engine:
     """Return an engine with room for the largest batch, nothing captured yet.
 
     Raises:

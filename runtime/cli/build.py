@@ -174,50 +174,45 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
 
     from ..bench.weights import dtype_named
     from ..checkpoint import load_config
-    from ..checkpoint.formats import load_quantization
-    from ..checkpoint.layout import Fused, model_layout
-    from ..models.required_kernels import (
-        LM_HEAD_QUANTIZATION,
-        QUANTIZATION_OF,
-        plain_layer_kernels,
-        unquantized_kernels,
-    )
+    from ..checkpoint.layout import checked_layout
+    from ..checkpoint.quantization import load_quantization
+    from ..checkpoint.storage.dense import DENSE
+    from ..models.layers import dense_kernels
+    from ..models.required_kernels import model_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
-    layout = model_layout(config, load_quantization(folder))
+    scheme_of = load_quantization(folder)
+    layout = checked_layout(config, scheme_of)
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
-    needed: set[Variant] = set(unquantized_kernels(config, batch_invariant=batch_invariant))
-
-    def add(kind: str, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype) -> None:
+    needed: set[Variant] = set(model_kernels(config, batch_invariant=batch_invariant))
+    quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
+    for part in layout.linears():
+        if part is not layout.lm_head or not quantizes_head:
+            needed.update(
+                part.scheme(scheme_of).kernels(
+                    *(part.kind, part.shape, config.dtype),
+                    batch_invariant=batch_invariant,
+                    device=device,
+                )
+            )
+    if quantizes_head:
+        assert lm_head is not None
         needed.update(
             layer_kernels(
-                *(kind, shape, dtype, config.dtype),
-                out_dtype=out,
+                *("rms_norm", (config.vocab_size, config.hidden_size)),
+                *(dtype_named(lm_head), config.dtype),
+                out_dtype=torch.float32,
                 batch_invariant=batch_invariant,
                 device=device,
             )
         )
-
-    for layer in layout.layers:
-        for name, kind in QUANTIZATION_OF.items():
-            parts: Fused = getattr(layer, name)
-            if (scheme := parts[0].scheme) is None:
-                needed.update(plain_layer_kernels(kind, config.dtype))
-            else:
-                shape = (sum(part.rows for part in parts), parts[0].columns)
-                add(kind, shape, scheme.dtype, config.dtype)
-    head, vocabulary = layout.lm_head, (config.vocab_size, config.hidden_size)
-    if head and head.scheme is not None:
-        add(LM_HEAD_QUANTIZATION, (head.rows, head.columns), head.scheme.dtype, config.dtype)
-    elif lm_head is not None:
-        add(LM_HEAD_QUANTIZATION, vocabulary, dtype_named(lm_head), torch.float32)
-    else:
-        needed.update(plain_layer_kernels(LM_HEAD_QUANTIZATION, config.dtype))
+    elif layout.lm_head is None:
+        needed.update(dense_kernels("rms_norm", config.dtype))
     return needed
 
 

@@ -22,7 +22,7 @@ from ostinato.graphs.arguments import (
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
 from ..models import (
-    Llama,
+    Decoder,
     PagedKVCache,
 )
 from ..ops.implementations import implementations_on
@@ -74,7 +74,7 @@ class Engine:
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; 512 by default.
             Prefixes are shared between prompts in multiples of it.
         max_prefill_tokens: prompt tokens computed in one step over all requests.
-        by_halves: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
+        l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind or out of range.
@@ -83,7 +83,7 @@ class Engine:
     @by_default_on_the_host
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         tokenizer: Tokenizer,
         *,
         max_batch: int = 32,
@@ -92,7 +92,7 @@ class Engine:
         num_pages: int | None = None,
         prefill_chunk: int | None = None,
         max_prefill_tokens: int = 2048,
-        by_halves: bool = True,
+        l2_partitioned: bool = True,
     ) -> None:
         max_batch = at_least_one("max_batch", max_batch)
         page_size = at_least_one("page_size", page_size)
@@ -125,7 +125,7 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             device=model.device,
-            by_halves=by_halves,
+            l2_partitioned=l2_partitioned,
         )
         self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
         longest = max_context - 1  # of a prompt

@@ -62,7 +62,7 @@ def test_a_packed_weight_serves_on_the_cpu_too() -> None:
 
 @pytest.mark.parametrize("scheme", DTYPES)
 def test_the_kernels_of_a_model(scheme: str) -> None:
-    found = required_kernels.kernels_of(tiny_llama(scheme=scheme))
+    found = tiny_llama(scheme=scheme).kernels()
     dtype = {"int8": "int8", "fp8": "e4m3"}[scheme]
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
@@ -76,11 +76,11 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     assert gate not in found
     assert all(variant.dtypes() == {dtype, "fp32"} for variant in found if variant not in plain)
     assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
-    assert set(required_kernels.kernels_of(tiny_llama(scheme="plain"))) == {*plain, gate}
+    assert set(tiny_llama(scheme="plain").kernels()) == {*plain, gate}
 
 
 def test_prompts_and_steps_of_16_bits_have_attention_kernels() -> None:
-    found = required_kernels.kernels_of(tiny_llama(dtype=torch.bfloat16, head_dim=16))
+    found = tiny_llama(dtype=torch.bfloat16, head_dim=16).kernels()
     families = [variant.family for variant in found]
     assert families.count("attention_decode") == families.count("attention_prefill") == 2
 
@@ -125,7 +125,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
     for length in lengths:
         assert sequence_logits(model, [5] * length).isfinite().all()
     assert launched
-    assert launched <= set(required_kernels.kernels_of(model))
+    assert launched <= set(model.kernels())
 
 
 @pytest.mark.gpu

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...models import Llama
-from ...models.layers import AnyLinear
+from ...models import Decoder, Linear
 from .breakdown import (
     ATTENTION,
     LM_HEAD,
@@ -63,7 +62,7 @@ def roofline_of(device: torch.device) -> Roofline | None:
 
 
 def kernel_rooflines(
-    model: Llama, batch: int, context: int, roofline: Roofline
+    model: Decoder, batch: int, context: int, roofline: Roofline
 ) -> dict[str, tuple[int, RooflineTime]]:
     """Return the launches and the roofline of each kernel that reads weights or the cache.
 
@@ -76,16 +75,16 @@ def kernel_rooflines(
     Returns:
         By the names of `breakdown.sites_of`; attention is the mean of the layers.
     """
-    layers = model.layers
-    kernels = {
-        name: (len(layers), _product(getattr(layers[0], name), batch, roofline))
-        for name in PRODUCTS
-    }
-    kernels[LM_HEAD] = (1, _product(model.lm_head, batch, roofline))
-    num_bytes = kv_bytes(model.config, batch, context) / len(layers)
-    flops = attention_flops(model.config, batch, context) / len(layers)
+    layers = model.config.num_layers
+    first: dict[str, Linear] = {}
+    for use in model.linears():
+        first.setdefault(use.name, use.linear)
+    kernels = {name: (layers, _product(first[name], batch, roofline)) for name in PRODUCTS}
+    kernels[LM_HEAD] = (1, _product(first["lm_head"], batch, roofline))
+    num_bytes = kv_bytes(model.config, batch, context) / layers
+    flops = attention_flops(model.config, batch, context) / layers
     seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
-    kernels[ATTENTION] = (len(layers), RooflineTime(seconds, num_bytes))
+    kernels[ATTENTION] = (layers, RooflineTime(seconds, num_bytes))
     return kernels
 
 
@@ -94,9 +93,9 @@ def step_roofline(kernels: Mapping[str, tuple[int, RooflineTime]]) -> float:
     return sum(count * kernel.seconds for count, kernel in kernels.values())
 
 
-def _product(linear: AnyLinear, batch: int, roofline: Roofline) -> RooflineTime:
-    n, k = linear.weight.shape
-    width = linear.weight.dtype.itemsize
+def _product(linear: Linear, batch: int, roofline: Roofline) -> RooflineTime:
+    n, k = linear.shape
+    width = linear.weight_dtype.itemsize
     num_bytes = n * k * width
     # fp32 weights multiply as two bf16 numbers at best; no model here has them on a GPU.
     flop_s = roofline.flop_s[min(width, 2)]

@@ -18,7 +18,7 @@ from ...engine.decode_step import (
     SeenTokens,
 )
 from ...models import (
-    Llama,
+    Decoder,
     ModelConfig,
     PagedKVCache,
     compile_kernels,
@@ -149,7 +149,7 @@ class StepResult:
         return self.batch / self.row.us * 1e6
 
 
-def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
+def time_steps(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepResult]:
     """Time the decode step, yielding results as they are measured.
 
     A step is what the engine's runner does for one token of every sequence: inputs copied from the
@@ -172,7 +172,7 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
     return _time_contexts(model, name, plan)
 
 
-def _time_contexts(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
+def _time_contexts(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepResult]:
     for context in sorted(set(plan.contexts)):
         yield from _time_context(model, name, plan, context)
         # A step and its runner refer to each other, and hold the cache.
@@ -180,7 +180,7 @@ def _time_contexts(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResu
         free_unused()
 
 
-def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
+def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
     roofline = roofline_of(model.device)
     pages_each = -(-context // plan.page_size)
@@ -225,7 +225,7 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
                 yield StepResult(batch, row)
                 continue
             runs = trace(replay)
-            sites = sites_of([span.name for span in runs[0]], len(model.layers))
+            sites = sites_of([span.name for span in runs[0]], model.config.num_layers)
             yield StepResult(batch, row, kernel_rows(row, runs, sites, rooflines), runs[-1], sites)
 
 
@@ -281,16 +281,17 @@ def grown_pages(cache: PagedKVCache, batch: int, tokens: int) -> torch.Tensor:
     return pages
 
 
-def implementation(model: Llama) -> str:
+def implementation(model: Decoder) -> str:
     """Name what was timed: the layers' precision, then what is not as a checkpoint says it."""
     name = f"ostinato_{precision(model)}"
-    if model.lm_head.weight.dtype.itemsize == 1:
-        name += f"_lm_head_{dtype_name(model.lm_head.weight.dtype)}"
+    *_, head = model.linears()
+    if head.linear.weight_dtype.itemsize == 1:
+        name += f"_lm_head_{dtype_name(head.linear.weight_dtype)}"
     return name if model.batch_invariant else f"{name}_batch_variant"
 
 
 def step_inputs(
-    cache: PagedKVCache, model: Llama, batch: int, context: int, plan: StepPlan
+    cache: PagedKVCache, model: Decoder, batch: int, context: int, plan: StepPlan
 ) -> dict[str, torch.Tensor]:
     """Return the step's inputs: random tokens at the end of sequences in the cache's free pages."""
     generator = torch.Generator().manual_seed(0)

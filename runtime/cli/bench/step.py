@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         StepPlan,
         StepResult,
     )
-    from ...models import Llama
+    from ...models import Decoder
 
 _HEADER = (
     f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'roofline µs':>13}{'of it':>8}"
@@ -182,11 +182,10 @@ def _with_peers(rows: Sequence[AnyRow]) -> list[AnyRow]:
 
 def _models(
     args: argparse.Namespace, plan: StepPlan, device: torch.device
-) -> list[tuple[str, Callable[[], Llama]]]:
+) -> list[tuple[str, Callable[[], Decoder]]]:
     """Return the models' names and how to make them: one at a time, as two might not fit."""
-    from ...bench.weights import dtype_named, random_llama
+    from ...bench.weights import dtype_named, random_decoder
     from ...checkpoint import load_config, load_model
-    from ...models import ModelConfig
 
     max_context = max(args.context)
     if args.model is not None:
@@ -200,10 +199,12 @@ def _models(
             batch_invariant=args.batch_invariant,
         )
         return [(folder.resolve().name, lambda: model)]
-    config = ModelConfig.from_hf(SHAPES[args.shape])
+    from ...models import read_config
+
+    config = read_config(SHAPES[args.shape])
     plan.check(config)
     make = partial(
-        random_llama,
+        random_decoder,
         config,
         device=device,
         max_context=max_context,

@@ -22,11 +22,11 @@ L2_WORDS = _SM_WORDS + 2
 class L2Partition:
     """Where the keys and values of a paged cache are held, seen from the SMs of its GPU.
 
-    A head's keys and values in a page are in half 0 or 1: the parity of the ones of `page & pages`
-    and `head & heads`.
+    A head's keys and values in a page are in partition 0 or 1: the parity of the ones of `page &
+    pages` and `head & heads`.
 
     Args:
-        sms: by SM, the half that it is on; at most 256.
+        sms: by SM, the partition that it is on; at most 256.
         pages: bits of a page's id that tell.
         heads: bits of a KV head's number that tell, at least one.
 
@@ -43,10 +43,10 @@ class L2Partition:
 
     def __post_init__(self) -> None:
         most = _SM_WORDS * _WORD_BITS
-        object.__setattr__(self, "sms", tuple(operator.index(half) for half in self.sms))
+        object.__setattr__(self, "sms", tuple(operator.index(partition) for partition in self.sms))
         for name in ("pages", "heads"):
             object.__setattr__(self, name, operator.index(getattr(self, name)))
-        if len(self.sms) > most or any(half not in (0, 1) for half in self.sms):
+        if len(self.sms) > most or any(partition not in (0, 1) for partition in self.sms):
             raise ValueError(
                 f"sms: got {len(self.sms)} of {sorted(set(self.sms))}, expected at most {most}, "
                 "each 0 or 1"
@@ -55,12 +55,12 @@ class L2Partition:
             value = getattr(self, name)
             if not least <= value < 1 << _WORD_BITS:
                 raise ValueError(f"{name}: got {value}, expected {least} to {2**_WORD_BITS - 1}")
-        bits = sum(half << sm for sm, half in enumerate(self.sms))
+        bits = sum(partition << sm for sm, partition in enumerate(self.sms))
         words = [bits >> _WORD_BITS * i & 2**_WORD_BITS - 1 for i in range(_SM_WORDS)]
         object.__setattr__(self, "words", [*words, self.pages, self.heads])
 
-    def half_of_page(self, page: int) -> int:
-        """Return the half that holds head 0 of a page."""
+    def partition_of_page(self, page: int) -> int:
+        """Return the partition that holds head 0 of a page."""
         return (page & self.pages).bit_count() & 1
 
 

@@ -30,15 +30,15 @@ from ostinato.bench.step.work import (
     weight_bytes,
 )
 from ostinato.bench.timing import percentile, time_calls
-from ostinato.bench.weights import precision, random_llama
+from ostinato.bench.weights import precision, random_decoder
 from ostinato.cli.main import main
 from ostinato.models import (
-    ModelConfig,
     PagedKVCache,
     W8A8Linear,
+    read_config,
 )
 
-TINY = ModelConfig.from_hf(SHAPES["tiny"])
+TINY = read_config(SHAPES["tiny"])
 CPU = torch.device("cpu")
 peers = adapter_named("hugging_face.py", adapter_folder(None, {}))
 
@@ -208,7 +208,7 @@ def test_too_large_a_cache_is_refused_in_one_line(
 
 @pytest.mark.parametrize(("dtype", "largest"), [("int8", 127.0), ("fp8", 448.0)])
 def test_random_8_bit_weights_are_those_of_a_checkpoint(dtype: str, largest: float) -> None:
-    layer = random_llama(TINY, dtype, CPU, max_context=8).layers[0].down
+    layer = random_decoder(TINY, dtype, CPU, max_context=8).layers[0].down
     assert isinstance(layer, W8A8Linear)
     assert isinstance(layer.weight, torch.Tensor)
     codes = layer.weight.float()
@@ -218,7 +218,7 @@ def test_random_8_bit_weights_are_those_of_a_checkpoint(dtype: str, largest: flo
 
 
 def test_a_plan_is_checked_before_anything_is_made() -> None:
-    model = random_llama(TINY, "bf16", CPU, max_context=8)
+    model = random_decoder(TINY, "bf16", CPU, max_context=8)
     with pytest.raises(ValueError, match="batch: got -1"):
         time_steps(model, "tiny", StepPlan([1, -1], [8]))
 
@@ -236,7 +236,7 @@ def test_a_context_has_the_room_of_the_one_before(monkeypatch: pytest.MonkeyPatc
             return cache
 
     monkeypatch.setattr("ostinato.bench.step.run.PagedKVCache", Watched)
-    model = random_llama(TINY, "bf16", CPU, max_context=16)
+    model = random_decoder(TINY, "bf16", CPU, max_context=16)
     assert len(list(time_steps(model, "tiny", StepPlan([1, 2], [4, 8, 16], repeats=10)))) == 6
     assert alive == [0, 0, 0]
 
@@ -266,7 +266,7 @@ def test_a_breakdown_says_what_each_kernel_adds(
     roofline = Roofline(1e9, {1: 1e12, 2: 1e12})
     monkeypatch.setattr("ostinato.bench.step.run.roofline_of", lambda _: roofline)
     monkeypatch.setattr("ostinato.bench.step.run.trace", lambda _: [traced_run()] * 3)
-    model = random_llama(TINY, "int8", CPU, max_context=16)
+    model = random_decoder(TINY, "int8", CPU, max_context=16)
     plan = StepPlan([2], [16], repeats=10, breakdown=True)
     [result] = time_steps(model, "tiny", plan)
     kernels = {kernel.kernel: kernel for kernel in result.kernels}
@@ -303,7 +303,7 @@ def test_a_breakdown_says_what_each_kernel_adds(
 
 
 def test_products_are_bound_by_what_takes_longer() -> None:
-    model = random_llama(TINY, "int8", CPU, max_context=16)
+    model = random_decoder(TINY, "int8", CPU, max_context=16)
     size = model.layers[0].down.weight.shape.numel()
     reading = Roofline(1e9, {1: 1e15, 2: 1e15})
     _, roofline = kernel_rooflines(model, 4, 16, reading)["down"]
@@ -327,12 +327,12 @@ def test_no_roofline_is_made_up_for_an_unknown_gpu(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_models(shape: str) -> None:
-    assert ModelConfig.from_hf(SHAPES[shape]).dtype is torch.bfloat16
+    assert read_config(SHAPES[shape]).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_random_weights_give_finite_logits(name: str, device: torch.device) -> None:
-    model = random_llama(TINY, name, device, max_context=8)
+    model = random_decoder(TINY, name, device, max_context=8)
     assert precision(model) == name
     assert all(tensor.device.type == device.type for tensor in model.tensors())
     x = torch.randn(4, TINY.hidden_size, dtype=torch.bfloat16, device=device)
@@ -343,14 +343,14 @@ def test_random_weights_give_finite_logits(name: str, device: torch.device) -> N
 
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(ValueError, match="precision: got 'int4', expected one of int8, fp8, bf16"):
-        random_llama(TINY, "int4", CPU, max_context=8)
+        random_decoder(TINY, "int4", CPU, max_context=8)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("name", "size"), [("int8", 1), ("bf16", 2)])
 def test_the_work_of_a_step(tied: bool, name: str, size: int) -> None:
-    config = ModelConfig.from_hf({**SHAPES["tiny"], "tie_word_embeddings": tied})
-    model = random_llama(config, name, CPU, max_context=8)
+    config = read_config({**SHAPES["tiny"], "tie_word_embeddings": tied})
+    model = random_decoder(config, name, CPU, max_context=8)
     # Per layer: qkv [128, 64], o [64, 64], gate_up [256, 64], down [64, 128]; lm_head [512, 64].
     layer, head, rows = 128 * 64 + 64 * 64 + 256 * 64 + 64 * 128, 512 * 64, 128 + 64 + 256 + 64
     scales = 4 * rows if name == "int8" else 0
@@ -364,7 +364,7 @@ def test_the_work_of_a_step(tied: bool, name: str, size: int) -> None:
 
 def test_a_sliding_window_bounds_the_keys_read() -> None:
     windowed = {**SHAPES["tiny"], "model_type": "mistral", "sliding_window": 5}
-    config = ModelConfig.from_hf(windowed)
+    config = read_config(windowed)
     assert kv_bytes(config, batch=1, context=100) == kv_bytes(TINY, batch=1, context=5)
     assert kv_bytes(config, batch=1, context=3) == kv_bytes(TINY, batch=1, context=3)
 

@@ -15,11 +15,11 @@ from ostinato.graphs import (
     NotCapturedError,
     StaticBuffers,
 )
-from ostinato.graphs.audit import Finding, summarize
 from ostinato.graphs.inspect.allocations import (
     Allocation,
     State,
 )
+from ostinato.graphs.inspect.audit import Finding, summarize
 from ostinato.graphs.inspect.nodes import (
     Edge,
     GraphNodes,

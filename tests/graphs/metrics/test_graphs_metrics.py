@@ -21,7 +21,7 @@ from ostinato.graphs.metrics.prometheus import (
     Metric,
     to_text,
 )
-from ostinato.graphs.replay_observer import ReplayObserver
+from ostinato.graphs.metrics.replay_observer import ReplayObserver
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)$')
 

@@ -1,6 +1,7 @@
 """Captures in several processes: all succeed or all fail, and nobody hangs."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,21 @@ from ostinato.graphs.backends.cuda import CudaBackend
 from ostinato.graphs.errors import RankError
 from ostinato.graphs.process_group import CaptureGroup
 
+SIZES = [2, 4]
 
-@pytest.fixture(scope="module", params=[2, 4])
-def told(request):
+
+@pytest.fixture(scope="module")
+def told_by_size():
+    """The reports of groups of each size; both wait most of the time, so they run side by side."""
+    with ThreadPoolExecutor(len(SIZES)) as pool:
+        running = {size: pool.submit(run_ranks, work, size, list(SCENARIOS)) for size in SIZES}
+        return {size: future.result() for size, future in running.items()}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def told(request, told_by_size):
     """What every rank reports of every scenario, by name; processes start once for all."""
-    results = run_ranks(work, request.param, list(SCENARIOS))
+    results = told_by_size[request.param]
     assert not [r for ranks in results.values() for r in ranks.values() if "crashed" in r]
     return request.param, results
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from kernels_emulation import compile_decode, emulated_sources
 
+from effort import effort
 from ostinato.ops.attention.decode_variants import AttentionDecode
 
 pytestmark = pytest.mark.nvcc
 
-_CASES = 12
+_CASES = effort(6, 12)
 
 
 def _variant(**fields: int | bool) -> AttentionDecode:
@@ -35,13 +38,20 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emulated_sources(tmp_path_factory.mktemp("emulated") / "csrc")
 
 
+@functools.cache
+def _program(sources: Path, variant: AttentionDecode) -> Path:
+    """Compile the random calls of a kernel, once for all tests."""
+    program = sources / variant.name
+    compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
+    return program
+
+
 def _run(
     sources: Path, variant: AttentionDecode, folder: Path, loads: str | None = None
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run random calls of a kernel; return how that ended and where their results are."""
-    program, results = folder / variant.name, folder / f"{variant.name}.bin"
-    compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
-    command = [program, "0", str(_CASES), results, *filter(None, [loads])]
+    results = folder / f"{variant.name}.bin"
+    command = [_program(sources, variant), "0", str(_CASES), results, *filter(None, [loads])]
     return subprocess.run(command, capture_output=True, text=True, timeout=280), results
 
 
@@ -81,8 +91,8 @@ def test_throttled_warps_give_the_right_rows(sources: Path, head_dim: int, tmp_p
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_a_missing_wait_of_the_scheduler_is_found(tmp_path: Path) -> None:
-    sources = emulated_sources(tmp_path / "csrc")
+def test_a_missing_wait_of_the_scheduler_is_found(sources: Path, tmp_path: Path) -> None:
+    sources = shutil.copytree(sources, tmp_path / "csrc")
     path = sources / "attention" / "decode" / "dynamic_scheduler.cuh"
     text = path.read_text()
     awaited = "    wait(&ring_.published[slot], claim / kScheduledAhead % 2);\n"
@@ -103,8 +113,8 @@ def test_a_missing_wait_of_the_scheduler_is_found(tmp_path: Path) -> None:
     ],
     ids=["of a CTA", "of a cluster's stores"],
 )
-def test_a_missing_barrier_is_found(tmp_path: Path, file: str, barrier: str) -> None:
-    sources = emulated_sources(tmp_path / "csrc")
+def test_a_missing_barrier_is_found(sources: Path, tmp_path: Path, file: str, barrier: str) -> None:
+    sources = shutil.copytree(sources, tmp_path / "csrc")
     path = sources / file
     text = path.read_text()
     assert text.count(barrier) == 1

@@ -208,7 +208,7 @@ def test_no_cta_has_much_more_than_its_share(schedule: Schedule, tiles: list[int
         ([8], 8, 8, 8),
         ([128], 1, 8, 32),
         ([32] * 8, 1, 8, 16),
-        # ... where the other half would be needed, too.
+        # ... where the other partition would be needed, too.
         ([128], 8, 4, 32),
         ([8] * 8, 8, 4, 1),
         ([32] * 32, 1, 8, 8),

@@ -32,7 +32,7 @@ from ostinato.ops.linear.w8a8_torch import fp8_product, int8_product
 
 HOPPER = (9, 0)
 ROW_FAMILIES = {type(variant) for variant in ROW_KERNELS}
-FAMILIES = {type(variant) for variant in CATALOGUE}
+FAMILIES = sorted({type(variant) for variant in CATALOGUE}, key=lambda family: family.family)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.family)

@@ -6,10 +6,10 @@ import threading
 
 import torch
 
-from .errors import GraphError
-from .graph import Graph, ReplayTimer
-from .graph_key import Key
-from .metrics.histogram import (
+from ..errors import GraphError
+from ..graph import Graph, ReplayTimer
+from ..graph_key import Key
+from .histogram import (
     Histogram,
     HistogramBuilder,
 )

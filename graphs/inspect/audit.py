@@ -14,20 +14,20 @@ from typing import Literal
 
 import torch
 
-from .buffers import StaticBuffers
-from .declared_memory import (
+from ..buffers import StaticBuffers
+from ..declared_memory import (
     DeclaredMemory,
     stored,
     tensors_of,
 )
-from .inspect.allocations import (
+from .allocations import (
     Allocation,
     Allocations,
     State,
     mapped_by_host,
 )
-from .inspect.inspector import Inspector
-from .inspect.nodes import (
+from .inspector import Inspector
+from .nodes import (
     GraphNodes,
     Word,
 )

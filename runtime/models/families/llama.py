@@ -1,47 +1,32 @@
-"""The decoder of the Llama family; its members differ only in which parts are there."""
+"""Llama 2 and 3: the decoder layer that Mistral, Qwen2 and Qwen3 share with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
-from .. import ops
-from .cache import PagedKVCache
-from .config import ModelConfig
-from .layers import (
-    AnyLinear,
-    Sampling,
-)
+from ... import ops
+from ...jit.variant import Variant
+from ..cache import PagedKVCache
+from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
+from ..config_fields import Fields
+from ..decoder import AttentionInputs, LinearUse, SeenRows
+from ..layers import InputKind, Linear, Sampling, tensors_of
+from ..parts import DecoderLayout, LinearPart, Loader, Module, TensorPart, TensorSpec, build
+from ..registry import Family, register
+from ..required_kernels import model_kernels
 
-
-@dataclass
-class AttentionInputs:
-    """Where this call's tokens sit in the paged KV cache; all tensors on the model's device.
-
-    `slot_mapping` [T] int64: cache slot (page * page_size + offset) of each token, -1 to skip.
-    `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
-    `cu_seqlens_q` [B + 1] int32: row offsets of the sequences; None when every sequence has
-    exactly `max_seqlen_q` tokens, as in decode.
-    """
-
-    slot_mapping: torch.Tensor
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor | None = None
-    max_seqlen_q: int = 1
-
-
-@dataclass(frozen=True)
-class SeenRows:
-    """Where this call's tokens are noted as seen, on the model's device.
-
-    `mask` [S, vocab_size] bool, `rows` [T] int64: which row of `mask` is each token's.
-    """
-
-    mask: torch.Tensor
-    rows: torch.Tensor
+# What comes before each linear layer of a decoder layer.
+INPUT_KINDS: dict[str, InputKind] = {
+    "qkv": "rms_norm",
+    "o": "per_token",
+    "gate_up": "rms_norm",
+    "down": "silu_mul",
+}
+HEAD_KIND: InputKind = "rms_norm"
 
 
 @dataclass
@@ -49,13 +34,27 @@ class DecoderLayer:
     """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up]."""
 
     input_norm: torch.Tensor
-    qkv: AnyLinear
-    o: AnyLinear
+    qkv: Linear
+    o: Linear
     post_attention_norm: torch.Tensor
-    gate_up: AnyLinear
-    down: AnyLinear
+    gate_up: Linear
+    down: Linear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The parts of one layer, by the fields of `DecoderLayer`."""
+
+    input_norm: TensorPart
+    q_norm: TensorPart | None
+    k_norm: TensorPart | None
+    post_attention_norm: TensorPart
+    qkv: LinearPart
+    o: LinearPart
+    gate_up: LinearPart
+    down: LinearPart
 
 
 class Llama:
@@ -81,7 +80,7 @@ class Llama:
         embedding: torch.Tensor,
         layers: list[DecoderLayer],
         norm: torch.Tensor,
-        lm_head: AnyLinear,
+        lm_head: Linear,
         *,
         max_context: int | None = None,
         batch_invariant: bool = True,
@@ -96,6 +95,29 @@ class Llama:
         table = config.rope.cos_sin_table(config.head_dim, self.max_context)
         self.cos_sin = table.to(embedding.device)
 
+    @classmethod
+    def load(
+        cls,
+        config: ModelConfig,
+        parts: DecoderLayout,
+        loader: Loader,
+        *,
+        max_context: int | None = None,
+        batch_invariant: bool = True,
+    ) -> Self:
+        """Return the decoder that a loader makes of these parts; see `registry.Load`."""
+        embedding = parts.embedding.build(loader)
+        lm_head = loader.head(parts.lm_head, embedding)
+        return cls(
+            config,
+            embedding,
+            [DecoderLayer(**build(layer, loader)) for layer in parts.layers],
+            parts.norm.build(loader),
+            lm_head,
+            max_context=max_context,
+            batch_invariant=batch_invariant,
+        )
+
     @property
     def device(self) -> torch.device:
         return self.embedding.device
@@ -103,13 +125,34 @@ class Llama:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield every tensor the model owns once, tied weights included once."""
         seen: set[int] = set()
-        roots = [self.embedding, self.norm, self.cos_sin, *_tensors_of(self.lm_head)]
+        roots = [self.embedding, self.norm, self.cos_sin, *self.lm_head.tensors()]
         for layer in self.layers:
-            roots.extend(_tensors_of(layer))
+            roots.extend(tensors_of(layer))
         for tensor in roots:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor
+
+    def tables(self) -> Sequence[torch.Tensor]:
+        """Return the RoPE table, and the embedding unless the output projection reads it."""
+        head = self.lm_head.tensors()
+        if any(tensor is self.embedding for tensor in head):
+            return (self.cos_sin,)
+        return (self.cos_sin, self.embedding)
+
+    def linears(self) -> Iterator[LinearUse]:
+        """Yield every linear layer, layer by layer; the output projection is the last."""
+        for layer in self.layers:
+            for name, kind in INPUT_KINDS.items():
+                yield LinearUse(name, kind, getattr(layer, name))
+        yield LinearUse("lm_head", HEAD_KIND, self.lm_head)
+
+    def kernels(self) -> list[Variant]:
+        """Return the kernels the model launches for any number of tokens."""
+        found = model_kernels(self.config, batch_invariant=self.batch_invariant)
+        for _, kind, linear in self.linears():
+            found += linear.kernels(kind, self.config.dtype)
+        return found
 
     def __call__(
         self,
@@ -181,13 +224,7 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         residual = None
-        x = ops.embed(
-            tokens,
-            self.embedding,
-            seen=None if seen is None else seen.mask,
-            seen_rows=None if seen is None else seen.rows,
-            n_active=n_active,
-        )
+        x = self._embed(tokens, n_active, seen)
         for index, layer in enumerate(self.layers):
             qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
             x = layer.o(self._attend(index, layer, qkv, positions, attention, cache), n_active)
@@ -197,6 +234,17 @@ class Llama:
             x = layer.down.after_silu_mul(gate_up, n_active)
         assert residual is not None, "a model has a layer"
         return x, residual
+
+    def _embed(
+        self, tokens: torch.Tensor, n_active: torch.Tensor | None, seen: SeenRows | None
+    ) -> torch.Tensor:
+        return ops.embed(
+            tokens,
+            self.embedding,
+            seen=None if seen is None else seen.mask,
+            seen_rows=None if seen is None else seen.rows,
+            n_active=n_active,
+        )
 
     def _attend(
         self,
@@ -238,16 +286,75 @@ class Llama:
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             batch_invariant=self.batch_invariant,
-            l2_partition=cache.halves,
+            l2_partition=cache.l2_partition,
             out=out,
         )
         return out.flatten(1)
 
 
-def _tensors_of(part: object) -> Iterator[torch.Tensor]:
-    for field in fields(part):  # type: ignore[arg-type]
-        value = getattr(part, field.name)
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif hasattr(value, "__dataclass_fields__"):
-            yield from _tensors_of(value)
+def layout(config: ModelConfig) -> DecoderLayout:
+    """Return the parts of a decoder of this shape, in the names of Hugging Face files."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    tied = config.tie_word_embeddings
+    copy = TensorSpec(("lm_head.weight",), (vocabulary,), required=False)
+    head = LinearPart((Module("lm_head", *vocabulary),), HEAD_KIND, "rows")
+    return DecoderLayout(
+        embedding=TensorPart(TensorSpec(("model.embed_tokens.weight",), (vocabulary,)), True),
+        layers=tuple(_layer(config, index) for index in range(config.num_layers)),
+        norm=_norm("model.norm", config.hidden_size),
+        lm_head=None if tied else head,
+        tied_output=TensorPart(copy) if tied else None,
+    )
+
+
+def _layer(config: ModelConfig, index: int) -> LayerParts:
+    prefix = f"model.layers.{index}."
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def projection(name: str, rows: int, units: int, replicated: bool = False) -> Module:
+        return Module(f"{prefix}self_attn.{name}", rows, hidden, config.qkv_bias, units, replicated)
+
+    def linear(name: str, *modules: Module) -> LinearPart:
+        if name in ("o", "down"):
+            return LinearPart(modules, INPUT_KINDS[name], "columns")
+        return LinearPart(modules, INPUT_KINDS[name], "rows")
+
+    def head_norm(name: str) -> TensorPart | None:
+        return _norm(f"{prefix}self_attn.{name}", config.head_dim) if config.qk_norm else None
+
+    def mlp(name: str) -> Module:
+        return Module(f"{prefix}mlp.{name}", intermediate, hidden, config.mlp_bias)
+
+    output = Module(
+        f"{prefix}self_attn.o_proj", hidden, config.q_size, config.o_bias, column_units=heads
+    )
+    return LayerParts(
+        input_norm=_norm(f"{prefix}input_layernorm", hidden),
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
+        post_attention_norm=_norm(f"{prefix}post_attention_layernorm", hidden),
+        qkv=linear(
+            "qkv",
+            projection("q_proj", config.q_size, heads),
+            projection("k_proj", config.kv_size, kv_heads, replicated=True),
+            projection("v_proj", config.kv_size, kv_heads, replicated=True),
+        ),
+        o=linear("o", output),
+        gate_up=linear("gate_up", mlp("gate_proj"), mlp("up_proj")),
+        down=linear(
+            "down", Module(f"{prefix}mlp.down_proj", hidden, intermediate, config.mlp_bias)
+        ),
+    )
+
+
+def _norm(name: str, size: int) -> TensorPart:
+    return TensorPart(TensorSpec((f"{name}.weight",), ((size,),)))
+
+
+def _config(fields: Fields) -> ModelConfig:
+    bias = fields.boolean("attention_bias", False)
+    return standard_config(fields, windows=full_attention, qkv_bias=bias, o_bias=bias)
+
+
+register(Family("llama", ("LlamaForCausalLM",), _config, layout, Llama.load, defaults=LLAMA_IDS))

@@ -7,12 +7,17 @@ Field names and matching rules are those of the compressed-tensors package, see 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from .errors import CheckpointError, UnsupportedCheckpointError
-from .scheme import LinearScheme, SchemeOf, match_regex
-from .section import Section
+from ..errors import CheckpointError, UnsupportedCheckpointError
+from ..format import Format, StoredSchemeOf
+from ..patterns import match_regex
+from ..section import Section
+from ..storage.base import StoredScheme
+from ..storage.dense import DENSE
+from ..storage.w8a8 import W8A8Scheme
 
 # Class name of every module that can be quantised, as targets and ignore lists spell it.
 _CLASS = "Linear"
@@ -32,7 +37,7 @@ _HARMLESS_FIELDS = ("global_compression_ratio", "quant_method", "run_compressed"
 _HARMLESS_ARGUMENTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
-def parse_compressed_tensors(config: Section) -> SchemeOf:
+def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
     """Return the scheme of every linear module under a compressed-tensors configuration.
 
     Raises:
@@ -51,7 +56,7 @@ def parse_compressed_tensors(config: Section) -> SchemeOf:
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
     ignore = config.strings("ignore")
     groups = config.child("config_groups")
-    schemes: dict[str, LinearScheme] = {}
+    schemes: dict[str, W8A8Scheme] = {}
     for name in groups.fields:
         targets, scheme = _group(
             groups.child(name), None if file_format == _PER_GROUP else file_format
@@ -62,13 +67,13 @@ def parse_compressed_tensors(config: Section) -> SchemeOf:
         matches(pattern, "", config.where)  # a malformed one is refused now, not in mid-load
     ordered = sorted(schemes, key=_specificity)
 
-    def scheme_of(module: str) -> LinearScheme | None:
+    def scheme_of(module: str) -> StoredScheme:
         if any(matches(pattern, module, config.where) for pattern in ignore):
-            return None
+            return DENSE
         for target in ordered:
             if matches(target, module, config.where):
                 return schemes[target]
-        return None
+        return DENSE
 
     return scheme_of
 
@@ -90,7 +95,7 @@ def matches(pattern: str, module: str, where: str) -> bool:
     return pattern in (module, _CLASS)
 
 
-def describe(scheme: LinearScheme, ignore: Sequence[str]) -> dict[str, object]:
+def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
     """Return the configuration of a checkpoint whose linear modules all have `scheme`.
 
     Only what the quantiser writes: per-channel weights, dynamic per-token activations.
@@ -119,7 +124,7 @@ def _specificity(target: str) -> tuple[bool, bool, str]:
     return target == _CLASS, target.startswith(_REGEX), target
 
 
-def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], LinearScheme]:
+def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], W8A8Scheme]:
     """Return (targets, scheme)."""
     targets = group.strings("targets")
     if not targets:
@@ -135,7 +140,7 @@ def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...],
     static, symmetric = _activations(group.child("input_activations"), kind)
     group.choice("output_activations", None)
     group.reject_others()
-    return targets, LinearScheme(_DTYPES[kind], per_channel, static, symmetric)
+    return targets, W8A8Scheme(_DTYPES[kind], per_channel, static, symmetric)
 
 
 def _weights(arguments: Section, kinds: Sequence[str]) -> tuple[str, bool]:
@@ -184,3 +189,11 @@ def _eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
     arguments.choice("block_structure", None)
     kind: str = arguments.choice("type", *kinds, default="int")
     return kind
+
+
+def _find(config: Section, folder: Path) -> Section | None:
+    """Return the configuration as the package's first versions wrote it, None without one."""
+    return config.child("compression_config") if config.get("compression_config") else None
+
+
+FORMAT = Format("compressed-tensors", parse_compressed_tensors, _find)
