@@ -199,7 +199,7 @@ def test_graphs_come_and_go_in_one_pool(own_pool):
             assert out.tolist() == [32 * MIB * i for i in range(n)]
             del out
             assert len(runner.keys) <= 2
-            pools.append(runner._backend.memory().pool_bytes)
+            pools.append(runner._backend.inspector.memory().pool_bytes)
         assert max(pools) <= 1.3 * pools[0]  # the memory of the largest serves all
         assert runner.stats().evictions == 5
 
