@@ -211,5 +211,5 @@ def test_caches_on_the_cpu_can_be_copied() -> None:
         device="cpu",
     )
     again = pickle.loads(pickle.dumps(cache))
-    assert again.partitions is None
+    assert again.l2_partition is None
     assert torch.equal(again.storage, cache.storage)
