@@ -64,7 +64,7 @@ class DecodeStep:
     """A step function for `GraphRunner`: mark as seen and embed, decode, sample.
 
     Outputs `tokens` [B] int64 and what they were chosen from: `logits` [B, vocab_size] fp32, or
-    where the output projection hands over each row's best, `best` [B, parts] int64.
+    where the output projection hands over each row's best, `argmax` [B, parts] int64.
 
     Args:
         model, cache: what the step runs on.
@@ -173,10 +173,10 @@ class DecodeStep:
             repetition_penalty=batch.repetition_penalty,
             seen=self._seen.mask,
             seen_rows=batch.slots,
-            best=logits.best,
+            argmax=logits.argmax,
         )
-        if logits.best is not None:
-            return {"tokens": tokens, "best": logits.best}
+        if logits.argmax is not None:
+            return {"tokens": tokens, "argmax": logits.argmax}
         return {"tokens": tokens, "logits": logits.values}
 
     def inputs(self, requests: Sequence[Request], last_tokens: torch.Tensor) -> dict[str, object]:

@@ -337,12 +337,12 @@ def test_parts_of_a_row_of_logits(
     channels: int, tokens: int, tile_channels: int, parts: int
 ) -> None:
     variant = GemmTiled(dtype="int8", out_dtype="fp32", channels=channels, tokens=tokens)
-    assert variant.finds_best
-    assert variant.best_parts(128256, tile_channels) == parts
+    assert variant.finds_argmax
+    assert variant.argmax_parts(128256, tile_channels) == parts
 
 
 @pytest.mark.parametrize(
     "changed", [{"out_dtype": "bf16"}, {"tokens": 16}, {"pingpong": True}], ids=str
 )
-def test_kernels_that_look_for_no_best(changed: dict[str, object]) -> None:
-    assert not GemmTiled(**{**_TILED, "out_dtype": "fp32", **changed}).finds_best
+def test_kernels_that_look_for_no_argmax(changed: dict[str, object]) -> None:
+    assert not GemmTiled(**{**_TILED, "out_dtype": "fp32", **changed}).finds_argmax

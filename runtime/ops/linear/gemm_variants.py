@@ -111,11 +111,11 @@ class GemmTiled(Variant):
         return 512 if size <= 80 else 256 if size <= 160 else 128
 
     @property
-    def finds_best(self) -> bool:
+    def finds_argmax(self) -> bool:
         """Whether it can hand over the best of each part of a row (csrc: kFindsArgmax)."""
         return self.out_dtype == "fp32" and self.tokens > 16 and not self.pingpong
 
-    def best_parts(self, n: int, tile_channels: int = 0) -> int:
+    def argmax_parts(self, n: int, tile_channels: int = 0) -> int:
         """Return in how many parts a row of n results is (csrc: parts_of_tile).
 
         `tile_channels` is how many of the compiled ones a tile has; 0 for all.

@@ -9,7 +9,7 @@ import torch
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from ..sampling.argmax_key import best_places
+from ..sampling.argmax_key import argmax_keys
 from .fused import (
     codes_of,
     rms_norm_w8a8_linear,
@@ -26,7 +26,7 @@ from .rms_norm import (
 )
 from .w8a8_gemm import (
     ToSample,
-    best_parts,
+    argmax_parts,
 )
 
 
@@ -34,13 +34,13 @@ from .w8a8_gemm import (
 class Logits:
     """Logits as `sample` takes them.
 
-    `values` [B, V] fp32, bf16 or fp16. With `best` [B, P] int64 the rows of greedy requests without
-    a repetition penalty are undefined: their best tokens are in `best`, as
+    `values` [B, V] fp32, bf16 or fp16. With `argmax` [B, P] int64 the rows of greedy requests
+    without a repetition penalty are undefined: their best tokens are in `argmax`, as
     `ostinato.ops.sample` has it.
     """
 
     values: torch.Tensor
-    best: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
 
 
 def rms_norm_w8a8_logits(
@@ -79,7 +79,7 @@ def rms_norm_w8a8_logits(
             "repetition_penalty", repetition_penalty, (torch.float32,), shape[:1], x.device
         )
     data = w.data if isinstance(w, PackedWeight) else w
-    parts = best_parts(x, shape[1], data, batch_invariant) if has_kernel(GemmTiled, x) else 0
+    parts = argmax_parts(x, shape[1], data, batch_invariant) if has_kernel(GemmTiled, x) else 0
     if parts == 0:
         logits, *_ = rms_norm_w8a8_linear(
             x,
@@ -97,7 +97,7 @@ def rms_norm_w8a8_logits(
         return Logits(logits)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=torch.float32, device=x.device)
-        best = torch.empty((shape[0], parts), dtype=torch.int64, device=x.device)
+        argmax = torch.empty((shape[0], parts), dtype=torch.int64, device=x.device)
         _rms_norm_w8a8_logits_op(
             x,
             weight,
@@ -111,9 +111,9 @@ def rms_norm_w8a8_logits(
             temperature,
             repetition_penalty,
             out,
-            best,
+            argmax,
         )
-    return Logits(out, best)
+    return Logits(out, argmax)
 
 
 def _rms_norm_w8a8_logits(
@@ -129,7 +129,7 @@ def _rms_norm_w8a8_logits(
     temperature: torch.Tensor,
     repetition_penalty: torch.Tensor | None,
     out: torch.Tensor,
-    best: torch.Tensor,
+    argmax: torch.Tensor,
 ) -> None:
     codes, scale = codes_of(x, w)
     total = None if residual is None else torch.empty_like(x)
@@ -138,15 +138,15 @@ def _rms_norm_w8a8_logits(
     operands = (codes, w, scale, w_scale, bias, None, None, n_active)
     to_sample = None
     if has_kernel(GemmTiled, x):
-        to_sample = ToSample(best, temperature, repetition_penalty)
+        to_sample = ToSample(argmax, temperature, repetition_penalty)
     multiply(*operands, True, batch_invariant, False, out, to_sample)
     if to_sample is None:
-        best.copy_(best_places(out))
+        argmax.copy_(argmax_keys(out))
 
 
 _rms_norm_w8a8_logits_op = register(
     "rms_norm_w8a8_logits(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor w, "
     "Tensor w_scale, Tensor? bias, Tensor? n_active, bool batch_invariant, Tensor temperature, "
-    "Tensor? repetition_penalty, Tensor(a!) out, Tensor(b!) best) -> ()",
+    "Tensor? repetition_penalty, Tensor(a!) out, Tensor(b!) argmax) -> ()",
     _rms_norm_w8a8_logits,
 )

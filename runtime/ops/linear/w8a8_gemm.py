@@ -99,36 +99,36 @@ def w8a8_gemm(
 class ToSample:
     """What a product whose rows are logits has to know of their sampling, and where their best go.
 
-    `best` is [m, `best_parts`] int64, the others [m] fp32.
+    `argmax` is [m, `argmax_parts`] int64, the others [m] fp32.
     """
 
-    best: torch.Tensor
+    argmax: torch.Tensor
     temperature: torch.Tensor
     repetition_penalty: torch.Tensor | None
 
     def check(self, n: int, choice: Choice) -> None:
         """Check that the kernel that is launched hands over as many parts as there is room for.
 
-        A table of tiles may have come or gone since `best` was made.
+        A table of tiles may have come or gone since `argmax` was made.
         """
-        got, expected = self.best.size(1), _parts_of(choice, n)
+        got, expected = self.argmax.size(1), _parts_of(choice, n)
         if got != expected:
             raise RuntimeError(
-                f"best: got {got} parts, expected {expected}, as {choice.variant.name} hands over: "
-                "tuned tiles have changed during the call, or since it was traced"
+                f"argmax: got {got} parts, expected {expected}, as {choice.variant.name} hands "
+                "over: tuned tiles have changed during the call, or since it was traced"
             )
 
     def arguments(self) -> dict[str, int]:
         """Return them as arguments of a launch."""
         return {
-            "best": self.best.data_ptr(),
-            "best_stride": self.best.stride(0),
+            "best": self.argmax.data_ptr(),
+            "best_stride": self.argmax.stride(0),
             "temperature": self.temperature.data_ptr(),
             "repetition_penalty": address_of(self.repetition_penalty),
         }
 
 
-def best_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) -> int:
+def argmax_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) -> int:
     """Return in how many parts the best of a row of n logits come, for x [m, k] on a Hopper GPU.
 
     w is as of `w8a8_gemm`, in fp32; 0 where the kernel that is chosen does not look for them.
@@ -144,8 +144,8 @@ def best_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) 
 
 def _parts_of(choice: Choice, n: int) -> int:
     variant = choice.variant
-    if isinstance(variant, GemmTiled) and variant.finds_best:
-        return variant.best_parts(n, choice.tile_channels)
+    if isinstance(variant, GemmTiled) and variant.finds_argmax:
+        return variant.argmax_parts(n, choice.tile_channels)
     return 0
 
 

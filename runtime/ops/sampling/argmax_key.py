@@ -11,8 +11,8 @@ import torch
 _SIGN, _LOWER_HALF = -(1 << 63), (1 << 32) - 1
 
 
-def best_places(logits: torch.Tensor) -> torch.Tensor:
-    """Return the places of the best of each row of logits [M, V] fp32, as [M, 1]."""
+def argmax_keys(logits: torch.Tensor) -> torch.Tensor:
+    """Return the argmax keys of each row of logits [M, V] fp32, as [M, 1]."""
     token = logits.argmax(dim=1, keepdim=True)
     logit = logits.gather(1, token) + 0.0
     bits = logit.view(torch.int32).long() & _LOWER_HALF
@@ -20,6 +20,6 @@ def best_places(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(logit.isnan(), 0, falling) << 32 | token
 
 
-def best_tokens(places: torch.Tensor) -> torch.Tensor:
+def argmax_tokens(places: torch.Tensor) -> torch.Tensor:
     """Return the token [M] of the best of each row of places [M, P]."""
     return (places ^ _SIGN).amin(dim=1) & _LOWER_HALF

@@ -7,7 +7,7 @@ import torch
 from ..common import checks
 from ..common.torch_library import register
 from . import sample_cuda
-from .argmax_key import best_tokens
+from .argmax_key import argmax_tokens
 from .philox import uniform
 
 
@@ -23,7 +23,7 @@ def sample(
     repetition_penalty: torch.Tensor | None = None,
     seen: torch.Tensor | None = None,
     seen_rows: torch.Tensor | None = None,
-    best: torch.Tensor | None = None,
+    argmax: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
@@ -51,9 +51,9 @@ def sample(
             repetition_penalty.
         seen_rows: [B] int64 in 0 .. S - 1, which row of `seen` is each row's; out of range it is an
             IndexError on the CPU and undefined on CUDA.
-        best: [B, P] int64, P >= 1, as `rms_norm_w8a8_logits` hands it over: of each part of a row
-            the place of its best logit, unsigned: the smaller, the better, with the token in the
-            lower 32 bits. With it the logits of greedy rows whose penalty is 1 are not read.
+        argmax: [B, P] int64, P >= 1, as `rms_norm_w8a8_logits` hands it over: of each part of a row
+            the argmax key of its largest logit, unsigned: the smaller, the better, with the token
+            in the lower 32 bits. With it the logits of greedy rows whose penalty is 1 are not read.
         out: [B] int64, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -78,9 +78,9 @@ def sample(
     if seen_rows is not None:
         checks.both_or_neither("seen", seen, "seen_rows", seen_rows)
         checks.tensor("seen_rows", seen_rows, (torch.int64,), batch, device)
-    if best is not None:
-        checks.tensor("best", best, (torch.int64,), (*batch, "P"), device)
-        checks.not_empty("best", best, "P")
+    if argmax is not None:
+        checks.tensor("argmax", argmax, (torch.int64,), (*batch, "P"), device)
+        checks.not_empty("argmax", argmax, "P")
     if out is not None:
         checks.output("out", out, (torch.int64,), batch, device)
     with checks.launch_stream(stream, device):
@@ -97,7 +97,7 @@ def sample(
             repetition_penalty,
             seen,
             seen_rows,
-            best,
+            argmax,
             out,
         )
     return out
@@ -114,19 +114,19 @@ def _sample(
     repetition_penalty: torch.Tensor | None,
     seen: torch.Tensor | None,
     seen_rows: torch.Tensor | None,
-    best: torch.Tensor | None,
+    argmax: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     parameters = (temperature, top_k, top_p, min_p, seeds, counters)
     if sample_cuda.serves(logits):
-        sample_cuda.sample(logits, *parameters, repetition_penalty, seen, seen_rows, best, out)
+        sample_cuda.sample(logits, *parameters, repetition_penalty, seen, seen_rows, argmax, out)
         return
     if seen is not None and seen_rows is not None:
         seen = seen.index_select(0, seen_rows)  # a negative row is no row
     logits = _penalized(logits, repetition_penalty, seen)
     greedy = logits.argmax(dim=1)
-    if best is not None:
-        token = best_tokens(best)
+    if argmax is not None:
+        token = argmax_tokens(argmax)
         if repetition_penalty is not None:
             token = torch.where(repetition_penalty == 1, token, greedy)
         greedy = token
@@ -200,6 +200,6 @@ def _cumulative(weights: torch.Tensor) -> torch.Tensor:
 _sample_op = register(
     "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
     "Tensor seeds, Tensor counters, Tensor? repetition_penalty, Tensor? seen, Tensor? seen_rows, "
-    "Tensor? best, Tensor(a!) out) -> ()",
+    "Tensor? argmax, Tensor(a!) out) -> ()",
     _sample,
 )

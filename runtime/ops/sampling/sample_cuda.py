@@ -62,7 +62,7 @@ def sample(
     repetition_penalty: torch.Tensor | None,
     seen: torch.Tensor | None,
     seen_rows: torch.Tensor | None,
-    best: torch.Tensor | None,
+    argmax: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Launch the kernel on the current stream; arguments as `ostinato.ops.sample` has them."""
@@ -83,9 +83,9 @@ def sample(
             seen=address_of(seen),
             seen_stride=0 if seen is None else seen.stride(0),
             seen_rows=address_of(seen_rows),
-            best=address_of(best),
-            best_stride=0 if best is None else best.stride(0),
-            parts=0 if best is None else best.size(1),
+            best=address_of(argmax),
+            best_stride=0 if argmax is None else argmax.stride(0),
+            parts=0 if argmax is None else argmax.size(1),
             out=out.data_ptr(),
             rows=logits.size(0),
             vocabulary=logits.size(1),

@@ -58,13 +58,13 @@ def check(
     rows = torch.arange(m, device="cuda")
     temperature = torch.where(rows % 7 == 3, 0.5, 0.0) * (rows > 40)
     penalty = torch.where(rows % 11 == 5, 1.2, 1.0)
-    parts = variant.best_parts(n, cut.get("tile_channels", 0))
+    parts = variant.argmax_parts(n, cut.get("tile_channels", 0))
     out = torch.full((m + 1, n + 4), 99.0, device="cuda")
-    best = torch.full((m + 1, parts + 1), 99, device="cuda")
+    argmax = torch.full((m + 1, parts + 1), 99, device="cuda")
     launch(
         *(kernel, x, ops.pack_weight(w), x_scale, w_scale, out),
-        best=best.data_ptr(),
-        best_stride=best.stride(0),
+        best=argmax.data_ptr(),
+        best_stride=argmax.stride(0),
         temperature=temperature.data_ptr(),
         repetition_penalty=penalty.data_ptr(),
         **cut,
@@ -72,9 +72,9 @@ def check(
     exact = x_scale[:, None] * (w_scale * (x.double() @ w.double().t()).float())
     read = (temperature > 0) | (penalty != 1)
     assert torch.equal(out[:m, :n][read], exact[read])
-    for written in (out[m], out[:, n:], best[m], best[:, parts:]):
+    for written in (out[m], out[:, n:], argmax[m], argmax[:, parts:]):
         assert (written == 99).all(), "written outside"
-    unsigned = best[:m, :parts] ^ (-1 << 63)
+    unsigned = argmax[:m, :parts] ^ (-1 << 63)
     assert torch.equal(unsigned.amin(1) & _TOKEN, exact.argmax(1))
 
 

@@ -11,7 +11,7 @@ from ops_cases import E4M3, assert_same_bits
 from ops_kernels import LOGITS_FEATURES, LOGITS_TOKENS, VOCABULARIES
 
 from ostinato import ops
-from ostinato.ops.linear.w8a8_gemm import best_parts
+from ostinato.ops.linear.w8a8_gemm import argmax_parts
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -56,7 +56,7 @@ def chosen(arguments: dict[str, Any], row: dict[str, torch.Tensor], seen: torch.
     how = {name: row[name] for name in ("temperature", "repetition_penalty")}
     logits = ops.rms_norm_w8a8_logits(**arguments, **how, **invariant)
     expected = ops.sample(whole, **row, seen=seen)
-    got = ops.sample(logits.values, **row, seen=seen, best=logits.best)
+    got = ops.sample(logits.values, **row, seen=seen, argmax=logits.argmax)
     return whole, logits, expected, got
 
 
@@ -65,7 +65,7 @@ def test_on_the_cpu_all_logits_are_there(dtype: torch.dtype) -> None:
     m, n = 20, 300
     arguments, row = layer(m, n, 64, dtype, CPU), columns(m, CPU)
     whole, logits, expected, got = chosen(arguments, row, torch.rand(m, n) < 0.3)
-    assert logits.best is None
+    assert logits.argmax is None
     assert_same_bits(logits.values, whole)
     assert_same_bits(got, expected)
 
@@ -75,14 +75,14 @@ def test_the_op_hands_over_the_best_on_the_cpu_too() -> None:
     arguments, row = layer(m, n, 64, torch.int8, CPU), columns(m, CPU, greedy=True)
     arguments["w_scale"][7] = math.nan
     arguments["x"][3], arguments["residual"][3] = 0, 0  # all logits are equal
-    out, best = torch.empty(m, n), torch.empty(m, 1, dtype=torch.int64)
+    out, argmax = torch.empty(m, n), torch.empty(m, 1, dtype=torch.int64)
     names = ("x", "weight", "eps", "residual", "w", "w_scale")
     given = (*(arguments[name] for name in names), None, None, False)
     op = torch.ops.ostinato.rms_norm_w8a8_logits.default
-    op(*given, row["temperature"], None, out, best)
-    tokens = ops.sample(torch.randn(m, n), **row, seen=torch.zeros(m, n) > 0, best=best)
+    op(*given, row["temperature"], None, out, argmax)
+    tokens = ops.sample(torch.randn(m, n), **row, seen=torch.zeros(m, n) > 0, argmax=argmax)
     assert_same_bits(tokens, out.argmax(1))
-    torch.library.opcheck(op, (*given, row["temperature"], None, out, best))
+    torch.library.opcheck(op, (*given, row["temperature"], None, out, argmax))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_bad_arguments(changed: dict[str, Any], message: str) -> None:
 def test_bad_places_are_refused() -> None:
     row = columns(2, CPU, greedy=True)
     logits, seen = torch.zeros(2, 3), torch.zeros(2, 3) > 0
-    for best, message in (
-        (torch.zeros(2, 4), "best: got dtype torch.float32"),
-        (torch.zeros(3, 4, dtype=torch.int64), r"best: got shape \[3, 4\]"),
-        (torch.zeros(2, 0, dtype=torch.int64), "best: got P = 0"),
+    for argmax, message in (
+        (torch.zeros(2, 4), "argmax: got dtype torch.float32"),
+        (torch.zeros(3, 4, dtype=torch.int64), r"argmax: got shape \[3, 4\]"),
+        (torch.zeros(2, 0, dtype=torch.int64), "argmax: got P = 0"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            ops.sample(logits, **row, seen=seen, best=best)
+            ops.sample(logits, **row, seen=seen, argmax=argmax)
 
 
 @pytest.mark.gpu
@@ -124,9 +124,9 @@ def test_tokens_are_those_of_whole_logits(dtype: torch.dtype, m: int, n: int, gr
         arguments["x"][4] = math.nan
     whole, logits, expected, got = chosen(arguments, row, torch.rand(m, n, device=CUDA) < 0.3)
     assert_same_bits(got, expected)
-    parts = best_parts(arguments["x"], n, arguments["w"].data, True)
+    parts = argmax_parts(arguments["x"], n, arguments["w"].data, True)
     # Others are chosen for up to 16 tokens, few channels, and many tokens of so few features.
-    assert (logits.best is None) == (parts == 0)
+    assert (logits.argmax is None) == (parts == 0)
     assert parts > 0 or m < 17 or m > 128 or n < 32000
     read = (row["temperature"] > 0) | (row["repetition_penalty"] != 1)
     assert_same_bits(logits.values[read], whole[read])

@@ -235,7 +235,7 @@ def test_nothing_is_launched_for_nothing(shape: tuple[int, int], launches: Launc
 
 
 def to_sample(x: torch.Tensor, n: int, w: torch.Tensor) -> w8a8_gemm.ToSample:
-    parts = w8a8_gemm.best_parts(x, n, w, False)
+    parts = w8a8_gemm.argmax_parts(x, n, w, False)
     return w8a8_gemm.ToSample(
         torch.empty(len(x), parts, dtype=torch.int64), torch.zeros(len(x)), None
     )
@@ -249,21 +249,21 @@ def test_a_weight_that_is_packed_for_the_call_hands_over_what_a_packed_one_does(
     launches: Launches,
 ) -> None:
     x, w = matrix(11, 14526), matrix(242, 14526)
-    assert w8a8_gemm.best_parts(x, 242, w, False) == w8a8_gemm.best_parts(
+    assert w8a8_gemm.argmax_parts(x, 242, w, False) == w8a8_gemm.argmax_parts(
         x, 242, packed_weight.pack(w), False
     )
     x, w = matrix(32, 4090), matrix(500, 4090)
-    best = to_sample(x, 500, w)
-    launch = call(launches, x, w, out=logits(x, 500), to_sample=best)
-    assert launch["best"] == best.best.data_ptr()
+    argmax = to_sample(x, 500, w)
+    launch = call(launches, x, w, out=logits(x, 500), to_sample=argmax)
+    assert launch["best"] == argmax.argmax.data_ptr()
 
 
 def test_room_for_another_number_of_parts_is_refused(launches: Launches) -> None:
     x, w = matrix(64, 512), ops.pack_weight(matrix(2048, 512))
-    best = to_sample(x, 2048, w.data)
-    call(launches, x, w, out=logits(x, 2048), to_sample=best)
-    fewer = w8a8_gemm.ToSample(best.best[:, 1:], best.temperature, None)
-    with pytest.raises(RuntimeError, match=r"best: got .* parts, expected"):
+    argmax = to_sample(x, 2048, w.data)
+    call(launches, x, w, out=logits(x, 2048), to_sample=argmax)
+    fewer = w8a8_gemm.ToSample(argmax.argmax[:, 1:], argmax.temperature, None)
+    with pytest.raises(RuntimeError, match=r"argmax: got .* parts, expected"):
         call(launches, x, w, out=logits(x, 2048), to_sample=fewer)
     assert not launches
 
