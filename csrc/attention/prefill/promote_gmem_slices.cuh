@@ -10,7 +10,7 @@ inline constexpr int kVectors = kOutputs / 4;  // of a thread, 16 bytes each
 inline constexpr int kSliceVectors = kPromotesToGmem ? kVectors / kSumTiles : 1;
 
 #if OSTINATO_PROMOTES_TO_GMEM
-static_assert(kVectors == kSumTiles * kSliceVectors, "with each tile whole vectors are put aside");
+static_assert(kVectors == kSumTiles * kSliceVectors, "whole vectors are promoted with each tile");
 
 // The asm operands: outputs, 16 registers for the slice, the slice index, and two factors. Four
 // outputs are multiplied by their row's factor into registers t0 to t3, and become 0, or stay NaN.
