@@ -20,6 +20,7 @@
 //                                    that a result depends on its own sequence alone
 // -DOSTINATO_CLUSTER=1|2|4|8         CTAs that share each split (cluster_reduce.cuh); with fixed
 //                                    splits 4 or 1, which give the same bits
+
 namespace ostinato::decode {
 
 using Type = OSTINATO_TYPE;

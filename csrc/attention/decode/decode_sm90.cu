@@ -129,11 +129,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   ClusterReduce cluster_reduce(shared);
 
   // Sequence lengths and page ids are read speculatively: before the preceding kernel has ended,
-  // which may still be writing them. Any value is safe to use (Arguments::guesses), and after the
-  // preceding kernel has ended they are read again, overlapped with the first copies. If a value
-  // has changed, the CTA starts over.
-  bool guesses = kMayGuess && params.guesses != 0;
-  if (!guesses) {
+  // which may still be writing them. Any value is safe to use (Arguments::speculative), and after
+  // the preceding kernel has ended they are read again, overlapped with the first copies. If a
+  // value has changed, the CTA starts over.
+  bool speculative = kMaySpeculate && params.speculative != 0;
+  if (!speculative) {
     wait_for_predecessor();
   }
   Seqlens seqlens(shared, params);
@@ -149,18 +149,18 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   bool more;
 #pragma unroll 1
   while (true) {
-    const CtaPlan plan = read_seqlens(shared, seqlens, params, guesses);
+    const CtaPlan plan = read_seqlens(shared, seqlens, params, speculative);
     shares = plan.shares;
     scheduler.begin(plan.dynamic, Splits::room(shares));
     cta_splits = CtaSplits(scheduler, params, seqlens, shares);
-    kv_loader.begin(cta_splits, guesses);
+    kv_loader.begin(cta_splits, speculative);
     more = cta_splits.next(scheduler, seqlens, &split);
     if (more) {
       locate_queries(mainloop, params, seqlens, split);
     }
     Seqlens::Raw raw_seqlens = {};
     KvLoader::Ids ids = {};
-    if (guesses) {
+    if (speculative) {
       // With few CTAs, prefetching would only slow the last CTAs of the preceding kernel.
       if (Splits::crowded(params, seqlens.start(params.batch) * params.line_heads, shares)) {
         kv_loader.prefetch();
@@ -176,11 +176,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
       kv_loader.fill();
     }
     let_successor_start();
-    if (!guesses || !__syncthreads_or(ids.differ() || seqlens.differ(params, raw_seqlens))) {
+    if (!speculative || !__syncthreads_or(ids.differ() || seqlens.differ(params, raw_seqlens))) {
       break;
     }
     kv_loader.drop();
-    guesses = false;
+    speculative = false;
   }
   Throttle throttle(params, seqlens, shares);
   if (!more) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   const auto process_splits = [&](auto throttled) {
     for (bool first = true; more; first = false) {
       cluster_reduce.open();
-      scheduler.ask();
+      scheduler.request();
       const Mask mask(params, seqlens, split.sequence);
       const Visible visible = seqlens.visible(split.sequence);
       const int first_tile = split.begin, last_tile = split.end;

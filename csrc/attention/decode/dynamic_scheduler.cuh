@@ -42,25 +42,25 @@ class DynamicSchedulerOf {
   __device__ __forceinline__ bool used() const { return work_tiles_ > 0; }
 
   // Requests a work tile. Called by all warps at the beginning of every split.
-  __device__ __forceinline__ void ask() {
+  __device__ __forceinline__ void request() {
     if (work_tiles_ > 0 && warp_index() == 0) {
       if (threadIdx.x == 0) {
         // Not atomicAdd(): the compiler aggregates it over the warp and waits for the result here,
         // which takes a microsecond. The result of this instruction is awaited at its first use.
-        asked_ = atomicInc(&params_.scheduler_counters[partition_], INT32_MAX);
+        reply_ = atomicInc(&params_.scheduler_counters[partition_], INT32_MAX);
       }
-      waits_ = true;
+      pending_ = true;
     }
   }
 
   // Hands the requested work tile to the other warps. Called in the second tile of a split, or by
   // take(), which then waits for the atomic.
   __device__ __forceinline__ void publish() {
-    if (!waits_) {
+    if (!pending_) {
       return;
     }
-    waits_ = false;
-    const int found = find(__shfl_sync(0xffffffff, asked_, 0));
+    pending_ = false;
+    const int found = find(__shfl_sync(0xffffffff, reply_, 0));
     OSTINATO_DELAY(decode_schedule_store, true);
     if (threadIdx.x == 0) {
       const int slot = published_ % kScheduledAhead;
@@ -90,12 +90,12 @@ class DynamicSchedulerOf {
   // make no more requests. The result of the atomic arrives while the split is processed.
   __device__ __forceinline__ void leave() {
     if (work_tiles_ > 0 && threadIdx.x == 0) {
-      asked_ = atomicInc(&params_.scheduler_counters[kLeft], gridDim.x - 1);
+      reply_ = atomicInc(&params_.scheduler_counters[kLeft], gridDim.x - 1);
     }
   }
   // Called at the end of the launch. The last CTA to leave resets the request counters.
   __device__ __forceinline__ void end() const {
-    if (work_tiles_ > 0 && threadIdx.x == 0 && asked_ == gridDim.x - 1) {
+    if (work_tiles_ > 0 && threadIdx.x == 0 && reply_ == gridDim.x - 1) {
       params_.scheduler_counters[0] = 0;
       params_.scheduler_counters[1] = 0;
     }
@@ -143,8 +143,8 @@ class DynamicSchedulerOf {
   const Arguments& params_;
   const Seqlens& seqlens_;
   int work_tiles_ = 0, room_ = 0;
-  uint32_t asked_ = 0;      // thread 0: result of the last atomic
-  bool waits_ = false;      // a request has not been published yet
+  uint32_t reply_ = 0;      // thread 0: result of the last atomic
+  bool pending_ = false;    // a request has not been published yet
   uint32_t partition_ = 0;  // L2 partition whose counter is used: at first that of the SM
   bool crossed_ = false;    // the partition's own work tiles are used up
   int published_ = 0;
@@ -156,7 +156,7 @@ class DynamicSchedulerOf<false> {
   __device__ DynamicSchedulerOf(SharedStorage& /*shared*/, const Arguments& /*params*/,
                                 const Seqlens& /*seqlens*/) {}
   __device__ __forceinline__ void begin(int /*work_tiles*/, int /*room*/) {}
-  __device__ __forceinline__ void ask() {}
+  __device__ __forceinline__ void request() {}
   __device__ __forceinline__ void publish() {}
   __device__ __forceinline__ void leave() {}
   __device__ __forceinline__ void end() const {}

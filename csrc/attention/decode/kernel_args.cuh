@@ -9,7 +9,7 @@ namespace ostinato::decode {
 
 // Whether the kernel may use speculative lengths and page ids: only TMA is safe with an arbitrary
 // page id, and warps that may read different ids must not wait for each other's copies.
-inline constexpr bool kMayGuess = kCopyPages && kArrivalWarps == 1;
+inline constexpr bool kMaySpeculate = kCopyPages && kArrivalWarps == 1;
 
 // Whether each token has its own scales.
 __host__ __device__ __forceinline__ bool has_token_scales(const Slots& keys, const Slots& values) {
@@ -32,8 +32,8 @@ struct Arguments {
         page_size(p.page_size),
         max_pages(p.max_pages),
         left(p.left),
-        guesses(kMayGuess && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
-                !has_token_scales(p.k_scale, p.v_scale)),
+        speculative(kMaySpeculate && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
+                    !has_token_scales(p.k_scale, p.v_scale)),
         by{Divisor(lines), Divisor(line_ctas), Divisor(line_heads),
            Divisor(group), Divisor(page_size), Divisor(batch)},
         page_table(p.page_table),
@@ -70,7 +70,7 @@ struct Arguments {
   int32_t lines, line_ctas, line_heads;  // static_scheduler.cuh
   int32_t group;                         // query heads of a KV head
   int32_t max_seqlen_q, page_size, max_pages, left;
-  int32_t guesses;  // 1: lengths and page ids are read before the preceding kernel ends
+  int32_t speculative;  // 1: lengths and page ids are read before the preceding kernel ends
   Divisors by;
   const int32_t* page_table;
   int64_t page_table_stride;

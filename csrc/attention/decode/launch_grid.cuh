@@ -30,7 +30,7 @@ inline LaunchConfig launch_config(int ctas, bool pdl) {
 class ActiveClusters {
  public:
   template <class Kernel>
-  cudaError_t ask(Kernel* kernel) {
+  cudaError_t query(Kernel* kernel) {
     int* most = nullptr;
     OSTINATO_RETURN_IF_ERROR(of_device(&most));
     cudaLaunchAttribute cluster;
@@ -67,7 +67,7 @@ inline ActiveClusters active_clusters;
 template <class Kernel>
 cudaError_t prepare(Kernel* kernel) {
   OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(kernel, sizeof(SharedStorage)));
-  return kClusterCtas > 1 ? active_clusters.ask(kernel) : cudaSuccess;
+  return kClusterCtas > 1 ? active_clusters.query(kernel) : cudaSuccess;
 }
 
 // Grid for `work_tiles` (sequences times KV heads) of at most `tokens` tokens each.

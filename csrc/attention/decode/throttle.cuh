@@ -41,14 +41,14 @@ class ThrottleOf {
     ++passed_;
     const int after = passed_ % kEvery;
     if ((after != 0 && after != kAwaited) || passed_ < kEvery ||
-        made() * kEvery + after != passed_) {
+        counts_made() * kEvery + after != passed_) {
       return;
     }
     if (threadIdx.x % 32 == 0) {
       if (after == 0) {
         counted_ = atomicInc(counter_, last_);
       } else {
-        hold();
+        wait_for_mean();
       }
     }
     __syncwarp();
@@ -61,7 +61,7 @@ class ThrottleOf {
       return;
     }
 #pragma unroll 1
-    for (int i = made() + static_cast<int>(threadIdx.x) % 32; i < counts_; i += 32) {
+    for (int i = counts_made() + static_cast<int>(threadIdx.x) % 32; i < counts_; i += 32) {
       atomicInc(counter_, last_);
     }
   }
@@ -90,10 +90,10 @@ class ThrottleOf {
   }
 
   // Counts made so far. The last one is left to end(), where no warp should wait.
-  __device__ __forceinline__ int made() const { return min(passed_ / kEvery, counts_ - 1); }
+  __device__ __forceinline__ int counts_made() const { return min(passed_ / kEvery, counts_ - 1); }
 
   // Called by one lane.
-  __device__ __forceinline__ void hold() const {
+  __device__ __forceinline__ void wait_for_mean() const {
     const float ahead = static_cast<float>(passed_ - kAwaited) * kClocks -
                         static_cast<float>(static_cast<int>(counted_)) * by_count_;
     const int clocks = static_cast<int>(fminf(ahead + head_start_, kMostClocks));

@@ -22,8 +22,8 @@
 // -DOSTINATO_KEYS=n         keys per tile, a multiple of the k of an MMA: 16, or 32 with 8 bits
 // -DOSTINATO_CONSUMERS=2|3  consumer warpgroups, each with 64 rows
 // -DOSTINATO_SOURCE=Packed|Pages|Slots   layout of keys and values: packed rows; pages of a
-// multiple
-//                           of 16 tokens (TMA); pages of any size (cp.async)
+//                           multiple of 16 tokens (TMA); pages of any size (cp.async)
+
 namespace ostinato::prefill {
 
 using Type = OSTINATO_TYPE;

@@ -15,6 +15,7 @@
 // -DOSTINATO_TOKEN_WARPS=1|2|4            warps that divide the tokens; the others divide K
 // -DOSTINATO_ROW_TILES=n                  weight tiles (16 rows) per pass over K
 // -DOSTINATO_X_SLOTS=n                    chunks of x that a warp holds in registers
+
 namespace ostinato::small_m {
 
 using Output = OSTINATO_OUTPUT;

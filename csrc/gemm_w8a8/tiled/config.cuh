@@ -19,6 +19,7 @@
 // -DOSTINATO_PINGPONG=0|1           1: two consumer warpgroups alternate, each with its own tile
 // -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: accumulate in the tensor cores (about 13 fraction
 //                                   bits); 0: promote to fp32 accumulators every 128 products
+
 namespace ostinato::tiled {
 
 namespace dtype {
