@@ -1,5 +1,5 @@
-// Argmax keys: a logit and a token id in 64 bits that order tokens by falling logit, then by rising
-// id. The smallest key of a row is its argmax, however the row is divided among threads.
+// Argmax keys: a logit and a token id in 64 bits, ordered by falling logit, then by rising id. The
+// smallest key of a row is its argmax, however the row is divided among threads.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@ namespace ostinato {
 
 using ArgmaxKey = uint64_t;
 
-// NaN comes first, as in torch's sort; both zeros are one.
+// NaN comes first, as in torch's sort; both zeros are equal.
 __device__ __forceinline__ ArgmaxKey argmax_key_of(float logit, uint32_t id) {
   const uint32_t bits = __float_as_uint(logit + 0.0f);
   const uint32_t rising = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float logit_of(ArgmaxKey key) {
 }
 __device__ __forceinline__ uint32_t id_of(ArgmaxKey key) { return static_cast<uint32_t>(key); }
 
-// The smallest key of kLanes neighbouring lanes, for each of them.
+// The smallest key of kLanes adjacent lanes, returned to each of them.
 template <int kLanes>
 __device__ __forceinline__ ArgmaxKey smallest_of_lanes(ArgmaxKey key) {
 #pragma unroll
@@ -33,8 +33,8 @@ __device__ __forceinline__ ArgmaxKey smallest_of_lanes(ArgmaxKey key) {
   return key;
 }
 
-// Whether a row's token is its best, as it is: NaN is no temperature above 0. A penalty of null
-// is 1.
+// Whether a row's token is the argmax of its unmodified logits: the temperature is not above 0 (or
+// NaN), and the penalty is 1.
 __device__ __forceinline__ bool is_greedy(float temperature, float penalty) {
   return !(temperature > 0.0f) && penalty == 1.0f;
 }

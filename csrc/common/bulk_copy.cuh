@@ -1,5 +1,5 @@
-// The copy engine's copy of a run of bytes from global to shared memory.
-// Semantics: PTX ISA, "cp.async.bulk".
+// Bulk copies (without tensor map) from global to shared memory. Semantics: PTX ISA,
+// "cp.async.bulk".
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace ostinato {
 
-// Copies `bytes` that are read once (a multiple of 16, between 16-byte aligned addresses);
-// `barrier` counts them.
+// Copies `bytes` that are read once (a multiple of 16, between 16-byte aligned addresses) and
+// completes them at `barrier`.
 __device__ __forceinline__ void bulk_copy_once(void* shared, const void* global, uint32_t bytes,
                                                uint64_t* barrier) {
   asm volatile(

@@ -1,4 +1,4 @@
-// How host code of a kernel library reports a CUDA error: by returning it.
+// Error handling in the host code of a kernel library: CUDA errors are returned.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -6,16 +6,16 @@
 
 namespace ostinato {
 
-// All threads of all CTAs of the cluster have come here. It orders no writes.
-__device__ __forceinline__ void meet_cluster() {
+// Waits until all threads of the cluster have arrived, without ordering memory accesses.
+__device__ __forceinline__ void sync_cluster_relaxed() {
   asm volatile(
       "barrier.cluster.arrive.relaxed.aligned;\n"
       "barrier.cluster.wait.acquire.aligned;" ::
           : "memory");
 }
 
-// As meet_cluster(), and what they wrote before is visible to all: a release at the scope of the
-// cluster waits for all of a thread's memory traffic.
+// Like sync_cluster_relaxed(), and makes earlier writes visible to the cluster: the release waits
+// for all memory accesses of a thread.
 __device__ __forceinline__ void sync_cluster() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// The address, in CTA `rank` of the cluster, of what `address` is in this one.
+// The address in CTA `rank` of the cluster that corresponds to `address` in this CTA.
 __device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t rank) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));

@@ -1,4 +1,4 @@
-// The cluster of CTAs that a thread belongs to.
+// The cluster of a thread, also on GPUs without clusters.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -17,7 +17,8 @@ __device__ __forceinline__ ClusterGroup this_cluster() {
 
 #else
 
-// On a GPU without clusters each CTA is one of its own. Members are those of the other.
+// On a GPU without clusters, each CTA is its own cluster. Same members as
+// cooperative_groups::cluster_group.
 struct ClusterGroup {
   __device__ static constexpr uint32_t num_blocks() { return 1; }
   __device__ static constexpr uint32_t block_rank() { return 0; }

@@ -1,4 +1,4 @@
-// What only the workshop's build modes contain: device printing and injected delays.
+// Debug build modes: device printing and injected delays.
 //
 //   build --debug-print        defines OSTINATO_DEBUG_PRINT
 //   build --inject-delay SITE  defines OSTINATO_DELAY_SITE
@@ -12,7 +12,7 @@ namespace ostinato {
 
 #ifdef OSTINATO_DEBUG_PRINT
 inline constexpr bool kDebugPrint = true;
-// From one thread of the calling warps: OSTINATO_PRINT(threadIdx.x == 0, "tile %d\n", tile).
+// Prints from one thread of the calling warps: OSTINATO_PRINT(threadIdx.x == 0, "tile %d\n", tile).
 #define OSTINATO_PRINT(condition, ...) \
   do {                                 \
     if (condition) {                   \
@@ -20,7 +20,7 @@ inline constexpr bool kDebugPrint = true;
     }                                  \
   } while (0)
 #else
-// For kernels that must leave printf registers: a wider producer and fewer stages.
+// For kernels that must leave registers for printf: a wider producer and fewer stages.
 inline constexpr bool kDebugPrint = false;
 #define OSTINATO_PRINT(condition, ...) \
   do {                                 \
@@ -39,15 +39,16 @@ __host__ __device__ constexpr bool same_site(const char* a, const char* b) {
   return *a == *b;
 }
 
-// Long enough for every other warp of the CTA to run past the hand-over, if nothing stops it.
+// Long enough for every other warp of the CTA to run past a missing synchronisation.
 __device__ __forceinline__ void delay() {
   for (int i = 0; i < 8; ++i) {
     __nanosleep(10000);
   }
 }
 
-// Before a hand-over between warps: holds back the threads for which `condition` is true. The
-// site is a bare name, unique in the file: OSTINATO_DELAY(epilogue_store, threadIdx.x / 32 == 1).
+// Delays the threads for which `condition` is true, before a synchronisation between warps, to
+// expose races. The site is a bare name, unique in the file: OSTINATO_DELAY(epilogue_store,
+// threadIdx.x / 32 == 1).
 #define OSTINATO_DELAY(site, condition)                                                 \
   do {                                                                                  \
     if constexpr (::ostinato::same_site(#site, OSTINATO_STRING(OSTINATO_DELAY_SITE))) { \

@@ -1,5 +1,4 @@
-// What every kernel library exports beside what entry.h lists; the compiler adds this file to each
-// one.
+// Common exports of every kernel library, besides those of entry.h; compiled into each library.
 #include <cuda_runtime_api.h>
 
 #include "check.h"

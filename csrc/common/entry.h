@@ -1,5 +1,5 @@
-// What a kernel's source exports: ostinato_prepare(), ostinato_launch() and, where launches need
-// memory of their own, ostinato_workspace_bytes(). Plain C++17.
+// Exports of a kernel's source: ostinato_prepare(), ostinato_launch() and, if launches need a
+// workspace, ostinato_workspace_bytes(). Plain C++17.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 #define OSTINATO_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Begins the definition of the launch, which takes `const Params* params` and `void* stream` and
-// returns a cudaError_t. The library says itself which fields these arguments have.
+// returns a cudaError_t. Also exports the fields of Params.
 #define OSTINATO_LAUNCH(Params)                                       \
   OSTINATO_EXPORT const ostinato::FieldTable* ostinato_fields(void) { \
     return ostinato::field_table<Params>();                           \
   }                                                                   \
   OSTINATO_EXPORT int ostinato_launch(const Params* params, void* stream)
 
-// Begins the definition of how much workspace launches of some `const Capacities* capacities` need:
-// it writes `int64_t* bytes` and returns a cudaError_t.
+// Begins the definition of the workspace size, which takes `const Capacities* capacities`, writes
+// `int64_t* bytes` and returns a cudaError_t.
 #define OSTINATO_WORKSPACE(Capacities)                                          \
   OSTINATO_EXPORT const ostinato::FieldTable* ostinato_workspace_fields(void) { \
     return ostinato::field_table<Capacities>();                                 \

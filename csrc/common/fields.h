@@ -1,6 +1,6 @@
-// The fields of a struct of arguments, described where they are declared: each params.h uses these
-// macros, and each kernel library exports the table that they make. ostinato._C packs the arguments
-// of a launch by that table, so a field is written nowhere else. Plain C++17.
+// Describes the fields of an argument struct where they are declared: each params.h uses these
+// macros, and each kernel library exports the resulting table. ostinato._C packs the arguments of a
+// launch by that table, so that a field is declared in one place only. Plain C++17.
 //
 //   struct EmbedParams {
 //     OSTINATO_FIELDS_BEGIN(EmbedParams)
@@ -24,8 +24,8 @@ constexpr uint32_t kFieldTableFormat = 1;
 
 struct Field {
   const char* name;
-  // A letter for each number of the field, naturally aligned: p an address, q int64_t, i int32_t,
-  // I uint32_t, f float. More than one are passed as one tuple.
+  // One letter per number of the field, naturally aligned: p address, q int64_t, i int32_t, I
+  // uint32_t, f float. Several numbers are passed as one tuple.
   const char* kind;
   uint32_t offset;
   uint32_t size;
@@ -39,8 +39,7 @@ struct FieldTable {
   const Field* fields;
 };
 
-// The kind of a type, given as a pointer to it. Types of several numbers have an overload beside
-// them.
+// The kind of a type, given as a pointer to it. Types of several numbers define an overload.
 template <typename T>
 constexpr const char* kind_of(T* const*) {
   return "p";
@@ -50,7 +49,7 @@ constexpr const char* kind_of(const int32_t*) { return "i"; }
 constexpr const char* kind_of(const uint32_t*) { return "I"; }
 constexpr const char* kind_of(const float*) { return "f"; }
 
-// The size of one number of a kind; 0 for letters that are none.
+// The size of one number of a kind; 0 for invalid letters.
 constexpr std::size_t size_of_number(char letter) {
   return letter == 'p' || letter == 'q'                    ? 8
          : letter == 'i' || letter == 'I' || letter == 'f' ? 4
@@ -84,7 +83,7 @@ constexpr Field describe(const char* name, std::size_t offset, bool required) {
 
 template <typename Params, int... N>
 const FieldTable* make_field_table(std::integer_sequence<int, N...>) {
-  // A struct without fields needs an array, too.
+  // One extra entry, since an array must not be empty.
   static constexpr Field kFields[] = {Params::describe_field(FieldIndex<N>())...,
                                       Field{nullptr, nullptr, 0, 0, 0}};
   static constexpr FieldTable kTable = {kFieldTableFormat, sizeof(Params), sizeof...(N), kFields};

@@ -1,4 +1,4 @@
-// The one way to launch a kernel, and the device side of programmatic dependent launch (PDL).
+// Kernel launches, and the device side of programmatic dependent launch (PDL).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,15 +16,15 @@ struct LaunchConfig {
   dim3 block;
   std::size_t dynamic_smem = 0;  // bytes
   dim3 cluster = dim3(1, 1, 1);
-  // The grid may start before its predecessor on the stream has ended: the kernel must call
-  // wait_for_predecessor() before it touches anything that an earlier kernel reads or writes. A GPU
-  // without programmatic launches starts it afterwards, as any other.
+  // The grid may start before the preceding kernel of the stream has ended: the kernel must call
+  // wait_for_predecessor() before it accesses anything that an earlier kernel reads or writes. A
+  // GPU without programmatic launch starts it afterwards, as usual.
   bool pdl = false;
 };
 
-// Enqueues kernel(args...) on the stream; returns at once. Bytes of the arguments that belong to no
-// member are zero: what happens to lie there could look like an address to who reads a graph, as
-// the audit of ostinato.graphs does.
+// Enqueues kernel(args...) on the stream; returns at once. Padding bytes of the arguments are
+// zeroed: stale data there could look like an address to a reader of the graph, such as the audit
+// of ostinato.graphs.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), const LaunchConfig& config, cudaStream_t stream,
                    Arguments&&... args) {
@@ -56,14 +56,14 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchConfig& config, cu
   }(std::forward<Arguments>(args)...);
 }
 
-// Of the current device.
+// The number of SMs of the current device.
 inline cudaError_t count_sms(int* sms) {
   int device = 0;
   OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
   return cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
 }
 
-// Lets the current device run the kernel with this much dynamic shared memory, beyond 48 KB too.
+// Allows the kernel this much dynamic shared memory on the current device, also beyond 48 KB.
 template <typename... Parameters>
 cudaError_t allow_dynamic_smem(void (*kernel)(Parameters...), std::size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -78,8 +78,8 @@ __device__ __forceinline__ void wait_for_predecessor() {
   }
 }
 
-// Lets the next kernel of the stream start when all CTAs have said so or ended. It says nothing
-// about this kernel's writes: the successor's wait_for_predecessor() does.
+// Lets the next kernel of the stream start once all CTAs have called this or ended. It publishes no
+// writes: the next kernel's wait_for_predecessor() does.
 __device__ __forceinline__ void let_successor_start() {
   if constexpr (kHasProgrammaticLaunch) {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,5 +1,5 @@
-// Barriers in shared memory that count arrivals and copied bytes.
-// Names and semantics: PTX ISA, "mbarrier".
+// Barriers in shared memory that count arrivals and copied bytes. Names and semantics: PTX ISA,
+// "mbarrier".
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
                : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and to the cluster.
+// Makes initialised barriers visible to TMA and to the cluster.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -26,8 +26,8 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// At the barrier of the same address in CTA `rank` of the cluster. It orders no writes: a release
-// at the scope of the cluster is a fence that waits for all of the thread's memory traffic.
+// Arrives at the barrier of the same address in CTA `rank` of the cluster, without ordering writes:
+// a release at cluster scope would wait for all memory accesses of the thread.
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -60,7 +60,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// Whether the phase of this parity is over.
+// Whether the phase with this parity is complete.
 __device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) {
   uint32_t complete;
   asm volatile(
@@ -75,12 +75,12 @@ __device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) 
   return complete != 0;
 }
 
-// Among `threads` threads that name the same barrier, 1 to 15 (0 is __syncthreads).
+// Synchronises `threads` threads that use the same named barrier, 1 to 15 (0 is __syncthreads).
 __device__ __forceinline__ void sync_named(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// As one of them, without waiting for the others.
+// Arrives at a named barrier without waiting.
 __device__ __forceinline__ void arrive_named(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -1,4 +1,4 @@
-// Two floats as the two 16-bit elements of a word.
+// Packs two floats as the two 16-bit elements of a word.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace ostinato {
 
-// Rounded to T, the first in the low half.
+// Rounds to T; the first element is in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   static_assert(sizeof(T) == 2, "two elements in a word");

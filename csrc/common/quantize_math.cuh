@@ -1,5 +1,5 @@
-// The arithmetic of quantisation: exact where runtime/ops/linear/quantize.py is exact, and counted
-// in instructions, because at full memory bandwidth an element has about 20 to 35 of them.
+// The arithmetic of quantisation, bit-exact with runtime/ops/linear/quantize.py, in few
+// instructions: at full memory bandwidth there is time for about 20 to 35 per element.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,14 +24,14 @@ struct e4m3 {
 };
 }  // namespace dtype
 
-// max(a, |b|), NaN if either is.
+// max(a, |b|); NaN if either is NaN.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(fabsf(b)));
   return y;
 }
 
-// min(max(x, low), high), NaN if x is.
+// min(max(x, low), high); NaN if x is NaN.
 __device__ __forceinline__ float clamp(float x, float low, float high) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(low));
@@ -45,7 +45,7 @@ __device__ __forceinline__ float approximate_inverse_of(float d) {
   return z;
 }
 
-// Correctly rounded 1 / d for normal d whose inverse is normal: one step of Newton's is enough (the
+// Correctly rounded 1 / d for normal d with a normal inverse: one Newton step is enough (the
 // compiler's own sequence).
 __device__ __forceinline__ float inverse_of(float d) {
   const float z = approximate_inverse_of(d);
@@ -55,31 +55,32 @@ __device__ __forceinline__ float inverse_of(float d) {
 // A divisor that many dividends share. With the correctly rounded inverse z of d, the three
 // operations q = xz, r = qd - x, q - rz give the correctly rounded x / d (Markstein, "IA-64 and
 // Elementary Functions", 2000; Brisebarre, Muller and Raina, "Accelerating correctly rounded
-// floating-point division when the divisor is known in advance", 2004), as long as nothing under-
-// or overflows. They keep the sign of a zero.
+// floating-point division when the divisor is known in advance", 2004), unless something under- or
+// overflows. They keep the sign of a zero.
 struct Divisor {
   float value;
   float inverse;
-  float prescale;  // a power of two, of dividend and divisor, so that the divisor is in range
-  bool regular;    // neither 0 nor infinite nor NaN
-  bool fast;       // divide_fast may be used
+  // a power of two that scales dividend and divisor, to bring the divisor into range
+  float prescale;
+  bool regular;  // neither 0 nor infinite nor NaN
+  bool fast;     // divide_fast() may be used
 
   __device__ __forceinline__ explicit Divisor(float d) {
     const float magnitude = fabsf(d);
     prescale = magnitude < kLeast ? 0x1p100f : magnitude > kMost ? 0x1p-100f : 1.0f;
     value = __fmul_rn(d, prescale);
     regular = fabsf(value) >= kLeast && fabsf(value) <= kMost;
-    // NaN would come of refining the inverse of 0 or infinity.
+    // Refining the inverse of 0 or infinity would give NaN.
     inverse = regular ? inverse_of(value) : approximate_inverse_of(value);
     fast = magnitude >= kLeast && magnitude <= kMost;
   }
 
-  // For quotients below kLargest in magnitude, and `fast`.
+  // Requires `fast`, and quotients below kLargest in magnitude.
   __device__ __forceinline__ float divide_fast(float x) const {
     return refine(x, __fmul_rn(x, inverse));
   }
 
-  // For all. The product alone is right for a divisor that is not regular, and for a quotient that
+  // For all dividends. The product alone is right for an irregular divisor, and for a quotient that
   // overflows, where the remainder would be NaN.
   __device__ __forceinline__ float divide(float x) const {
     const float scaled = __fmul_rn(x, prescale);
@@ -88,8 +89,8 @@ struct Divisor {
   }
 
  private:
-  // Between these bounds, underflow can only touch quotients below 2^-40 in magnitude, far below
-  // half a step of either grid.
+  // Between these bounds, underflow only affects quotients below 2^-40 in magnitude, far below half
+  // a step of either grid.
   static constexpr float kLeast = 0x1p-60f;
   static constexpr float kMost = 0x1p125f;
   static constexpr float kLargest = 0x1p120f;
@@ -99,7 +100,7 @@ struct Divisor {
   }
 };
 
-// A divisor between 1 and 2^32 whose inverse the host knows.
+// A divisor between 1 and 2^32 whose inverse the host computes.
 struct KnownDivisor {
   float value;
   float inverse;
@@ -131,7 +132,7 @@ __device__ __forceinline__ float root_mean_square(float sum, const KnownDivisor&
   return __fsqrt_rn(__fadd_rn(k.divide(sum), eps));
 }
 
-// The largest of `largest` and the magnitudes, NaN if any is.
+// The maximum of `largest` and the magnitudes; NaN if any is NaN.
 template <int N>
 __device__ __forceinline__ float max_magnitude_of(float largest, const float (&values)[N]) {
 #pragma unroll
@@ -151,8 +152,8 @@ __device__ __forceinline__ float dynamic_scale(float largest) {
   return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
-// Adding it rounds a float of magnitude below 2^22 to an integer, ties to even, which is then the
-// low bits of the sum.
+// Adding this rounds a float of magnitude below 2^22 to an integer, ties to even, in the low bits
+// of the sum.
 inline constexpr float kRoundingShift = 12582912.0f;  // 1.5 * 2^23
 
 __device__ __forceinline__ uint32_t pack_bytes(const uint32_t (&low_bytes)[4]) {
@@ -173,7 +174,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(const float (&q)[4]) {
   }
 }
 
-// The 8-bit grid that quotients are rounded to, and the zero point on it.
+// The 8-bit grid that quotients are rounded to, and its zero point.
 template <typename Out>
 struct Grid;
 
@@ -200,7 +201,7 @@ struct Grid<dtype::int8> {
     uint32_t codes[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Beyond 2^22 the rounding shift rounds too coarsely, but there every code saturates.
+      // Beyond 2^22 the rounding shift is too coarse, but there every code saturates.
       const float code =
           __fadd_rn(__fadd_rn(__fadd_rn(q[i], kRoundingShift), -kRoundingShift), zero_point);
       codes[i] = static_cast<uint32_t>(__float2int_rn(clamp(code, low, 127.0f)));

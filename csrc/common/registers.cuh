@@ -1,5 +1,5 @@
-// How a warp-specialised CTA divides its registers between one producer warpgroup, which copies,
-// and its consumer warpgroups, which multiply.
+// Register allocation of a warp-specialised CTA, between one producer warpgroup, which copies, and
+// its consumer warpgroups, which multiply.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,8 @@ __host__ __device__ constexpr bool valid_register_count(int registers) {
   return registers % 8 == 0 && registers >= 24 && registers <= 256;
 }
 
-// Registers per thread that a CTA with an SM to itself is launched with: the most that ptxas can
-// give to each of its warpgroups alike. setmaxnreg moves them about, it adds none.
+// Registers per thread at launch, for one CTA per SM: the most that ptxas can give to all
+// warpgroups alike. setmaxnreg redistributes these registers and adds none.
 constexpr int launch_registers(int warpgroups) {
   constexpr int kRegistersPerSm = 64 * 1024;
   constexpr int kThreadsPerWarpgroup = 128;
@@ -28,9 +28,9 @@ constexpr bool fits(RegisterSplit split, int consumers) {
          (consumers + 1) * launch_registers(consumers + 1);
 }
 
-// The splits by number of consumer warpgroups. (With one, nothing need be moved: every thread can
-// have 255 registers.) A printf in a producer of 24 or 32 registers ends in "illegal instruction"
-// or a hang, so a debug build gives it more, and the kernel makes do with fewer stages.
+// Register splits by number of consumer warpgroups. (With one, every thread can have 255 registers
+// without a split.) A printf in a producer with 24 or 32 registers ends in "illegal instruction" or
+// a hang, so a debug build gives it more, and the kernel has fewer stages.
 template <int Consumers, bool DebugPrint>
 struct RegisterTable {
   static_assert(Consumers == 2 || Consumers == 3,
@@ -52,7 +52,7 @@ __device__ __forceinline__ void give_up_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(Registers));
 }
 
-// Waits until another warpgroup of the CTA has given up enough.
+// Waits until another warpgroup of the CTA has released enough registers.
 template <int Registers>
 __device__ __forceinline__ void take_registers() {
   static_assert(valid_register_count(Registers), "setmaxnreg takes multiples of 8 from 24 to 256");

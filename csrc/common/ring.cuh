@@ -1,11 +1,11 @@
-// A position in a ring of slots, each guarded by barriers.
+// A position in a ring of slots (pipeline stages), each guarded by barriers.
 #pragma once
 
 #include <cstdint>
 
 namespace ostinato {
 
-// `parity` says how often the ring has gone round: that of the slot's barriers.
+// `parity` counts the rounds through the ring modulo 2: the phase of the slot's barriers.
 struct RingPosition {
   int slot = 0;
   uint32_t parity = 0;

@@ -1,11 +1,11 @@
-// Which SM a thread runs on.
+// The index of the SM that runs a thread.
 #pragma once
 
 #include <cstdint>
 
 namespace ostinato {
 
-// Its number, counted by the device.
+// As numbered by the device (%smid).
 __device__ __forceinline__ uint32_t sm_index() {
   uint32_t index;
   asm("mov.u32 %0, %%smid;" : "=r"(index));

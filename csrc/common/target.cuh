@@ -1,10 +1,10 @@
-// What the GPU that a library is compiled for has. A library is compiled for one: its host code,
-// which plans launches, and its device code see the same.
+// Features of the target GPU. A library is compiled for a single target, which its host code (that
+// plans launches) and its device code share.
 #pragma once
 
 namespace ostinato {
 
-// Targets as __CUDA_ARCH__ counts them, rising: 900 is sm_90.
+// Targets in the notation of __CUDA_ARCH__, ascending: 900 is sm_90.
 inline constexpr int kTargets[] = {__CUDA_ARCH_LIST__};
 static_assert(sizeof(kTargets) == sizeof(int), "a library is compiled for one target");
 

@@ -1,6 +1,5 @@
-// TMA: tensor maps encoded on the host, and copies of their boxes into shared memory.
-// Names and semantics: CUDA driver API, "Tensor Map Object Management"; PTX ISA,
-// "cp.async.bulk.tensor".
+// TMA: tensor maps encoded on the host, and copies of their boxes to and from shared memory. Names
+// and semantics: CUDA driver API, "Tensor Map Object Management"; PTX ISA, "cp.async.bulk.tensor".
 #pragma once
 
 #include <cuda.h>
@@ -13,16 +12,16 @@
 
 namespace ostinato {
 
-// A tensor, the innermost dimension first, and the box that one copy moves. Strides are in bytes,
-// all else in elements.
+// A tensor, innermost dimension first, and the box of one copy. Strides are in bytes, the rest in
+// elements.
 template <int kRank>
 struct TensorMapShape {
   uint64_t size[kRank];
-  uint64_t stride[kRank];  // that of the innermost dimension is not read
+  uint64_t stride[kRank];  // that of the innermost dimension is ignored
   uint32_t box[kRank];
 };
 
-// The libraries link no driver; the runtime knows where its functions are.
+// Libraries do not link the driver; the runtime provides the address of the function.
 inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* encoder) {
   static const auto found = [] {
     void* function = nullptr;
@@ -36,8 +35,8 @@ inline cudaError_t find_tensor_map_encoder(decltype(&cuTensorMapEncodeTiled)* en
   return found == nullptr ? cudaErrorNotSupported : cudaSuccess;
 }
 
-// The base address and all strides are multiples of 16 bytes. Outside the tensor a copy reads
-// zeros. Of memory the L2 cache fetches whole lines.
+// The base address and all strides must be multiples of 16 bytes. Outside the tensor a copy reads
+// zeros. L2 promotion fetches whole lines from memory.
 template <int kRank>
 cudaError_t encode_tensor_map(
     CUtensorMap* map, const void* base, const TensorMapShape<kRank>& shape,
@@ -59,7 +58,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the box at (x, y); `barrier` counts its bytes.
+// Copies the box at (x, y), and completes its bytes at `barrier`.
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, int x, int y,
                                          uint64_t* barrier) {
   asm volatile(
@@ -88,8 +87,8 @@ __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map,
       : "memory");
 }
 
-// Writes the box at (x, y), as far as it lies within the tensor; as part of the thread's current
-// group of stores. What threads wrote to shared memory must be fenced before.
+// Writes the box at (x, y), clipped to the tensor, in the thread's current bulk group. Writes of
+// threads to shared memory must be fenced before.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, const void* shared, int x,
                                           int y) {
   asm volatile(
@@ -110,19 +109,19 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all but the latest kPending groups of the thread's stores have read their shared memory.
+// Waits until all but the latest kPending groups of the thread's stores have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Lets the copy engine see what this thread has written to shared memory.
+// Makes this thread's writes to shared memory visible to TMA and wgmma.
 __device__ __forceinline__ void fence_shared_for_tma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Copies the box to the same address in every CTA of `ctas` (a bit for each rank of the cluster),
-// and counts its bytes at the barrier there.
+// Copies the box to the same address in every CTA of `ctas` (one bit per rank of the cluster), and
+// completes its bytes at the barrier there.
 __device__ __forceinline__ void tma_load_multicast(void* shared, const CUtensorMap& map, int x,
                                                    int y, uint64_t* barrier, uint16_t ctas) {
   asm volatile(

@@ -1,4 +1,4 @@
-// Rows of 16-byte vectors: elements as they lie in memory, their loads and stores.
+// Rows of 16-byte vectors: packed elements, their loads and stores.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 
 namespace ostinato {
 
-// Two 16-bit elements of a word, the first in its low half, and fp32.
+// The two 16-bit elements of a word as fp32, the first from its low half.
 template <typename T>
 __device__ __forceinline__ void unpack_pair(uint32_t word, float& low, float& high) {
   static_assert(sizeof(T) == 2, "two elements in a word");
@@ -24,8 +24,8 @@ __device__ __forceinline__ void unpack_pair(uint32_t word, float& low, float& hi
   }
 }
 
-// N elements as they lie in memory. 16-bit ones are converted in pairs: a conversion of one is an
-// instruction of the unit for transcendental functions, with an eighth of the throughput.
+// N elements as stored in memory. 16-bit elements are converted in pairs: a conversion of a single
+// one runs on the unit for transcendental functions, with an eighth of the throughput.
 template <typename T, int N>
 struct Packed {
   static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
@@ -61,8 +61,8 @@ struct Packed {
 
 enum class Reuse { kOnce, kEveryRow };
 
-// A read of a constant. Volatile and not .nc: ptxas moves non-coherent loads below the wait for the
-// predecessor, and the prefetch would be none.
+// Loads a constant. Volatile and not .nc: ptxas would move a non-coherent load below the wait for
+// the preceding kernel, which would defeat the prefetch.
 __device__ __forceinline__ uint4 load_constant(const uint4* address) {
   uint4 quad;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -71,10 +71,10 @@ __device__ __forceinline__ uint4 load_constant(const uint4* address) {
   return quad;
 }
 
-// Elements first .. first + N of a row of k; those past its end are 0. With kAligned the whole
-// vector is inside the row and 16 bytes (8 for a vector of 8) divide its address. Rows are read by
-// coherent loads, which come after the wait for the kernel that wrote them; reuse in every row is
-// for what is constant, or read after the wait too.
+// Loads elements first .. first + N of a row of k; those past its end are 0. With kAligned the
+// whole vector is inside the row and 16-byte aligned (8-byte for a vector of 8 bytes). Rows are
+// read by coherent loads, which stay behind the wait for the kernel that wrote them; `kReuse` (kept
+// in cache for other rows) is for constants, or for data read after the wait too.
 template <bool kAligned, Reuse kReuse, typename T, int N>
 __device__ __forceinline__ void load(const T* row, uint32_t first, uint32_t k,
                                      Packed<T, N>& packed) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load(const T* row, uint32_t first, uint32_t k,
   }
 }
 
-// The reverse, for elements of any size: N of them in `words`.
+// Stores N elements of any size, from `words`.
 template <bool kAligned, typename T, int N, int kWords>
 __device__ __forceinline__ void store(T* row, uint32_t first, uint32_t k,
                                       const uint32_t (&words)[kWords]) {

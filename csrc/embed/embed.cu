@@ -1,11 +1,11 @@
-// The rows of a table that tokens name, and a mark for each token in the set of those that its
-// request has seen: the beginning of a step, in one launch.
+// Embedding: copies the table rows of tokens, and marks each token in the set of tokens that its
+// request has seen. The first kernel of a step.
 //
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the table
 //
-// The semantics are those of runtime/ops/embed.py. A thread has 16 bytes of a row, so that a few
-// rows are on their way at once; it is bound by the latency of two reads that follow each other.
+// The semantics are those of runtime/ops/embed.py. A thread has 16 bytes of a row, so that several
+// rows are in flight at once; the kernel is bound by the latency of two dependent reads.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -22,31 +22,32 @@ namespace {
 using Element = dtype::OSTINATO_DTYPE;
 constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
 constexpr uint32_t kThreads = 128;
-constexpr uint32_t kMaxParts = 65535;  // of a row: the limit of a grid's second dimension
+constexpr uint32_t kMaxSlices = 65535;  // slices per row: the limit of a grid's second dimension
 
-// An index that lies within `size`, as all of them should.
+// Clamps an index, which should be valid, to [0, size).
 __device__ __forceinline__ int64_t within(int64_t index, int32_t size) {
   const uint64_t last = static_cast<uint64_t>(size - 1);
-  const uint64_t asked = static_cast<uint64_t>(index);  // a negative one is large
+  const uint64_t asked = static_cast<uint64_t>(index);  // a negative index is large
   return static_cast<int64_t>(asked < last ? asked : last);
 }
 
-// A CTA has a part of the row blockIdx.x, or every gridDim.y-th of them.
+// A CTA has a slice of row blockIdx.x, or every gridDim.y-th slice.
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) embed(const __grid_constant__ EmbedParams p) {
   wait_for_predecessor();
-  // Not before the wait: the next kernel may ask for n_active as soon as it starts, which what this
-  // one waits for has written.
+  // Not before the wait: the next kernel may read n_active as soon as it starts, and the kernel
+  // that writes n_active has ended only after this wait.
   let_successor_start();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   const int64_t asked = p.tokens[row];
   const bool marks = p.seen != nullptr && blockIdx.y == 0 && threadIdx.x == 0;
-  const int64_t seen_row = marks ? p.seen_rows[row] : 0;  // beside the token, not after the row
+  // loaded with the token, not after the row
+  const int64_t seen_row = marks ? p.seen_rows[row] : 0;
   if (p.n_active != nullptr && row >= *p.n_active) {
     return;
   }
   const int64_t token = within(asked, p.vocabulary);
-  if (marks) {  // rows of one token and one set write the same
+  if (marks) {  // rows with the same token and set write the same value
     p.seen[within(seen_row, p.seen_size) * p.seen_stride + token] = 1;
   }
   const Element* const source = static_cast<const Element*>(p.table) + token * p.table_stride;
@@ -85,10 +86,10 @@ OSTINATO_LAUNCH(ostinato::EmbedParams) {
     return cudaErrorInvalidValue;
   }
   const uint32_t vectors = (static_cast<uint32_t>(p.dim) + kVector - 1) / kVector;
-  const uint32_t parts = (vectors + kThreads - 1) / kThreads;
+  const uint32_t slices = (vectors + kThreads - 1) / kThreads;
   LaunchConfig config;
   config.block = dim3(vectors < kThreads ? (vectors + 31) / 32 * 32 : kThreads);
-  config.grid = dim3(static_cast<uint32_t>(p.rows), parts < kMaxParts ? parts : kMaxParts);
+  config.grid = dim3(static_cast<uint32_t>(p.rows), slices < kMaxSlices ? slices : kMaxSlices);
   config.pdl = p.pdl != 0;
   const bool aligned = p.dim % kVector == 0 && is_aligned(p.table, p.table_stride, p.vocabulary) &&
                        is_aligned(p.out, p.out_stride, p.rows);

@@ -1,5 +1,5 @@
-// The arguments of W8A8 products: plain C++, without a header of CUDA or torch. Strides count
-// elements, sizes are logical, pointers are device pointers.
+// Arguments of the W8A8 GEMMs, in plain C++ without CUDA or torch headers. Strides count elements,
+// sizes are logical, pointers are device pointers.
 #pragma once
 
 #include "common/fields.h"
@@ -23,31 +23,31 @@ struct W8A8GemmParams {
   OSTINATO_OPTIONAL(const int32_t*, x_zero_point);  // as x_scale; null: symmetric
   OSTINATO_OPTIONAL(int32_t, x_zero_point_stride);
   OSTINATO_OPTIONAL(const int32_t*, w_sum);  // [n] row sums of w; needed with x_zero_point
-  // One element, or null: rows of x from here on are padding, and may be taken for zeros. Written
-  // before the predecessor of the launch began.
+  // One element, or null: rows of x from this index on are padding, and may be taken for zeros.
+  // Written before the preceding kernel began.
   OSTINATO_OPTIONAL(const int32_t*, n_active);
   OSTINATO_FIELD(void*, out);  // [m, n]
   OSTINATO_FIELD(int64_t, out_stride);
-  // Where rows of out are logits to be sampled from: the places (common/argmax_key.cuh) of the best
-  // of each part of a row, or null. Rows with a temperature that is not above 0 and a penalty of 1
-  // need no more: they may be left out of `out`. Written by the predecessor at the latest.
-  OSTINATO_OPTIONAL(uint64_t*, best);  // [m, parts of a row]; how many is the kernel's choice
+  // For rows of out that are logits: the argmax keys (common/argmax_key.cuh) of slices of each row,
+  // or null. Rows with a temperature of at most 0 and a penalty of 1 need no more, and may be
+  // missing from `out`. Inputs are written by the preceding kernel at the latest.
+  OSTINATO_OPTIONAL(uint64_t*, best);  // [m, slices of a row]; the kernel chooses how many
   OSTINATO_OPTIONAL(int64_t, best_stride);
   OSTINATO_OPTIONAL(const float*, temperature);         // [m], with best
   OSTINATO_OPTIONAL(const float*, repetition_penalty);  // [m], or null: all are 1
   OSTINATO_FIELD(int32_t, m);
   OSTINATO_FIELD(int32_t, n);
   OSTINATO_FIELD(int32_t, k);
-  // How the tiled kernel cuts the output; 0 leaves the choice to the launch.
+  // How the tiled kernel tiles the output; 0: the launch chooses.
   // Channels of a CTA's tile, at most those compiled; a multiple of 16.
   OSTINATO_OPTIONAL(int32_t, tile_channels);
   OSTINATO_OPTIONAL(int32_t, tile_tokens);  // tokens of a tile, at most those compiled
-  OSTINATO_OPTIONAL(int32_t, cluster);      // CTAs that share what they copy: 1 or 2
-  // 1: they are of neighbouring tokens and share their weights, not tokens
+  OSTINATO_OPTIONAL(int32_t, cluster);      // CTAs that share their copies: 1 or 2
+  // 1: the CTAs have adjacent tokens and share weights instead of tokens
   OSTINATO_OPTIONAL(int32_t, share_weights);
-  // 2: the CTAs of a cluster share K of tiles that would leave SMs idle
+  // 2: the CTAs of a cluster share the K of tiles that would leave SMs idle
   OSTINATO_OPTIONAL(int32_t, split_k);
-  OSTINATO_OPTIONAL(int32_t, band);  // tiles of channels that are walked side by side
+  OSTINATO_OPTIONAL(int32_t, band);  // channel tiles that are processed side by side
   OSTINATO_OPTIONAL(int32_t, pdl);   // 1: launched with programmatic stream serialization
   OSTINATO_FIELDS_END();
 };

@@ -1,7 +1,8 @@
-// How far SMs are from places in the L2, in clocks (docs/l2_partition.md).
+// Measures the latency from SMs to addresses in L2, in clocks (docs/l2_partition.md).
 //
-// By atomics, which are done where a place is held; a load may find a copy in the half of the SM.
-// They change nothing: each adds a zero's bits. A CTA has an SM for itself.
+// Uses atomics, which execute in the partition that owns the address, while a load may hit a copy
+// in the SM's own partition. They add zero, so memory does not change. Each CTA has an SM to
+// itself.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -14,13 +15,14 @@
 namespace ostinato {
 namespace {
 
-constexpr int kTakes = 3, kAtomics = 8;  // the fastest of so many takes of so many atomics
-constexpr int kSmem = 200 * 1024;        // of an SM's 228 KB: no room for a second CTA
-constexpr int kApart = 7;                // places between those that neighbouring CTAs begin with
+// the minimum of kTakes measurements of kAtomics atomics each
+constexpr int kTakes = 3, kAtomics = 8;
+constexpr int kSmem = 200 * 1024;  // of an SM's 228 KB: no room for a second CTA
+constexpr int kApart = 7;          // distance of the first addresses of adjacent CTAs
 
-// One after another: each adds to the address what the one before it gave, and nothing. `zero` is
-// not known to the compiler.
-__device__ int32_t clocks_to(uint32_t* place, uint32_t zero) {
+// A dependent chain: each atomic's address includes the previous result, masked to zero. The
+// compiler does not know that `zero` is 0.
+__device__ int32_t clocks_to(uint32_t* address, uint32_t zero) {
   int32_t fastest = INT32_MAX;
 #pragma unroll 1
   for (int take = 0; take < kTakes; ++take) {
@@ -28,7 +30,7 @@ __device__ int32_t clocks_to(uint32_t* place, uint32_t zero) {
     const int64_t start = clock64();
 #pragma unroll 1
     for (int i = 0; i < kAtomics; ++i) {
-      found = atomicOr(place + (found & zero), zero);
+      found = atomicOr(address + (found & zero), zero);
     }
     const int64_t end = clock64() + (found & zero);
     fastest = min(fastest, static_cast<int32_t>(end - start));

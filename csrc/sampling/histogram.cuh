@@ -1,4 +1,4 @@
-// How many tokens there are in each bin, and what they weigh together.
+// A histogram of tokens: their number and their total mass per bin.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,7 @@ struct Amount {
   }
 };
 
-// Masses in halves: shared memory adds 32 bits at once, but 64 in a loop.
+// Masses are stored as two 32-bit halves: shared-memory atomics on 64 bits are a CAS loop.
 struct Histogram {
   uint32_t low[kBins];
   uint32_t high[kBins];
@@ -34,7 +34,7 @@ struct Histogram {
     high[bin] = static_cast<uint32_t>(amount.mass >> 32);
     count[bin] = amount.count;
   }
-  // Atomic: who makes the low half overflow adds 1 to the high one.
+  // Atomic: the thread whose addition overflows the low half carries 1 into the high half.
   __device__ __forceinline__ void add(int bin, const Amount& amount) {
     const uint32_t addend = static_cast<uint32_t>(amount.mass);
     const uint32_t before = atomicAdd(&low[bin], addend);

@@ -1,5 +1,5 @@
-// The arguments of sampling: plain C++, without a header of CUDA or torch. Strides count elements,
-// sizes are logical, pointers are device pointers.
+// Arguments of sampling, in plain C++ without CUDA or torch headers. Strides count elements, sizes
+// are logical, pointers are device pointers.
 #pragma once
 
 #include "common/fields.h"
@@ -21,8 +21,8 @@ struct SampleParams {
   OSTINATO_OPTIONAL(const uint8_t*, seen);              // [.., vocabulary], 0 or 1
   OSTINATO_OPTIONAL(int64_t, seen_stride);
   OSTINATO_OPTIONAL(const int64_t*, seen_rows);  // [rows], rows of seen; null: row i has row i
-  // [rows, parts], the places (common/argmax_key.cuh) of the best of each part of a row, or null.
-  // With them the logits of greedy rows without a penalty are not read.
+  // [rows, parts]: the argmax keys (common/argmax_key.cuh) of slices of each row, or null. With
+  // them the logits of greedy rows without a penalty are not read.
   OSTINATO_OPTIONAL(const uint64_t*, best);
   OSTINATO_OPTIONAL(int64_t, best_stride);
   OSTINATO_FIELD(int64_t*, out);  // [rows]

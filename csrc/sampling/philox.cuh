@@ -1,4 +1,4 @@
-// Philox4x32-10, a counter-based random number generator, as runtime/ops/philox.py.
+// Philox4x32-10, a counter-based random number generator, as in runtime/ops/sampling/philox.py.
 // Source: Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC'11.
 #pragma once
 

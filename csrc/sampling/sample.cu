@@ -1,11 +1,12 @@
-// One token for each row of logits: greedy, or drawn by temperature, top-k, top-p and min-p after
+// Samples one token for each row of logits: greedy, or by temperature, top-k, top-p and min-p after
 // the repetition penalty, in one launch.
 //
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the logits
 //
-// The semantics are those of runtime/ops/sample.py. Sums of probabilities are integers, so that a
-// row's token depends on the row alone: not on the batch, nor on how many CTAs share it.
+// The semantics are those of runtime/ops/sampling/sample.py. Probabilities are summed as integers,
+// so that a row's token depends on the row alone: not on the batch, nor on how many CTAs share the
+// row.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -24,15 +25,17 @@ namespace {
 
 using namespace sampling;
 
-constexpr int kMaxCtas = 8;         // of a row: the largest portable cluster
-constexpr int kLeastLogits = 8192;  // of a CTA, below which sharing a row costs more than it gains
+constexpr int kMaxCtas = 8;  // CTAs per row: the largest portable cluster
+// logits per CTA; with fewer, sharing a row costs more than it gains
+constexpr int kLeastLogits = 8192;
 
 __device__ int64_t top_k_of(const SampleParams& p, int row) {
   return p.top_k_is_int64 != 0 ? static_cast<const int64_t*>(p.top_k)[row]
                                : static_cast<const int32_t*>(p.top_k)[row];
 }
 
-// Draws a token. Every filter keeps the first tokens up to an end; so does the random number.
+// Samples a token. Every filter keeps a prefix of the ordered tokens, and the random number picks a
+// token by the mass before it.
 template <bool kAligned>
 __device__ uint32_t draw(const SampleParams& p, int row, Selector<kAligned>& selector,
                          const Scale& scale, float last) {
@@ -55,7 +58,7 @@ __device__ uint32_t draw(const SampleParams& p, int row, Selector<kAligned>& sel
       if (top_p >= 1.0) {
         continue;
       }
-      // The last token kept is the first with which so much has come together.
+      // The last token kept is the first at which the cumulative mass reaches top_p.
       const double enough = ceil(top_p * static_cast<double>(choice.mass));
       target.value = enough > 1.0 ? static_cast<Mass>(enough) - 1 : 0;
     } else {
@@ -68,7 +71,7 @@ __device__ uint32_t draw(const SampleParams& p, int row, Selector<kAligned>& sel
   return choice.id;
 }
 
-// The best that this thread finds of a row of which others have looked through every part.
+// This thread's best argmax key of a row whose slices an epilogue has reduced.
 __device__ __forceinline__ ArgmaxKey best_of_thread(const SampleParams& p, int row) {
   const uint64_t* const parts = p.best + row * p.best_stride;
   ArgmaxKey best = ~ArgmaxKey{0};
@@ -79,7 +82,7 @@ __device__ __forceinline__ ArgmaxKey best_of_thread(const SampleParams& p, int r
   return best;
 }
 
-// The smallest of all of a CTA's threads.
+// The smallest key of all threads of a CTA.
 __device__ __forceinline__ ArgmaxKey smallest_of_cta(ArgmaxKey key, ArgmaxKey (&of_warps)[kWarps]) {
   key = smallest_of_lanes<32>(key);
   if (threadIdx.x % 32 == 0) {
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   const float temperature = p.temperature[row];
   if (p.best != nullptr) {
     const float penalty = p.repetition_penalty == nullptr ? 1.0f : p.repetition_penalty[row];
-    const ArgmaxKey mine = best_of_thread(p, row);  // asked for before it is known to be wanted
+    const ArgmaxKey mine = best_of_thread(p, row);  // loaded before it is known to be needed
     if (is_greedy(temperature, penalty)) {
       const ArgmaxKey best = smallest_of_cta(mine, shared.warp_values[0]);
       if (cluster.block_rank() == 0 && threadIdx.x == 0) {
@@ -109,11 +112,11 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
       return;
     }
   }
-  const RowPart<kAligned> part(p, row, static_cast<int>(cluster.block_rank()), ctas);
+  const RowShare<kAligned> part(p, row, static_cast<int>(cluster.block_rank()), ctas);
   Selector<kAligned> selector(part, shared);
   const Selection all = selector.all();
   uint32_t token = id_of(all.low);
-  // A best logit that is NaN or infinite leaves nothing to compare.
+  // If the best logit is NaN or infinite, the distribution is undefined.
   const float best = logit_of(all.low);
   if (temperature > 0.0f && isfinite(best)) {
     const Scale scale = {best, 1.0 / static_cast<double>(temperature)};
@@ -124,9 +127,8 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   }
 }
 
-// Rows that fill the GPU have a CTA each. Clusters of more than two do not find room on all SMs,
-// since each lies within a GPC of 16 or 18: a second round would cost more than sharing a row
-// gains.
+// Rows that fill the GPU have one CTA each. Clusters of more than two do not fit on all SMs, since
+// each lies within a GPC of 16 or 18 SMs: a second wave would cost more than sharing a row gains.
 int ctas_for(int rows, int vocabulary, int sms) {
   int ctas = 1;
   while (kHasClusters && ctas < kMaxCtas && 2 * ctas * rows <= (ctas == 1 ? sms : sms - sms / 8) &&

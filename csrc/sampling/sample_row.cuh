@@ -1,4 +1,4 @@
-// A row of logits as sampling sees it: penalised, ordered, and as masses.
+// A row of logits for sampling: with penalty, as ordered keys, and as integer masses.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,20 +17,20 @@ using Logit = dtype::OSTINATO_DTYPE;
 constexpr int kThreads = 512;
 constexpr int kVector = 16 / sizeof(Logit);  // logits that a thread loads at once
 
-// The larger one; NaN where there is one.
+// The larger number; NaN if either is NaN.
 __device__ __forceinline__ float max_or_nan(float x, float y) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
   return larger;
 }
 
-// Masses are probabilities, relative to the largest, in integers: their sums do not depend on the
-// order. What is less than 2^-45 is none.
+// Masses are probabilities relative to the largest, as integers: their sums do not depend on the
+// order. Probabilities below 2^-45 become 0.
 constexpr int kMassBits = 44;
 constexpr int kMaxVocabulary = 1 << 19;  // a sum of so many masses is less than 2^63
 using Mass = uint64_t;
 
-// How far tokens are below the best, in units of the temperature, and what they weigh.
+// Maps logits to depths below the best, in units of the temperature, and depths to masses.
 struct Scale {
   static constexpr double kDeepest = (kMassBits + 1) * 0.6931471805599453;
 
@@ -40,18 +40,18 @@ struct Scale {
   __device__ __forceinline__ double depth(float logit) const {
     return (best - static_cast<double>(logit)) * inverse_temperature;
   }
-  // Whether a token can be drawn: not where a logit is NaN, either.
+  // Whether a token can be drawn: false for a NaN logit, too.
   __device__ static __forceinline__ bool is_some(double depth) { return depth < kDeepest; }
   __device__ static __forceinline__ Mass mass(double depth) {
     return __double2ull_rn(exp(-depth) * (Mass{1} << kMassBits));
   }
 };
 
-// The part of a row that one CTA reads.
+// The share of a row that one CTA reads.
 template <bool kAligned>
-class RowPart {
+class RowShare {
  public:
-  __device__ RowPart(const SampleParams& p, int row, int part, int parts)
+  __device__ RowShare(const SampleParams& p, int row, int part, int parts)
       : logits_(static_cast<const Logit*>(p.logits) + row * p.logits_stride), seen_(nullptr) {
     const uint32_t vocabulary = static_cast<uint32_t>(p.vocabulary);
     const uint32_t vectors = (vocabulary + kVector - 1) / kVector;
@@ -64,10 +64,10 @@ class RowPart {
     }
   }
 
-  // Calls visit(logits, first id) for every vector of the part. Where it is not whole, its first
-  // logit fills it up. A thread asks for its next kTokens tokens before it looks at these. It
-  // begins with the last ones, which were written last and may still be in the L2 cache: begun at
-  // the other end, they would have made room for those before them.
+  // Calls visit(logits, first id) for every vector of the share. An incomplete vector is padded
+  // with its first logit. A thread loads its next kTokens tokens before it processes the current
+  // ones. It starts at the end: the last logits were written last and may still be in L2, and
+  // reading from the start would evict them.
   template <int kTokens, typename Visit>
   __device__ __forceinline__ void for_each_vector(Visit&& visit) const {
     constexpr int kVectors = kAligned ? kTokens / kVector : 1;
@@ -101,7 +101,7 @@ class RowPart {
     }
   }
 
-  // Calls visit(logit, id) for every token of the part. A thread loads kTokens of them at a time.
+  // Calls visit(logit, id) for every token of the share. A thread loads kTokens tokens at a time.
   template <int kTokens, typename Visit>
   __device__ __forceinline__ void for_each(Visit&& visit) const {
     constexpr int kVectors = kAligned ? kTokens / kVector : 1;

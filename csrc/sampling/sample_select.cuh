@@ -1,9 +1,9 @@
-// Which token a count or a mass of the row's tokens, taken in order, ends at: without sorting them.
+// Selects the token at which a cumulative count or mass over the ordered tokens of a row reaches a
+// target, without sorting.
 //
-// The CTAs of a cluster share a row. They count tokens, and add up their masses, in bins of how far
-// they are below the best; one bin holds the end, and its tokens, mostly few, are gathered and
-// compared. Where they are many, as equal logits may be, they are taken apart by their keys
-// first.
+// The CTAs of a cluster share a row. They histogram counts and masses in bins of the depth below
+// the best logit; one bin contains the target, and its tokens, mostly few, are gathered and
+// compared. If they are many, as equal logits may be, they are first divided by their keys.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@
 namespace ostinato::sampling {
 
 constexpr int kWarps = kThreads / 32;
-constexpr int kGathered = kThreads;  // as many tokens are compared one by one
+constexpr int kGathered = kThreads;  // maximum number of tokens compared one by one
 
-// The first token at which more than `value` tokens, or more than that mass, has come together.
+// The first token at which the cumulative count, or mass, exceeds `value`.
 struct Target {
   bool by_count;
   uint64_t value;
@@ -53,7 +53,7 @@ struct SharedStorage {
   Choice choice;
 };
 
-// Tokens of one bin of depths, or of a range of keys.
+// The tokens of one depth bin, or of a range of keys.
 struct Selection {
   int bin;  // -1: by keys
   ArgmaxKey low;
@@ -63,17 +63,16 @@ struct Selection {
 template <bool kAligned>
 class Selector {
  public:
-  __device__ Selector(const RowPart<kAligned>& part, SharedStorage& shared)
-      : part_(part), shared_(shared), cluster_(this_cluster()) {}
+  __device__ Selector(const RowShare<kAligned>& part, SharedStorage& shared)
+      : share_(part), shared_(shared), cluster_(this_cluster()) {}
 
   // The keys of the best and the last token.
   __device__ Selection all() {
-    // Of logits and ids apart, and of whole vectors first, which takes fewer instructions for each
-    // token.
+    // Logits and ids separately, and whole vectors first, which takes fewer instructions per token.
     float best = -INFINITY;
     float last = INFINITY;
     uint32_t id = ~0u;
-    part_.template for_each_vector<16>([&](const float (&logits)[kVector], uint32_t first) {
+    share_.template for_each_vector<16>([&](const float (&logits)[kVector], uint32_t first) {
       float most = logits[0];
       float least = logits[0];
 #pragma unroll
@@ -82,7 +81,7 @@ class Selector {
         least = fminf(least, logits[i]);
       }
       last = fminf(last, least);
-      // Of equal ones the first, which comes later; NaN above all.
+      // Of equal logits the first, which is visited last; NaN outranks all.
       if (id == ~0u || isnan(most) || most >= best) {
         best = most;
 #pragma unroll
@@ -96,8 +95,8 @@ class Selector {
                   has_some ? argmax_key_of(last, 0) : 0);
   }
 
-  // To be called before choose(): counts all tokens, of which `last` is the smallest logit. Returns
-  // the amount of all, and in `least` the mass of those that weigh at least min_p times as much as
+  // Counts all tokens, of which `last` is the smallest logit; must precede choose(). Returns the
+  // total amount, and in `least` the mass of the tokens that weigh at least min_p times as much as
   // the best.
   __device__ Amount count(const Scale& scale, float last, float min_p, Mass& least) {
     scale_ = scale;
@@ -105,7 +104,7 @@ class Selector {
     bins_ = deepest > 0.0 ? kBins / deepest : 0.0;
     clear(shared_.depths);
     Mass kept = 0;
-    part_.template for_each<8>([&](float logit, uint32_t) {
+    share_.template for_each<8>([&](float logit, uint32_t) {
       const double depth = scale_.depth(logit);
       if (Scale::is_some(depth)) {
         const Mass mass = Scale::mass(depth);
@@ -129,7 +128,7 @@ class Selector {
     return all;
   }
 
-  // The token at which the target is reached; it must be.
+  // The token at which the target is reached; the target must be reachable.
   __device__ Choice choose(const Target& target) {
     Found found = locate(shared_.depths, {}, target);
     Selection selection = {found.bin, 0, 0};
@@ -167,7 +166,7 @@ class Selector {
 
   template <typename Visit>
   __device__ __forceinline__ void for_selected(const Selection& selection, Visit&& visit) {
-    part_.template for_each<8>([&](float logit, uint32_t id) {
+    share_.template for_each<8>([&](float logit, uint32_t id) {
       const ArgmaxKey key = argmax_key_of(logit, id);
       if (selection.bin < 0) {
         if (selection.low <= key && key <= selection.high) {
@@ -189,8 +188,8 @@ class Selector {
     __syncthreads();
   }
 
-  // Where all lanes have the same bin, as with logits that are all alike, one adds for all: atomic
-  // additions to one address come one after the other.
+  // If all lanes have the same bin, as with equal logits, one lane adds for all: atomics to one
+  // address are serialised.
   __device__ __forceinline__ void add(Histogram& histogram, int bin, Mass mass) {
     constexpr int kHalf = kMassBits / 2;
     const uint32_t lanes = __activemask();
@@ -209,7 +208,7 @@ class Selector {
     histogram.add(bin, {mass, count});
   }
 
-  // Adds up the histograms of the cluster, in that of its first CTA.
+  // Adds the histograms of the cluster into that of its first CTA.
   __device__ void combine(Histogram& histogram) {
     cluster_.sync();
     const int ctas = static_cast<int>(cluster_.num_blocks());
@@ -228,7 +227,7 @@ class Selector {
     }
   }
 
-  // What is in the bins that this thread looks through.
+  // The amount in the bins that this thread scans.
   __device__ static Amount of_thread(const Histogram& histogram) {
     Amount mine = {};
 #pragma unroll
@@ -238,7 +237,7 @@ class Selector {
     return mine;
   }
 
-  // What the threads before this one have.
+  // The amount of the preceding threads.
   __device__ Amount before(const Amount& mine) {
     const int lane = threadIdx.x % 32;
     Amount sum = mine;
@@ -260,7 +259,7 @@ class Selector {
     return others;
   }
 
-  // The bin in which the target is reached, when `start` has come together before all bins.
+  // The bin in which the target is reached, where `start` is the amount before all bins.
   __device__ Found locate(const Histogram& histogram, const Amount& start, const Target& target) {
     if (cluster_.block_rank() == 0) {
       Amount sum = start + before(of_thread(histogram));
@@ -280,7 +279,7 @@ class Selector {
     return found;
   }
 
-  // Gathers the selected tokens and finds the one that the target is reached at.
+  // Gathers the selected tokens, and finds the one at which the target is reached.
   __device__ Choice compare(const Selection& selection, const Found& found, const Target& target) {
     SharedStorage& first = *cluster_.map_shared_rank(&shared_, 0);
     if (threadIdx.x == 0) {
@@ -312,7 +311,7 @@ class Selector {
     return choice;
   }
 
-  // The smallest and the largest of all threads of the cluster.
+  // The smallest and the largest key of all threads of the cluster.
   __device__ Selection extent(ArgmaxKey low, ArgmaxKey high) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -368,11 +367,11 @@ class Selector {
     return all;
   }
 
-  const RowPart<kAligned>& part_;
+  const RowShare<kAligned>& share_;
   SharedStorage& shared_;
   ClusterGroup cluster_;
   Scale scale_ = {};
-  double bins_ = 0.0;  // for each unit of depth
+  double bins_ = 0.0;  // bins per unit of depth
 };
 
 }  // namespace ostinato::sampling

@@ -30,15 +30,17 @@ from pathlib import Path
 # Runs in the checkout's own package: prints one JSON object per variant of its catalogue.
 _LIST = """
 import importlib, json, sys
-def load(name):
-    for package in ("jit", "kernels"):
+def load(*names):
+    for name in names:
         try:
-            return importlib.import_module(f"ostinato.{package}.{name}")
+            return importlib.import_module(f"ostinato.{name}")
         except ModuleNotFoundError as error:
-            if error.name not in (f"ostinato.{package}", f"ostinato.{package}.{name}"):
+            if error.name not in (f"ostinato.{name}", f"ostinato.{name.rpartition('.')[0]}"):
                 raise
-    raise SystemExit(f"{sys.path[0]}: has no ostinato.jit.{name} and no ostinato.kernels.{name}")
-catalogue, compiler, toolchain = map(load, ("catalogue", "compiler", "toolchain"))
+    raise SystemExit(f"{sys.path[0]}: has no ostinato.{' and no ostinato.'.join(names)}")
+catalogue = load("ops.catalogue", "kernels.catalogue")
+compiler = load("jit.compiler", "kernels.compiler")
+toolchain = load("jit.toolchain", "kernels.toolchain")
 nvcc, cutlass = toolchain.require_nvcc(), toolchain.require_cutlass()
 for variant in getattr(catalogue, "CATALOGUE", None) or catalogue.catalogue():
     command = compiler.plan(variant).command(nvcc, cutlass)

@@ -23,7 +23,7 @@ _INSTRUCTIONS = {
     ("attention/decode/cluster_ops.cuh", "arrive_in_cluster"): "emulator::arrive_in_cluster();",
     ("attention/decode/cluster_ops.cuh", "wait_for_cluster"): "emulator::wait_for_cluster();",
     ("attention/decode/cluster_ops.cuh", "send"): (
-        "char* const to = emulator::shared_of(rank) + shared_address(place);"
+        "char* const to = emulator::shared_of(rank) + shared_address(target);"
         "const uint32_t at = shared_address(barrier);"
         "emulator::defer([=] {"
         "  std::memcpy(to, &value, sizeof(value)); tell_barrier(rank, at, 0, -16l); });"

@@ -1,13 +1,13 @@
-// New keys and values into the slots of a paged cache, normalised, rotated (RoPE) and quantised on
-// the way, and q normalised and rotated beside them: everything between the projections and the
-// attention of a layer, in one launch.
+// append_kv: writes new keys and values into the slots of a paged cache, normalised, rotated (RoPE)
+// and quantised, and normalises and rotates q: everything between the projections and the attention
+// of a layer, in one launch.
 //
 // Compiled with
 //   OSTINATO_DTYPE        bf16, fp16 or fp32, of q, k and v
 //   OSTINATO_CACHE_DTYPE  of the cache: the same, int8 or e4m3
 //
-// The semantics are those of runtime/ops/attention/append_kv.py. The bits of a head depend on the
-// head alone: not on the other tokens, its place, alignment or strides. docs/append.md has the why
+// The semantics are those of runtime/ops/attention/append_kv.py. The bits of a head depend on that
+// head alone: not on other tokens, its index, alignment or strides. docs/append.md has the reasons
 // and the measurements.
 #include <cuda_runtime.h>
 
@@ -21,7 +21,7 @@
 namespace ostinato {
 namespace {
 
-// Of the threads that share a head; each has a chunk.
+// The number of chunks of a head, which is the number of threads that share it.
 uint32_t chunks_of(const AppendKVParams& p) {
   constexpr int64_t kVector = kVectorSize;
   const int64_t half = p.cos_sin == nullptr || p.interleaved != 0 ? 0 : p.rotary_dim / 2;
@@ -45,16 +45,16 @@ bool is_aligned(const Slots& cache) {
          cache.head_stride % kVectorSize == 0;
 }
 
-// Whether every chunk is made of whole vectors that lie on addresses their size divides.
+// Whether every chunk consists of whole, aligned vectors.
 bool is_aligned(const AppendKVParams& p) {
   if (p.dim % kVectorSize != 0) {
     return false;
   }
   if (p.cos_sin != nullptr) {
-    // Interleaved pairs have half a vector of angles.
-    const int32_t turned = p.interleaved != 0 ? p.rotary_dim : p.rotary_dim / 2;
+    // For interleaved pairs, a vector has half as many angles.
+    const int32_t rotated = p.interleaved != 0 ? p.rotary_dim : p.rotary_dim / 2;
     const int64_t angles = p.interleaved != 0 ? kVectorSize / 2 : 4;
-    if (turned % kVectorSize != 0 || !divides(angles * 4, p.cos_sin) ||
+    if (rotated % kVectorSize != 0 || !divides(angles * 4, p.cos_sin) ||
         p.cos_sin_stride % angles != 0) {
       return false;
     }

@@ -1,5 +1,5 @@
-// What the kernels of append.cu do with a head: which elements a thread has, RMS norm, RoPE, and
-// where the result goes; for the one variant that the macros of append.cu select.
+// Processing of one head: the elements of each thread, RMS norm, RoPE, and the store of the result,
+// for the variant that the macros of append.cu select.
 #pragma once
 
 #include <cstdint>
@@ -25,24 +25,24 @@ using Vector = Packed<In, kVectorSize>;
 using Element = std::conditional_t<kQuantizes, uint8_t, In>;  // of the cache
 
 // The two vectors of a head that a thread has: elements first .. first + kVectorSize of each, as
-// far as they are before `end`. Without interleaving the second holds the partners of the first, so
-// that pairs are turned within a thread. What a thread has follows from sizes alone, never from
-// alignment, and with it the order in which squares are added.
+// far as they are before `end`. Without interleaving, the second vector holds the partners of the
+// first, so that pairs are rotated within a thread. The assignment follows from sizes alone, never
+// from alignment, and so does the order in which squares are added.
 struct Chunk {
   uint32_t first[2];
   uint32_t end[2];
 
   __device__ __forceinline__ Chunk(uint32_t index, uint32_t dim, uint32_t half) {
-    const uint32_t turning = (half + kVectorSize - 1) / kVectorSize;
-    if (index < turning) {
+    const uint32_t rotated = (half + kVectorSize - 1) / kVectorSize;
+    if (index < rotated) {
       first[0] = index * kVectorSize;
       end[0] = half;
       first[1] = half + first[0];
       end[1] = 2 * half;
       return;
     }
-    // What is left is cut in the middle, so that neighbouring threads have neighbouring vectors.
-    index -= turning;
+    // The unrotated rest is cut in the middle, so that adjacent threads have adjacent vectors.
+    index -= rotated;
     const uint32_t left = (dim - 2 * half + 2 * kVectorSize - 1) / (2 * kVectorSize);
     first[0] = index < left ? 2 * half + index * kVectorSize : dim;
     first[1] = index < left ? first[0] + left * kVectorSize : dim;
@@ -55,35 +55,41 @@ struct Angles {
   Packed<float, kVectorSize> cos, sin;
 };
 
-enum class Part { q, k, v };
+enum class Projection { q, k, v };
 
 // One head of one token.
 struct Head {
-  Part part;
-  bool exists;  // the last heads of a CTA may be none
+  Projection projection;
+  bool exists;  // false past the last head: a CTA may have room for more
   int64_t token;
-  int64_t index;  // among the heads of its part
+  int64_t index;  // among the heads of its tensor
   const In* row;
   const void* norm_weight;  // null: not normalised
   bool norm_is_fp32;
-  const float* angles;  // null: not rotated
-  uint32_t half;        // rotary_dim / 2, 0 if not rotated
-  uint32_t partners;    // `half` if the partners lie that far apart, 0 if side by side
+  const float* cos_sin;  // null: not rotated
+  uint32_t half;         // rotary_dim / 2, 0 if not rotated
+  uint32_t partners;     // `half` if the elements of a pair are that far apart, 0 if adjacent
 
-  // Heads of a token are counted through: those of q, then of k, then of v. Reads no memory.
+  // Heads of a token are numbered across q, then k, then v. Reads no memory.
   __device__ __forceinline__ Head(const AppendKVParams& p, int64_t token, uint32_t head)
       : token(token) {
     const uint32_t heads_q = static_cast<uint32_t>(p.heads_q);
     const uint32_t heads_kv = static_cast<uint32_t>(p.heads_kv);
     exists = head < heads_q + 2 * heads_kv;
-    part = head < heads_q ? Part::q : head < heads_q + heads_kv ? Part::k : Part::v;
-    index = part == Part::q ? head : part == Part::k ? head - heads_q : head - heads_q - heads_kv;
-    const Heads x = part == Part::q ? p.q : part == Part::k ? p.k : p.v;
+    projection = head < heads_q              ? Projection::q
+                 : head < heads_q + heads_kv ? Projection::k
+                                             : Projection::v;
+    index = projection == Projection::q   ? head
+            : projection == Projection::k ? head - heads_q
+                                          : head - heads_q - heads_kv;
+    const Heads x = projection == Projection::q ? p.q : projection == Projection::k ? p.k : p.v;
     row = static_cast<const In*>(x.data) + token * x.stride + index * x.head_stride;
-    norm_weight = part == Part::q ? p.q_norm_weight : part == Part::k ? p.k_norm_weight : nullptr;
-    norm_is_fp32 = (part == Part::q ? p.q_norm_is_fp32 : p.k_norm_is_fp32) != 0;
-    angles = part == Part::v || !exists ? nullptr : p.cos_sin;
-    half = angles == nullptr ? 0 : static_cast<uint32_t>(p.rotary_dim) / 2;
+    norm_weight = projection == Projection::q   ? p.q_norm_weight
+                  : projection == Projection::k ? p.k_norm_weight
+                                                : nullptr;
+    norm_is_fp32 = (projection == Projection::q ? p.q_norm_is_fp32 : p.k_norm_is_fp32) != 0;
+    cos_sin = projection == Projection::v || !exists ? nullptr : p.cos_sin;
+    half = cos_sin == nullptr ? 0 : static_cast<uint32_t>(p.rotary_dim) / 2;
     partners = p.interleaved != 0 ? 0 : half;
   }
 
@@ -96,12 +102,12 @@ struct Head {
     return chunk;
   }
 
-  // Where the token stands, of what the predecessor may have written: read early, used late.
+  // The token's position, which the preceding kernel may have written: loaded early, used late.
   __device__ __forceinline__ int32_t load_position(const AppendKVParams& p) const {
-    return angles == nullptr ? 0 : p.positions[token];
+    return cos_sin == nullptr ? 0 : p.positions[token];
   }
   __device__ __forceinline__ int64_t load_slot(const AppendKVParams& p) const {
-    return part == Part::q || !exists ? -1 : p.slot_mapping[token];
+    return projection == Projection::q || !exists ? -1 : p.slot_mapping[token];
   }
 
   template <bool kAligned>
@@ -114,15 +120,15 @@ struct Head {
 
   template <bool kAligned>
   __device__ __forceinline__ void load_angles(const AppendKVParams& p, int32_t position,
-                                              const Chunk& chunk, Angles& turn) const {
-    if (angles == nullptr) {
+                                              const Chunk& chunk, Angles& angles) const {
+    if (cos_sin == nullptr) {
       return;
     }
-    const float* cosines = angles + position * p.cos_sin_stride;
+    const float* cosines = cos_sin + position * p.cos_sin_stride;
     const float* sines = cosines + half;
     if (partners != 0) {
-      load<kAligned, Reuse::kEveryRow>(cosines, chunk.first[0], half, turn.cos);
-      load<kAligned, Reuse::kEveryRow>(sines, chunk.first[0], half, turn.sin);
+      load<kAligned, Reuse::kEveryRow>(cosines, chunk.first[0], half, angles.cos);
+      load<kAligned, Reuse::kEveryRow>(sines, chunk.first[0], half, angles.sin);
       return;
     }
     constexpr int kPairs = kVectorSize / 2;
@@ -133,20 +139,19 @@ struct Head {
       load<kAligned, Reuse::kEveryRow>(sines, chunk.first[v] / 2, half, sin);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        turn.cos.words[v * kPairs + i] = cos.words[i];
-        turn.sin.words[v * kPairs + i] = sin.words[i];
+        angles.cos.words[v * kPairs + i] = cos.words[i];
+        angles.sin.words[v * kPairs + i] = sin.words[i];
       }
     }
   }
 
-  // Whether the weights are left to the caches until they are used: those that would take more
-  // registers than the values.
+  // Whether the weights are loaded at their use: those that would take more registers than the
+  // values.
   __device__ __forceinline__ bool has_wide_weights() const {
     return sizeof(In) < sizeof(float) && norm_is_fp32;
   }
 
-  // Unpacked only in use: an instruction that needs the weights here would make the loads after it
-  // wait for them.
+  // Unpacked at their use: an instruction that needs the weights here would make later loads wait.
   template <bool kAligned>
   __device__ __forceinline__ void load_weights(const Chunk& chunk, Vector (&weights)[2]) const {
     if (norm_weight == nullptr || has_wide_weights()) {
@@ -159,7 +164,7 @@ struct Head {
     }
   }
 
-  // Asks for the weights of a chunk without reading them: for before the wait.
+  // Prefetches the weights of a chunk into L2, before the wait.
   __device__ __forceinline__ void prefetch_weights(const Chunk& chunk) const {
     if (norm_weight == nullptr) {
       return;
@@ -182,7 +187,7 @@ struct Head {
       return;
     }
     const Divisor rms(root_mean_square(sum, dim, eps));
-    // Decided once: a branch for each element costs more than the division.
+    // One branch for all: a branch for each element costs more than the division.
     if (rms.fast) {
 #pragma unroll
       for (int i = 0; i < 2 * kVectorSize; ++i) {
@@ -214,26 +219,26 @@ struct Head {
     }
   }
 
-  // Every product and sum is rounded, as by torch's operators.
-  __device__ __forceinline__ static void turn_pair(float& a, float& b, float cos, float sin) {
-    const float turned = __fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
+  // Every product and sum is rounded, as in torch's operators.
+  __device__ __forceinline__ static void rotate_pair(float& a, float& b, float cos, float sin) {
+    const float rotated = __fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
     b = __fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin));
-    a = turned;
+    a = rotated;
   }
 
-  __device__ __forceinline__ void rotate(const Chunk& chunk, const Angles& turn,
+  __device__ __forceinline__ void rotate(const Chunk& chunk, const Angles& angles,
                                          Values (&x)[2]) const {
-    if (angles == nullptr) {
+    if (cos_sin == nullptr) {
       return;
     }
     Values cos, sin;
-    turn.cos.unpack(cos);
-    turn.sin.unpack(sin);
+    angles.cos.unpack(cos);
+    angles.sin.unpack(sin);
     if (partners != 0) {
       if (chunk.first[0] < partners) {
 #pragma unroll
         for (int i = 0; i < kVectorSize; ++i) {
-          turn_pair(x[0][i], x[1][i], cos[i], sin[i]);
+          rotate_pair(x[0][i], x[1][i], cos[i], sin[i]);
         }
       }
       return;
@@ -244,7 +249,7 @@ struct Head {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         if (chunk.first[v] / 2 + i < half) {
-          turn_pair(x[v][2 * i], x[v][2 * i + 1], cos[v * kPairs + i], sin[v * kPairs + i]);
+          rotate_pair(x[v][2 * i], x[v][2 * i + 1], cos[v * kPairs + i], sin[v * kPairs + i]);
         }
       }
     }
@@ -262,7 +267,8 @@ __device__ __forceinline__ void store_values(void* row, const Chunk& chunk, cons
   }
 }
 
-// Codes of x / scale. `kBounded` only where the scale is that of the row itself, and fast.
+// Stores codes of x / scale. `kBounded` requires that the scale is that of the row itself, and
+// fast.
 template <typename Out, bool kAligned, bool kBounded>
 __device__ __forceinline__ void store_codes(uint8_t* row, const Chunk& chunk, const Divisor& scale,
                                             const Values (&x)[2]) {
@@ -284,15 +290,15 @@ __device__ __forceinline__ void store_codes(uint8_t* row, const Chunk& chunk, co
   }
 }
 
-// Where a head of this thread's goes, once its slot is known.
+// Destination of a head, once its slot is known.
 struct Target {
-  void* row;     // null: nowhere
+  void* row;     // null: not written
   float* scale;  // of a quantised cache, otherwise null
-  bool dynamic;  // the scale is the row's own, to be computed and written
+  bool dynamic;  // the scale is computed from the row and written
 
   __device__ __forceinline__ Target(const AppendKVParams& p, const Head& head, int64_t slot)
       : row(nullptr), scale(nullptr), dynamic(false) {
-    if (head.part == Part::q) {
+    if (head.projection == Projection::q) {
       if (head.exists) {
         row = static_cast<In*>(p.q_out.data) + head.token * p.q_out.stride +
               head.index * p.q_out.head_stride;
@@ -302,10 +308,10 @@ struct Target {
     if (!head.exists || slot < 0) {
       return;
     }
-    const bool is_k = head.part == Part::k;
+    const bool is_k = head.projection == Projection::k;
     const uint32_t page_size = static_cast<uint32_t>(p.page_size);
     int64_t page, offset;
-    if (slot >> 32 == 0) {  // a division of 64 bits takes some hundred instructions
+    if (slot >> 32 == 0) {  // a 64-bit division takes some hundred instructions
       page = static_cast<uint32_t>(slot) / page_size;
       offset = static_cast<uint32_t>(slot) % page_size;
     } else {
@@ -325,8 +331,8 @@ struct Target {
   }
 };
 
-// The end of a head: `largest` is its largest magnitude where the target's scale is dynamic, and
-// `fixed` the scale where it is not.
+// Stores a head: `largest` is its largest magnitude, if the target's scale is dynamic; otherwise
+// `fixed` is the scale.
 template <bool kAligned>
 __device__ __forceinline__ void store_head(const Target& target, const Chunk& chunk, float largest,
                                            float fixed, bool writes_scale, const Values (&x)[2]) {

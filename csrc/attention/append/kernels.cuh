@@ -1,4 +1,5 @@
-// The kernels: heads whose elements fit in the registers of at most a warp, and longer ones.
+// The append_kv kernels: for heads that fit into the registers of at most a warp, and for longer
+// ones.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +12,12 @@ namespace ostinato {
 namespace {
 
 constexpr int kThreads = 128;
-// On an SM at least: 0 leaves it to the compiler, which for sm_100 and sm_120 spills to have more.
+// Minimum CTAs per SM: 0 leaves it to the compiler, which for sm_100 and sm_120 would spill to have
+// more.
 constexpr int kLeastCtas = kTargets[0] < 1000 ? 0 : 1;
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
-// Over `lanes` neighbouring lanes, a power of two; all lanes of the warp must call it.
+// Over `lanes` adjacent lanes, a power of two; all lanes of the warp must call it.
 __device__ __forceinline__ float sum_of_lanes(float x, uint32_t lanes) {
   for (uint32_t distance = 1; distance < lanes; distance *= 2) {
     x += __shfl_xor_sync(kWholeWarp, x, distance);
@@ -34,7 +36,7 @@ __device__ __forceinline__ float load_scale(const Target& target) {
   return target.scale == nullptr || target.dynamic ? 1.0f : *target.scale;
 }
 
-// A CTA has heads of the token blockIdx.x, each in the hands of 1 << log2_lanes lanes.
+// A CTA has heads of token blockIdx.x; 1 << log2_lanes lanes share a head.
 template <bool kAligned, bool kNorm>
 __global__ void __launch_bounds__(kThreads, kLeastCtas)
     append_heads(const __grid_constant__ AppendKVParams p, const uint32_t log2_lanes,
@@ -44,13 +46,13 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) >> log2_lanes);
   const Chunk chunk = head.chunk(lane, static_cast<uint32_t>(p.dim));
   if constexpr (kNorm) {
-    // By one token's CTAs: of all, the requests for the same few lines would queue up in the L2.
+    // Only by one token's CTAs: requests of all CTAs for the same few lines would queue up in L2.
     if (blockIdx.x == 0) {
       head.prefetch_weights(chunk);
     }
   }
-  // Before the wait: decode attention finds its work, by guesses that it confirms after its own
-  // wait, while this kernel waits and works.
+  // Before the wait: decode attention plans its work while this kernel waits and works, from
+  // speculative lengths that it verifies after its own wait.
   let_successor_start();
   wait_for_predecessor();
 
@@ -62,8 +64,8 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   if constexpr (kNorm) {
     head.load_weights<kAligned>(chunk, weights);
   }
-  Angles turn;
-  head.load_angles<kAligned>(p, position, chunk, turn);
+  Angles angles;
+  head.load_angles<kAligned>(p, position, chunk, angles);
   const Target target(p, head, slot);
   const float fixed_scale = load_scale(target);
 
@@ -74,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     const float sum = sum_of_lanes(sum_squares(x[0]) + sum_squares(x[1]), lanes);
     head.normalize<kAligned>(sum, count, p.norm_eps, chunk, weights, x);
   }
-  head.rotate(chunk, turn, x);
+  head.rotate(chunk, angles, x);
   float largest = 0.0f;
   if constexpr (kQuantizes) {
     if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0) {
@@ -84,9 +86,9 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   store_head<kAligned>(target, chunk, largest, fixed_scale, lane == 0, x);
 }
 
-// Heads of any length, each in the hands of a warp, which reads it once for each of the sum of
-// squares, the largest magnitude and the result. Every element is read and written by one lane, and
-// no lane writes before all have read for the sum: q_out may be q.
+// Heads of any length, each by one warp, which reads it once each for the sum of squares, the
+// largest magnitude and the result. Every element is read and written by one lane, and no lane
+// writes before all have read for the sum: q_out may be q.
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, kLeastCtas)
     append_long_heads(const __grid_constant__ AppendKVParams p, const uint32_t chunks,
@@ -115,14 +117,14 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   const auto result_at = [&](const Chunk& chunk, Values(&x)[2]) {
     Vector raw[2];
     Vector weights[2];
-    Angles turn;
+    Angles angles;
     head.load_values<kAligned>(chunk, raw);
     head.load_weights<kAligned>(chunk, weights);
-    head.load_angles<kAligned>(p, position, chunk, turn);
+    head.load_angles<kAligned>(p, position, chunk, angles);
     raw[0].unpack(x[0]);
     raw[1].unpack(x[1]);
     head.normalize<kAligned>(sum, count, p.norm_eps, chunk, weights, x);
-    head.rotate(chunk, turn, x);
+    head.rotate(chunk, angles, x);
   };
   float largest = 0.0f;
   if (target.dynamic) {

@@ -1,5 +1,5 @@
-// The arguments of append_kv: plain C++, without a header of CUDA or torch. Strides count elements,
-// sizes are logical, pointers are device pointers.
+// Arguments of append_kv, in plain C++ without CUDA or torch headers. Strides count elements, sizes
+// are logical, pointers are device pointers.
 #pragma once
 
 #include "attention/common/params.h"
@@ -16,7 +16,7 @@ struct AppendKVParams {
   OSTINATO_FIELD(Heads, v);
   OSTINATO_FIELD(Slots, k_cache);  // [pages, page_size, heads_kv, dim]
   OSTINATO_FIELD(Slots, v_cache);
-  // Fp32, of an 8-bit cache; unless per token only head_stride counts, 0 or 1.
+  // Fp32 scales of an 8-bit cache. Unless per token, only head_stride is used: 0 or 1.
   OSTINATO_OPTIONAL(Slots, k_scale);
   OSTINATO_OPTIONAL(Slots, v_scale);
   OSTINATO_OPTIONAL(int32_t, k_scale_per_token);  // 1: [pages, page_size, heads_kv], written

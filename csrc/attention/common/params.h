@@ -1,12 +1,12 @@
-// Pieces of the arguments of attention: tensors, and what is known of the L2. Strides count
-// elements, pointers are device pointers.
+// Common arguments of attention kernels: tensors and L2 partitions. Strides count elements,
+// pointers are device pointers.
 #pragma once
 
 #include <cstdint>
 
 namespace ostinato {
 
-// Heads of tokens: [tokens, heads, dim], the elements of a head adjacent.
+// Heads of tokens: [tokens, heads, dim], the elements of a head contiguous.
 struct Heads {
   void* data;
   int64_t stride;  // from token to token
@@ -14,7 +14,7 @@ struct Heads {
 };
 constexpr const char* kind_of(const Heads*) { return "pqq"; }
 
-// Something for every head of every slot of a paged cache: [pages, page_size, heads_kv, ...].
+// Data of every head and slot of a paged cache: [pages, page_size, heads_kv, ...].
 struct Slots {
   void* data;
   int64_t page_stride;
@@ -23,8 +23,8 @@ struct Slots {
 };
 constexpr const char* kind_of(const Slots*) { return "pqqq"; }
 
-// Which partition of the L2 holds what, where that is known. What the other partition holds comes
-// across the chip, which takes energy (docs/l2_partition.md). A hint: results do not depend on it.
+// The mapping of SMs and pages to L2 partitions, if known. Reads from the other partition cross the
+// chip, which takes energy (docs/l2_partition.md). A hint: results do not depend on it.
 struct L2Partition {
   static constexpr int kSmWords = 8;
   uint32_t sms[kSmWords];  // bit i % 32 of word i / 32: the partition that SM i is on

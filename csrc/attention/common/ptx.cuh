@@ -1,4 +1,4 @@
-// Instructions without a name in CUDA C++ that the attention kernels share.
+// PTX instructions and math that the attention kernels share.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,8 +17,8 @@ __device__ __forceinline__ float power_of_2(float x) {
   return y;
 }
 
-// By 1 - 2 / (1 + e^2x), which is exact at both ends; near 0, where nothing would be left of it, by
-// the first terms of the series. What a large cap makes of an error is felt.
+// 1 - 2 / (1 + e^2x), which is exact at both ends. Near 0, where it cancels, the first terms of the
+// series instead: a large cap magnifies the error.
 __device__ __forceinline__ float hyperbolic_tangent(float x) {
   constexpr float kTwoLog2E = 2.8853900817779268f, kNear = 0.0625f;
   const float square = x * x;
@@ -27,8 +27,8 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
   return fabsf(x) < kNear ? series : 1.0f - __fdividef(2.0f, 1.0f + power);
 }
 
-// One lane of the warp, the same every time. (The copy engine's instructions are the compiler's
-// business for one lane only; it knows of this one.)
+// Elects one lane of the warp, the same every time. (The compiler issues TMA instructions without a
+// loop over lanes only if it knows that one lane runs; it recognises elect.sync.)
 __device__ __forceinline__ bool elect_lane() {
   uint32_t elected;
   asm volatile(
@@ -41,12 +41,12 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
-// 16 bytes from global to shared memory, which is named by its address, by a thread.
+// Copies 16 bytes from global memory to a shared-memory address, by one thread.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// An arrival of this thread, as soon as its copies so far have landed.
+// Arrives at the barrier once this thread's earlier cp.async copies have completed.
 __device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_by_warp(float (&sums)[4], const uint32_
   }
 }
 
-// Four 8 x 8 matrices to shared memory; lane l says where row l % 8 of matrix l / 8 goes (PTX ISA,
+// Stores four 8 x 8 matrices to shared memory; lane l addresses row l % 8 of matrix l / 8 (PTX ISA,
 // "stmatrix").
 __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&words)[4]) {
   asm volatile(

@@ -1,9 +1,9 @@
-// Cluster reduction: the CTAs of a cluster add up their outputs of a split through distributed
-// shared memory.
+// Cluster reduction: the CTAs of a cluster add their outputs of a split through distributed shared
+// memory.
 //
-// Each CTA owns a slice of what every warp owns of the head dim. It receives that slice from all
-// CTAs, warp by warp, and adds it up; a warp waits for its own slice only. No CTA sends before all
-// CTAs have begun, and have read what they received for the split before.
+// Each CTA owns a slice of the head-dim steps of every warp. It receives that slice from all CTAs,
+// warp by warp, and adds it; a warp waits for its own slice only. No CTA sends before all CTAs have
+// begun the split, and thus have read what they received for the previous one.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -16,7 +16,7 @@ namespace ostinato::decode {
 template <int kCtas>
 class ClusterReduceOf {
  public:
-  // By all threads, once.
+  // Called by all threads, once.
   __device__ explicit ClusterReduceOf(SharedStorage& shared) : storage_(shared.cluster_reduce) {
     const int warp = warp_index();
     if (elect_lane()) {
@@ -26,13 +26,13 @@ class ClusterReduceOf {
     __syncwarp();
   }
 
-  // Lets others send what they have of the next split. By whole warps, after all reads of the last
-  // one have come back: what they read has been used.
+  // Allows the other CTAs to send their outputs of the next split. Called by whole warps, after all
+  // reads of the previous split have completed (their results have been used).
   __device__ __forceinline__ void open() const { arrive_in_cluster(); }
-  // Waits until all are open.
+  // Waits until all CTAs of the cluster have called open().
   __device__ __forceinline__ void wait_for_others() const { wait_for_cluster(); }
 
-  // Sends what this lane has of a pair of columns: a part of each owned step, and the weights.
+  // Sends this lane's outputs of a pair of columns to the CTAs that own them, and the weights.
   __device__ __forceinline__ void send_pair(int pair, const PairOutputs (&outputs)[kOwnedSteps],
                                             const PairWeights& weights) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = rank_in_cluster();
@@ -49,7 +49,7 @@ class ClusterReduceOf {
     }
   }
 
-  // Adds up what this warp owns, and writes it out, or as a part if that is not null.
+  // Adds the slice that this warp owns, and writes it to `partial`, or to out if that is null.
   __device__ __forceinline__ void receive(const Arguments& params, const Rows& rows,
                                           float4* partial) {
     const int warp = warp_index(), lane = threadIdx.x % 32;
@@ -81,7 +81,7 @@ class ClusterReduceOf {
       Combiner combiner;
 #pragma unroll
       for (int cta = 0; cta < kCtas; ++cta) {
-        combiner.see(others[cta]);
+        combiner.include(others[cta]);
       }
       PairOutputs sum;
       PairWeights weights{{{combiner.highest[0], 0}, {combiner.highest[1], 0}}};
@@ -109,7 +109,8 @@ class ClusterReduceOf {
   }
 
  private:
-  // Whose outputs are added i-th. In a lone CTA a warp begins with its own (epilogue.cuh).
+  // The CTA whose outputs are added i-th. To give the same bits: without a cluster, a warp begins
+  // with its own outputs (epilogue.cuh).
   static __device__ __forceinline__ int source(int i) {
     const int warp = threadIdx.x / 32;
     return !kChainPerCta ? i : i == 0 ? warp : i - (i <= warp);
@@ -119,7 +120,7 @@ class ClusterReduceOf {
   uint32_t parity_ = 0;
 };
 
-// Where a CTA has its splits for itself.
+// Without a cluster there is nothing to reduce.
 template <>
 class ClusterReduceOf<1> {
  public:

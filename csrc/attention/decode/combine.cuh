@@ -1,37 +1,38 @@
-// Combine: where several CTAs share a work tile, the last one to finish adds up the partial
-// results, in the order of the CTAs. Each warp combines the steps of the head dim that it owns.
+// Combine: if several CTAs share a work tile, the last one to finish adds their partials, in the
+// order of the CTAs. Each warp combines the steps of the head dim that it owns.
 #pragma once
 
 #include "epilogue.cuh"
 
 namespace ostinato::decode {
 
-// A work tile that this CTA shares with others. There are few registers while it waits.
+// A work tile shared with other CTAs, packed into few registers: it stays live to the end.
 class SharedWorkTile {
  public:
   SharedWorkTile() = default;
   // `line_cta`: the first CTA of the line.
   __device__ SharedWorkTile(const Split& split, const Shares& shares, int line_cta)
-      : what_(split.head * kMaxBatch + split.sequence) {
+      : packed_tile_(split.head * kMaxBatch + split.sequence) {
     const int first = divide(split.start, shares.quota);
     const int ctas = divide(split.start + split.tiles - 1, shares.quota) - first + 1;
-    who_ = (line_cta + first) << 16 | ctas;
+    packed_ctas_ = (line_cta + first) << 16 | ctas;
   }
 
-  __device__ __forceinline__ int sequence() const { return what_ % kMaxBatch; }
-  __device__ __forceinline__ int head() const { return what_ / kMaxBatch; }
-  __device__ __forceinline__ int first_cta() const { return who_ >> 16; }
-  __device__ __forceinline__ int ctas() const { return who_ & 0xffff; }
+  __device__ __forceinline__ int sequence() const { return packed_tile_ % kMaxBatch; }
+  __device__ __forceinline__ int head() const { return packed_tile_ / kMaxBatch; }
+  __device__ __forceinline__ int first_cta() const { return packed_ctas_ >> 16; }
+  __device__ __forceinline__ int ctas() const { return packed_ctas_ & 0xffff; }
 
  private:
-  int what_, who_ = 0;
+  int packed_tile_, packed_ctas_ = 0;
 };
 
-// Where this warp's regions of a work tile's partials are. `kStride` leads from one to the next,
-// and the first one is `kFirst` behind its place.
+// This warp's regions of the partials of a work tile: `kStride` apart, the first one at an offset
+// of `kFirst`.
 struct CtaPartials {
   static constexpr int kStride = 2 * kPartialVectors;
-  static constexpr int kFirst = kPartialVectors;  // what a CTA begins is behind what it ends
+  // partial of the work tile that the CTA begins; it follows that of the one it continues
+  static constexpr int kFirst = kPartialVectors;
   const float4* at;
   int count;
 };
@@ -43,12 +44,11 @@ struct FixedSplitPartials {
   int count;
 };
 
-// Adds up the partials of a work tile that this warp's peers have stored; by the one that arrived
-// last.
+// Adds the partials of a work tile. Called by the warp that arrived last.
 template <class Partials>
 __device__ __forceinline__ void combine_partials(const Arguments& params, const Rows& rows,
                                                  const Partials& partials) {
-  constexpr int kPartialBatch = 16, kGroup = 4;  // partials read at a time, and used at a time
+  constexpr int kPartialBatch = 16, kGroup = 4;  // partials loaded at a time, and per branch
   constexpr int kStride = Partials::kStride;
   const int lane = threadIdx.x % 32;
   const int pairs = count_pairs(rows);
@@ -62,8 +62,8 @@ __device__ __forceinline__ void combine_partials(const Arguments& params, const 
     int begun = Partials::kFirst;
 #pragma unroll 1
     for (int left = partials.count; left > 0; left -= kPartialBatch) {
-      // All loads before all else. Past the L1 cache, which other SMs' stores do not reach. The
-      // partials come in groups: a branch for each part would wait for each part.
+      // All loads come first, and bypass L1, which is not coherent with other SMs' stores. Partials
+      // are loaded in groups: a branch for each partial would wait for each load.
       float4 values[kPartialBatch], raw[kPartialBatch];
 #pragma unroll
       for (int group = 0; group < kPartialBatch; group += kGroup) {
@@ -83,13 +83,13 @@ __device__ __forceinline__ void combine_partials(const Arguments& params, const 
       raw_at += kPartialBatch * kStride;
       begun = 0;
       Combiner combiner;
-      combiner.see(weights);
+      combiner.include(weights);
 #pragma unroll
       for (int group = 0; group < kPartialBatch; group += kGroup) {
         if (group < left) {
 #pragma unroll
           for (int j = group; j < group + kGroup; ++j) {
-            combiner.see(PairWeights::of(raw[j]));
+            combiner.include(PairWeights::of(raw[j]));
           }
         }
       }
@@ -117,13 +117,13 @@ __device__ __forceinline__ void combine_partials(const Arguments& params, const 
   }
 }
 
-// Counts a warp at its counter, among those of the CTAs that share a work tile; by one lane.
-// Returns whether it is the last. The count goes back to zero by itself.
+// Increments this warp's counter among the CTAs that share a work tile. Called by one lane. Returns
+// whether it is the last to arrive; the counter then wraps to zero.
 __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_cta, int ctas,
                                             int warp) {
   uint32_t* const counter = params.counters + first_cta * kClusterCtas * kWarps + region_of(warp);
   uint32_t before;
-  // Releases what the lanes have stored, and acquires what others have.
+  // Releases the stores of this warp's lanes, and acquires those of the other CTAs.
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(counter), "r"(ctas - 1)
@@ -131,11 +131,11 @@ __device__ __forceinline__ bool arrive_last(const Arguments& params, int first_c
   return static_cast<int>(before) == ctas - 1;
 }
 
-// Of the work tiles that a CTA may share: the one that it ends or passes, and the one that it
+// Balanced splits: a CTA shares at most two work tiles, one that it continues and one that it
 // begins.
 class BalancedPartials {
  public:
-  // Where this warp is to store its part of a split; null if the split is a whole work tile.
+  // Where this warp stores its part of a split; null if the split is a whole work tile.
   __device__ __forceinline__ float4* target(const Arguments& params, const Seqlens& seqlens,
                                             const Shares& shares, const Split& split) {
     if (split.whole()) {
@@ -153,7 +153,7 @@ class BalancedPartials {
     return partial_of(params, line_cta + own.cta, begins, warp_index());
   }
 
-  // At the warp's end: combines the work tiles that it is the last to leave.
+  // Called at the warp's end: combines the work tiles at which this warp arrives last.
   __device__ __forceinline__ void combine(const Arguments& params, const Seqlens& seqlens) const {
     if (ended_.ctas() == 0 && begun_.ctas() == 0) {
       return;
@@ -172,8 +172,8 @@ class BalancedPartials {
   }
 
  private:
-  // Counts this warp among the warps of its two work tiles that own the same part of the output.
-  // Returns, by a bit for each, of which it is the last.
+  // Arrives at the counters of both work tiles, among the warps that own the same steps. Returns a
+  // bit mask of the work tiles at which this warp is the last.
   __device__ __forceinline__ uint32_t arrive(const Arguments& params) const {
     const int lane = threadIdx.x % 32, warp = warp_index();
     const int ctas = lane == 0 ? ended_.ctas() : begun_.ctas();
@@ -184,14 +184,14 @@ class BalancedPartials {
       last = arrive_last(params, first_cta, ctas, warp);
     }
     const uint32_t work_tiles_ended = __ballot_sync(0xffffffff, last);
-    __syncwarp();  // what two lanes have acquired, all may read
+    __syncwarp();  // the stores that two lanes have acquired become visible to all
     return work_tiles_ended;
   }
 
   SharedWorkTile ended_, begun_;
 };
 
-// Of splits, one for each.
+// Fixed splits: one partial per split.
 class FixedPartials {
  public:
   __device__ __forceinline__ float4* target(const Arguments& params, const Seqlens& seqlens,
@@ -204,16 +204,16 @@ class FixedPartials {
                          : partial_of_split(params, first + split.line_index, warp_index());
   }
 
-  // At the warp's end: for each work tile of which this CTA has a split, combines its splits if
-  // this warp is the last to come. (Between two splits there are no registers to do it.)
+  // Called at the warp's end: for each work tile with a split in this CTA, combines its partials if
+  // this warp is the last to arrive. (Between two splits there are no registers for it.)
   __device__ __forceinline__ void combine(const Arguments& params, const Seqlens& seqlens) const {
     if (!has_partials_) {
-      return;  // to see that of 8 splits takes 3 us at the end of a launch
+      return;  // walking over 8 splits to find this out takes 3 us at the end of a launch
     }
     const int lane = threadIdx.x % 32, warp = warp_index();
     OSTINATO_DELAY(decode_partial_store, warp == 3);
     const OnLine own = on_line(params, seqlens);
-    // Chosen once more, for the same reason.
+    // Computed again, to save registers.
     const int all = seqlens.start(params.batch) * params.line_heads;
     const FixedShares shares(all, params.line_ctas, params.by.line_ctas);
     FixedSplitWalk<Seqlens> walk = walk_line<FixedSplits>(params, seqlens, shares);
@@ -230,7 +230,7 @@ class FixedPartials {
         last = arrive_last(params, own.line * params.line_ctas + peers.first_cta, peers.ctas, warp);
       }
       last = __any_sync(0xffffffff, last);
-      __syncwarp();  // what one lane has acquired, all may read
+      __syncwarp();  // the stores that one lane has acquired become visible to all
       if (last) {
         const float4* const first =
             partial_of_split(params, own.line * all + split.line_index - split.index, warp);
@@ -242,13 +242,13 @@ class FixedPartials {
   }
 
  private:
-  bool has_partials_ = false;  // whether any split was a part of its work tile only
+  bool has_partials_ = false;  // whether any split is not a whole work tile
 };
 
 using Partials = std::conditional_t<kFixedSplits, FixedPartials, BalancedPartials>;
 
-// The outputs of sequences without a token to see, by all CTAs, the last ones first: where few have
-// work, the last have none, and those that have need not write zeros after it.
+// Writes zeros for sequences without visible tokens. CTAs start from the last: with few CTAs at
+// work, the last ones are idle.
 __device__ __forceinline__ void write_empty(const Arguments& params, const Seqlens& seqlens) {
   constexpr int kPairs = kDim / 2;
   for (int b = gridDim.x - 1 - blockIdx.x; b < params.batch; b += gridDim.x) {

@@ -1,15 +1,16 @@
-// Mainloop of up to 64 rows (queries times heads of a group) to a paged cache: decode, and the
-// verification of speculated tokens. Cache bytes are read once, at memory speed.
+// Decode attention: up to 64 query rows (queries times query heads of a KV head) per sequence
+// against a paged KV cache. Serves decode and the verification of speculated tokens, at memory
+// speed.
 //
-// A grid of persistent CTAs, or of clusters of them ("CTA" stands for both); each reads all lengths
-// and finds its own share of the tiles (static_scheduler.cuh), so neither the host nor another
-// kernel plans anything, and no size of the launch depends on a length. In a CTA each team of warps
-// has rings of blocks of its own, refills what it has used itself, and shares nothing until the end
-// of a split.
+// A grid of persistent CTAs, or of clusters ("CTA" stands for both). Every CTA reads all sequence
+// lengths and computes its own splits (static_scheduler.cuh), so neither the host nor another
+// kernel plans the launch, and the grid does not depend on the lengths. Each team of warps in a CTA
+// has its own ring of KV blocks, refills the stages that it has consumed, and exchanges data with
+// the other teams only at the end of a split.
 //
-// With params.pdl the predecessor may write any of the inputs: append_kv writes the cache. The
-// workspace must be zero before its first launch, and after a launch that was aborted; it serves
-// one stream at a time.
+// With params.pdl, the preceding kernel may still be writing any of the inputs (append_kv writes
+// the cache). The workspace must be zero before the first launch and after an aborted launch; it
+// serves one stream at a time.
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -27,11 +28,12 @@
 namespace ostinato::decode {
 namespace {
 
-// Where what the end and the next split need is found: between two splits the rings are full, and
-// memory waits; between the second tile and the third, a warp does.
+// Whether the data for the epilogue and the next split is prefetched inside the mainloop, between
+// the second and the third tile. There the latency stalls one warp; between two splits it would
+// stall the copies of the whole CTA.
 inline constexpr bool kLooksAheadWithin = kMayScheduleDynamically && Mainloop::kFetchesAhead;
 
-// This warp's part of a split. Within it, once, `look_ahead` is called.
+// Runs the mainloop over this warp's tiles of a split. Calls `look_ahead` exactly once.
 template <bool kSeveral, bool kThrottled, class LookAhead>
 __device__ __forceinline__ void run_mainloop(SharedStorage& shared, Mainloop& mainloop,
                                              KvLoader& kv_loader, DynamicScheduler& scheduler,
@@ -79,7 +81,8 @@ __device__ __forceinline__ void run_mainloop(SharedStorage& shared, Mainloop& ma
     if constexpr (kThrottled) {
       throttle.pass();
     }
-    if (tile > range.begin) {  // before, it may not have come back
+    // not in the first tile: the reply to the request may still be in flight
+    if (tile > range.begin) {
       scheduler.publish();
     }
     kv_loader.load(stage);
@@ -93,8 +96,9 @@ __device__ __forceinline__ void locate_queries(Mainloop& mainloop, const Argumen
                           seqlens.queries(split.sequence), split.head);
 }
 
-// Into the L2 cache, what every CTA reads first: the lengths, and page ids by the line. Before the
-// predecessor's end it is a hint only, and what it may still write is read after that.
+// Prefetches what every CTA reads first into L2: the lengths, and the page table line by line.
+// Before the preceding kernel ends this is only a hint: tables that it may write are read again
+// later.
 __device__ __forceinline__ void prefetch_tables(const Arguments& params) {
   constexpr int kLineEntries = 128 / sizeof(int32_t);
   const int line = params.by.batch.divide(blockIdx.x);
@@ -124,16 +128,17 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   init_team(shared, params);
   ClusterReduce cluster_reduce(shared);
 
-  // Seqlens and page ids are guessed: read before the predecessor has ended, which may be writing
-  // them. Whatever they are is safe to follow, and after the predecessor's end they are read once
-  // more, beside the first blocks and queries. If a number has changed, all begins anew.
-  bool guesses = kMayGuess && params.guesses != 0;
-  if (!guesses) {
+  // Sequence lengths and page ids are read speculatively: before the preceding kernel has ended,
+  // which may still be writing them. Any value is safe to use (Arguments::speculative), and after
+  // the preceding kernel has ended they are read again, overlapped with the first copies. If a
+  // value has changed, the CTA starts over.
+  bool speculative = kMaySpeculate && params.speculative != 0;
+  if (!speculative) {
     wait_for_predecessor();
   }
   Seqlens seqlens(shared, params);
   if (by_l2_partition(params) && threadIdx.x == kThreads - 1) {
-    seqlens.take_number(&params.scheduler_counters[kOfNumbers]);
+    seqlens.take_number(&params.scheduler_counters[kNumberCounter]);
   }
   DynamicScheduler scheduler(shared, params, seqlens);
   KvLoader kv_loader(shared, params, maps, seqlens, scheduler);
@@ -144,19 +149,19 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
   bool more;
 #pragma unroll 1
   while (true) {
-    const CtaPlan plan = read_seqlens(shared, seqlens, params, guesses);
+    const CtaPlan plan = read_seqlens(shared, seqlens, params, speculative);
     shares = plan.shares;
     scheduler.begin(plan.dynamic, Splits::room(shares));
     cta_splits = CtaSplits(scheduler, params, seqlens, shares);
-    kv_loader.begin(cta_splits, guesses);
+    kv_loader.begin(cta_splits, speculative);
     more = cta_splits.next(scheduler, seqlens, &split);
     if (more) {
       locate_queries(mainloop, params, seqlens, split);
     }
     Seqlens::Raw raw_seqlens = {};
     KvLoader::Ids ids = {};
-    if (guesses) {
-      // Where few CTAs work, it only disturbs the last ones of the predecessor.
+    if (speculative) {
+      // With few CTAs, prefetching would only slow the last CTAs of the preceding kernel.
       if (Splits::crowded(params, seqlens.start(params.batch) * params.line_heads, shares)) {
         kv_loader.prefetch();
       }
@@ -166,16 +171,16 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
     if (more) {
       kv_loader.start();
-      // The first block needs the queries, which would wait behind the blocks of all stages.
+      // The first block needs the queries. Behind the copies of all stages, their loads would wait.
       mainloop.queries.fetch();
       kv_loader.fill();
     }
     let_successor_start();
-    if (!guesses || !__syncthreads_or(ids.differ() || seqlens.differ(params, raw_seqlens))) {
+    if (!speculative || !__syncthreads_or(ids.differ() || seqlens.differ(params, raw_seqlens))) {
       break;
     }
     kv_loader.drop();
-    guesses = false;
+    speculative = false;
   }
   Throttle throttle(params, seqlens, shares);
   if (!more) {
@@ -186,11 +191,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 
   RingPosition position;
   Partials partials;
-  // Twice: short splits would feel what only paced ones need, as code between the code that runs.
+  // Instantiated twice: the code of the throttle, even if it is skipped, slows short splits.
   const auto process_splits = [&](auto throttled) {
     for (bool first = true; more; first = false) {
       cluster_reduce.open();
-      scheduler.ask();
+      scheduler.request();
       const Mask mask(params, seqlens, split.sequence);
       const Visible visible = seqlens.visible(split.sequence);
       const int first_tile = split.begin, last_tile = split.end;
@@ -222,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
           scheduler.leave();
         }
       };
-      // What the end and the next split need is found early if there are registers for it.
+      // Prefetch for the epilogue and the next split before the mainloop if registers allow it.
       constexpr bool kLooksAheadFirst = Mainloop::kFetchesAhead && !kLooksAheadWithin;
       if constexpr (kLooksAheadFirst) {
         find_output();
@@ -273,7 +278,7 @@ cudaError_t encode_map(CUtensorMap* map, const Slots& cache, const PagedDecodePa
        map_step<Element>(cache.head_stride, params.heads_kv),
        map_step<Element>(cache.page_stride, params.pages)},
       {kStripBytes, kBlockTokens, kStripsCopied, 1, 1}};
-  // Longer fetches than a block's 128-byte rows read what is not needed yet.
+  // L2 promotion beyond the 128-byte rows of a block would fetch data that is not needed yet.
   return encode_tensor_map(map, cache.data, shape, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
@@ -289,7 +294,7 @@ bool is_supported(const PagedDecodeParams& p) {
       (kCopyPages && p.page_size % kBlockTokens)) {
     return false;
   }
-  // LineRange on the line of work tiles are divided as numbers below 2^30, tiles as below 2^21.
+  // Positions on a line are divided as numbers below 2^30, tiles as numbers below 2^21.
   const int64_t capacity = static_cast<int64_t>(p.max_pages) * p.page_size;
   const int64_t targets = int64_t{2} * p.batch * p.heads_kv * (capacity / kTileTokens + 2);
   constexpr int kVector = 16 / kElementBytes;
@@ -310,8 +315,8 @@ OSTINATO_EXPORT int ostinato_prepare() {
   return prepare(paged_decode<true>);
 }
 
-// What launches need beside their tensors if none exceeds these capacities. Without fixed splits it
-// depends on the device alone.
+// Workspace of any launch that stays within these capacities. Without fixed splits it depends on
+// the device alone.
 OSTINATO_WORKSPACE(ostinato::DecodeCapacities) {
   using namespace ostinato::decode;
   const ostinato::DecodeCapacities& most = *capacities;

@@ -1,11 +1,11 @@
-// 8-bit cache elements as pairs of FP16, which holds every E4M3 and every INT8 value. So the
-// product with a 16-bit query is that of the dequantised cache, and more exact than BF16 weights
-// would be.
+// Dequantisation: converts 8-bit cache elements to pairs of FP16, which represents every E4M3 and
+// every INT8 value exactly. The product with a 16-bit query is that of the dequantised cache; BF16
+// operands would round the softmax weights more coarsely.
 //
-// Two 8-bit elements fill a 16-bit one of ldmatrix. Keys: a lane's four neighbours of the head dim
-// are where an MMA wants two pairs, so the query is loaded in that order (Mainloop::begin).
-// Values, transposed: a word holds two tokens times two neighbours d, d + 1, which become rows
-// lane / 4 and lane / 4 + 8 of the output.
+// ldmatrix sees two 8-bit elements as one 16-bit element. Keys: the four adjacent elements of a
+// lane are used as the two pairs of an MMA operand, and the query is loaded in the same order
+// (q_fragments.cuh). Values, transposed: a word holds two tokens times two adjacent elements d, d +
+// 1, which become rows lane / 4 and lane / 4 + 8 of the output.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -17,12 +17,13 @@
 
 namespace ostinato::decode {
 
-// `first` of the two low bytes, `second` of the two high ones.
+// `first`: from the two low bytes; `second`: from the two high bytes.
 struct Pairs {
   uint32_t first, second;
 };
 
-// Bytes of a (0 to 3) and b (4 to 7), a hexadecimal digit of `selection` for each, lowest first.
+// Selects bytes of a (0 to 3) and b (4 to 7): one hexadecimal digit of `selection` per result byte,
+// lowest first.
 __device__ __forceinline__ uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selection) {
   return __byte_perm(a, b, selection);
 }
@@ -46,7 +47,7 @@ __device__ __forceinline__ uint32_t subtract_halves(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(difference);
 }
 
-// x + 128 as the low bits of 1024 + (x + 128), less 1152.
+// x + 128 as the low bits of the FP16 number 1024 + (x + 128), minus 1152.
 __device__ __forceinline__ Pairs dequantize_int8(uint32_t word) {
   const uint32_t shifted = word ^ 0x80808080u;
   return {subtract_halves(select_bytes(shifted, 0x64646464u, 0x4140), 0x64806480u),
@@ -61,18 +62,19 @@ __device__ __forceinline__ Pairs dequantize(uint32_t word) {
   }
 }
 
-// Bytes 0 and 2, and 1 and 3.
+// Pairs of bytes 0 and 2, and of bytes 1 and 3.
 __device__ __forceinline__ Pairs dequantize_even_and_odd(uint32_t word) {
   return dequantize(select_bytes(word, 0, 0x3120));
 }
 
-// A power of two that brings a number near 1: FP16 has less range than BF16. 1 if there is none.
+// The power of two of a number's exponent, to scale it near 1 (FP16 has less range than BF16); 1
+// for zero, infinity and NaN.
 __device__ __forceinline__ float exponent_of(float magnitude) {
   const uint32_t exponent = __float_as_uint(magnitude) & 0x7f800000u;
   return exponent == 0 || exponent == 0x7f800000u ? 1.0f : __uint_as_float(exponent);
 }
 
-// Two vectors of each token are loaded at once: one step of 16-bit elements, two of 8-bit ones.
+// One ldmatrix loads two vectors of each token: one step of 16-bit elements, two of 8-bit ones.
 inline constexpr int kStepsPerLoad = kQuantized ? 2 : 1;
 inline constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
 

@@ -1,11 +1,11 @@
-// The dynamic scheduler: CTAs take whole work tiles one by one from a counter in the workspace,
-// where there are many and none is split.
+// The dynamic scheduler: CTAs request whole work tiles one by one from a counter in the workspace.
+// Used if there are many work tiles and none is split.
 //
-// SMs read at speeds that differ by a sixth, by their position on the chip. With equal shares the
-// first CTAs end a fifth of a launch before the last ones, which alone cannot keep memory busy. So
-// each CTA has two work tiles of its own, and requests the next free one whenever it begins one.
-// The bits of a work tile do not depend on the CTA that processes it. Where L2 partitions are known
-// (l2_partition.cuh), each partition has its own counter.
+// SMs read memory at speeds that differ by a sixth, by their position on the chip. With equal
+// shares the fastest CTAs would end a fifth of the launch before the slowest, which alone cannot
+// saturate memory. So each CTA starts with two work tiles and requests another one whenever it
+// begins one. The bits of a work tile do not depend on the CTA that processes it. If L2 partitions
+// are known (l2_partition.cuh), each partition has its own counter.
 #pragma once
 
 #include "common/debug.cuh"
@@ -13,14 +13,14 @@
 
 namespace ostinato::decode {
 
-// By one warp for its CTA, while the others are at most a split behind.
+// Requests are made by warp 0 for its CTA; the other warps are at most one split behind.
 template <bool kUsed>
 class DynamicSchedulerOf {
  public:
-  static constexpr int kOwn = 2;  // work tiles of a CTA that need no request
+  static constexpr int kOwn = 2;  // work tiles that a CTA has without a request
   static constexpr int kNone = -1;
 
-  // By all threads, once, before a barrier of the CTA.
+  // Called by all threads once, before a barrier of the CTA.
   __device__ DynamicSchedulerOf(SharedStorage& shared, const Arguments& params,
                                 const Seqlens& seqlens)
       : ring_(shared.scheduler), params_(params), seqlens_(seqlens) {
@@ -32,34 +32,35 @@ class DynamicSchedulerOf {
     }
   }
 
-  // `room`: of a work tile on its line.
+  // `room`: positions between two work tiles of a head on the line.
   __device__ __forceinline__ void begin(int work_tiles, int room) {
     work_tiles_ = work_tiles;
     room_ = room;
     partition_ = by_l2_partition(params_) ? seqlens_.own_partition() : 0;
   }
-  // Whether any are scheduled dynamically: or else everybody has a share of his own.
+  // Whether work tiles are scheduled dynamically. Otherwise each CTA has a static share.
   __device__ __forceinline__ bool used() const { return work_tiles_ > 0; }
 
-  // At the beginning of every split, by all warps.
-  __device__ __forceinline__ void ask() {
+  // Requests a work tile. Called by all warps at the beginning of every split.
+  __device__ __forceinline__ void request() {
     if (work_tiles_ > 0 && warp_index() == 0) {
       if (threadIdx.x == 0) {
-        // Not atomicAdd(): for that the compiler adds up what a warp's threads add, and waits for
-        // the number here, a microsecond. This one is awaited where it is used.
-        asked_ = atomicInc(&params_.scheduler_counters[partition_], INT32_MAX);
+        // Not atomicAdd(): the compiler aggregates it over the warp and waits for the result here,
+        // which takes a microsecond. The result of this instruction is awaited at its first use.
+        reply_ = atomicInc(&params_.scheduler_counters[partition_], INT32_MAX);
       }
-      waits_ = true;
+      pending_ = true;
     }
   }
 
-  // In the second tile of a split, or when it is asked for: it waits for what has not come back.
+  // Hands the requested work tile to the other warps. Called in the second tile of a split, or by
+  // take(), which then waits for the atomic.
   __device__ __forceinline__ void publish() {
-    if (!waits_) {
+    if (!pending_) {
       return;
     }
-    waits_ = false;
-    const int found = find(__shfl_sync(0xffffffff, asked_, 0));
+    pending_ = false;
+    const int found = find(__shfl_sync(0xffffffff, reply_, 0));
     OSTINATO_DELAY(decode_schedule_store, true);
     if (threadIdx.x == 0) {
       const int slot = published_ % kScheduledAhead;
@@ -69,48 +70,49 @@ class DynamicSchedulerOf {
     ++published_;
   }
 
-  // The work tile of a turn, or kNone past the last: in a split's turn, of no later one than the
-  // next but one.
-  __device__ __forceinline__ int take(int turn) {
-    if (turn < kOwn) {
-      return locate(turn * gridDim.x + seqlens_.number());
+  // The work tile with this index in the CTA's sequence, or kNone past the last one. During a split
+  // at most the work tile after the next may be asked for.
+  __device__ __forceinline__ int take(int index) {
+    if (index < kOwn) {
+      return locate(index * gridDim.x + seqlens_.number());
     }
     publish();
-    const int claim = turn - kOwn, slot = claim % kScheduledAhead;
-    wait(&ring_.published[slot], claim / kScheduledAhead % 2);
+    const int request = index - kOwn, slot = request % kScheduledAhead;
+    wait(&ring_.published[slot], request / kScheduledAhead % 2);
     OSTINATO_DELAY(decode_schedule_load, warp_index() == 2);
     return ring_.work_tile[slot];
   }
-  // Of what take() returns.
+  // Parts of the result of take().
   static __device__ __forceinline__ int sequence_of(int work_tile) { return work_tile % kMaxBatch; }
   static __device__ __forceinline__ int head_of(int work_tile) { return work_tile / kMaxBatch; }
 
-  // In the last split, once its request has been published: counts the CTA among those that
-  // request no more. The number comes back while the split is worked on.
+  // Called in the last split, after its request was published: counts this CTA among those that
+  // make no more requests. The result of the atomic arrives while the split is processed.
   __device__ __forceinline__ void leave() {
     if (work_tiles_ > 0 && threadIdx.x == 0) {
-      asked_ = atomicInc(&params_.scheduler_counters[kLeft], gridDim.x - 1);
+      reply_ = atomicInc(&params_.scheduler_counters[kLeft], gridDim.x - 1);
     }
   }
-  // At the end of the launch. The last CTA to leave resets the request counters.
+  // Called at the end of the launch. The last CTA to leave resets the request counters.
   __device__ __forceinline__ void end() const {
-    if (work_tiles_ > 0 && threadIdx.x == 0 && asked_ == gridDim.x - 1) {
+    if (work_tiles_ > 0 && threadIdx.x == 0 && reply_ == gridDim.x - 1) {
       params_.scheduler_counters[0] = 0;
       params_.scheduler_counters[1] = 0;
     }
   }
 
  private:
-  // Counters: of requests, one per L2 partition or the first for all; of CTAs that have left.
+  // Counters 0 and 1 count requests per L2 partition (0 alone without partitions); 2 counts CTAs
+  // that have left.
   static constexpr int kLeft = 2;
 
-  // The work tile of a request: of this L2 partition, and once those are gone of the other.
-  __device__ __forceinline__ int find(uint32_t claim) {
+  // The work tile of a request: of this L2 partition, then, once those are used up, of the other.
+  __device__ __forceinline__ int find(uint32_t request) {
     const int own = kOwn * gridDim.x;
     if (!by_l2_partition(params_)) {
-      return locate(own + claim);
+      return locate(own + request);
     }
-    int found = locate(own + 2 * claim + partition_);
+    int found = locate(own + 2 * request + partition_);
     if (found == kNone && !crossed_) {
       crossed_ = true;
       partition_ ^= 1;
@@ -123,7 +125,8 @@ class DynamicSchedulerOf {
     return found;
   }
 
-  // By all lanes of a warp. Here and once, since to search and divide is felt at every end.
+  // Called by all lanes of a warp. Done once here, since searching and dividing by every warp would
+  // slow the end of every split.
   __device__ __forceinline__ int locate(int work_tile) const {
     if (work_tile >= work_tiles_) {
       return kNone;
@@ -140,11 +143,10 @@ class DynamicSchedulerOf {
   const Arguments& params_;
   const Seqlens& seqlens_;
   int work_tiles_ = 0, room_ = 0;
-  uint32_t asked_ = 0;  // of thread 0: what a counter was
-  bool waits_ = false;  // whether it has not been published
-  uint32_t partition_ =
-      0;  // whose work tiles are scheduled dynamically: first those of the SM's half
-  bool crossed_ = false;  // now they are the other's
+  uint32_t reply_ = 0;      // thread 0: result of the last atomic
+  bool pending_ = false;    // a request has not been published yet
+  uint32_t partition_ = 0;  // L2 partition whose counter is used: at first that of the SM
+  bool crossed_ = false;    // the partition's own work tiles are used up
   int published_ = 0;
 };
 
@@ -154,7 +156,7 @@ class DynamicSchedulerOf<false> {
   __device__ DynamicSchedulerOf(SharedStorage& /*shared*/, const Arguments& /*params*/,
                                 const Seqlens& /*seqlens*/) {}
   __device__ __forceinline__ void begin(int /*work_tiles*/, int /*room*/) {}
-  __device__ __forceinline__ void ask() {}
+  __device__ __forceinline__ void request() {}
   __device__ __forceinline__ void publish() {}
   __device__ __forceinline__ void leave() {}
   __device__ __forceinline__ void end() const {}
@@ -162,7 +164,7 @@ class DynamicSchedulerOf<false> {
 
 using DynamicScheduler = DynamicSchedulerOf<kMayScheduleDynamically>;
 
-// The splits of a CTA, in order: static ones, or those that it requests one by one.
+// The splits of a CTA in order: static ones, or those that it requests one by one.
 template <class SomeScheduler>
 class DynamicSplits {
  public:
@@ -184,7 +186,7 @@ class DynamicSplits {
       }
       return more;
     }
-    const int work_tile = ended_ ? SomeScheduler::kNone : scheduler.take(turn_++);
+    const int work_tile = ended_ ? SomeScheduler::kNone : scheduler.take(index_++);
     ended_ = work_tile == SomeScheduler::kNone;
     if (!ended_) {
       *split = Splits::whole_split(seqlens, SomeScheduler::sequence_of(work_tile),
@@ -195,12 +197,12 @@ class DynamicSplits {
 
  private:
   Splits::Walk walk_;
-  int turn_ = 0;
+  int index_ = 0;
   bool ended_ = false;
 };
 
-// Where nothing is scheduled dynamically. (Not the same with partials of it unused: kernels that
-// have no register left would have other ones to spare, and spill.)
+// For kernels without a dynamic scheduler. A class of its own: with DynamicSplits and its unused
+// members, kernels without spare registers would spill.
 class StaticSplits {
  public:
   StaticSplits() = default;

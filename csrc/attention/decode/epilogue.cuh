@@ -1,16 +1,16 @@
-// The epilogue: the teams of a CTA add up their accumulators, and write the output or a partial.
+// The epilogue: the teams of a CTA add their accumulators and write the output or a partial.
 //
-// Every warp owns some steps of the head dim (for its columns). It alone adds them up, stores them,
-// increments the counter of the warps that own the same steps of the work tile, and, if it is the
-// last one, combines the partials (combine.cuh). So the CTA needs one barrier. Partials are stored
-// in the order in which lanes hold them.
+// Every warp owns some steps of the head dim (for its columns). It alone adds and stores them,
+// increments the counter of the warps that own the same steps of the work tile, and combines the
+// partials if it arrives last (combine.cuh). So the CTA needs one barrier. Partials are stored in
+// the order in which lanes hold them.
 #pragma once
 
 #include "cluster_reduce.cuh"
 
 namespace ostinato::decode {
 
-// Hands the steps that other teams own to them, and keeps those of this warp's team.
+// Stores the steps that other teams own to shared memory, and keeps this team's own.
 template <int kTeam>
 __device__ __forceinline__ void hand_over(SharedStorage& shared, const Mainloop& mainloop, int t,
                                           int member, float4 (&owned)[kOwnedSteps]) {
@@ -27,9 +27,9 @@ __device__ __forceinline__ void hand_over(SharedStorage& shared, const Mainloop&
   }
 }
 
-// Adds up the teams' outputs of a split; all threads of the CTA. They go to the cluster reduction,
-// or, if nothing else is to be added, where `part` is, or out if that is null: at `places`, of this
-// lane's columns, if they are known.
+// Adds the teams' outputs of a split; called by all threads of the CTA. The sum goes to the cluster
+// reduction or, without a cluster, to `partial`, or to out if that is null. `targets`: the rows of
+// this lane's columns if known, else null.
 __device__ __forceinline__ void store_split(SharedStorage& shared, ClusterReduce& cluster_reduce,
                                             const Arguments& params, Mainloop& mainloop,
                                             const Rows& rows, float4* partial, bool first_split,
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_split(SharedStorage& shared, ClusterReduce
     float4 owned[kOwnedSteps] = {};
     PairOutputs outputs[kOwnedSteps];
     if (!kChainPerCta && (t > 0 || !first_split)) {
-      __syncthreads();  // what was handed over before has been added
+      __syncthreads();  // the previous exchange has been read
     }
     switch (team) {
       case 0:
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_split(SharedStorage& shared, ClusterReduce
 #pragma unroll
       for (int w = 0; w < kTeams; ++w) {
         others[w] = PairWeights::of(*reinterpret_cast<const float4*>(&shared.weights[w][column]));
-        combiner.see(others[w]);
+        combiner.include(others[w]);
       }
       const float own_factors[2] = {combiner.factor(weights, 0), combiner.factor(weights, 1)};
 #pragma unroll

@@ -1,10 +1,11 @@
 // Fixed splits: every work tile is split at multiples of a fixed number of tiles, counted from its
-// first visible one, so that the bits of a sequence's result depend on that sequence alone.
+// first visible tile, so that the bits of a sequence's result depend on that sequence alone
+// (batch-invariant).
 //
-// Each split has a partial result of its own. All splits lie on lines, work tile by work tile, and
-// each CTA takes neighbouring ones, as many as the other CTAs or one more. The load decides which
-// CTA processes a split and when; it changes neither the split nor the order in which the partials
-// of a work tile are combined.
+// Each split has its own partial. All splits lie on lines, work tile by work tile, and each CTA
+// takes consecutive ones; the numbers per CTA differ by at most one. The load decides which CTA
+// processes a split and when, but neither where a work tile is split nor the order in which its
+// partials are combined.
 #pragma once
 
 #include "static_scheduler.cuh"
@@ -12,17 +13,17 @@
 namespace ostinato::decode {
 
 struct FixedSplitSize {
-  int tiles;  // of a split
+  int tiles;  // per split
 
-  // Of a work tile.
+  // Number of splits of a work tile.
   __host__ __device__ int splits(int work_tile_tiles) const {
     return ceil_div(work_tile_tiles, tiles);
   }
 };
 
 struct FixedShares {
-  int least;  // splits of a CTA
-  int extra;  // the first CTAs, which have one more
+  int least;  // splits that every CTA has
+  int extra;  // the first `extra` CTAs have one more
 
   FixedShares() = default;
   __host__ __device__ FixedShares(int splits, int ctas, const Divisor& by_ctas)
@@ -43,8 +44,8 @@ struct FixedShares {
 struct FixedSplit {
   int sequence, head;
   int begin, end;    // tiles, counted from the first visible one
-  int line_index;    // on the line
-  int index, count;  // of the work tile's splits
+  int line_index;    // index among all splits of the line
+  int index, count;  // index among the splits of the work tile, and their number
 
   __host__ __device__ bool whole() const { return count == 1; }
 };
@@ -52,7 +53,7 @@ struct FixedSplit {
 // The CTAs that share the splits of a work tile.
 struct FixedSplitPeers {
   int first_cta, ctas;
-  bool ends;  // the split is the last one of the work tile that its CTA has
+  bool ends;  // this is the last split of the work tile in its CTA
 
   __host__ __device__ FixedSplitPeers(const FixedSplit& split, const FixedShares& shares, int cta) {
     const int start = split.line_index - split.index;
@@ -62,13 +63,13 @@ struct FixedSplitPeers {
   }
 };
 
-// The splits of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the splits (of
-// one KV head) before it.
+// Iterates over the splits of a CTA in order. A Table has, per sequence b, tiles(b) and start(b),
+// the number of splits (of one KV head) before it.
 template <class Table>
 class FixedSplitWalk {
  public:
   FixedSplitWalk() = default;
-  // `sequence` is that of the first place.
+  // `sequence`: the sequence of the first split.
   __host__ __device__ FixedSplitWalk(const Table& table, const LineHeads& heads,
                                      const FixedSplitSize& size, const LineRange& line_range,
                                      int sequence)
@@ -100,7 +101,7 @@ class FixedSplitWalk {
   }
 
  private:
-  // To the work tile of the next place.
+  // Moves to the work tile of the next split.
   __host__ __device__ void advance(const Table& table) {
     index_ = 0;
     if (heads_.advance(&head_)) {

@@ -1,4 +1,4 @@
-// The kernel's arguments beside the tensor maps of the caches, computed from PagedDecodeParams.
+// Kernel arguments, computed on the host from PagedDecodeParams; the tensor maps are separate.
 #pragma once
 
 #include "config.cuh"
@@ -7,18 +7,18 @@
 
 namespace ostinato::decode {
 
-// Whether the kernel may follow numbers that are not final: only the copy engine survives any page
-// id, and warps that might read different ones must not wait for each other's copies.
-inline constexpr bool kMayGuess = kCopyPages && kArrivalWarps == 1;
+// Whether the kernel may use speculative lengths and page ids: only TMA is safe with an arbitrary
+// page id, and warps that may read different ids must not wait for each other's copies.
+inline constexpr bool kMaySpeculate = kCopyPages && kArrivalWarps == 1;
 
-// Whether each token has scales of its own.
+// Whether each token has its own scales.
 __host__ __device__ __forceinline__ bool has_token_scales(const Slots& keys, const Slots& values) {
   return kQuantized && (keys.page_stride | keys.stride | values.page_stride | values.stride) != 0;
 }
 
-// The parameters in the order of their use: each cache line of them that is missing is felt.
+// Ordered by first use: every cache line of the arguments that misses costs time.
 struct Arguments {
-  // `ctas`: of the grid, or clusters.
+  // `ctas`: CTAs, or clusters, of the grid.
   explicit Arguments(const PagedDecodeParams& p, int sms, int ctas)
       : seq_lens(p.seq_lens),
         cu_seqlens_q(p.cu_seqlens_q),
@@ -32,8 +32,8 @@ struct Arguments {
         page_size(p.page_size),
         max_pages(p.max_pages),
         left(p.left),
-        guesses(kMayGuess && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
-                !has_token_scales(p.k_scale, p.v_scale)),
+        speculative(kMaySpeculate && p.pdl != 0 && p.cu_seqlens_q == nullptr &&
+                    !has_token_scales(p.k_scale, p.v_scale)),
         by{Divisor(lines), Divisor(line_ctas), Divisor(line_heads),
            Divisor(group), Divisor(page_size), Divisor(batch)},
         page_table(p.page_table),
@@ -53,55 +53,56 @@ struct Arguments {
         v_scale(p.v_scale),
         k_cache(p.k_cache),
         v_cache(p.v_cache),
-        halves(p.l2_partition) {
-    // Where free splits have several heads on a line, its place decides how a head is cut.
+        l2_partition(p.l2_partition) {
+    // With balanced splits and several heads per line, a head's position decides how it is split,
+    // so permuting heads would change results.
     const bool splits_depend = !kFixedSplits && line_heads > 1;
-    if (!kMayPartitionL2 || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
+    if (!kMayPartitionL2 || !divides_heads(l2_partition, heads_kv) || batch <= kFewSequences ||
         ctas % 2 != 0 || lines % 2 != 0 || splits_depend) {
-      halves.heads = 0;
+      l2_partition.heads = 0;
     }
   }
 
-  // What decides who does what.
+  // Used by the schedulers.
   const int32_t* seq_lens;
   const int32_t* cu_seqlens_q;
   int32_t batch, heads_kv;
   int32_t lines, line_ctas, line_heads;  // static_scheduler.cuh
   int32_t group;                         // query heads of a KV head
   int32_t max_seqlen_q, page_size, max_pages, left;
-  int32_t guesses;  // 1: what the predecessor may write (decode_sm90.cu)
+  int32_t speculative;  // 1: lengths and page ids are read before the preceding kernel ends
   Divisors by;
   const int32_t* page_table;
   int64_t page_table_stride;
-  // The queries.
+  // Used for the queries.
   int32_t right;
   float scale, softcap;
   Heads q;
-  // The output.
-  uint32_t* counters;            // the workspace
-  uint32_t* scheduler_counters;  // of them
+  // Used by the epilogue.
+  uint32_t* counters;            // at the start of the workspace
+  uint32_t* scheduler_counters;  // behind the warps' counters
   float4* partials;
   Heads out;
   const float* sinks;
   Heads lse;
-  // 8-bit caches.
+  // Used for 8-bit caches.
   Slots k_scale, v_scale;
-  // Where threads copy.
+  // Used by cp.async copies.
   Slots k_cache, v_cache;
-  L2Partition halves;  // heads = 0 also where they change nothing
+  L2Partition l2_partition;  // heads = 0 also if partitions would change nothing
 };
 
 __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
   return has_token_scales(params.k_scale, params.v_scale);
 }
 
-// Whether the schedule's heads and CTAs are numbered by halves of the L2 (l2_partition.cuh).
+// Whether the schedulers' heads and CTAs are numbered by L2 partition (l2_partition.cuh).
 __device__ __forceinline__ bool by_l2_partition(const Arguments& params) {
-  return kMayPartitionL2 && params.halves.heads != 0;
+  return kMayPartitionL2 && params.l2_partition.heads != 0;
 }
 
-// Reads what a predecessor may still be writing (`early`), or has written. Early, past the L1
-// cache, where it would still be when it is read again.
+// Reads a table entry. `early`: the preceding kernel may still be writing it; bypass L1, where a
+// stale line would survive until the entry is read again.
 __device__ __forceinline__ int read_table(const int32_t* at, bool early) {
   return early ? __ldcg(at) : *at;
 }

@@ -1,8 +1,6 @@
-// The KV loader: each warp copies its blocks of keys and values ahead of their use, 16 tokens of
-// each tile of the CTA or cluster.
-//
-// Page ids are read up to 32 at a time, one batch (of this split or the next) ahead of its use,
-// since reading an id takes as long as reading a block.
+// The KV loader: each warp copies its blocks (16 tokens of each tile) ahead of use, by TMA or
+// cp.async. Page ids are read in batches of up to 32, one batch ahead of use (also across splits),
+// since reading a page id has the same latency as reading a block.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -12,24 +10,24 @@
 
 namespace ostinato::decode {
 
-// The caches, for the copy engine: strips of 128 bytes, slots, strips (or 1), heads, pages.
+// Tensor maps of the caches: bytes of a 128-byte strip, slots, strips (or 1), heads, pages.
 struct CacheMaps {
   CUtensorMap keys, values;
 };
 
-// The tiles of a split in which a team has a token to see.
+// The tiles of a split in which a team has a visible token.
 struct TileRange {
   int begin, end;
 
-  // Of the tiles `first` to `last`, counted from the first visible one.
+  // `first` and `last`: tiles of the split, counted from the first visible tile.
   __device__ TileRange(const Visible& visible, int first, int last, int team) {
     const int first_tile = visible.first_tile(kTileTokens, kFirstTileTokens);
     const int block = team * kTeamWarps;  // the team's first
     begin = first_tile + first;
     end = first_tile + last;
-    // Where the team's last block of a first tile ends.
+    // End of the team's last block, within the first tile.
     const int first_end = block_offset(block + kTeamWarps - 1) + kBlockTokens;
-    if constexpr (kFirstTileTokens > kTileTokens) {  // some tiles may be before the first token
+    if constexpr (kFirstTileTokens > kTileTokens) {  // some tiles may end before the first token
       begin = visible.begin < first_end ? begin
                                         : max(begin, (visible.begin - first_end) / kTileTokens + 1);
     } else if (begin * kTileTokens + first_end <= visible.begin) {
@@ -46,12 +44,13 @@ __device__ __forceinline__ void copy_word(void* shared, const void* global) {
                : "memory");
 }
 
-// Into the L2 cache.
+// Prefetches a cache line into L2.
 __device__ __forceinline__ void prefetch_line(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global) : "memory");
 }
 
-// At a full barrier: one by each warp that names its bytes, or by each thread that copies.
+// Arrivals per phase of a full barrier: one from each warp that expects TMA bytes, and one from
+// each thread that copies with cp.async.
 template <class What>
 __device__ __forceinline__ int count_arrivals(const Arguments& params) {
   constexpr bool kKeys = std::is_same_v<What, Keys>;
@@ -59,7 +58,7 @@ __device__ __forceinline__ int count_arrivals(const Arguments& params) {
   return kArrivalWarps * ((kCopyPages ? 1 : 0) + threads);
 }
 
-// The barriers of a team, each by its first warp.
+// Initialises a team's barriers; by the first of the warps that share them.
 __device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments& params) {
   const int warp = warp_index();
   if (warp % kArrivalWarps == 0 && elect_lane()) {
@@ -86,7 +85,7 @@ class KvLoader {
         warp_(warp_index()),
         lane_(threadIdx.x % 32) {}
 
-  // Reads the ids of the first pages of the turns, and of those after them.
+  // Reads the first two batches of page ids.
   __device__ __forceinline__ void begin(const CtaSplits& cta_splits, bool early) {
     cta_splits_ = cta_splits;
     tile_ = end_ = 0;
@@ -98,7 +97,7 @@ class KvLoader {
     }
   }
 
-  // Has the first block brought into the L2 cache. (More of them cost more than they bring.)
+  // Prefetches the first block into L2. (Prefetching more blocks costs more than it gains.)
   __device__ __forceinline__ void prefetch() const {
     if (kCopyPages && current_.left > 0) {
       const int page = __shfl_sync(0xffffffff, current_.page, 0);
@@ -110,7 +109,7 @@ class KvLoader {
     }
   }
 
-  // The ids that begin() has read, and what is there now.
+  // The page ids that begin() has read, and the current ones.
   struct Ids {
     int known[2], found[2];
 
@@ -147,7 +146,7 @@ class KvLoader {
     }
   }
 
-  // Waits for what start() and fill() have loaded, and has the barriers as they were before.
+  // Waits for the copies of start() and fill(), and resets the barriers.
   __device__ __forceinline__ void drop() {
     const int arrival = arrival_of(warp_);
 #pragma unroll 1
@@ -167,7 +166,8 @@ class KvLoader {
     loaded_ = 0;
   }
 
-  // The next block's keys and values, if there is one, into a stage that the team has done with.
+  // Loads the next block's keys and values, if there is one, into a stage that the team has
+  // released.
   __device__ __forceinline__ bool load(int stage) {
     if constexpr (kMayScheduleDynamically) {
       const bool goes_on = current_.left > 0;
@@ -179,7 +179,7 @@ class KvLoader {
       }
       load_next(stage);
       if (!goes_on) {
-        find_next(false);  // after the copy: it takes long at the end of every work tile
+        find_next(false);  // after the copy, since it takes long at the end of every work tile
       }
     } else {
       if (current_.left == 0 && next_.left > 0) {
@@ -197,15 +197,15 @@ class KvLoader {
  private:
   static constexpr int kLanesPerBlock = kCopyPages ? 1 : kBlockTokens;
   static constexpr int kBatch = 32 / kLanesPerBlock;  // tiles
-  static constexpr int kUnseen = kEndsWithLast ? -kBlockTokens : -1;
+  static constexpr int kNoSlot = kEndsWithLast ? -kBlockTokens : -1;
 
   struct Batch {
-    int left = 0;  // tiles
+    int left = 0;  // tiles that remain
     int index = 0;
     int head;
-    // Of this lane's block (its first row: Mask::first_row) or token, or kUnseen.
+    // Of this lane's block (its first row: Mask::first_row) or token; kNoSlot: masked.
     int page, slot;
-    const int* entry;  // of the page table, where the page's id is
+    const int* entry;  // the page table's entry
   };
 
   __device__ __forceinline__ void load_next(int stage) {
@@ -232,7 +232,7 @@ class KvLoader {
     return &arrivals_of<What>(shared_).full[stage][arrival_of(warp_)];
   }
 
-  // The queries of a split that is ahead, so that its start does not wait for memory.
+  // Prefetches a split's queries into L2, so that the start of the split does not wait for them.
   __device__ __forceinline__ void prefetch_queries(const Splits::Split& split) const {
     constexpr int kLineBytes = 128;
     constexpr int kLines = ceil_div(kDim * static_cast<int>(sizeof(Type)), kLineBytes);
@@ -247,7 +247,7 @@ class KvLoader {
     }
   }
 
-  // Reads the batch of page ids after the current one.
+  // Reads the next batch of page ids.
   __device__ __forceinline__ void find_next(bool early) {
     next_.left = 0;
     Splits::Split ahead{-1};
@@ -270,17 +270,17 @@ class KvLoader {
     const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + block_offset(warp_);
     const int token = block + lane_ % kLanesPerBlock;
     const int last = kCopyPages ? token + kBlockTokens - 1 : token;
-    const bool seen =
+    const bool visible =
         token < end_token_ && last >= first_token_ && lane_ / kLanesPerBlock < next_.left;
-    // Every lane reads an id, if not its own, so that nothing waits for it here.
-    const int known = seen ? token : end_token_ - 1;
+    // Every lane loads an id, if not its own, so that the load is unconditional and not awaited.
+    const int known = visible ? token : end_token_ - 1;
     const int page = params_.by.page_size.divide(known);
     const int behind_last = kEndsWithLast ? max(token + kBlockTokens - end_token_, 0) : 0;
-    next_.slot = seen ? known - page * params_.page_size - behind_last : kUnseen;
+    next_.slot = visible ? known - page * params_.page_size - behind_last : kNoSlot;
     next_.entry = page_table_ + page;
     next_.page = read_table(next_.entry, early);
     tile_ += next_.left;
-    // By the last warp where the first one runs the dynamic scheduler.
+    // By the last warp, since the first one runs the dynamic scheduler.
     if (warp_ == (kMayScheduleDynamically ? kWarps - 1 : 0) && ahead.sequence >= 0) {
       prefetch_queries(ahead);
     }
@@ -289,19 +289,19 @@ class KvLoader {
   __device__ __forceinline__ void copy_block(int stage) {
     const int page = __shfl_sync(0xffffffff, current_.page, current_.index);
     const int slot = __shfl_sync(0xffffffff, current_.slot, current_.index);
-    // Of a team's warps, some may have tokens of the tile where this one has none.
-    const bool seen = kTeamWarps == 1 || slot > kUnseen;
+    // In a tile, some warps of a team may have visible tokens while this one has none.
+    const bool visible = kTeamWarps == 1 || slot > kNoSlot;
     if (kQuantized && has_token_scales(params_)) {
       copy_scales(stage);
       arrive_when_copied(barrier_of<Keys>(stage));
     }
     if (elect_lane()) {
-      copy_box<Keys>(stage, maps_.keys, seen, page, slot);
-      copy_box<Values>(stage, maps_.values, seen, page, slot);
+      copy_box<Keys>(stage, maps_.keys, visible, page, slot);
+      copy_box<Values>(stage, maps_.values, visible, page, slot);
     }
   }
 
-  // By one lane.
+  // Called by one lane.
   __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int page, int slot) const {
     if constexpr (kWholeStrips) {
       tma_prefetch(map, {0, slot, 0, current_.head, page});
@@ -313,20 +313,20 @@ class KvLoader {
     }
   }
 
-  // By one lane.
+  // Called by one lane.
   template <class What>
-  __device__ __forceinline__ void copy_box(int stage, const CUtensorMap& map, bool seen, int page,
-                                           int slot) {
+  __device__ __forceinline__ void copy_box(int stage, const CUtensorMap& map, bool visible,
+                                           int page, int slot) {
     uint8_t* const block = block_of<What>(stage);
     uint64_t* const full = barrier_of<What>(stage);
-    if (!seen) {
+    if (!visible) {
       arrive(full);
       return;
     }
     arrive_expecting(full, kBlockBytes);
     if constexpr (kWholeStrips) {
       tma_load_once(block, map, {0, slot, 0, current_.head, page}, full);
-    } else {  // past the end of the row it reads zeros
+    } else {  // TMA fills bytes past the end of the row with zeros
 #pragma unroll
       for (int strip = 0; strip < kStrips; ++strip) {
         tma_load_once(block + strip * kStripBytes * kBlockTokens, map,
@@ -335,7 +335,7 @@ class KvLoader {
     }
   }
 
-  // Of the block's keys and values, by a lane for each.
+  // Copies the scales of the block's keys and values, one per lane.
   __device__ __forceinline__ void copy_scales(int stage) {
     float* const scales = shared_.scales[stage][warp_];
     const int token = lane_ % kBlockTokens;
@@ -388,13 +388,13 @@ class KvLoader {
   const Seqlens& seqlens_;
   DynamicScheduler& scheduler_;
   CtaSplits cta_splits_;
-  Splits::Split split_;  // whose page ids are read
+  Splits::Split split_;  // the split whose page ids are read
   int warp_, lane_;
   Batch current_, next_;
   const int* page_table_ = nullptr;
   int tile_ = 0, end_ = 0;
   int first_token_ = 0, end_token_ = 0;
-  int loaded_ = 0;  // stages, at first
+  int loaded_ = 0;  // stages loaded by start() and fill()
 };
 
 }  // namespace ostinato::decode

@@ -1,12 +1,12 @@
-// Maps heads and CTAs to L2 partitions, where the partition of each page is known: a CTA reads
-// pages from the partition of its own SM. Reading from the other partition takes more energy and a
-// narrow path across the chip (docs/halves.md).
+// Maps heads and CTAs to L2 partitions, if the L2 partition of each page is known: a CTA reads
+// pages from the partition of its own SM. Reading from the other partition costs energy and goes
+// through a narrow link across the chip (docs/l2_partition.md).
 //
-// Both partitions hold equally many heads of a page. So the scheduler's heads are indices: the even
-// ones are, for each sequence, its heads in partition 0, the odd ones those in partition 1. CTAs
-// are numbered so that those of partition 0 have even numbers, and with them even lines and heads.
-// A sequence counts as where its first page is: other pages elsewhere cost time, and change no
-// result.
+// Each partition holds partition of the heads of a page. The scheduler's head indices are permuted
+// per sequence: even indices are the heads in partition 0, odd indices those in partition 1. CTAs
+// are numbered so that CTAs of partition 0 have even numbers, hence even lines and even head
+// indices. The first page decides for the whole sequence: if other pages differ, reads are slower,
+// and results are the same.
 #pragma once
 
 #include <cstdint>
@@ -23,45 +23,49 @@ __host__ __device__ __forceinline__ uint32_t parity(uint32_t bits) {
 #endif
 }
 
-// Whether as many of the heads are in one half as in the other, and are told by their number.
-inline bool divides_heads(const L2Partition& halves, int heads) {
-  const uint32_t lowest = halves.heads & -halves.heads;
+// Whether the heads divide evenly between the partitions, by their lowest bit in `heads`.
+inline bool divides_heads(const L2Partition& l2_partition, int heads) {
+  const uint32_t lowest = l2_partition.heads & -l2_partition.heads;
   return lowest != 0 && lowest < (1u << 30) && heads % static_cast<int>(2 * lowest) == 0;
 }
 
-// The half that holds head 0 of a page.
-__host__ __device__ __forceinline__ uint32_t partition_of_page(const L2Partition& halves,
+// The partition that holds head 0 of a page.
+__host__ __device__ __forceinline__ uint32_t partition_of_page(const L2Partition& l2_partition,
                                                                int page) {
-  return parity(static_cast<uint32_t>(page) & halves.pages);
+  return parity(static_cast<uint32_t>(page) & l2_partition.pages);
 }
 
-// The head of a place, of a page whose head 0 is in the half `first`.
-__host__ __device__ __forceinline__ int head_on_line(const L2Partition& halves, int line_head,
+// The head with index `line_head` on the line, for a page whose head 0 is in partition `first`.
+__host__ __device__ __forceinline__ int head_on_line(const L2Partition& l2_partition, int line_head,
                                                      uint32_t first) {
-  const uint32_t lowest = halves.heads & -halves.heads;
+  const uint32_t lowest = l2_partition.heads & -l2_partition.heads;
   const uint32_t index = static_cast<uint32_t>(line_head) / 2,
-                 half = line_head % 2;  // in that half
+                 partition = line_head % 2;  // its partition, if head 0 is in partition 0
   const uint32_t below = index & (lowest - 1);
-  const uint32_t head = 2 * (index - below) + below;  // without the bit that tells
-  return static_cast<int>(parity(head & halves.heads) == (first ^ half) ? head : head + lowest);
+  const uint32_t head = 2 * (index - below) + below;  // with the bit `lowest` cleared
+  return static_cast<int>(parity(head & l2_partition.heads) == (first ^ partition) ? head
+                                                                                   : head + lowest);
 }
 
-// What CTAs take one by one, each half its own: a count for each half.
+// Tickets that CTAs take from one counter, which counts the CTAs of each partition separately.
 struct PartitionTickets {
-  static constexpr uint32_t kOne = 1 << 16;  // of half 1
+  static constexpr uint32_t kOne = 1 << 16;  // one ticket of partition 1
 
-  static __host__ __device__ __forceinline__ uint32_t step(uint32_t half) {
-    return half ? kOne : 1;
+  static __host__ __device__ __forceinline__ uint32_t step(uint32_t partition) {
+    return partition ? kOne : 1;
   }
   static __host__ __device__ __forceinline__ uint32_t count(uint32_t taken) {
     return taken / kOne + taken % kOne;
   }
-  // The number of a CTA that found `taken`, of 2 * `each`. Those of a half that are too many get
-  // the other's last ones, which as many are missing for.
-  static __host__ __device__ __forceinline__ int number(uint32_t taken, uint32_t half, int each) {
-    const int rank = static_cast<int>(half ? taken / kOne : taken % kOne);
+  // The number of the CTA whose atomic add returned `taken`, with `each` numbers per partition. If
+  // more CTAs run on a partition than it has numbers, the surplus CTAs get the last numbers of the
+  // other partition, which has as many CTAs too few.
+  static __host__ __device__ __forceinline__ int number(uint32_t taken, uint32_t partition,
+                                                        int each) {
+    const int rank = static_cast<int>(partition ? taken / kOne : taken % kOne);
     const bool fits = rank < each;
-    return 2 * (fits ? rank : 2 * each - 1 - rank) + static_cast<int>(fits ? half : half ^ 1);
+    return 2 * (fits ? rank : 2 * each - 1 - rank) +
+           static_cast<int>(fits ? partition : partition ^ 1);
   }
 };
 

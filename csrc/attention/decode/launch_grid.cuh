@@ -1,4 +1,4 @@
-// How many CTAs, or clusters of them, a device runs at the same time: the size of every launch.
+// Grid size of a launch: how many CTAs, or clusters of CTAs, a device runs at the same time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +11,9 @@ namespace ostinato::decode {
 
 struct Grid {
   int sms;
-  int ctas;  // or clusters: so many are counted on
-  int most;  // of them that can have work
+  // CTAs (clusters, if there are any) that run at the same time: the scheduler plans for these
+  int ctas;
+  int most;  // how many of them can have work: the grid of the launch
 };
 
 inline LaunchConfig launch_config(int ctas, bool pdl) {
@@ -25,11 +26,11 @@ inline LaunchConfig launch_config(int ctas, bool pdl) {
   return config;
 }
 
-// Clusters that a device runs at the same time; asking takes long.
+// Number of clusters that a device runs at the same time. Cached, since the query is slow.
 class ActiveClusters {
  public:
   template <class Kernel>
-  cudaError_t ask(Kernel* kernel) {
+  cudaError_t query(Kernel* kernel) {
     int* most = nullptr;
     OSTINATO_RETURN_IF_ERROR(of_device(&most));
     cudaLaunchAttribute cluster;
@@ -47,7 +48,7 @@ class ActiveClusters {
     return clusters > 0 ? cudaSuccess : cudaErrorInvalidConfiguration;
   }
 
-  // Of the current device.
+  // The cached number of the current device.
   cudaError_t of_device(int** clusters) {
     int device = 0;
     OSTINATO_RETURN_IF_ERROR(cudaGetDevice(&device));
@@ -62,14 +63,14 @@ class ActiveClusters {
 
 inline ActiveClusters active_clusters;
 
-// Allows the current device to run the kernel.
+// Allows the kernel to run on the current device with its dynamic shared memory.
 template <class Kernel>
 cudaError_t prepare(Kernel* kernel) {
   OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(kernel, sizeof(SharedStorage)));
-  return kClusterCtas > 1 ? active_clusters.ask(kernel) : cudaSuccess;
+  return kClusterCtas > 1 ? active_clusters.query(kernel) : cudaSuccess;
 }
 
-// For `work tiles` sequences times KV heads, of up to so many tokens.
+// Grid for `work_tiles` (sequences times KV heads) of at most `tokens` tokens each.
 inline cudaError_t grid_size(Grid* grid, int64_t work_tiles, int64_t tokens) {
   OSTINATO_RETURN_IF_ERROR(count_sms(&grid->sms));
   grid->ctas = grid->sms * kCtasPerSm / kClusterCtas;
@@ -78,8 +79,8 @@ inline cudaError_t grid_size(Grid* grid, int64_t work_tiles, int64_t tokens) {
     OSTINATO_RETURN_IF_ERROR(active_clusters.of_device(&clusters));
     grid->ctas = *clusters < grid->ctas ? *clusters : grid->ctas;
   }
-  // On a single line no work tile has room for more CTAs than the longest has tiles, and the last
-  // ones get nothing. Their start would be felt.
+  // On a single line, a work tile has at most as many CTAs as the longest has tiles, and further
+  // CTAs have no work. Launching them would cost time.
   const int64_t tiles = work_tiles * ((tokens + kTileTokens - 1) / kTileTokens);
   grid->most =
       work_tiles <= grid->ctas && tiles < grid->ctas ? static_cast<int>(tiles) : grid->ctas;

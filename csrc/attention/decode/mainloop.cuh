@@ -1,5 +1,5 @@
-// The mainloop: a warp's attention to blocks of 16 tokens, with an online softmax:
-// S = K Q^T, P = 2^(S - max), O += V^T P.
+// The mainloop of one warp over blocks of 16 tokens, with online softmax: S = K Q^T, P = 2^(S -
+// max), O += V^T P.
 #pragma once
 
 #include <cmath>
@@ -16,16 +16,17 @@ class Mainloop {
 
   Queries queries;
 
-  // Whether the queries of a work tile are fetched while those of the one before are in use.
+  // Whether the next work tile's queries are fetched while the current ones are in use.
   static constexpr bool kFetchesAhead = kColumnTiles == 1 && kDim <= 128;
 
-  // Starts anew, with the fetched queries. `key_scale` is that of all keys.
+  // Starts a split with the fetched queries. `key_scale`: the common scale of all keys.
   __device__ __forceinline__ void begin(float key_scale) {
     const int lane = threadIdx.x % 32;
-    // Of the fragments of K and V in a block: the row that this lane names, and its first vector.
+    // Offsets of this lane's ldmatrix rows in a block of K and of V: row and first vector.
     const int key_row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
     key_offset_ = keep(key_row * kStripBytes + (lane / 16 ^ lane % 8) * 16);
-    const int first = kChainPerCta ? static_cast<int>(threadIdx.x) / 32 * kOwnedSteps : 0;  // step
+    // step of the head dim
+    const int first = kChainPerCta ? static_cast<int>(threadIdx.x) / 32 * kOwnedSteps : 0;
     value_offset_ = keep(value_row * kStripBytes + first / 4 * (kStripBytes * kBlockTokens) +
                          ((lane / 8 % 2 ^ lane % 8) * 16 ^ first % 4 * 32));
     queries.take(params_, key_scale);
@@ -43,10 +44,10 @@ class Mainloop {
     }
   }
 
-  // S of a block of keys.
+  // Computes S of a block of keys.
   __device__ __forceinline__ void multiply_keys(const uint8_t* block) {
     const uint32_t base = shared_address(block) + key_offset_;
-    // Products into one accumulator wait for each other, so there are some.
+    // Several accumulators, since MMAs into the same one are serialised.
     constexpr int kChains = kColumnTiles == 1 ? 4 : kQuantized ? 1 : 2;
     float chains[kChains][kColumnTiles][4] = {};
 #pragma unroll
@@ -77,8 +78,8 @@ class Mainloop {
     }
   }
 
-  // The block's scores as powers of 2, with the exponents of the values' scales. `hides_some`: of
-  // the block.
+  // The block's scores in base 2, with the exponents of the value scales. `hides_some`: whether the
+  // mask hides any token of the block.
   __device__ __forceinline__ Scores scale(const Mask& mask, int token, bool hides_some,
                                           const TokenScales& scales) {
     scale_scores(scales);
@@ -97,7 +98,7 @@ class Mainloop {
     return shifted;
   }
 
-  // P of the block's scores, after all that came before.
+  // Computes P of the block's scores, and updates the running maxima and sums.
   __device__ __forceinline__ void weigh(const Mask& mask, int token, bool hides_some,
                                         const TokenScales& scales) {
     const Scores shifted = scale(mask, token, hides_some, scales);
@@ -121,7 +122,8 @@ class Mainloop {
     }
   }
 
-  // P of a tile of columns, relative to these maxima. Returns the sums of this lane's weights.
+  // Computes P of a tile of columns, relative to the given maxima. Returns the sums of this lane's
+  // weights.
   __device__ __forceinline__ Columns weigh_tile(int t, const Columns& tops,
                                                 const float (&shifted)[4],
                                                 const TokenScales& scales) {
@@ -138,23 +140,23 @@ class Mainloop {
                        ? power_of_2(scores[e] - tops.of[e]) + power_of_2(scores[e + 2] - tops.of[e])
                        : weight[e] + weight[e + 2];
     }
-    if (kQuantized && scales.spoilt) {
+    if (kQuantized && scales.nonfinite) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool seen = scores[i] != -INFINITY;
-        weight[i] = seen && scales.value_exponent[i / 2] == kNoExponent ? NAN : weight[i];
+        const bool visible = scores[i] != -INFINITY;
+        weight[i] = visible && scales.value_exponent[i / 2] == kNoExponent ? NAN : weight[i];
       }
     }
-    // The tokens become the MMA's depth.
+    // Transposed: tokens become the k dimension of the next MMA.
     weight_[t][0] = transpose(pack_pair<Operand>(weight[0], weight[1]));
     weight_[t][1] = transpose(pack_pair<Operand>(weight[2], weight[3]));
     return sums;
   }
 
-  // Brings a tile's outputs and sums to maxima that are at least so high. It must not wait until a
-  // score is far above the old one: the largest weight is to be exactly 1, since its rounding is
-  // felt where one token outweighs all. Sums are rounded at each step: kernels of the same bits
-  // must not differ in what the compiler fuses.
+  // Rescales a tile's outputs and sums to new maxima, which are at least as high. Not skipped for
+  // small increases: the largest weight must be exactly 1, since its rounding matters where one
+  // token dominates. Sums are rounded after each operation, so that FMA contraction cannot make
+  // kernels differ that must give the same bits.
   __device__ __forceinline__ void raise(int t, const Columns& tops) {
     float fade[2];
 #pragma unroll
@@ -188,13 +190,13 @@ class Mainloop {
     } else if (kSeveral && mask.queries > 1 && holds_no_number(block, mask, token)) {
       add_values_by_query(block, mask, token);
     } else {
-      // What no query sees may be NaN, and 0 * NaN is no 0.
+      // Values masked for all queries may be NaN, and 0 * NaN is NaN.
       add_values<Take::kMasked>(
           block, {mask.first_own(token, mask.begin()), mask.seqlen, mask.first_row(token)}, 0);
     }
   }
 
-  // Adds up the sums of weights, so far each lane's own.
+  // Reduces the sums of weights over the lanes.
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
@@ -210,7 +212,7 @@ class Mainloop {
 
   __device__ __forceinline__ const Columns& max(int t) const { return max_[t]; }
   __device__ __forceinline__ const Columns& sum(int t) const { return sum_[t]; }
-  // P of the first tile of columns, which another warp may have weighed.
+  // P of the first tile of columns. In a serial chain another warp may have computed it.
   __device__ __forceinline__ uint2 weights() const { return {weight_[0][0], weight_[0][1]}; }
   __device__ __forceinline__ void set_weights(const uint2& weights) {
     weight_[0][0] = weights.x;
@@ -220,18 +222,18 @@ class Mainloop {
   __device__ __forceinline__ float4 out(int s, int t) const {
     return make_float4(out_[s][t][0], out_[s][t][1], out_[s][t][2], out_[s][t][3]);
   }
-  // Which of a step's those are, the first and the second (i = 0, 1), in lanes 4 row to 4 row + 3.
+  // The element of a step that out() holds first and second (i = 0, 1) in lanes 4 row to 4 row + 3.
   static __device__ __forceinline__ int dim_of(int row, int i) {
     return kQuantized ? row * 2 + i : row + i * 8;
   }
 
  private:
-  // Of the two vectors of a step; offset's swizzle is a xor, so is this one.
+  // Address of the two vectors of a step. XOR, as in the swizzle of the offset.
   static __device__ __forceinline__ uint32_t vector_address(uint32_t base, int step) {
     return (base ^ (step % 4 * 32)) + step / 4 * (kStripBytes * kBlockTokens);
   }
 
-  // The query of a lane's column. Seldom asked for.
+  // The query of a lane's column. Recomputed, since it is seldom needed.
   __device__ __forceinline__ int query_of(int t, int e) const {
     return params_.by.group.divide(Queries::first_column() + t * 8 + threadIdx.x % 4 * 2 + e);
   }
@@ -251,30 +253,31 @@ class Mainloop {
       for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float part = kLog2E * hyperbolic_tangent(score_.values[t][i]);
-          score_.values[t][i] = __fmul_rn(params_.softcap, part);
+          const float capped = kLog2E * hyperbolic_tangent(score_.values[t][i]);
+          score_.values[t][i] = __fmul_rn(params_.softcap, capped);
         }
       }
     }
   }
 
-  // Of a block, of which this lane has the tokens `own` and the one 8 later.
+  // Masks the scores of a block; this lane has the tokens `own` and `own` + 8.
   __device__ __forceinline__ void hide_scores(const Mask& mask, int token, int own) {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = own + i / 2 * 8, query = query_of(t, i % 2);
-        const bool seen = row >= mask.first_own(token, mask.first(query)) && row < mask.stop(query);
-        score_.values[t][i] = seen ? score_.values[t][i] : -INFINITY;
+        const bool visible =
+            row >= mask.first_own(token, mask.first(query)) && row < mask.stop(query);
+        score_.values[t][i] = visible ? score_.values[t][i] : -INFINITY;
       }
     }
   }
 
   enum class Take { kAll, kMasked, kByOneQuery };
 
-  // O += V^T P: all of V, or what `value_mask` leaves, and that for the columns of one query or of
-  // all.
+  // O += V^T P with all of V, or with the values that `value_mask` keeps, for the columns of one
+  // query or of all.
   template <Take kTake>
   __device__ __forceinline__ void add_values(const uint8_t* block, const ValueMask& value_mask,
                                              int query) {
@@ -283,7 +286,8 @@ class Mainloop {
     for (int load = 0; load < ceil_div(kHeldSteps, kStepsPerLoad); ++load) {
       uint32_t words[4], values[4];
       if constexpr (kTake == Take::kByOneQuery) {
-        __syncwarp();  // the compiler is to keep registers for the ordinary path: no loads ahead
+        // keeps the compiler from hoisting loads, whose registers the common path needs
+        __syncwarp();
       }
       load_transposed(words, vector_address(base, load));
 #pragma unroll
@@ -312,8 +316,9 @@ class Mainloop {
     }
   }
 
-  // Where weights of 0 do not make up for what a query does not see: each query's columns with the
-  // values that it sees (other warps' queries change nothing). Finite values give the usual bits.
+  // For blocks with non-finite values: multiplies each query's columns with the values visible to
+  // that query only. Other warps' queries change nothing. Finite values give the same bits as
+  // add_values().
   __device__ __forceinline__ void add_values_by_query(const uint8_t* block, const Mask& mask,
                                                       int token) {
 #pragma unroll 1
@@ -329,7 +334,7 @@ class Mainloop {
   Scores score_;
   uint32_t weight_[kColumnTiles][2];
   float out_[kHeldSteps][kColumnTiles][4];
-  Columns max_[kColumnTiles], sum_[kColumnTiles];  // of scores as powers of 2
+  Columns max_[kColumnTiles], sum_[kColumnTiles];  // maxima of scores in base 2
 };
 
 }  // namespace ostinato::decode

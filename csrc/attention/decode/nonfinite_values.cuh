@@ -1,6 +1,6 @@
 // Non-finite values. A weight of 0 masks a value only if the value is finite: 0 * NaN is NaN. So
-// values that no query sees are replaced by zeros, and a block with a NaN or infinity that some
-// query does not see is multiplied query by query (Mainloop).
+// values masked for all queries are replaced by zeros, and a block with a NaN or infinity that is
+// visible to some query but not to all is multiplied query by query (Mainloop).
 #pragma once
 
 #include <cmath>
@@ -10,41 +10,40 @@
 
 namespace ostinato::decode {
 
-inline constexpr float kNoExponent = -101;  // of a scale that is NaN or infinite
+inline constexpr float kNoExponent = -101;  // exponent that stands for a NaN or infinite scale
 
 __device__ __forceinline__ bool is_number(float x) { return fabsf(x) < INFINITY; }
 
-// Those of a block's tokens, a lane's lane / 4 and the one 8 later, if they have scales of their
-// own.
+// Per-token scales of a block, if there are any: of the tokens lane / 4 and lane / 4 + 8.
 struct TokenScales {
   float key[2] = {1, 1}, value_exponent[2] = {};
   bool own = false;
-  bool spoilt = false;  // a value's scale is NaN or infinite
+  bool nonfinite = false;  // a value's scale is NaN or infinite
 
   TokenScales() = default;
-  // Whoever scales the values of a token scales its weight for them: as an exponent, so that
-  // weights keep their precision whatever the size of the scales. By a warp.
+  // The scale of a token's values is applied to its weight as an exponent, so that weights keep
+  // their precision whatever the magnitude of the scales. Called by a warp.
   __device__ __forceinline__ explicit TokenScales(const float* scales) : own(true) {
     const int row = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       key[i] = scales[row + i * 8];
-      // The exponent must be a number also of a token that a query does not see.
+      // The exponent must be finite even for a masked token.
       const float scale = scales[kBlockTokens + row + i * 8];
       const bool number = is_number(scale);
       value_exponent[i] = number ? fminf(fmaxf(log2f(scale), -100.0f), 100.0f) : kNoExponent;
-      spoilt |= !number;
+      nonfinite |= !number;
     }
-    spoilt = __any_sync(0xffffffff, spoilt);
+    nonfinite = __any_sync(0xffffffff, nonfinite);
   }
 };
 
-// What of V an MMA's operand keeps: of the tokens 2 (lane % 4), the next one, and those 8 later.
+// Mask of an MMA operand of V: tokens 2 (lane % 4) and the next one, and those 8 later.
 struct ValueMask {
   uint32_t keep[2] = {};
 
   ValueMask() = default;
-  // The tokens from `begin` to `end`, of a block whose first row is that of `token`.
+  // Keeps the tokens from `begin` to `end`, in a block whose first row is `token`.
   __device__ __forceinline__ ValueMask(int begin, int end, int token) {
     const int first = token + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
@@ -63,8 +62,8 @@ struct ValueMask {
   }
 };
 
-// Whether a word of cache elements has one whose exponent is that of NaN and infinity. Adding 1 to
-// such an exponent (E4M3: to NaN, the one number of its kind) carries into the sign's place.
+// Nonzero if a word of cache elements has one with the exponent of NaN and infinity. Adding 1 to
+// such an exponent (for E4M3, to the one encoding of NaN) carries into the sign bit.
 __device__ __forceinline__ uint32_t no_number_bits(uint32_t word) {
   if constexpr (std::is_same_v<Cache, E4m3>) {
     return ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
@@ -74,7 +73,7 @@ __device__ __forceinline__ uint32_t no_number_bits(uint32_t word) {
   }
 }
 
-// Whether a block of values holds NaN or an infinity in a token that some query sees. By a warp.
+// Whether a block has a NaN or infinite value at a token visible to some query. Called by a warp.
 __device__ __forceinline__ bool holds_no_number(const uint8_t* block, const Mask& mask, int token) {
   if constexpr (std::is_same_v<Cache, Int8>) {
     return false;

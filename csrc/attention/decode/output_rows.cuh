@@ -1,5 +1,5 @@
-// Rows of the output: accumulators relative to a maximum, how they become final rows, and where
-// they are written.
+// Rows of the output: combines accumulators with different maxima, normalises them, and writes rows
+// of out and LSE.
 #pragma once
 
 #include "kv_loader.cuh"
@@ -21,19 +21,19 @@ struct Rows {
         count(seqlens.queries(sequence) * group) {}
 };
 
-// Of a row: outputs and sums are relative to 2^max.
+// Softmax state of a row: outputs and sum are relative to 2^max.
 struct Weight {
   float max, sum;
 };
 
-// Those of two neighbouring columns.
+// Softmax states of two adjacent columns.
 struct PairWeights {
   Weight columns[2];
 
   static __device__ __forceinline__ PairWeights of(const float4& raw) {
     return {{{raw.x, raw.y}, {raw.z, raw.w}}};
   }
-  // The sums of results of other maxima, times factors.
+  // Adds the sums of another state, times factors.
   __device__ __forceinline__ void add(const PairWeights& other, const float (&factors)[2]) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -45,8 +45,8 @@ struct PairWeights {
   }
 };
 
-// Two columns by two elements of the head dim, as an MMA accumulates them: those of the first
-// element, then those of the second.
+// Two columns by two elements of the head dim, in the order of an MMA accumulator: both columns of
+// the first element, then both of the second.
 struct PairOutputs {
   float values[4] = {};
 
@@ -58,11 +58,11 @@ struct PairOutputs {
   }
 };
 
-// Adds up results that are relative to different maxima.
+// Rescales results with different maxima to their common maximum.
 struct Combiner {
   float highest[2] = {kNothing, kNothing};
 
-  __device__ __forceinline__ void see(const PairWeights& weights) {
+  __device__ __forceinline__ void include(const PairWeights& weights) {
     highest[0] = fmaxf(highest[0], weights.columns[0].max);
     highest[1] = fmaxf(highest[1], weights.columns[1].max);
   }
@@ -71,19 +71,19 @@ struct Combiner {
   }
 };
 
-// Of all keys or values that a work tile reads; what tokens have of their own is applied before.
+// The scale shared by all keys or values of a work tile. Per-token scales are applied earlier.
 __device__ __forceinline__ float kv_scale(const Arguments& params, const Slots& scale, int head) {
   const float* const scales = static_cast<const float*>(scale.data);
   const int64_t offset = head * scale.head_stride;
   return !kQuantized || scales == nullptr || has_token_scales(params) ? 1.0f : scales[offset];
 }
 
-// Where a row's output goes, and what is known of it before its weights are.
+// Destination of a row, and what its normalisation needs besides the softmax state.
 struct RowTarget {
   int64_t token;
   int head;
   Type* out;
-  float sink;   // as a power of 2, where there are sinks
+  float sink;   // as a power of 2; set if there are sinks
   float scale;  // of the values
 
   RowTarget() = default;
@@ -100,11 +100,11 @@ struct RowTarget {
   }
 };
 
-// What a row becomes: its outputs times `factor`, and its LSE.
+// Normalisation of a row: outputs are multiplied by `factor`.
 struct FinalRow {
   const RowTarget& target;
   float factor;
-  Weight weight;  // with the sink
+  Weight weight;  // including the sink
 
   __device__ __forceinline__ FinalRow(const Arguments& params, const RowTarget& target,
                                       const Weight& raw)
@@ -129,27 +129,27 @@ struct FinalRow {
   }
 };
 
-// Writes what is at `part` (0 to 7) of a step of the head dim, of one of two columns.
-__device__ __forceinline__ void write_out(const FinalRow& row, int step, int part, float first,
-                                          float second) {
+// Writes one of the 8 pairs of elements of a step of the head dim, for one column.
+__device__ __forceinline__ void write_out(const FinalRow& row, int step, int pair_index,
+                                          float first, float second) {
   Type* const out = row.target.out + step * 16;
   const uint32_t pair = pack_pair<Type>(first * row.factor, second * row.factor);
   if constexpr (kQuantized) {
-    *reinterpret_cast<uint32_t*>(out + Mainloop::dim_of(part, 0)) = pair;
+    *reinterpret_cast<uint32_t*>(out + Mainloop::dim_of(pair_index, 0)) = pair;
   } else {
     uint16_t* const words = reinterpret_cast<uint16_t*>(out);
-    words[Mainloop::dim_of(part, 0)] = static_cast<uint16_t>(pair);
-    words[Mainloop::dim_of(part, 1)] = static_cast<uint16_t>(pair >> 16);
+    words[Mainloop::dim_of(pair_index, 0)] = static_cast<uint16_t>(pair);
+    words[Mainloop::dim_of(pair_index, 1)] = static_cast<uint16_t>(pair >> 16);
   }
 }
 
-// How many of this warp's pairs of columns have rows.
+// Number of this warp's pairs of columns that have rows.
 __device__ __forceinline__ int count_pairs(const Rows& rows) {
   const int columns = min(rows.count - Queries::first_column(), kWarpColumns);
   return columns > 0 ? ceil_div(columns, 2) : 0;
 }
 
-// Of the rows of one of this warp's pairs of columns.
+// Destinations of the rows of one of this warp's pairs of columns.
 struct PairRows {
   int rows;  // 1 or 2
   RowTarget targets[2];
@@ -165,12 +165,12 @@ struct PairRows {
   }
 };
 
-// Writes what is at `vector` of what this CTA owns of a pair, and once the LSE.
+// Writes element `vector` of what this CTA owns of a pair of columns; one lane writes the LSE.
 __device__ __forceinline__ void write_pair(const Arguments& params, const PairRows& pair,
                                            int vector, const PairOutputs& sum,
                                            const PairWeights& weights) {
   const int owned = rank_in_cluster() * kRankVectors + vector;
-  const int step = owner_of(threadIdx.x / 32) * kOwnedSteps + owned / 8, part = owned % 8;
+  const int step = owner_of(threadIdx.x / 32) * kOwnedSteps + owned / 8, pair_index = owned % 8;
   if (kSteps != kOwners * kOwnedSteps && step >= kSteps) {
     return;
   }
@@ -178,8 +178,8 @@ __device__ __forceinline__ void write_pair(const Arguments& params, const PairRo
   for (int e = 0; e < 2; ++e) {
     if (e < pair.rows) {
       const FinalRow row(params, pair.targets[e], weights.columns[e]);
-      write_out(row, step, part, sum.values[e], sum.values[e + 2]);
-      if (step == 0 && part == 0) {
+      write_out(row, step, pair_index, sum.values[e], sum.values[e + 2]);
+      if (step == 0 && pair_index == 0) {
         row.write_lse(params);
       }
     }

@@ -1,4 +1,4 @@
-// The arguments of decode attention: plain C++, without a header of CUDA or torch. Strides count
+// Arguments of decode attention, in plain C++ without CUDA or torch headers. Strides count
 // elements, sizes are logical, pointers are device pointers.
 #pragma once
 
@@ -14,7 +14,7 @@ struct PagedDecodeParams {
   OSTINATO_FIELD(Heads, q);        // [tokens, heads_q, dim]
   OSTINATO_FIELD(Slots, k_cache);  // [pages, page_size, heads_kv, dim] in any order, dim contiguous
   OSTINATO_FIELD(Slots, v_cache);
-  // Fp32, of an 8-bit cache, otherwise null; strides 0 where all share one.
+  // Fp32 scales of an 8-bit cache, otherwise null; strides of 0 share one scale.
   OSTINATO_OPTIONAL(Slots, k_scale);
   OSTINATO_OPTIONAL(Slots, v_scale);
   OSTINATO_FIELD(const int32_t*, page_table);  // [batch, max_pages]
@@ -35,7 +35,7 @@ struct PagedDecodeParams {
   OSTINATO_FIELD(int32_t, max_pages);
   OSTINATO_FIELD(int32_t, max_seqlen_q);
   OSTINATO_FIELD(int32_t, left);
-  OSTINATO_FIELD(int32_t, right);  // the window; -1: no limit. Causal: right = 0
+  OSTINATO_FIELD(int32_t, right);  // sliding window; -1: no limit. Causal: right = 0
   OSTINATO_FIELD(float, scale);
   OSTINATO_OPTIONAL(float, softcap);  // 0: none
   OSTINATO_OPTIONAL(int32_t, pdl);
@@ -43,7 +43,7 @@ struct PagedDecodeParams {
   OSTINATO_FIELDS_END();
 };
 
-// What bounds the workspace of a launch.
+// Upper bounds of a launch, which determine the size of its workspace.
 struct DecodeCapacities {
   OSTINATO_FIELDS_BEGIN(DecodeCapacities);
   OSTINATO_FIELD(int32_t, rows);       // queries of a sequence times query heads of a KV head

@@ -1,4 +1,5 @@
-// Where partial results lie in the workspace.
+// Layout of partials in the workspace. A partial is the result of a split, relative to its own
+// maximum.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -6,21 +7,22 @@
 
 namespace ostinato::decode {
 
-// A warp's region of a CTA's partial result: of the work tile that it begins, or of another.
+// A warp's region of a CTA's partial. A CTA has two partials: of the work tile that it begins, and
+// of one that it continues.
 __device__ __forceinline__ float4* partial_of(const Arguments& params, int cta, bool begins,
                                               int warp) {
   return params.partials +
          ((2 * cta + begins) * kPartialVectors + region_of(warp) * kRegionVectors);
 }
 
-// A warp's region of a split's result.
+// A warp's region of the partial of a fixed split.
 __device__ __forceinline__ float4* partial_of_split(const Arguments& params, int line_index,
                                                     int warp) {
   return params.partials + static_cast<int64_t>(line_index) * kPartialVectors +
          region_of(warp) * kRegionVectors;
 }
 
-// Of what a warp owns of a pair, and of its weights, in a region.
+// Offsets in a region: of the outputs that a warp owns of a pair, and of the pair's weights.
 __device__ __forceinline__ int outputs_at(int pair, int vector) {
   return pair * kRankVectors + vector;
 }

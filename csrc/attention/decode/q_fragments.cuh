@@ -1,4 +1,4 @@
-// A warp's queries: the columns of its MMAs, as operands.
+// The queries of a warp as MMA operands: the columns of its MMAs.
 #pragma once
 
 #include "common/pack_pair.cuh"
@@ -15,7 +15,7 @@ class Queries {
     return threadIdx.x / 32 % kColumnWarps * kWarpColumns;
   }
 
-  // Finds those of a work tile.
+  // Computes the addresses of a work tile's queries.
   __device__ __forceinline__ void locate(const Arguments& params, int first_row, int queries,
                                          int head) {
     const int lane = threadIdx.x % 32;
@@ -23,7 +23,7 @@ class Queries {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
       const int column = first_column() + t * 8 + lane / 4;
-      // What is no row may be anything: a copy of the first.
+      // Columns without a query may hold anything: they copy the first query.
       const int query = params.by.group.divide(column);
       const int row = query < queries ? query : 0;
       const int of_group = query < queries ? column - query * group : 0;
@@ -33,7 +33,7 @@ class Queries {
     }
   }
 
-  // Begins to load them.
+  // Starts to load the queries at those addresses.
   __device__ __forceinline__ void fetch() {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
@@ -48,7 +48,7 @@ class Queries {
     }
   }
 
-  // Those that were fetched from now on. `key_scale` is that of all keys.
+  // Makes the fetched queries the current ones. `key_scale`: the common scale of all keys.
   __device__ __forceinline__ void take(const Arguments& params, float key_scale) {
     const float scale = params.softcap > 0 ? params.scale / params.softcap : params.scale * kLog2E;
 #pragma unroll
@@ -65,17 +65,17 @@ class Queries {
     }
   }
 
-  // Of a step of the head dim and a tile of columns.
+  // The operand of a step of the head dim and a tile of columns.
   __device__ __forceinline__ const uint32_t (&words(int s, int t) const)[2] { return q_[s][t]; }
-  // Of a column's scores.
+  // Factor of a column's scores.
   __device__ __forceinline__ float factor(int t, int e) const { return factor_[t][e]; }
 
  private:
-  // Where a lane's two pairs of a step begin: see dequant.cuh.
+  // Offsets of a lane's two pairs within a step: see dequant.cuh.
   static constexpr int kQueryPairStride = kQuantized ? 4 : 2, kNextPair = kQuantized ? 2 : 8;
 
-  // BF16 queries as FP16: each row brought near 1, which its scores make up for. What then is below
-  // FP16's range adds less to a score than the rounding of the sum.
+  // Converts BF16 queries to FP16: each row is scaled to a magnitude near 1, and its scores are
+  // scaled back. Elements that fall below FP16's range add less to a score than its rounding error.
   __device__ __forceinline__ void convert(int t) {
     const auto low = [](uint32_t pair) { return __uint_as_float(pair << 16); };
     const auto high = [](uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); };
@@ -98,7 +98,7 @@ class Queries {
         q_[s][t][i] = pack_pair<Operand>(low(q_[s][t][i]) * inverse, high(q_[s][t][i]) * inverse);
       }
     }
-    // From the lanes of a column of Q to those of the column of S.
+    // From the lanes that hold a column of Q to those that hold the column of S.
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int column = threadIdx.x % 4 * 2 + e;

@@ -1,6 +1,6 @@
-// What a warp has of a block's scores and of their columns, as an MMA accumulates them: columns are
-// queries times heads of the group, a lane's 8 t + 2 (lane % 4) and the next one; tokens are its
-// lane / 4 and the one 8 later.
+// A warp's fragment of a block's scores, as an MMA accumulates them. Columns are queries times
+// query heads of a KV head: a lane has columns 8 t + 2 (lane % 4) and the next one. Rows are
+// tokens: lane / 4 and lane / 4 + 8.
 #pragma once
 
 #include <limits>
@@ -10,18 +10,19 @@
 namespace ostinato::decode {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kNothing = -std::numeric_limits<float>::max();  // the maximum of no scores
+// maximum of an empty set of scores
+inline constexpr float kNothing = -std::numeric_limits<float>::max();
 
 struct Scores {
   float values[kColumnTiles][4];
 };
 
-// Of a lane's two columns of a tile.
+// One value for each of a lane's two columns of a tile.
 struct Columns {
   float of[2];
 };
 
-// The highest score of each column of a tile.
+// The maximum score of each column of a tile, over the block's tokens.
 __device__ __forceinline__ Columns highest(const float (&scores)[4]) {
   Columns tops;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The lengths of all sequences, read from global memory and summed up by every CTA for itself.
+// Sequence lengths and their prefix sums. Every CTA reads and sums all lengths for itself.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -8,10 +8,10 @@
 
 namespace ostinato::decode {
 
-// What is known of each sequence once the lengths are read.
+// Per-sequence data that is known once the lengths are read.
 class Seqlens {
  public:
-  // The tables of this warp, or those of the CTA.
+  // Uses the tables of this warp (few sequences) or of the CTA.
   __device__ Seqlens(SharedStorage& shared, const Arguments& params)
       : shared_(shared),
         params_(params),
@@ -37,17 +37,17 @@ class Seqlens {
     return min(max(cu_seqlens_q_[b + 1] - cu_seqlens_q_[b], 0), max_seqlen_q_);
   }
 
-  // Of q and out.
+  // The sequence's first row of q and out.
   __device__ __forceinline__ int first_row(int b) const {
     return cu_seqlens_q_ == nullptr ? b * max_seqlen_q_ : cu_seqlens_q_[b];
   }
 
   __device__ __forceinline__ Visible visible(int b) const {
-    // Without a window the number of queries changes nothing; lengths are 0 where there is none.
+    // Without a window, the number of queries is irrelevant: lengths are 0 if there are no queries.
     return Visible(seqlen(b), left_ < 0 ? 1 : queries(b), left_);
   }
 
-  // Of a number in global memory; zero without queries.
+  // Clamps a length from global memory; 0 for sequences without queries.
   __device__ __forceinline__ int seqlen_of(const Arguments& params, int b, int raw) const {
     const int capacity = params.max_pages * params.page_size;
     return queries(b) > 0 ? min(max(raw, 0), capacity) : 0;
@@ -56,11 +56,11 @@ class Seqlens {
     return seqlen_of(params, b, read_table(params.seq_lens + b, early));
   }
 
-  // Numbers in global memory: of the sequence of this thread's lane or, of many, of its share of
-  // them. Only kernels with a dynamic scheduler read all of those before they use any.
+  // Raw table entries: of the sequence of this thread's lane or, for many sequences, of this
+  // thread's share. Only kernels with a dynamic scheduler load the whole share before using it.
   struct Raw {
     int of[kMayScheduleDynamically ? kMaxBatch / kThreads : 1];
-    uint32_t halves;  // of their first pages, a bit each, where they are known
+    uint32_t partitions;  // L2 partitions of the first pages, one bit each
   };
   __device__ __forceinline__ Raw read(const Arguments& params, bool early) const {
     Raw raw = {};
@@ -82,7 +82,7 @@ class Seqlens {
       }
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
-        raw.halves |= partition_of_page(params.halves, pages[i]) << i;
+        raw.partitions |= partition_of_page(params.l2_partition, pages[i]) << i;
       }
     }
     return raw;
@@ -99,40 +99,41 @@ class Seqlens {
     if (by_l2_partition(params)) {
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
-        const uint32_t bits = __ballot_sync(0xffffffff, raw.halves >> i & 1);
+        const uint32_t bits = __ballot_sync(0xffffffff, raw.partitions >> i & 1);
         if (threadIdx.x % 32 == 0) {
-          shared_.halves[own(params, i) / 32] = bits;
+          shared_.partitions[own(params, i) / 32] = bits;
         }
       }
     }
   }
 
-  // Of the schedule's heads.
+  // The KV head that the schedulers' head index denotes.
   __device__ __forceinline__ int head(int b, int line_index) const {
-    return by_l2_partition(params_) ? head_on_line(params_.halves, line_index, half(b))
+    return by_l2_partition(params_) ? head_on_line(params_.l2_partition, line_index, partition(b))
                                     : line_index;
   }
-  // The number of the CTA, or cluster, in the schedule.
+  // The CTA's (or cluster's) number in the schedule.
   __device__ __forceinline__ int number() const {
     return by_l2_partition(params_) ? shared_.number : cluster_index();
   }
-  // The half that the SM is on.
-  __device__ __forceinline__ uint32_t own_partition() const { return shared_.half; }
-  // Takes that number, by one thread, before the predecessor has ended and before a barrier of the
-  // CTA. The last CTA has the counter as it was: no successor starts before it has been here.
+  // The L2 partition of this SM.
+  __device__ __forceinline__ uint32_t own_partition() const { return shared_.partition; }
+  // Assigns number() by L2 partition. Called by one thread before the preceding kernel has ended
+  // and before a barrier of the CTA. The last CTA resets the counter; no successor can have started
+  // before.
   __device__ __forceinline__ void take_number(uint32_t* counter) {
     const uint32_t sm = sm_index();
-    const uint32_t bits = sm < 32 * L2Partition::kSmWords ? params_.halves.sms[sm / 32] : 0;
-    const uint32_t half = bits >> sm % 32 & 1;
-    const uint32_t taken = atomicAdd(counter, PartitionTickets::step(half));
+    const uint32_t bits = sm < 32 * L2Partition::kSmWords ? params_.l2_partition.sms[sm / 32] : 0;
+    const uint32_t partition = bits >> sm % 32 & 1;
+    const uint32_t taken = atomicAdd(counter, PartitionTickets::step(partition));
     if (PartitionTickets::count(taken) == gridDim.x - 1) {
       *counter = 0;
       __threadfence();
     }
-    shared_.half = half;
-    shared_.number = PartitionTickets::number(taken, half, static_cast<int>(gridDim.x / 2));
+    shared_.partition = partition;
+    shared_.number = PartitionTickets::number(taken, partition, static_cast<int>(gridDim.x / 2));
   }
-  // Whether one of them is not as it is in the table.
+  // Whether any raw entry differs from the table.
   __device__ __forceinline__ bool differ(const Arguments& params, const Raw& raw) const {
     bool some = false;
     if (kMayScheduleDynamically || params.batch <= kFew) {
@@ -140,7 +141,8 @@ class Seqlens {
       for (int i = 0; i < kReads; ++i) {
         const int b = own(params, i);
         some |= b < params.batch && seqlen(b) != seqlen_of(params, b, raw.of[i]);
-        some |= b < params.batch && by_l2_partition(params) && half(b) != (raw.halves >> i & 1);
+        some |= b < params.batch && by_l2_partition(params) &&
+                partition(b) != (raw.partitions >> i & 1);
       }
       return some;
     }
@@ -160,9 +162,9 @@ class Seqlens {
     return static_cast<int>(by_lane ? threadIdx.x % 32 : threadIdx.x) + i * kThreads;
   }
 
-  // The half that holds head 0 of the first page.
-  __device__ __forceinline__ uint32_t half(int b) const {
-    return shared_.halves[b / 32] >> b % 32 & 1;
+  // The L2 partition that holds head 0 of the sequence's first page.
+  __device__ __forceinline__ uint32_t partition(int b) const {
+    return shared_.partitions[b / 32] >> b % 32 & 1;
   }
 
   SharedStorage& shared_;
@@ -182,7 +184,7 @@ __device__ __forceinline__ int add_lower_lanes(int value) {
   return sum;
 }
 
-// The sequence of a place: the last one that starts at or before it. By a warp; at most 32 * 32
+// The last sequence that starts at or before a position. Called by a warp; at most 32 * 32
 // sequences.
 __device__ __forceinline__ int find_sequence(const Seqlens& seqlens, int batch, int line_index) {
   const int lane = threadIdx.x % 32;
@@ -197,7 +199,7 @@ __device__ __forceinline__ int find_sequence(const Seqlens& seqlens, int batch, 
   return first + max(count_before(first + lane, min(first + stride, batch)) - 1, 0);
 }
 
-// What a warp needs of the sequences before its own, or before its lanes' own.
+// Sums over the sequences before those of a thread.
 struct Before {
   int live, tiles;
 };

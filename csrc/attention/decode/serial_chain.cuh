@@ -1,9 +1,10 @@
-// A tile of a CTA that processes one serial chain: four blocks, one after the other, with the bits
-// that one warp of a CTA outside a cluster gets.
+// Processes a tile in a CTA that computes one serial chain of blocks (kChainPerCta): four blocks in
+// order, with the same bits as one warp of a CTA without a cluster.
 //
-// Only outputs depend on the block before: they are rescaled when the maximum rises. The maximum
-// after a block is the highest up to it, so each warp computes the weights of one block once all
-// maxima are known, and then adds up its steps of the head dim from all four blocks.
+// Only the output depends on the previous block: it is rescaled when the maximum rises. The running
+// maximum after a block is the maximum over all blocks so far. So each warp computes the weights of
+// one block once the block maxima are known, and then accumulates its steps of the head dim from
+// all four blocks.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -23,7 +24,7 @@ __device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& main
   const int own_token = first_token + warp * kShareTokens;
   wait(&shared.keys_arrived.full[stage][warp], position.parity);
   OSTINATO_DELAY(decode_keys_load, warp == 1);
-  // Keys of no token are whatever was there; their scores are hidden.
+  // Keys past the end of the sequence are arbitrary; the mask discards their scores.
   mainloop.multiply_keys(shared.keys.blocks[stage][warp]);
   const Scores scores = mainloop.scale(mask, own_token, mask.hides_some(own_token), TokenScales());
   const Columns own_tops = highest(scores.values[0]);
@@ -70,7 +71,7 @@ __device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& main
     }
     return;
   }
-  // Not unrolled: code that has not run is waited for longer than what it does takes.
+  // Not unrolled: instruction-cache misses of unrolled code would cost more than the loop.
 #pragma unroll 1
   for (int block = 0; block < kWarps; ++block) {
     const int token = first_token + block * kShareTokens;

@@ -1,4 +1,4 @@
-// The shared memory of a CTA.
+// Shared memory of a CTA, and the indices of warps and teams in it.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -6,23 +6,24 @@
 
 namespace ostinato::decode {
 
-// Keys and values have rings of the same layout and of different types.
+// Tags: keys and values have rings of the same layout and of different types.
 struct Keys {};
 struct Values {};
 
 template <class What>
 struct Blocks {
-  alignas(1024) uint8_t blocks[kStages][kWarps][kBlockBytes];  // the swizzle repeats every 1024
+  // the swizzle repeats every 1024 bytes
+  alignas(1024) uint8_t blocks[kStages][kWarps][kBlockBytes];
 };
 
-// For the blocks of a stage.
+// Full barriers of the blocks of a stage.
 template <class What>
 struct Arrivals {
   uint64_t full[kStages][kArrivals];
 };
 
-// What warps get from those of the cluster's CTAs that own the same, by rank: of each pair of
-// columns the vectors that are theirs, and the weights.
+// What a warp receives from the warps of the cluster's CTAs that own the same steps, by CTA rank:
+// for each pair of columns, the vectors of its slice, and the weights.
 template <int kCtas>
 struct ClusterReduceStorage {
   float4 outputs[kWarps][kCtas][kWarpPairs][kRankVectors];
@@ -32,16 +33,16 @@ struct ClusterReduceStorage {
 template <>
 struct ClusterReduceStorage<1> {};
 
-// Where the warps of a chain hand what they have of their blocks to each other.
+// Exchange between the warps of a serial chain (serial_chain.cuh).
 template <bool kUsed>
 struct Chain {
-  float2 tops[kWarps][4];     // of a block's columns, by pairs
-  uint4 weights[kWarps][32];  // of a block, lane by lane: P and the sums of two columns
+  float2 tops[kWarps][4];     // maxima of a block's columns, by pairs
+  uint4 weights[kWarps][32];  // of a block, by lane: P and the sums of two columns
 };
 template <>
 struct Chain<false> {};
 
-// What the CTA has scheduled dynamically, by turns.
+// Ring of the work tiles that the CTA has requested from the dynamic scheduler.
 inline constexpr int kScheduledAhead = 4;
 template <bool kUsed>
 struct SchedulerRing {
@@ -56,24 +57,24 @@ struct SharedStorage {
   Blocks<Values> values;
   Arrivals<Keys> keys_arrived;
   Arrivals<Values> values_arrived;
-  // Of the tokens of a block: of 16 keys, then of their values. Only where tokens have their own.
+  // Scales of the tokens of a block: 16 of keys, 16 of values. Used if tokens have their own.
   float scales[kQuantized ? kStages : 1][kWarps][kQuantized ? 2 * kBlockTokens : 1];
-  // Where the teams add up their outputs: what one team has of another's steps, lane by lane, and
-  // of each column the maximum and the sum of weights.
+  // Exchange between teams in the epilogue: outputs of one team for the steps of another, by lane,
+  // and the maximum and sum of weights of each column.
   float4 sums[kTeams][kTeams > 1 ? kTeams - 1 : 1][kTeamWarps][kTeams > 1 ? kOwnedSteps : 1][32];
   alignas(16) float2 weights[kTeams][kColumns];
   ClusterReduceStorage<kClusterCtas> cluster_reduce;
   Chain<kChainPerCta> chain;
   SchedulerRing<kMayScheduleDynamically> scheduler;
-  // The lengths, once for the CTA or, if they are few, for each warp.
+  // The length tables: one for the CTA or, with few sequences, one per warp.
   int4 load[kWarps];
   int start[kMaxBatch + 1];
   int seqlen[kMaxBatch + 1];
-  // Where halves of the L2 are known: those of first pages, a bit each, the CTA's number, and the
-  // half of its SM.
-  uint32_t halves[kMayPartitionL2 ? kMaxBatch / 32 : 1];
+  // If L2 partitions are known: those of the sequences' first pages (a bit each), the CTA's number,
+  // and the partition of its SM.
+  uint32_t partitions[kMayPartitionL2 ? kMaxBatch / 32 : 1];
   int number;
-  uint32_t half;
+  uint32_t partition;
 };
 
 template <class What>
@@ -97,21 +98,21 @@ __device__ __forceinline__ Arrivals<What>& arrivals_of(SharedStorage& shared) {
 static_assert(sizeof(SharedStorage) <= 228 * 1024 / kCtasPerSm - 1024,
               "the CTAs of an SM share 228 KB, less 1 KB each");
 
-// As a value that the compiler knows to be the warp's. By all lanes.
+// Warp index, in a form that the compiler knows to be warp-uniform. Called by all lanes.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-// Of warps that load and multiply the same blocks.
+// The team of warps that load and multiply the same blocks.
 __device__ __forceinline__ int team_of(int warp) { return warp / kTeamWarps; }
 
-// Of the barriers at which a warp's copies arrive.
+// Index of the barrier at which a warp's copies arrive.
 __device__ __forceinline__ int arrival_of(int warp) { return warp / kArrivalWarps; }
 
-// Of steps of the head dim.
+// Index of the owner of steps of the head dim.
 __device__ __forceinline__ int owner_of(int warp) { return kChainPerCta ? warp : team_of(warp); }
 
-// All lanes of the team's warps have come here.
+// Barrier of the warps of a team.
 __device__ __forceinline__ void sync_team(int warp) {
   if constexpr (kTeamWarps == 1) {
     __syncwarp();

@@ -1,5 +1,5 @@
-// The two ways to split work tiles, balanced over the CTAs or after a fixed number of tiles, behind
-// one interface (Splits); and the tables of sequence lengths that each way needs.
+// Selects between balanced and fixed splits behind one interface (Splits), and fills the tables of
+// sequence lengths that each of them needs.
 #pragma once
 
 #include "seqlens.cuh"
@@ -18,7 +18,7 @@ struct BalancedSplits {
   using Split = decode::Split;
   using Walk = decode::Walk<Seqlens>;
 
-  // What is counted of a sequence of so many tiles.
+  // How much a sequence with `tiles` tiles counts on the line.
   static __device__ __forceinline__ int count(int tiles) { return tiles; }
   static __device__ __forceinline__ Shares share(const Arguments& params, const Load& load) {
     return load.live == 0 ? Shares{1, 1} : share_out(load, params.line_ctas, params.by.line_ctas);
@@ -27,23 +27,23 @@ struct BalancedSplits {
   static __device__ __forceinline__ int start(const Shares& shares, const Before& before) {
     return shares.room > 0 ? before.live * shares.room : before.tiles;
   }
-  // Of `all` on the line.
+  // The range of a CTA among `all` positions of the line.
   static __device__ __forceinline__ LineRange line_range(const Arguments& /*params*/, int all,
                                                          const Shares& shares, int cta) {
     return LineRange(all, shares, cta);
   }
-  // Whether nobody would share a work tile: they may be scheduled dynamically.
+  // Whether no work tile would be shared, so that work tiles may be scheduled dynamically.
   static __device__ __forceinline__ bool whole(const Load& /*load*/, const Shares& shares) {
     return shares.room > 0;
   }
-  // From one work tile of a head to the next, then.
+  // With dynamic scheduling: positions between two work tiles of a head.
   static __device__ __forceinline__ int room(const Shares& shares) { return shares.room; }
   static __device__ __forceinline__ Split whole_split(const Seqlens& seqlens, int sequence,
                                                       int head) {
     const int tiles = seqlens.tiles(sequence);
     return {sequence, head, 0, tiles, 0, tiles};
   }
-  // Whether more CTAs than there are SMs have some of `all` on the line.
+  // Whether more CTAs have work than there are SMs, given `all` positions on the line.
   static __device__ __forceinline__ bool crowded(const Arguments& params, int all,
                                                  const Shares& shares) {
     return all > params.line_ctas / kCtasPerSm * shares.quota;
@@ -93,7 +93,7 @@ struct FixedSplits {
 
 using Splits = std::conditional_t<kFixedSplits, FixedSplits, BalancedSplits>;
 
-// What a CTA has to do. By all lanes of a warp.
+// The splits of this CTA. Called by all lanes of a warp.
 template <class SomeSplits>
 __device__ __forceinline__ typename SomeSplits::Walk walk_line(
     const Arguments& params, const Seqlens& seqlens, const typename SomeSplits::Shares& shares) {
@@ -107,10 +107,10 @@ __device__ __forceinline__ typename SomeSplits::Walk walk_line(
 
 struct CtaPlan {
   Splits::Shares shares;
-  int dynamic;  // work tiles that are scheduled dynamically: of all lines, or none
+  int dynamic;  // number of work tiles (of all lines) that are scheduled dynamically; 0: none
 };
 
-// Each warp has tables of its own, so no barrier of the CTA is needed.
+// Up to kFewSequences sequences: each warp has its own tables, so no CTA barrier is needed.
 __device__ __forceinline__ CtaPlan read_few_seqlens(Seqlens& seqlens, const Arguments& params,
                                                     bool early) {
   const int lane = threadIdx.x % 32;
@@ -132,7 +132,7 @@ __device__ __forceinline__ CtaPlan read_few_seqlens(Seqlens& seqlens, const Argu
   return {shares, 0};
 }
 
-// Any number of sequences, a run of them by each thread.
+// Any number of sequences: each thread sums a run of consecutive ones.
 __device__ __forceinline__ CtaPlan read_many_seqlens(SharedStorage& shared, Seqlens& seqlens,
                                                      const Arguments& params, bool early) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -168,14 +168,14 @@ __device__ __forceinline__ CtaPlan read_many_seqlens(SharedStorage& shared, Seql
   Before before{sum.live - own.live, sum.tiles - own.tiles};
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    const int4 part = shared.load[w];
+    const int4 warp_load = shared.load[w];
     if (w < warp) {
-      before = {before.live + part.x, before.tiles + part.y};
+      before = {before.live + warp_load.x, before.tiles + warp_load.y};
     }
-    load.live += part.x;
-    load.tiles += part.y;
-    load.longest = max(load.longest, part.z);
-    load.shortest = min(load.shortest, part.w);
+    load.live += warp_load.x;
+    load.tiles += warp_load.y;
+    load.longest = max(load.longest, warp_load.z);
+    load.shortest = min(load.shortest, warp_load.w);
   }
   const Splits::Shares shares = Splits::share(params, load);
 #pragma unroll 1
@@ -195,7 +195,7 @@ __device__ __forceinline__ CtaPlan read_many_seqlens(SharedStorage& shared, Seql
   return {shares, dynamic ? work_tiles : 0};
 }
 
-// Fills the tables and chooses the shares.
+// Fills the tables and computes the shares.
 __device__ __forceinline__ CtaPlan read_seqlens(SharedStorage& shared, Seqlens& seqlens,
                                                 const Arguments& params, bool early) {
   return params.batch <= Seqlens::kFew ? read_few_seqlens(seqlens, params, early)

@@ -1,15 +1,14 @@
-// The static scheduler of balanced splits: which tiles each CTA reads, a pure function of the
-// sequence lengths that every CTA computes for itself.
+// The static scheduler of balanced splits: assigns tiles to CTAs as a pure function of the sequence
+// lengths, which every CTA evaluates for itself.
 //
 // A work tile is all tiles of one sequence that one KV head reads. Work tiles lie on lines,
 // sequence by sequence; CTA i of a line takes the tiles at positions [i * quota, (i + 1) * quota).
-// Each line has some of the KV heads, one if possible, and all lines have equally many CTAs: then
-// all heads of a page are read at about the same time, which is how they lie in memory. Where
-// lengths are similar, each work tile gets the same room on the line, a whole number of quotas (or
-// a quota is a whole number of work tiles): then no CTA has splits of two work tiles, fewest CTAs
-// share one, and empty positions cost nothing. Where lengths differ, empty positions would cost
-// time: the work tiles lie without gaps, and a CTA may end one, process others whole, and begin
-// another.
+// Each line has some of the KV heads, one if possible, and all lines have equally many CTAs: so all
+// heads of a page, which are adjacent in memory, are read at about the same time. If lengths are
+// similar, each work tile gets the same room on its line, a whole number of quotas (or a quota is a
+// whole number of work tiles): no CTA has splits of two work tiles, as few CTAs as possible share
+// one, and empty positions cost nothing. If lengths differ, empty positions would cost time: work
+// tiles lie without gaps, and a CTA may end one, process others whole, and begin another.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +17,8 @@
 
 namespace ostinato::decode {
 
-// Division of a number below 2^30 by one that the host knows: n / d = n m >> shift, where m is
-// 2^shift / d, rounded up. That is exact for 2^shift >= 2^30 d.
+// Division of a number below 2^30 by a divisor known on the host: n / d = n m >> shift, where m is
+// 2^shift / d, rounded up. Exact for 2^shift >= 2^30 d.
 struct Divisor {
   uint32_t multiplier, shift;
 
@@ -37,13 +36,14 @@ struct Divisor {
   }
 };
 
-// What all CTAs divide by; the length of the chain of divisions at the start is felt.
+// The divisors that all CTAs use. Divisions form a dependent chain at kernel start, so their
+// latency matters.
 struct Divisors {
   Divisor lines, line_ctas, line_heads, group, page_size, batch;
 };
 
-// How many lines: one if work tiles get several CTAs, else the most that leave few CTAs without
-// one.
+// Number of lines: one if a work tile gets several CTAs, else the largest number that leaves few
+// CTAs without a line.
 inline int count_lines(int grid, int batch, int heads_kv) {
   int lines = batch * heads_kv > grid ? heads_kv : 1;
   while (heads_kv % lines != 0 || lines > grid || grid % lines * 25 > grid) {
@@ -52,7 +52,7 @@ inline int count_lines(int grid, int batch, int heads_kv) {
   return lines;
 }
 
-// A CTA's line, and its number there; neighbours are on different lines.
+// A CTA's line and its index on that line; neighbouring CTAs are on different lines.
 struct OnLine {
   int line, cta;
 
@@ -60,8 +60,8 @@ struct OnLine {
       : line(cta - by_lines.divide(cta) * lines), cta(by_lines.divide(cta)) {}
 };
 
-// n / d of numbers below 2^30 that only the device knows, if it is below 2^21: a guess, wrong by at
-// most 1.
+// n / d for numbers below 2^30 known only on the device, for quotients below 2^21: an approximation
+// that is wrong by at most 1, then corrected.
 __host__ __device__ __forceinline__ int divide(int n, int d) {
 #ifdef __CUDA_ARCH__
   float reciprocal;
@@ -77,32 +77,32 @@ __host__ __device__ __forceinline__ int divide(int n, int d) {
 __host__ __device__ __forceinline__ int divide_up(int n, int d) { return divide(n + d - 1, d); }
 
 struct Shares {
-  int quota;  // places of a CTA
-  int room;   // places of every work tile with tiles; 0: as many as it has tiles
+  int quota;  // positions per CTA
+  int room;   // positions per work tile with tiles; 0: as many as it has tiles
 };
 
-// What the choice depends on. All CTAs have the same.
+// Input of share_out(), the same in all CTAs.
 struct Load {
-  int heads;         // KV heads of a line
-  int rows;          // of a work tile: queries times heads of the group
+  int heads;         // KV heads per line
+  int rows;          // per work tile: queries times query heads of a KV head
   int live;          // sequences with tiles
-  int tiles;         // of all sequences, for one KV head
+  int tiles;         // of all sequences, per KV head
   int longest;       // tiles of the longest sequence
-  int shortest = 0;  // of those that have some: tiles, whatever is counted above
+  int shortest = 0;  // tiles (never splits) of the shortest sequence that has some
 };
 
-// Costs, measured on an H200, of sharing a work tile.
+// Costs of sharing a work tile among CTAs, measured on an H200.
 struct Costs {
-  int sharing;  // at all: in sixteenths of the time of a tile in a CTA that has its SM to itself
-  int row;      // and each part of it per row: in 32nds
+  int sharing;  // fixed cost, in 16ths of the time of a tile in a CTA alone on its SM
+  int row;      // cost of each split per row, in 32nds of that time
 };
-// With two CTAs on an SM, or with half of the SMs' places free: then CTAs disturb each other less,
-// and those of the next kernel are there, and have made their plans, before this one has ended.
+// Crowded: two CTAs per SM. Quiet: at most half of the CTA slots are used; CTAs then disturb each
+// other less, and the next kernel's CTAs are resident and have planned before this one ends.
 __host__ __device__ constexpr Costs crowded_costs() { return {88, 2}; }
 __host__ __device__ constexpr Costs quiet_costs() { return {56, 1}; }
 
-// The fewest tiles of a CTA that are worth a part: about where the sum of both, n tiles and
-// tiles / n splits, is least. A power of two divides more lengths that are alike.
+// The smallest quota worth a split: near the minimum of the sum of n tiles and tiles / n splits. A
+// power of two divides more of the lengths that occur together.
 __host__ __device__ __forceinline__ int least_quota(int tiles, int rows, const Costs& costs) {
   const float square = static_cast<float>(tiles) * static_cast<float>(rows * costs.row) / 32;
   int quota = 1;
@@ -120,7 +120,7 @@ __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Di
   const int work_tiles = load.live * load.heads;
   int aligned, room;
   if (work_tiles <= ctas) {
-    // As few as do it, each with as many tiles as the others.
+    // As few splits as needed, of equal size.
     int most = divide(ctas, work_tiles);
     int wanted = divide_up(load.longest, least);
     Costs costs = crowded_costs();
@@ -134,32 +134,32 @@ __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Di
     aligned = divide_up(load.longest, splits);
     if (splits > 1 &&
         16 * (load.longest - aligned) <= costs.sharing + splits * load.rows * costs.row / 2) {
-      return Shares{load.longest, load.longest};  // nobody shares anything
+      return Shares{load.longest, load.longest};  // one CTA per work tile: no work tile is shared
     }
     room = splits * aligned;
   } else {
     aligned = by_ctas.divide(work_tiles + ctas - 1) * load.longest;
     room = load.longest;
   }
-  // Memory is shared: when the CTAs with less to do have ended, the others are faster, at most
-  // about four times. And places that lie close are shared by more CTAs.
+  // Bandwidth is shared: when CTAs with less work have ended, the others run faster, up to about
+  // four times. And without gaps, work tiles are shared by more CTAs.
   const bool even = aligned <= equal + equal / 4 || 2 * aligned <= 5 * fair;
   return even ? Shares{aligned, room} : Shares{equal, 0};
 }
 
-// The tokens of a sequence that any of its queries sees, and the tiles that hold them.
+// The tokens of a sequence that any of its queries attends to, and the tiles that hold them.
 struct Visible {
   int begin, end;
 
   __host__ __device__ Visible(int seqlen, int queries, int left)
       : begin(0), end(queries > 0 ? seqlen : 0) {
-    // The first query is at length - queries, and sees `left` tokens before it.
+    // The first query is at seqlen - queries and attends to `left` tokens before it.
     if (left >= 0 && seqlen - queries > left) {
       begin = seqlen - queries - left;
     }
   }
 
-  // The first one begins at a multiple of so many tokens.
+  // The first visible tile; tile ranges begin at a multiple of `multiple` tokens.
   __host__ __device__ int first_tile(int tile_tokens, int multiple) const {
     return begin / multiple * (multiple / tile_tokens);
   }
@@ -168,25 +168,25 @@ struct Visible {
   }
 };
 
-// A part of a work tile that one CTA works on.
+// The part of a work tile that one CTA processes.
 struct Split {
   int sequence, head;
   int begin, end;  // tiles, counted from the first visible one
-  int start;       // the work tile's first place
+  int start;       // the work tile's first position on the line
   int tiles;       // of the work tile
 
   __host__ __device__ bool whole() const { return begin == 0 && end == tiles; }
 };
 
-// The places of a CTA.
+// The range of positions of a CTA on its line.
 struct LineRange {
   int begin, end;
 
   LineRange() = default;
   __host__ __device__ LineRange(int begin, int end) : begin(begin), end(end) {}
-  // Of the places that there are for all.
+  // The share of CTA `cta` of `all` positions.
   __host__ __device__ LineRange(int all, const Shares& shares, int cta) {
-    // 64 bits: a CTA past the last place may be past 2^31, too.
+    // 64 bits: for a CTA past the last position, the product may exceed 2^31.
     const int64_t first = static_cast<int64_t>(cta) * shares.quota;
     begin = static_cast<int>(first < all ? first : all);
     end = all - begin < shares.quota ? all : begin + shares.quota;
@@ -195,27 +195,27 @@ struct LineRange {
   __host__ __device__ bool empty() const { return begin == end; }
 };
 
-// The KV heads of a line: every so many.
+// The KV heads of a line: every `step`-th one.
 struct LineHeads {
   int first, step, all;
-  int count;  // of the line
+  int count;  // on the line
 
-  // Goes to the next; whether it is the first again.
+  // Moves to the next head; returns whether it wrapped around to the first.
   __host__ __device__ bool advance(int* head) const {
     *head += step;
     const bool again = *head >= all;
-    *head -= again ? all : 0;  // all are a multiple of a step
+    *head -= again ? all : 0;  // `all` is a multiple of `step`
     return again;
   }
 };
 
-// The splits of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the places (of
-// one KV head) before it.
+// Iterates over the splits of a CTA in order. A Table has, per sequence b, tiles(b) and start(b),
+// the number of positions (of one KV head) before it.
 template <class Table>
 class Walk {
  public:
   Walk() = default;
-  // `sequence` is that of the first place.
+  // `sequence`: the sequence at the first position.
   __host__ __device__ Walk(const Table& table, int batch, const LineHeads& heads,
                            const Shares& shares, const LineRange& line_range, int sequence)
       : batch_(batch), heads_(heads), room_(shares.room), line_range_(line_range) {

@@ -1,11 +1,11 @@
-// The throttle: delays warps that are ahead, where each CTA has equally many tiles, and many of
-// them.
+// The throttle: delays the copies of warps that are ahead of the mean, in launches where each CTA
+// has equally many tiles, and many of them.
 //
-// SMs read at speeds that differ by a fifth, by their position on the chip and by the load of their
-// neighbours, and with equal shares the slowest SMs end a launch alone. Memory bandwidth is shared
-// and its queues are long: a request that a fast warp delays lets a slow warp's request complete
-// earlier. So warps count their tiles in a common counter, every few tiles, and a warp ahead of the
-// mean waits. That changes when a block is requested, and nothing else.
+// SMs read memory at speeds that differ by a fifth, by their position on the chip and the load of
+// their neighbours, so with equal shares the slowest SMs finish alone. Memory bandwidth is shared
+// and its queues are long: if a fast warp delays a request, a slow warp's request completes
+// earlier. Every few tiles, warps increment a common counter, and a warp ahead of the mean waits.
+// This changes only when a block is requested.
 #pragma once
 
 #include "split_kv.cuh"
@@ -15,7 +15,7 @@ namespace ostinato::decode {
 template <bool kUsed>
 class ThrottleOf {
  public:
-  // By whole warps, once the lengths are known.
+  // Called by whole warps once the lengths are known.
   template <class Shares>
   __device__ ThrottleOf(const Arguments& params, const Seqlens& seqlens, const Shares& shares)
       : counter_(params.scheduler_counters) {
@@ -24,7 +24,7 @@ class ThrottleOf {
       return;
     }
     const int grid = gridDim.x;
-    // CTAs that have work; the others count as those that have ended.
+    // CTAs that have work. Idle CTAs count as finished from the start.
     const int clusters = divide_up(line_length * params.line_heads, share) * params.lines;
     const int ctas = min(clusters * kClusterCtas, grid);
     const int idle = (grid - ctas) * kWarps;
@@ -36,46 +36,49 @@ class ThrottleOf {
 
   __device__ __forceinline__ bool used() const { return counts_ > 0; }
 
-  // After a tile, before its stage is loaded again. By whole warps.
+  // Called by whole warps after each tile, before its stage is loaded again.
   __device__ __forceinline__ void pass() {
     ++passed_;
     const int after = passed_ % kEvery;
     if ((after != 0 && after != kAwaited) || passed_ < kEvery ||
-        made() * kEvery + after != passed_) {
+        counts_made() * kEvery + after != passed_) {
       return;
     }
     if (threadIdx.x % 32 == 0) {
       if (after == 0) {
         counted_ = atomicInc(counter_, last_);
       } else {
-        hold();
+        wait_for_mean();
       }
     }
     __syncwarp();
   }
 
-  // At the end: counts what the warp has not counted. All count as often, idle ones too, so that
-  // the counter wraps to zero.
+  // At the end of the launch: adds the counts that this warp still owes. Every warp, idle or not,
+  // counts equally often, so that the counter wraps to zero.
   __device__ __forceinline__ void end() const {
     if (!used()) {
       return;
     }
 #pragma unroll 1
-    for (int i = made() + static_cast<int>(threadIdx.x) % 32; i < counts_; i += 32) {
+    for (int i = counts_made() + static_cast<int>(threadIdx.x) % 32; i < counts_; i += 32) {
       atomicInc(counter_, last_);
     }
   }
 
  private:
-  static constexpr int kLeastTiles = 48;  // of a CTA, or a launch ends before it has an effect
-  static constexpr int kEvery = 8;        // tiles
-  static constexpr int kAwaited = 2;      // tiles: until the number has come back
-  // What is waited for: each tile before the mean but a few. Those who are abreast count as a few
-  // tiles before it, since the mean is that of whole counts.
+  // minimum tiles per CTA: shorter launches end before the throttle acts
+  static constexpr int kLeastTiles = 48;
+  static constexpr int kEvery = 8;    // tiles between two counts
+  static constexpr int kAwaited = 2;  // tiles after which the result of the atomic has arrived
+  // Tiles that a warp may be ahead of the mean. Warps in step appear a few tiles ahead, since the
+  // mean is taken over completed counts.
   static constexpr int kAllowed = 4;
-  static constexpr float kClocks = 5700, kMostClocks = 22800;  // for a tile, and at a time
+  // clocks per tile, and the longest delay
+  static constexpr float kClocks = 5700, kMostClocks = 22800;
 
-  // Whether nearly all places are tiles. Or else some have less to do, and are not ahead.
+  // Whether nearly all positions of the line hold tiles. Otherwise some CTAs have less work, and
+  // their warps are not really ahead.
   static __device__ __forceinline__ bool are_filled(const Arguments& params, const Seqlens& seqlens,
                                                     int line_length) {
     int tiles = 0;
@@ -86,11 +89,11 @@ class ThrottleOf {
     return line_length - __reduce_add_sync(0xffffffff, tiles) <= line_length / 16;
   }
 
-  // Counts, so far. The last is left to the end, where nobody is to wait.
-  __device__ __forceinline__ int made() const { return min(passed_ / kEvery, counts_ - 1); }
+  // Counts made so far. The last one is left to end(), where no warp should wait.
+  __device__ __forceinline__ int counts_made() const { return min(passed_ / kEvery, counts_ - 1); }
 
-  // By one lane.
-  __device__ __forceinline__ void hold() const {
+  // Called by one lane.
+  __device__ __forceinline__ void wait_for_mean() const {
     const float ahead = static_cast<float>(passed_ - kAwaited) * kClocks -
                         static_cast<float>(static_cast<int>(counted_)) * by_count_;
     const int clocks = static_cast<int>(fminf(ahead + head_start_, kMostClocks));
@@ -101,8 +104,8 @@ class ThrottleOf {
   }
 
   uint32_t* counter_;
-  int counts_ = 0;  // of each warp, in a launch
-  int passed_ = 0;  // tiles
+  int counts_ = 0;  // per warp and launch
+  int passed_ = 0;  // tiles processed
   uint32_t last_ = 0, counted_ = 0;
   float by_count_ = 0, head_start_ = 0;  // clocks
 };

@@ -1,5 +1,5 @@
-// TMA and barrier instructions that only decode attention uses.
-// Names and semantics: PTX ISA, "cp.async.bulk.prefetch.tensor", "mbarrier.inval".
+// TMA and barrier instructions that only decode attention uses. Names and semantics: PTX ISA,
+// "cp.async.bulk.prefetch.tensor", "mbarrier.inval".
 #pragma once
 
 #include "common/cache_policy.cuh"
@@ -7,14 +7,14 @@
 
 namespace ostinato::decode {
 
-// A box into the L2 cache: a hint. Nothing is read of what is outside the tensor.
+// Prefetches a box into L2, as a hint. Parts outside the tensor are not read.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap& map, const int (&corner)[5]) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),
                "r"(corner[0]), "r"(corner[1]), "r"(corner[2]), "r"(corner[3]), "r"(corner[4])
                : "memory");
 }
 
-// Copies a box of what is read once.
+// Copies a box of data that is read only once (evict-first).
 __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& map,
                                               const int (&corner)[5], uint64_t* barrier) {
   asm volatile(
@@ -25,7 +25,7 @@ __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& m
       : "memory");
 }
 
-// Ends a barrier that nobody waits for and nothing arrives at; its place may be initialised again.
+// Invalidates a barrier without waiters or pending arrivals; it may then be initialised again.
 __device__ __forceinline__ void retire_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

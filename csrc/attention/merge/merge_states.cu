@@ -1,12 +1,12 @@
-// Two states of attention, outputs and LSE of the same queries over different keys, become that of
-// attention to all of these keys, in one launch.
+// merge_states: merges two attention states (output and LSE) of the same queries over different
+// keys into the state over all of these keys, in one launch.
 //
 // Compiled with
 //   OSTINATO_DTYPE  bf16, fp16 or fp32, of the outputs
 //
 // The semantics are those of runtime/ops/attention/merge_states.py. A thread has 16 bytes of a
-// head's output, the threads of a head side by side; it is bound by memory. The bits of a head
-// depend on the head alone.
+// head's output, and the threads of a head are adjacent; the kernel is bound by memory. The bits of
+// a head depend on that head alone.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -30,13 +30,13 @@ struct Shape {
   uint32_t rows_of_block;  // kThreads / lanes
 };
 
-// How much of each state is in the merged one, and its LSE.
+// The weights of both states in the merged one, and its LSE.
 struct Weights {
   float a, b, lse;
 
   __device__ __forceinline__ Weights(float lse_a, float lse_b) {
     const float top = fmaxf(lse_a, lse_b);
-    // A state without keys has no part, whatever its output holds; NaN is neither, and spreads.
+    // A state without keys has weight 0, whatever its output holds; a NaN LSE propagates.
     const float weight_a = lse_a == -INFINITY ? 0.0f : expf(lse_a - top);
     const float weight_b = lse_b == -INFINITY ? 0.0f : expf(lse_b - top);
     const float total = weight_a + weight_b;
@@ -52,7 +52,7 @@ struct Weights {
 };
 
 __device__ __forceinline__ float merge(const Weights& weights, float a, float b) {
-  // 0 * NaN is NaN.
+  // Not a product if the weight is 0: 0 * NaN is NaN.
   const float part = weights.a == 0 ? 0.0f : weights.a * a;
   return weights.b == 0 ? part : fmaf(weights.b, b, part);
 }
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads)
     return static_cast<Element*>(o.data) + token * o.stride + head * o.head_stride;
   };
   const Weights weights(*lse_of(p.lse_a), *lse_of(p.lse_b));
-  __syncthreads();  // out_lse may be one of those that were read
+  __syncthreads();  // out_lse may alias one of the inputs
   if (!exists) {
     return;
   }

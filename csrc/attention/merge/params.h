@@ -1,5 +1,5 @@
-// The arguments of merging attention states: plain C++, without a header of CUDA or torch. Strides
-// count elements, sizes are logical, pointers are device pointers.
+// Arguments of merge_states, in plain C++ without CUDA or torch headers. Strides count elements,
+// sizes are logical, pointers are device pointers.
 #pragma once
 
 #include "attention/common/params.h"
@@ -15,7 +15,7 @@ struct MergeLse {
 };
 constexpr const char* kind_of(const MergeLse*) { return "pqq"; }
 
-// Two states of attention to different keys -> that of attention to all
+// Attention states over different keys -> the state over all of them
 // (csrc/attention/merge/merge_states.cu).
 struct MergeStatesParams {
   OSTINATO_FIELDS_BEGIN(MergeStatesParams);

@@ -1,8 +1,9 @@
-// A consumer warpgroup: the attention of its rows of each work tile, one tile of keys after the
-// other.
+// The mainloop of a consumer warpgroup: attention of its rows of each work tile, one tile of keys
+// after the other.
 //
-// The products of the next tile's keys and of this tile's values are enqueued together, and while
-// the latter go on the next scores become weights. Warpgroups take turns: one's products are
+// The QK MMAs of the next tile and the PV MMAs of the current one are issued together, and the
+// softmax of the next tile overlaps with the PV MMAs. Two warpgroups alternate: one issues MMAs
+// while the other computes softmax.
 // enqueued while another weighs.
 #pragma once
 
@@ -19,14 +20,14 @@ class Consumer : public ConsumerBase<Softmax> {
  private:
   friend ConsumerBase;
 
-  // What a thread holds: while products go on, they are the tensor cores'.
+  // Register fragments of a thread; asynchronous MMAs own them until they complete.
   struct Fragments {
     float scores[kScores];
     uint32_t weights[kKeySteps][4];
     float outputs[kOutputs];
   };
 
-  // Values that no query of the work tile sees: 0 in place of what may be NaN.
+  // Zeroes values that are masked for all queries of the work tile, since they may be NaN.
   __device__ __forceinline__ void clear_values(const WorkTile& work_tile, int tile,
                                                const RingPosition& position) {
     const int first = tile * kKeys;
@@ -52,12 +53,12 @@ class Consumer : public ConsumerBase<Softmax> {
     sync_warpgroup(warpgroup_);
   }
 
-  // Scores of the n-th tile become weights.
-  __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n, bool hiding,
+  // Softmax of the n-th tile: scores become weights.
+  __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n, bool masked,
                                         float (&scores)[kScores]) {
-    if (hiding || !softmax_.is_settled()) {
-      return softmax_.weigh(scores, work_tile.tile(n) * kKeys, hiding,
-                            [&] { return find_seen(work_tile); });
+    if (masked || !softmax_.is_settled()) {
+      return softmax_.weigh(scores, work_tile.tile(n) * kKeys, masked,
+                            [&] { return find_visible_keys(work_tile); });
     }
     return softmax_.weigh_blindly(scores, Recompute{*this, work_tile, n});
   }
@@ -72,11 +73,12 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   };
 
-  // When the first product of an work tile has ended: its weights.
-  __device__ __forceinline__ void weigh_first(int tile, const Seen& seen, Fragments& r) {
+  // Weights of a work tile's first tile, once its QK MMAs are complete.
+  __device__ __forceinline__ void weigh_first(int tile, const VisibleKeys& visible, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
-    softmax_.weigh(r.scores, tile * kKeys, outline_.hiding > outline_.first, [&] { return seen; });
+    softmax_.weigh(r.scores, tile * kKeys, outline_.masked > outline_.first,
+                   [&] { return visible; });
     pack_weights(r.scores, r.weights);
   }
 
@@ -85,21 +87,21 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.begin();
     outline_ = outline_of(work_tile, work_tile);
     const Operand queries = await_queries(queries_);
-    leave_out<Keys>(outline_.first, keys_);
+    skip<Keys>(outline_.first, keys_);
     const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
     pass_turns(min(outline_.first, 1));
-    leave_out<Values>(outline_.first, values_);
-    const Seen seen = find_seen(work_tile);
+    skip<Values>(outline_.first, values_);
+    const VisibleKeys visible = find_visible_keys(work_tile);
     const int first = work_tile.tile(outline_.first);
     wait_multiplied<0>();
-    weigh_first(first, seen, r);
+    weigh_first(first, visible, r);
     pass_turns(outline_.first - 1);
   }
 
-  // The values of a tile, cleared where no query sees them.
+  // Waits for the values of a tile, and clears those that are masked for all queries.
   __device__ __forceinline__ ValuesOperand await_values(const WorkTile& work_tile, int n) {
     const uint8_t* const values = await<Values>(values_);
     if (n < outline_.ragged) {
@@ -108,10 +110,10 @@ class Consumer : public ConsumerBase<Softmax> {
     return ValuesOperand(values, kStripStep);
   }
 
-  // The other tiles; their last one's values, which are returned, remain to be multiplied.
+  // Processes the other tiles. Returns the values of the last one, which finish() multiplies.
   __device__ __forceinline__ ValuesOperand continue_work_tile(const WorkTile& work_tile,
                                                               Fragments& r) {
-    const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
+    const int tiles = outline_.tiles, first = outline_.first, masked = outline_.masked;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
     ValuesOperand values = await_values(work_tile, first);
     if (tiles == first + 1) {
@@ -131,15 +133,15 @@ class Consumer : public ConsumerBase<Softmax> {
       wait_multiplied<1>();
       pin(r.scores);
       release<Keys>(keys_);
-      // Values are released as soon as they may be: what follows them is copied in their place,
-      // and is due when the next scores are weighed.
-      const bool raised = weigh(work_tile, n, n < hiding, r.scores);
+      // Values are released as early as possible: the tile that replaces them is needed when the
+      // next scores are ready.
+      const bool raised = weigh(work_tile, n, n < masked, r.scores);
       wait_multiplied<0>();
       pin(r.outputs);
       pin(r.weights);
       release<Values>(values_);
       pack_weights(r.scores, r.weights);
-      // What the next turn needs, before it is due.
+      // Wait for the next operands before the next turn.
       if (n + 1 < tiles) {
         keys = KeysOperand(await<Keys>(keys_));
       }
@@ -147,15 +149,15 @@ class Consumer : public ConsumerBase<Softmax> {
       if (raised) {
         softmax_.fade(r.outputs);
       }
-      if (n == hiding) {
+      if (n == masked) {
         repair(work_tile, softmax_, r.outputs);
       }
     }
     return values;
   }
 
-  // The values of an work tile's last tile, and the output; meanwhile the first tile of the next
-  // work tile, if that lies `after` it. Whether one has begun.
+  // Multiplies the values of the last tile and writes the output, overlapped with the first tile of
+  // the next work tile (at position `after`) if possible. Returns whether the next one has begun.
   __device__ __forceinline__ bool finish(const WorkTile& work_tile, const RingPosition& after,
                                          const ValuesOperand& values, Fragments& r) {
     if constexpr (!kShareOutput) {
@@ -182,12 +184,12 @@ class Consumer : public ConsumerBase<Softmax> {
     return false;
   }
 
-  // When the last product has ended.
+  // Completes a work tile after its last MMAs.
   __device__ __forceinline__ void end(const WorkTile& work_tile, Fragments& r) {
     pin(r.outputs);
     pin(r.weights);
     release<Values>(values_);
-    if (outline_.tiles == outline_.hiding) {
+    if (outline_.tiles == outline_.masked) {
       repair(work_tile, softmax_, r.outputs);
     }
     epilogue_.store(work_tile, queries_.slot, softmax_, r.outputs);
@@ -197,12 +199,12 @@ class Consumer : public ConsumerBase<Softmax> {
                                                 const Queries& rows, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
-    const int first = rows.unseen(warpgroup_);
+    const int first = rows.skipped(warpgroup_);
     const Operand queries = await_queries(ahead);
-    // What comes after tiles that are left out may wait for others to have had their turns.
+    // The first tile after skipped ones may become available only after other warpgroups' turns.
     if (first > 0) {
       give_turn();
-      leave_out<Keys>(first, keys_);
+      skip<Keys>(first, keys_);
     }
     const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
@@ -211,21 +213,21 @@ class Consumer : public ConsumerBase<Softmax> {
     if (first == 0) {
       give_turn();
     }
-    const Seen seen = find_seen(rows);
+    const VisibleKeys visible = find_visible_keys(rows);
     wait_multiplied<1>();
     end(work_tile, r);
     pass_turns(min(first, 1));
-    leave_out<Values>(first, values_);
+    skip<Values>(first, values_);
     softmax_.begin();
     outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
-    weigh_first(tiles.tile(first), seen, r);
+    weigh_first(tiles.tile(first), visible, r);
     pass_turns(first - 1);
     release_output();
   }
 };
 
-// Other warps have no part in it (consumer_fp8.cuh).
+// With 16 bits the other producer warps have nothing to do (compare consumer_fp8.cuh).
 __device__ __forceinline__ void assist(SharedStorage&, const Arguments&) {}
 
 }  // namespace ostinato::prefill

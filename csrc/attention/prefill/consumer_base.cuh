@@ -1,6 +1,5 @@
-// What both consumer warpgroups (consumer.cuh, consumer_fp8.cuh) share: waiting for tiles,
-// releasing them, the turns of warpgroups at the tensor cores, and the order of a work tile's
-// steps.
+// Base of the consumer warpgroups (consumer.cuh, consumer_fp8.cuh): waits for tiles and releases
+// them, orders the warpgroups at the tensor cores, and sequences the steps of a work tile.
 #pragma once
 
 #include "common/ring.cuh"
@@ -20,12 +19,12 @@ class ConsumerBase {
         epilogue_(shared, args, out_map, warpgroup_) {}
 
  protected:
-  // All work tiles, by the steps of `self`: start(), continue_item() and finish(), which may start
-  // the next work tile.
+  // Processes all work tiles by the steps of `self`: start(), continue_work_tile() and finish(),
+  // which may start the next work tile.
   template <class Self>
   __device__ __forceinline__ void follow_work_tiles(Self& self) {
     if (warpgroup_ == kConsumers - 1) {
-      give_turn();  // the first is warpgroup 0's
+      give_turn();  // the first turn belongs to warpgroup 0
     }
     typename Self::Fragments fragments;
     RingPosition position;
@@ -51,7 +50,7 @@ class ConsumerBase {
       }
     }
     if (warpgroup_ == 0) {
-      take_turn();  // the last one given
+      take_turn();  // the last turn that was given
     }
     if (threadIdx.x % kWarpgroup == 0) {
       wait_stores_read<0>();
@@ -74,8 +73,9 @@ class ConsumerBase {
     return warpgroup_ * args_.warpgroup_tokens < rows.queries;
   }
 
-  // Transposes go round: each warpgroup gives the next one its turn. With 8 bits nobody waits, nor
-  // do three warpgroups, of which one more or less has something to multiply (docs/prefill.md).
+  // Two consumer warpgroups alternate at the tensor cores (ping-pong): each one passes the turn to
+  // the other by named barriers. Without turns 8-bit kernels are faster, and so are three
+  // warpgroups, of which one or another always has MMAs to issue (docs/prefill.md).
   static constexpr bool kTurns = !kFp8 && kConsumers == 2;
   __device__ __forceinline__ void take_turn() const {
     if constexpr (kTurns) {
@@ -91,7 +91,7 @@ class ConsumerBase {
   __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
     wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
     if constexpr (kSource == Source::Slots) {
-      fence_shared_for_tma();  // written by threads, read by tensor cores
+      fence_shared_for_tma();  // written by cp.async, read by wgmma
     }
     return ring_of<What>(shared_).tiles[position.slot];
   }
@@ -105,10 +105,10 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
-  // Tiles that this warpgroup does not multiply. What products do otherwise, barriers do here:
-  // nothing is released before all threads have seen that it has come.
+  // Skips tiles that this warpgroup does not multiply. A tile is released only after all threads
+  // have waited for it, which MMAs would ensure otherwise.
   template <class What>
-  __device__ __forceinline__ void leave_out(int tiles, RingPosition& position) {
+  __device__ __forceinline__ void skip(int tiles, RingPosition& position) {
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
       wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
@@ -116,7 +116,8 @@ class ConsumerBase {
       release<What>(position);
     }
   }
-  // Their turns, of which the first is due when another warpgroup has multiplied the first.
+  // Takes and gives turns for skipped tiles. The first turn comes after another warpgroup's first
+  // MMAs.
   __device__ __forceinline__ void pass_turns(int turns) const {
 #pragma unroll 1
     for (int n = 0; n < turns; ++n) {
@@ -125,7 +126,7 @@ class ConsumerBase {
     }
   }
 
-  // The work tile has no query for this warpgroup, or no key.
+  // Skips a work tile that has no query for this warpgroup, or no key.
   __device__ __forceinline__ void pass(const WorkTile& work_tile) {
     if (work_tile.tiles() == 0) {
       if (has_rows(work_tile)) {
@@ -134,9 +135,9 @@ class ConsumerBase {
       return;
     }
     for (int n = 0; n < work_tile.tiles(); ++n) {
-      leave_out<Keys>(1, keys_);
+      skip<Keys>(1, keys_);
       pass_turns(1);
-      leave_out<Values>(1, values_);
+      skip<Values>(1, values_);
     }
     await_queries(queries_);
     sync_warpgroup(warpgroup_);
@@ -154,7 +155,7 @@ class ConsumerBase {
     }
   }
 
-  // The place of the output that the copy engine was told to write last is free for queries again.
+  // Frees the buffer of the last output for queries, once TMA has read it.
   __device__ __forceinline__ void release_output() {
     if constexpr (kShareOutput) {
       epilogue_.wait_read();
@@ -163,20 +164,21 @@ class ConsumerBase {
     queries_.advance(kQueryBuffers);
   }
 
-  __device__ __forceinline__ Seen find_seen(const Queries& rows) const {
+  __device__ __forceinline__ VisibleKeys find_visible_keys(const Queries& rows) const {
     const Mask mask{args_.params.left, args_.params.right, rows.seqlen};
-    Seen seen;
+    VisibleKeys visible;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowOf row(args_, warpgroup_, row_of_thread(half));
       const int position = rows.position + min(row.query, rows.queries - 1);
-      seen.first[half] = mask.first(position);
-      seen.count[half] = static_cast<uint32_t>(max(mask.stop(position) - seen.first[half], 0));
+      visible.first[half] = mask.first(position);
+      visible.count[half] =
+          static_cast<uint32_t>(max(mask.stop(position) - visible.first[half], 0));
     }
-    return seen;
+    return visible;
   }
 
-  // The query of a row of the thread, or null.
+  // The query of one of the thread's rows, or null.
   __device__ __forceinline__ const Type* find_query(const WorkTile& work_tile, int half) const {
     const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
@@ -190,26 +192,26 @@ class ConsumerBase {
   __device__ __forceinline__ void repair(const WorkTile& work_tile, const Softmax& softmax,
                                          float (&outputs)[kOutputs]) const {
     if (__any_sync(0xffffffff, is_nonfinite(outputs))) {
-      const Seen seen = find_seen(work_tile);
-      repair_row<0>(args_, work_tile, softmax, seen, outline_.hiding, find_query(work_tile, 0),
+      const VisibleKeys visible = find_visible_keys(work_tile);
+      repair_row<0>(args_, work_tile, softmax, visible, outline_.masked, find_query(work_tile, 0),
                     outputs);
-      repair_row<1>(args_, work_tile, softmax, seen, outline_.hiding, find_query(work_tile, 1),
+      repair_row<1>(args_, work_tile, softmax, visible, outline_.masked, find_query(work_tile, 1),
                     outputs);
     }
   }
 
-  // What is asked of an work tile again and again: its tiles from the first that the warpgroup sees
-  // on, and from the first that it sees wholly on.
+  // The bounds of a work tile's tiles for this warpgroup: the first tile that is visible to it, and
+  // the first one wholly visible to it.
   struct Outline {
-    int tiles, first, hiding;
-    int ragged;  // so many tiles may have keys that no query sees
+    int tiles, first, masked;
+    int ragged;  // number of tiles that may have keys masked for all queries
   };
   __device__ __forceinline__ Outline outline_of(const Tiles& tiles, const Queries& rows) const {
-    const int hiding = tiles.hiding_tiles() - rows.seen(warpgroup_);
-    return {tiles.tiles(), rows.unseen(warpgroup_), hiding, rows.is_ragged() ? hiding : 0};
+    const int masked = tiles.masked_tiles() - rows.unmasked(warpgroup_);
+    return {tiles.tiles(), rows.skipped(warpgroup_), masked, rows.is_ragged() ? masked : 0};
   }
-  // Whether the work tile may begin before the one before it has ended. With a single tile that is
-  // slower.
+  // Whether the next work tile may begin before the current one ends. With a single tile that would
+  // be slower.
   __device__ __forceinline__ bool begins_early(const Tiles& tiles, const Queries& rows) const {
     return !tiles.is_last() && has_rows(rows) && tiles.tiles() > 1;
   }

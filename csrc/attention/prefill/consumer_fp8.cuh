@@ -1,11 +1,11 @@
-// A consumer warpgroup of 8-bit queries, keys and values.
+// The mainloop of a consumer warpgroup for 8-bit queries, keys and values.
 //
-// The tensor cores keep about 14 bits of a sum of 8-bit products, so the products of a tile's
-// weights and values are summed anew and then added to the output in fp32. They are enqueued with
-// the products of the next tile's keys. For head dim 256, and for three warpgroups and 128,
-// registers are too few for that: there the tensor cores sum 16 tiles, which are put aside in
-// slices, with each tile one (promote_gmem.cuh). Warpgroups take no turns: with 8 bits they are
-// faster without.
+// The tensor cores keep about 14 bits of a sum of 8-bit products. So the PV products of each tile
+// start from zero and are added to the output in fp32 (two-level accumulation); they are issued
+// together with the QK MMAs of the next tile. With head dim 256, or 128 and three warpgroups,
+// registers have no room for two sets of accumulators: there the tensor cores accumulate 16 tiles,
+// which are promoted in slices, one with each tile (promote_gmem.cuh). Warpgroups do not take
+// turns: without, 8-bit kernels are faster.
 #pragma once
 
 #include "consumer_base.cuh"
@@ -23,23 +23,24 @@ class Consumer : public ConsumerBase<Softmax> {
  private:
   friend ConsumerBase;
 
-  // What a thread holds: while products go on, all but the outputs are the tensor cores'.
+  // Register fragments of a thread; asynchronous MMAs own all but the outputs until they complete.
   struct Fragments {
     float scores[kScores];
     uint32_t weights[kKeySteps][4];
-    float products[kOutputs];  // not where outputs take them at once
+    float products[kOutputs];  // unused if MMAs accumulate into the outputs
     float outputs[kOutputs];
   };
 
-  // Which tile it is, is read only where it must be.
-  __device__ __forceinline__ void find_reference(const WorkTile& work_tile, int n, bool hiding,
+  // The tile index is computed only if the mask needs it.
+  __device__ __forceinline__ void find_reference(const WorkTile& work_tile, int n, bool masked,
                                                  Fragments& r) {
-    softmax_.find_reference(
-        r.scores, hiding, [&] { hide(r.scores, work_tile.tile(n) * kKeys, find_seen(work_tile)); });
+    softmax_.find_reference(r.scores, masked, [&] {
+      apply_mask(r.scores, work_tile.tile(n) * kKeys, find_visible_keys(work_tile));
+    });
   }
 
-  // While wgmma reads its operands, an answer from shared memory takes some hundred clocks: so
-  // whether a tile has come is asked long before that matters. (With 16 bits this is slower.)
+  // While wgmma reads operands, a load from shared memory takes some hundred clocks. So a tile's
+  // barrier is tested long before the result matters. (With 16 bits this is slower.)
   using ConsumerBase::await;
   template <class What>
   __device__ __forceinline__ bool has_come(const RingPosition& position) {
@@ -53,8 +54,8 @@ class Consumer : public ConsumerBase<Softmax> {
     return ring_of<What>(shared_).tiles[position.slot];
   }
 
-  // When the first product of an work tile has ended: its weights.
-  __device__ __forceinline__ void weigh_first(int tile, const Seen& seen, Fragments& r) {
+  // Weights of a work tile's first tile, once its QK MMAs are complete.
+  __device__ __forceinline__ void weigh_first(int tile, const VisibleKeys& visible, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
     keys_have_come_ = has_come<Keys>(keys_);
@@ -62,11 +63,11 @@ class Consumer : public ConsumerBase<Softmax> {
     if constexpr (kPromotesToGmem) {
       float fade[2];  // there are no outputs yet
       softmax_.raise_reference<false>(
-          r.scores, outline_.hiding > outline_.first, [&] { hide(r.scores, tile * kKeys, seen); },
-          fade);
+          r.scores, outline_.masked > outline_.first,
+          [&] { apply_mask(r.scores, tile * kKeys, visible); }, fade);
     } else {
-      softmax_.find_reference(r.scores, outline_.hiding > outline_.first,
-                              [&] { hide(r.scores, tile * kKeys, seen); });
+      softmax_.find_reference(r.scores, outline_.masked > outline_.first,
+                              [&] { apply_mask(r.scores, tile * kKeys, visible); });
     }
     softmax_.exponentiate(r.scores);
     pack_weights(r.scores, r.weights);
@@ -74,7 +75,7 @@ class Consumer : public ConsumerBase<Softmax> {
     for (int i = 0; i < kOutputs; ++i) {
       r.outputs[i] = 0;
     }
-    promotion_.begin(outline_.first, outline_.hiding, outline_.tiles);
+    promotion_.begin(outline_.first, outline_.masked, outline_.tiles);
   }
 
   __device__ __forceinline__ void start(const WorkTile& work_tile, Fragments& r) {
@@ -82,22 +83,22 @@ class Consumer : public ConsumerBase<Softmax> {
     promotion_.find_sums(args_);
     outline_ = outline_of(work_tile, work_tile);
     const Operand queries = await_queries(queries_);
-    leave_out<Keys>(outline_.first, keys_);
+    skip<Keys>(outline_.first, keys_);
     const KeysOperand keys(await<Keys>(keys_));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
-    leave_out<Values>(outline_.first, values_);
-    const Seen seen = find_seen(work_tile);
+    skip<Values>(outline_.first, values_);
+    const VisibleKeys visible = find_visible_keys(work_tile);
     const int first = work_tile.tile(outline_.first);
     wait_multiplied<0>();
-    weigh_first(first, seen, r);
+    weigh_first(first, visible, r);
   }
   __device__ __forceinline__ float read_value_scale(const WorkTile& work_tile) const {
     return args_.params.v_scale[work_tile.kv_head * args_.params.v_scale_stride];
   }
 
-  // Begins the product of a tile's weights and values.
+  // Issues the PV MMAs of a tile.
   __device__ __forceinline__ void begin_values(const ValuesOperand& values, Fragments& r) {
     pin(r.weights);
     if constexpr (kPromotesToGmem) {
@@ -111,7 +112,8 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
-  // When it has ended: to the outputs, which the tile before left relative to another reference.
+  // After the PV MMAs: adds the products to the outputs, which are relative to the previous
+  // reference.
   __device__ __forceinline__ void add_values(const float (&fade)[2], Fragments& r) {
     pin(r.weights);
     if constexpr (kPromotesToGmem) {
@@ -125,8 +127,8 @@ class Consumer : public ConsumerBase<Softmax> {
     }
   }
 
-  // A tile's scores, while its predecessor's values are still multiplied. Whether the next keys and
-  // values have come is asked well before it is waited for.
+  // Waits for a tile's scores while the PV MMAs of the previous tile run. Tests the barriers of the
+  // next keys and values well before they are waited for.
   __device__ __forceinline__ void await_scores(Fragments& r) {
     wait_multiplied<1>();
     pin(r.scores);
@@ -137,7 +139,7 @@ class Consumer : public ConsumerBase<Softmax> {
     values_have_come_ = has_come<Values>(next_values);
   }
 
-  // What the tile behind tile n needs, before it is due.
+  // Waits for the operands of the tile after tile n before they are needed.
   __device__ __forceinline__ void await_next(int n, KeysOperand& keys, ValuesOperand& values) {
     if (n + 1 < outline_.tiles) {
       keys = KeysOperand(await<Keys>(keys_, keys_have_come_));
@@ -145,9 +147,9 @@ class Consumer : public ConsumerBase<Softmax> {
     values = ValuesOperand(await<Values>(values_, values_have_come_));
   }
 
-  // A tile whose values are summed beside those before it. kExact: of those that hide nothing, with
-  // scores that are direct, and from which on sums are put aside; these are many, and a loop of
-  // their own, which does not ask. (Unrolled by slices they were slower: docs/prefill.md.)
+  // Processes a tile whose products accumulate in the tensor cores. kExact: nothing is masked,
+  // scores are direct, and promotion is due with every tile. These are most tiles; they have a loop
+  // of their own without those branches. (Unrolling it by slices was slower: docs/prefill.md.)
   template <bool kExact>
   __device__ __forceinline__ void multiply_tile(const WorkTile& work_tile, int n,
                                                 const Operand& queries, KeysOperand& keys,
@@ -155,7 +157,7 @@ class Consumer : public ConsumerBase<Softmax> {
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
-    // While these products go on there is nothing else to do, and registers are free.
+    // While these MMAs run there is no other work, and registers are free.
     if (kExact || promotion_.is_due(n)) {
       promotion_.promote(r.outputs);
     }
@@ -163,9 +165,10 @@ class Consumer : public ConsumerBase<Softmax> {
     await_scores(r);
     float fade[2];
     const bool risen = softmax_.raise_reference<kExact>(
-        r.scores, n < outline_.hiding,
-        [&] { hide(r.scores, work_tile.tile(n) * kKeys, find_seen(work_tile)); }, fade);
-    constexpr int kBeside = 8;  // more would take registers
+        r.scores, n < outline_.masked,
+        [&] { apply_mask(r.scores, work_tile.tile(n) * kKeys, find_visible_keys(work_tile)); },
+        fade);
+    constexpr int kBeside = 8;  // more would need registers
     float sums[4];
     softmax_.exponentiate_some<0, kBeside>(r.scores, sums);
     wait_multiplied<0>();
@@ -178,15 +181,15 @@ class Consumer : public ConsumerBase<Softmax> {
     softmax_.add_sums(sums);
     pack_weights(r.scores, r.weights);
     await_next(n, keys, values);
-    if (!kExact && n == outline_.hiding) {
+    if (!kExact && n == outline_.masked) {
       repair(work_tile, softmax_, r.outputs);
     }
   }
 
-  // The other tiles; their last one's values, which are returned, remain to be multiplied.
+  // Processes the other tiles. Returns the values of the last one, which finish() multiplies.
   __device__ __forceinline__ ValuesOperand continue_work_tile(const WorkTile& work_tile,
                                                               Fragments& r) {
-    const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
+    const int tiles = outline_.tiles, first = outline_.first, masked = outline_.masked;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
     ValuesOperand values(await<Values>(values_, values_have_come_));
     if (tiles == first + 1) {
@@ -213,16 +216,16 @@ class Consumer : public ConsumerBase<Softmax> {
         multiply_keys(queries, keys, r.scores);
         begin_values(values, r);
         await_scores(r);
-        find_reference(work_tile, n, n < hiding, r);
+        find_reference(work_tile, n, n < masked, r);
         softmax_.exponentiate(r.scores);
-        // ptxas makes this wait begin before most of the exponentials, and so it should be: where
-        // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
+        // ptxas starts this wait before most of the exponentials, which is best: keeping them
+        // before the wait made tiles up to a tenth slower (docs/prefill.md).
         wait_multiplied<0>();
         add_values(fade, r);
         release<Values>(values_);
         pack_weights(r.scores, r.weights);
         await_next(n, keys, values);
-        if (n == hiding) {
+        if (n == masked) {
           softmax_.fade_now(r.outputs);
           repair(work_tile, softmax_, r.outputs);
         }
@@ -231,10 +234,10 @@ class Consumer : public ConsumerBase<Softmax> {
     return values;
   }
 
-  // What follows an work tile's last values: the output.
+  // Completes a work tile after its last PV MMAs: writes the output.
   __device__ __forceinline__ void end(const WorkTile& work_tile, float value_scale, Fragments& r) {
     release<Values>(values_);
-    if (!kPromotesToGmem && outline_.tiles == outline_.hiding) {
+    if (!kPromotesToGmem && outline_.tiles == outline_.masked) {
       repair(work_tile, softmax_, r.outputs);
     }
 #pragma unroll
@@ -244,23 +247,23 @@ class Consumer : public ConsumerBase<Softmax> {
     epilogue_.store(work_tile, queries_.slot, softmax_, r.outputs);
   }
 
-  // What is left to do, while the products of the last values go on, with an work tile's sums,
-  // before the next work tile begins: registers have no room for both.
+  // Completes the sums of a work tile while its last PV MMAs run, before the next work tile begins:
+  // registers have no room for both.
   __device__ __forceinline__ void complete(const WorkTile& work_tile, Fragments& r) {
     if (promotion_.holds_some()) {
       promotion_.fetch(r.scores);
       wait_multiplied<0>();
       pin(r.outputs);
       promotion_.add(r.scores, r.outputs);
-    } else if (outline_.tiles == outline_.hiding) {
+    } else if (outline_.tiles == outline_.masked) {
       wait_multiplied<0>();
       pin(r.outputs);
       repair(work_tile, softmax_, r.outputs);
     }
   }
 
-  // The values of an work tile's last tile, and the output; meanwhile the first tile of the next
-  // work tile, if that lies `after` it. Whether one has begun.
+  // Multiplies the values of the last tile and writes the output, overlapped with the first tile of
+  // the next work tile (at position `after`) if possible. Returns whether the next one has begun.
   __device__ __forceinline__ bool finish(const WorkTile& work_tile, const RingPosition& after,
                                          const ValuesOperand& values, Fragments& r) {
     if constexpr (!kShareOutput) {
@@ -293,32 +296,32 @@ class Consumer : public ConsumerBase<Softmax> {
                                                 float value_scale, Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
-    const int first = rows.unseen(warpgroup_);
+    const int first = rows.skipped(warpgroup_);
     const Operand queries = await_queries(ahead);
-    leave_out<Keys>(first, keys_);
+    skip<Keys>(first, keys_);
     const KeysOperand keys(await<Keys>(keys_, keys_have_come_ && first == 0));
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
     const float scale = Softmax::read_scale(args_, next.kv_head);
-    const Seen seen = find_seen(rows);
+    const VisibleKeys visible = find_visible_keys(rows);
     wait_multiplied<1>();
     const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
     add_values(fade, r);
     end(work_tile, value_scale, r);
-    leave_out<Values>(first, values_);
+    skip<Values>(first, values_);
     softmax_.begin(scale);
     outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
-    weigh_first(tiles.tile(first), seen, r);
+    weigh_first(tiles.tile(first), visible, r);
     release_output();
   }
 
   std::conditional_t<kPromotesToGmem, Promotion, NoPromotion> promotion_;
-  bool keys_have_come_, values_have_come_;  // the next
+  bool keys_have_come_, values_have_come_;  // of the next tiles
 };
 
-// What the producer warpgroup's other warps do.
+// The task of the producer warpgroup's other warps.
 __device__ __forceinline__ void assist(SharedStorage& shared, const Arguments&) {
   Transposer(shared).run();
 }

@@ -8,19 +8,19 @@
 
 namespace ostinato::prefill {
 
-// A row of a warpgroup's 64: which query of the work tile, and which of its heads.
+// Maps a row of a warpgroup (0 to 63) to a query of the work tile and one of its heads.
 struct RowOf {
   int query, head;
 
   __device__ __forceinline__ RowOf(const Arguments& args, int warpgroup, int row) {
     const int token = row * args.reciprocal >> 16;
     head = row - token * args.pack;
-    // Where heads do not divide the rows, some are left over.
+    // If `pack` does not divide 64, the last rows are unused.
     query = token < args.warpgroup_tokens ? warpgroup * args.warpgroup_tokens + token : INT32_MAX;
   }
 };
 
-// What a row's outputs are multiplied with; writes its LSE.
+// The factor that normalises a row's outputs, including the sink; writes the row's LSE.
 __device__ __forceinline__ float finish_row(const Arguments& args, const WorkTile& work_tile,
                                             const RowOf& row, bool writes, float maximum,
                                             float total) {
@@ -50,8 +50,8 @@ class Epilogue {
                       int warpgroup)
       : shared_(shared), args_(args), map_(map), warpgroup_(warpgroup) {}
 
-  // Writes the warpgroup's rows of the work tile, whose queries lie in `buffer`. Returns when they
-  // are on their way; wait_read() then says that they have left shared memory.
+  // Writes the warpgroup's rows of the work tile, whose queries are in `buffer`. Returns once the
+  // stores are issued; after wait_read() they have left shared memory.
   template <class Softmax>
   __device__ __forceinline__ void store(const WorkTile& work_tile, int buffer, Softmax& softmax,
                                         float (&outputs)[kOutputs]) {
@@ -66,8 +66,8 @@ class Epilogue {
           finish_row(args_, work_tile, valid ? row : RowOf(args_, 0, 0),
                      valid && threadIdx.x % 4 == 0, softmax.maximum(half), softmax.total(half));
     }
-    // In the place of queries nothing is left to be read: a turn has begun since the work tile's
-    // last scores (consumer.cuh), for which all threads of the warpgroup met.
+    // The query buffer is no longer read: all threads of the warpgroup have synchronised in a turn
+    // after the work tile's last QK MMAs (consumer.cuh).
     if constexpr (!kShareOutput || kFp8) {
       wait_read();
       sync_warpgroup(warpgroup_);
@@ -80,8 +80,8 @@ class Epilogue {
     }
   }
 
-  // The rows of an work tile whose queries see no key, directly: where output and queries share
-  // memory it may hold the next work tile's queries.
+  // Writes the rows of a work tile without visible keys directly to global memory: a shared buffer
+  // of output and queries may already hold the next work tile's queries.
   __device__ __forceinline__ void store_nothing(const WorkTile& work_tile) const {
     constexpr int kVectors = kValueDim / 8;
 #pragma unroll 1
@@ -96,7 +96,7 @@ class Epilogue {
     }
   }
 
-  // Until the copy engine has read what it writes. (Only one thread has asked for anything.)
+  // Waits until TMA has read the output from shared memory. (Only one thread issues TMA stores.)
   __device__ __forceinline__ void wait_read() const {
     if (threadIdx.x % kWarpgroup == 0) {
       wait_stores_read<0>();
@@ -104,7 +104,7 @@ class Epilogue {
   }
 
  private:
-  // Of a pass.
+  // Sizes of one pass.
   static constexpr int kPassColumns = kValueDim / kPasses;
   static constexpr int kPassStrips = kOutputStrips / kPasses;
   static_assert(kPasses <= 2 && kOutputStrips % kPasses == 0, "passes have whole strips");
@@ -126,8 +126,8 @@ class Epilogue {
     }
   }
 
-  // Swizzled as the copy engine reads it. Of every 16 columns a warp has four matrices: both halves
-  // of its rows, of the first 8 columns and of the others.
+  // Writes rows to shared memory with TMA's swizzle. Of every 16 columns, a warp has four 8 x 8
+  // matrices: both halves of its rows, for the first 8 columns and for the others.
   template <int kPass>
   __device__ __forceinline__ void write_rows(const float (&outputs)[kOutputs],
                                              const float (&factor)[2]) const {
@@ -147,7 +147,7 @@ class Epilogue {
     }
   }
 
-  // All rows are queries.
+  // TMA store, if all rows are queries.
   template <int kPass>
   __device__ __forceinline__ void copy_rows(const WorkTile& work_tile, int first) const {
     if (threadIdx.x % kWarpgroup == 0) {
@@ -169,7 +169,7 @@ class Epilogue {
     *reinterpret_cast<uint4*>(out + vector * 8) = words;
   }
 
-  // Some are not: by threads, who write nothing beyond the last query.
+  // Otherwise stores by threads, which write nothing past the last query.
   template <int kPass>
   __device__ __forceinline__ void store_rows(const WorkTile& work_tile) const {
     constexpr int kVectors = kPassColumns / 8;

@@ -1,4 +1,4 @@
-// Instructions without a name in CUDA C++ that prefill attention with 8 bits needs.
+// PTX instructions of 8-bit prefill attention.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace ostinato::prefill {
 
-// Four 8 x 8 matrices of byte pairs from shared memory, transposed; lane l says where row l % 8 of
-// matrix l / 8 lies (PTX ISA, "ldmatrix").
+// Loads four 8 x 8 matrices of byte pairs from shared memory, transposed; lane l addresses row l %
+// 8 of matrix l / 8 (PTX ISA, "ldmatrix").
 __device__ __forceinline__ void load_transposed(const void* row, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -16,7 +16,7 @@ __device__ __forceinline__ void load_transposed(const void* row, uint32_t (&word
                : "memory");
 }
 
-// Four weights, in the order of their keys. (Those above 448 would be 448.)
+// Packs four weights in the order of their keys. (Values above 448 saturate.)
 __device__ __forceinline__ uint32_t pack_four(float a, float b, float c, float d) {
   uint32_t word;
   asm("{\n"

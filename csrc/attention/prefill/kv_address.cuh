@@ -1,11 +1,11 @@
-// The address of a key and its value in global memory, for code that reads them without TMA.
+// Address of a key and its value in global memory, for code that reads them without TMA.
 #pragma once
 
 #include "work_tile.cuh"
 
 namespace ostinato::prefill {
 
-// Where a key and its value lie.
+// Page and slot of a key and its value.
 struct KvAddress {
   int64_t page, slot;
 

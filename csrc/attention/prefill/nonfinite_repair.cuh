@@ -1,10 +1,10 @@
 // Non-finite repair: recomputes output rows that masked non-finite values have turned into NaN.
 //
-// The weight of a masked key is 0, but 0 * NaN and 0 * infinity are NaN. Values that no query of
-// the tile sees are cleared in shared memory. Values that only some queries see lie in tiles that
-// come first: when their products are summed, a row that has become NaN is summed again without
-// tensor cores, from the keys that it sees alone. A row that sees a NaN stays NaN. This is slow,
-// and finite values never cause it.
+// The weight of a masked key is 0, but 0 * NaN and 0 * infinity are NaN. Values masked for all
+// queries of a work tile are cleared in shared memory. Tiles with values masked for some queries
+// are processed first; after them, rows that have become NaN are recomputed without tensor cores
+// from their visible keys alone. A row with a visible NaN stays NaN. This is slow, and finite
+// values never cause it.
 #pragma once
 
 #include "kv_address.cuh"
@@ -12,7 +12,7 @@
 
 namespace ostinato::prefill {
 
-// The elements of row `half` of the output that a thread holds.
+// Index of a thread's output element in its row `half`.
 __device__ __forceinline__ constexpr int output_index(int half, int group, int i) {
   return group * 4 + half * 2 + i;
 }
@@ -21,7 +21,7 @@ __device__ __forceinline__ float2 load_pair(const Type* from) {
   return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
 }
 
-// A thread's part of q·k, every eighth pair of the head dim; summed by its four lanes.
+// Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.
 __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
   float sum = 0;
 #pragma unroll 1
@@ -33,13 +33,13 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
   return sum + __shfl_xor_sync(0xffffffff, sum, 2);
 }
 
-// Sums a row anew, over the keys of the work tile's first tiles. By a warp: for those lanes of it
-// whose row is `broken`, the others go along.
+// Recomputes a row over the keys of the first `tiles` tiles. Called by a warp: lanes whose row is
+// not `nonfinite` only take part in the shuffles.
 template <int kHalf, class Softmax>
-__device__ __forceinline__ void sum_again(const Arguments& args, const WorkTile& work_tile,
-                                          const Softmax& softmax, const Seen& seen, int tiles,
-                                          const Type* q, bool nonfinite,
-                                          float (&outputs)[kOutputs]) {
+__device__ __forceinline__ void recompute_row(const Arguments& args, const WorkTile& work_tile,
+                                              const Softmax& softmax, const VisibleKeys& visible,
+                                              int tiles, const Type* q, bool nonfinite,
+                                              float (&outputs)[kOutputs]) {
   if (nonfinite) {
 #pragma unroll
     for (int group = 0; group < kOutputs / 4; ++group) {
@@ -56,9 +56,9 @@ __device__ __forceinline__ void sum_again(const Arguments& args, const WorkTile&
     const KvAddress kv_address(args, work_tile, key);
     const Type* const k = kv_address.key(args.params, work_tile);
     const Type* const v = kv_address.value(args.params, work_tile);
-    // As in the MMA, weights have the type of the values.
+    // Rounded to the type of the values, as in the MMA.
     const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
-    if (nonfinite && seen.sees(kHalf, key)) {
+    if (nonfinite && visible.contains(kHalf, key)) {
 #pragma unroll
       for (int group = 0; group < kOutputs / 4; ++group) {
         const float2 pair = load_pair(v + first_column() + group * 8);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void sum_again(const Arguments& args, const WorkTile&
   }
 }
 
-// Whether an output that this thread holds is no number.
+// Whether some output of this thread is NaN or infinite.
 __device__ __forceinline__ bool is_nonfinite(const float (&outputs)[kOutputs]) {
   float zero[4] = {};
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool is_nonfinite(const float (&outputs)[kOutputs]) {
   return zero[0] + zero[1] + zero[2] + zero[3] != 0;  // NaN
 }
 
-// Likewise, of one row's.
+// The same for one row.
 template <int kHalf>
 __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs]) {
   float zero = 0;
@@ -93,12 +93,12 @@ __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs
   return zero != 0;
 }
 
-// By a warp. `rows` are the work tiles' rows of the thread, if they are queries: q of each, else
-// null.
+// Repairs one of the thread's two rows. Called by a warp. `q`: the row's query, or null if the row
+// is not a query.
 template <int kHalf, class Softmax>
 __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile& work_tile,
-                                           const Softmax& softmax, const Seen& seen, int tiles,
-                                           const Type* q, float (&outputs)[kOutputs]) {
+                                           const Softmax& softmax, const VisibleKeys& visible,
+                                           int tiles, const Type* q, float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
   const uint32_t found =
       __ballot_sync(0xffffffff, q != nullptr && is_row_nonfinite<kHalf>(outputs));
@@ -107,11 +107,11 @@ __device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile
   }
   const bool nonfinite = (found >> quad & 0xf) != 0;
   const Params& p = args.params;
-  // Lanes without a query go along with what another one reads.
+  // Lanes without a query read another query, to take part in the shuffles.
   const Type* const some = static_cast<const Type*>(p.q.data) + work_tile.first_row * p.q.stride +
                            work_tile.first_head * p.q.head_stride;
-  sum_again<kHalf>(args, work_tile, softmax, seen, tiles, q == nullptr ? some : q, nonfinite,
-                   outputs);
+  recompute_row<kHalf>(args, work_tile, softmax, visible, tiles, q == nullptr ? some : q, nonfinite,
+                       outputs);
 }
 
 }  // namespace ostinato::prefill

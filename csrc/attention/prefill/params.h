@@ -1,4 +1,4 @@
-// The arguments of prefill attention: plain C++, without a header of CUDA or torch. Strides count
+// Arguments of prefill attention, in plain C++ without CUDA or torch headers. Strides count
 // elements, sizes are logical, pointers are device pointers.
 #pragma once
 
@@ -8,12 +8,12 @@
 namespace ostinato {
 
 // Attention of many queries per sequence (csrc/attention/prefill/prefill_sm90.cu). Keys and values
-// lie packed, or in a paged cache; a library is compiled for one of both.
+// are packed or in a paged cache; each library is compiled for one of the two.
 struct PrefillParams {
   OSTINATO_FIELDS_BEGIN(PrefillParams);
   OSTINATO_FIELD(Heads, q);  // [tokens_q, heads_q, dim]
-  // Packed [tokens_k, heads_kv, dim], a slot for each token and no page, or
-  // [pages, page_size, heads_kv, dim] in any order, dim contiguous; v with value_dim.
+  // Packed [tokens_k, heads_kv, dim] with one slot per token and no pages, or [pages, page_size,
+  // heads_kv, dim] in any order, dim contiguous; v has value_dim instead of dim.
   OSTINATO_FIELD(Slots, k);
   OSTINATO_FIELD(Slots, v);
   // [batch + 1]; null: max_seqlen_q rows of q for each sequence
@@ -26,8 +26,8 @@ struct PrefillParams {
   OSTINATO_OPTIONAL(const float*, sinks);  // [heads_q], or null
   OSTINATO_FIELD(Heads, out);              // [tokens_q, heads_q, value_dim]
   OSTINATO_OPTIONAL(Heads, lse);           // fp32 [tokens_q, heads_q], or null
-  // ostinato_workspace_bytes() bytes, zero before its first launch; null, where that is 8 bytes:
-  // CTAs do not balance their work.
+  // ostinato_workspace_bytes() bytes, zero before the first launch. May be null if that is 8 bytes:
+  // CTAs then take work tiles round-robin.
   OSTINATO_OPTIONAL(void*, workspace);
   OSTINATO_FIELD(int32_t, batch);
   OSTINATO_FIELD(int32_t, heads_q);
@@ -40,15 +40,15 @@ struct PrefillParams {
   OSTINATO_FIELD(int32_t, max_seqlen_q);
   OSTINATO_OPTIONAL(int32_t, max_seqlen_k);
   OSTINATO_FIELD(int32_t, left);
-  OSTINATO_FIELD(int32_t, right);  // the window; -1: no limit. Causal: right = 0
+  OSTINATO_FIELD(int32_t, right);  // sliding window; -1: no limit. Causal: right = 0
   OSTINATO_FIELD(float, scale);
   OSTINATO_OPTIONAL(float, softcap);  // 0: none
-  // Sequences with fewer rows (queries times heads of a group) are left out.
+  // Sequences with fewer rows (queries times query heads of a KV head) are skipped.
   OSTINATO_OPTIONAL(int32_t, least_rows);
-  // Heads of a group that share tiles, a divisor of it; 0: the kernel's choice.
+  // Query heads of a KV head that share tiles, a divisor of the group; 0: chosen by the kernel.
   OSTINATO_OPTIONAL(int32_t, pack);
   OSTINATO_OPTIONAL(int32_t, pdl);
-  // Of 8-bit q, k and v fp32 factors: of all (stride 0) or of each KV head (stride 1), or null.
+  // Fp32 scales of 8-bit q, k and v, otherwise null: one (stride 0), or one per KV head (stride 1).
   OSTINATO_OPTIONAL(const float*, q_scale);
   OSTINATO_OPTIONAL(const float*, k_scale);
   OSTINATO_OPTIONAL(const float*, v_scale);
@@ -58,7 +58,7 @@ struct PrefillParams {
   OSTINATO_FIELDS_END();
 };
 
-// What bounds the workspace of a launch: the device alone.
+// Upper bounds of a launch for its workspace, which depends on the device alone.
 struct PrefillCapacities {
   OSTINATO_FIELDS_BEGIN(PrefillCapacities);
   OSTINATO_FIELDS_END();

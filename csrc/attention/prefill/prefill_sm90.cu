@@ -1,18 +1,16 @@
-// Attention of many queries per sequence on Hopper (sm_90a): packed keys and values, or a paged
-// cache, as chunked prefill and mixed batches have it.
+// Prefill attention on Hopper (sm_90a): many queries per sequence against packed keys and values or
+// a paged KV cache, as in chunked prefill and mixed batches.
 //
-// Persistent CTAs of one producer warpgroup, which copies, and two or three that multiply by wgmma,
-// each 64 rows of queries; weights stay in registers. Everything that depends on a length is found
-// on the device (tile_scheduler.cuh), the grid from capacities. No result depends on which CTA
-// computes it, or on other sequences. Files: config.cuh (macros, shared memory),
-// work_tile.cuh (tiles and their order), producer.cuh, qkv_loader.cuh,
-// smem_operands.cuh, wgmma.cuh, softmax.cuh, consumer.cuh,
-// epilogue.cuh, nonfinite_repair.cuh; with 8 bits transpose_v.cuh,
-// softmax_fp8.cuh, promote_gmem.cuh and consumer_fp8.cuh.
+// Persistent CTAs with one producer warpgroup, which copies, and two or three consumer warpgroups,
+// which use wgmma with 64 rows each; softmax weights stay in registers. Everything that depends on
+// lengths is computed on the device (tile_scheduler.cuh); the grid follows from capacities. No
+// result depends on the CTA that computes it or on other sequences. Mainloops: consumer.cuh, and
+// consumer_fp8.cuh for 8 bits. Mask: mask.cuh. Epilogue: epilogue.cuh. Copies: producer.cuh and
+// qkv_loader.cuh.
 //
-// With params.pdl the predecessor may write any of the inputs. The workspace, of
-// ostinato_workspace_bytes() bytes, must be zero before its first launch and after one that was
-// aborted; it serves one stream at a time.
+// With params.pdl, the preceding kernel may still be writing any of the inputs. The workspace of
+// ostinato_workspace_bytes() bytes must be zero before the first launch and after an aborted
+// launch; it serves one stream at a time.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -30,23 +28,23 @@
 namespace ostinato::prefill {
 namespace {
 
-// A few by each warp's first lane.
+// Each warp's first lane initialises some of the barriers.
 __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Arguments& args) {
   if (threadIdx.x % 32 != 0) {
     return;
   }
   const int warp = threadIdx.x / 32;
   if (warp < kKeyStages) {
-    init_barrier(&shared.keys_barriers.full[warp], filling(args));
+    init_barrier(&shared.keys_barriers.full[warp], full_arrivals(args));
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
   }
   if (warp < kValueStages) {
-    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTransposeWarps : filling(args));
+    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTransposeWarps : full_arrivals(args));
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
     if constexpr (kFp8) {
       auto& copied = barriers_of<CopiedValues>(shared);
       if (warp < kStages) {
-        init_barrier(&copied.full[warp], filling(args));
+        init_barrier(&copied.full[warp], full_arrivals(args));
         init_barrier(&copied.empty[warp], kTransposeWarps);
       }
     }
@@ -82,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   init_barriers(shared, args);
   wait_for_predecessor();
-  read_seqlens(shared, args);  // and all threads meet
+  read_seqlens(shared, args);  // ends with a barrier of the CTA
   const int warp = warp_index();
   if (warp >= kConsumerThreads / 32) {
     give_up_registers<Registers::kSplit.producer>();
@@ -103,7 +101,7 @@ bool is_aligned(const void* pointer, int bytes) {
 }
 
 constexpr int kVectorBytes = 16;
-constexpr int kFarthest = 1 << 29;  // of a window: what is farther hides nothing
+constexpr int kFarthest = 1 << 29;  // of a window: a larger limit masks nothing
 
 template <class P>
 bool has_scales(const P& p) {
@@ -165,7 +163,8 @@ cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Argu
   return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<T>);
 }
 
-// Strips of groups of tokens (kSideBySide). Heads are a number of strips apart, pages anything.
+// Tensor map of strips of groups of tokens (kSideBySide). Heads are a whole number of strips apart;
+// pages may be at any distance.
 template <int kWidth>
 cudaError_t encode_groups(CUtensorMap* map, const Slots& keys, int head_strips,
                           const Arguments& args) {
@@ -199,8 +198,8 @@ cudaError_t encode_keys(CUtensorMap* map, const Slots& keys, const Arguments& ar
 
 int greatest_common_divisor(int a, int b) { return b == 0 ? a : greatest_common_divisor(b, a % b); }
 
-// Heads side by side fill the rows of a tile where sequences have few queries: all, or on average,
-// as where many only decode.
+// How many heads of a group share a tile. One if sequences have enough queries to fill tiles; else
+// as many as fit, also if only the average is small, as in batches that mostly decode.
 int choose_pack(int group, const Params& p) {
   const int average = p.tokens_q / p.batch;
   if (p.max_seqlen_q >= kConsumers * kRows && average >= kRows) {
@@ -227,10 +226,10 @@ Arguments make_arguments(const Params& params) {
   args.reciprocal = ((1 << 16) + args.pack - 1) / args.pack;
   args.warpgroup_tokens = kRows / args.pack;
   args.tile_tokens = kConsumers * args.warpgroup_tokens;
-  // Otherwise where tiles begin follows from the number of queries, and with longer tiles of keys
-  // more of them are seen in part.
+  // Otherwise the first queries' alignment depends on the number of queries, and with longer key
+  // tiles more tiles would be partly masked.
   args.from_first = p.pack > 0 || kRows % kKeys != 0 ? 1 : 0;
-  args.units = p.heads_q / args.pack;
+  args.packs = p.heads_q / args.pack;
   args.box_tokens = kSource == Source::Pages ? greatest_common_divisor(p.page_size, kKeys) : 0;
   if (kSource == Source::Pages) {
     args.boxes = ceil_div(kKeys / args.box_tokens, kPageWarps);
@@ -248,12 +247,12 @@ Arguments make_arguments(const Params& params) {
   return args;
 }
 
-// The most work tiles that there can be, whatever the lengths.
+// Upper bound of the number of work tiles, whatever the lengths.
 int64_t work_tile_capacity(const Arguments& args) {
   const Params& p = args.params;
   const int64_t each = ceil_div(p.max_seqlen_q, args.tile_tokens);
   const int64_t all = p.tokens_q / args.tile_tokens + p.batch;
-  return std::min(each * p.batch, all) * args.units;
+  return std::min(each * p.batch, all) * args.packs;
 }
 
 cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
@@ -292,7 +291,7 @@ OSTINATO_EXPORT int ostinato_prepare() {
                                       sizeof(ostinato::prefill::SharedStorage));
 }
 
-// What a launch needs, whatever its shape.
+// Workspace of any launch.
 OSTINATO_WORKSPACE(ostinato::PrefillCapacities) {
   using namespace ostinato;
   int sms = 0;

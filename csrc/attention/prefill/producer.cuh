@@ -1,10 +1,10 @@
-// The producer: finds work tiles, and copies their queries and tiles of keys and values.
+// The producer warpgroup: finds work tiles, and copies their queries and tiles of keys and values.
 //
-// TMA copies packed rows; pages too, one box per page (or per strip), unless a page holds whole
-// tiles. The threads of a warpgroup copy slots of pages of any size. For three warpgroups
-// (kHasFinder) one warp finds work tiles, one copies keys and one values. Otherwise the first warp
-// finds the work tiles and copies: packed keys and values alone; pages with one other warp for keys
-// and two for values; slots with three others.
+// TMA copies packed rows and pages: one box per page (or per page and strip) unless a page holds
+// whole tiles. Pages of any size are copied by the threads of a warpgroup with cp.async. For three
+// consumer warpgroups (kHasFinder), one warp finds work tiles, one copies keys and one values.
+// Otherwise the first warp finds the work tiles and also copies: packed keys and values alone;
+// pages with one other warp for keys and two for values; slots with three others.
 #pragma once
 
 #include "qkv_loader.cuh"
@@ -12,7 +12,7 @@
 
 namespace ostinato::prefill {
 
-// The producer warpgroup's other warps turn 8-bit values (transpose_v.cuh).
+// The other warps of the producer warpgroup transpose 8-bit values (transpose_v.cuh).
 inline constexpr int kTransposeWarps = kFp8 ? 4 - kProducerWarps : 0;
 
 class Producer : QkvLoader {
@@ -34,7 +34,7 @@ class Producer : QkvLoader {
     int index = static_cast<int>(blockIdx.x);
     publish_work_tile(position, index);
     while (true) {
-      // Read from shared memory, since a producer has few registers.
+      // Kept in shared memory, since a producer has few registers.
       const WorkTile& work_tile = shared_.work_tiles[position.slot];
       if (work_tile.is_last()) {
         break;
@@ -92,7 +92,7 @@ class Producer : QkvLoader {
     }
   }
 
-  // The other warps that copy.
+  // The loop of the other copying warps.
   __device__ __forceinline__ void follow_work_tiles() {
     RingPosition position;
     while (true) {
@@ -118,9 +118,8 @@ class Producer : QkvLoader {
     return kHasFinder ? warp_ == 1 : warp_ < kProducerWarps / 2;
   }
 
-  // Calls `then` when the next work tile is to be found, which is known before this one's tiles are
-  // all copied. A CTA that takes its next work tile long before leaves others without work at the
-  // end.
+  // Calls `then` when the next work tile should be found, shortly before this one's tiles are all
+  // copied. A CTA that takes its next work tile too early leaves others idle at the end.
   template <class Then>
   __device__ __forceinline__ void copy_work_tile(const WorkTile& work_tile, Then then) {
     if (work_tile.tiles() == 0) {
@@ -141,7 +140,8 @@ class Producer : QkvLoader {
     }
   }
 
-  // Before which tile of keys; or, where that is the number of tiles, after the last.
+  // The tile of keys before which the next work tile is found (the number of tiles: after the
+  // last).
   static constexpr int kFindingTiles = 4;
   __device__ __forceinline__ static int tile_of_next(int tiles) {
     return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, 2);
@@ -165,7 +165,7 @@ class Producer : QkvLoader {
 
   template <class Then>
   __device__ __forceinline__ void copy_tiles(const WorkTile& work_tile, Then then) {
-    // Ids of pages are read one tile ahead.
+    // Page ids are read one tile ahead.
     KvSlot kv_slot = find_slot(work_tile, work_tile.tile(0)), before = kv_slot;
     for (int n = 0; n <= work_tile.tiles(); ++n) {
       const KvSlot ahead =
@@ -192,7 +192,7 @@ class Producer : QkvLoader {
     }
     const int tiles = work_tile.tiles(), due = tile_of_next(tiles), head = work_tile.kv_head;
     Boxes boxes = first_boxes(work_tile), ahead = {};
-    int first = 0;  // of the tile
+    int first = 0;  // first lane of the tile's boxes
     for (int n = 0; n < tiles; ++n) {
       if (n == due) {
         then();

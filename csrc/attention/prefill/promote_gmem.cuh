@@ -1,12 +1,11 @@
-// Two-level accumulation (promotion) of 8-bit products in global memory, where registers have no
-// room for a second set of accumulators.
+// Two-level accumulation (promotion) of FP8 products in global memory, for kernels without
+// registers for a second set of accumulators.
 //
-// The tensor cores keep about 14 bits of a sum. So they sum at most kSumTiles tiles, and first the
-// tiles with masked keys. With each tile a thread adds a slice of its accumulators in fp32 to its
-// own addresses in global memory, slice after slice, and clears it. The L2 carries out the
-// additions, and no thread waits for them: each address belongs to one thread, whose accesses take
-// effect in order. At the end of a work tile the sums are read back. Work tiles of fewer tiles are
-// not promoted.
+// The tensor cores keep about 14 bits of a sum. So they accumulate at most kSumTiles tiles; tiles
+// with masked keys come first. With each tile, a thread adds one slice of its accumulators in fp32
+// to its own addresses in global memory, and clears the slice. The L2 executes the additions, and
+// no thread waits for them: each address belongs to one thread, whose accesses are ordered. At the
+// end of a work tile the sums are read back. Work tiles with fewer tiles are not promoted.
 #pragma once
 
 #include "promote_gmem_ptx.cuh"
@@ -18,20 +17,21 @@ namespace ostinato::prefill {
 
 class Promotion {
  public:
-  static constexpr int kFetched = kScores / 4 < kVectors ? kScores / 4 : kVectors;  // at once
+  // vectors fetched at once
+  static constexpr int kFetched = kScores / 4 < kVectors ? kScores / 4 : kVectors;
 
-  // So that 16 bytes of each lane lie side by side.
+  // Addresses are interleaved: 16 bytes of each lane, lane by lane.
   __device__ __forceinline__ void find_sums(const Arguments& args) {
     sums_ = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.params.workspace) + kCounterBytes +
                                       blockIdx.x * kPromotionBytes) +
             threadIdx.x;
   }
 
-  // The first of an work tile's tiles, how many of them hide some key from some query, and all.
-  // Those that do are repaired (nonfinite_repair.cuh) before anything is put aside, so that it need
-  // not be.
-  __device__ __forceinline__ void begin(int first, int hiding, int tiles) {
-    begins_ = max(first, hiding) + 1;
+  // Starts a work tile with its first tile, its number of tiles with masked keys, and its number of
+  // tiles. Non-finite repair (nonfinite_repair.cuh) precedes promotion, so that promoted sums never
+  // need repair.
+  __device__ __forceinline__ void begin(int first, int masked, int tiles) {
+    begins_ = max(first, masked) + 1;
     if (tiles - begins_ < kSumTiles) {
       begins_ = kNever;
     }
@@ -39,14 +39,14 @@ class Promotion {
     factor_[0] = factor_[1] = 1;
   }
 
-  // The tile with which the first slice is put aside.
+  // The tile with which the first slice is promoted.
   __device__ __forceinline__ int begins() const { return begins_; }
   __device__ __forceinline__ bool is_due(int n) const { return n >= begins_; }
   __device__ __forceinline__ bool holds_some() const { return begins_ != kNever; }
 
-  // The next slice. What lies there is relative to a row's reference when the first was put there.
-  // What is sent has registers of its own: it is read later, and a register that is written again
-  // before that waits for it.
+  // Promotes the next slice. Promoted sums stay relative to the row's reference at the first
+  // promotion. The data is sent from separate registers: the store reads them late, and overwriting
+  // a register before that would wait.
   __device__ __forceinline__ void promote(float (&outputs)[kOutputs]) {
     const bool holds_it = next_ >= kSumTiles;
     const int slice = holds_it ? next_ - kSumTiles : next_;
@@ -66,7 +66,7 @@ class Promotion {
     next_ = next_ == 2 * kSumTiles - 1 ? kSumTiles : next_ + 1;
   }
 
-  // References have risen: the outputs are to be relative to the new ones.
+  // Rescales the outputs after references have risen.
   __device__ __forceinline__ void fade(const float (&fade)[2], float (&outputs)[kOutputs]) {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
@@ -86,13 +86,13 @@ class Promotion {
     factor_[1] = near[1] ? factor[1] : 1.0f;
   }
 
-  // What lies there is read while the last products go on, as far as there is room: in place of the
-  // scores, which are needed no more.
+  // Reads promoted sums while the last MMAs run, into the registers of the scores, which are no
+  // longer needed, as far as they suffice.
   __device__ __forceinline__ void fetch(float (&scores)[kScores]) const {
     load<0, kFetched>(scores);
   }
 
-  // When the products have ended: that and the rest are added to the outputs.
+  // After the MMAs: adds those sums and the remaining ones to the outputs.
   __device__ __forceinline__ void add(float (&scores)[kScores], float (&outputs)[kOutputs]) const {
     const float factor[2] = {__fdividef(1.0f, factor_[0]), __fdividef(1.0f, factor_[1])};
     add_from<0>(scores, factor, outputs);
@@ -100,12 +100,12 @@ class Promotion {
 
  private:
   static constexpr int kNever = 0x7fffffff;
-  // Of what is put there, since a reference has risen: with it what a sum of all keys may be is far
-  // from overflow.
+  // Limit of the promotion factor after references have risen; within it, a sum over all keys is
+  // far from overflow.
   static constexpr float kFarthest = 18446744073709551616.0f;  // 2^64
 
-  // The vectors from kFirst on, of which as many as the scores have room for have been loaded. What
-  // is added makes room for the next, which are read while the others are added.
+  // Adds the vectors from kFirst on, of which as many as fit into the scores have been loaded. Each
+  // addition frees registers for the next loads, which overlap with the other additions.
   template <int kFirst>
   __device__ __forceinline__ void add_from(float (&scores)[kScores], const float (&factor)[2],
                                            float (&outputs)[kOutputs]) const {
@@ -122,7 +122,7 @@ class Promotion {
       add_from<kNext>(scores, factor, outputs);
     }
   }
-  // kCount vectors from kFirst on, to the scores' first places.
+  // Loads kCount vectors from kFirst on into the first registers of the scores.
   template <int kFirst, int kCount>
   __device__ __forceinline__ void load(float (&scores)[kScores]) const {
 #pragma unroll
@@ -134,7 +134,7 @@ class Promotion {
       scores[4 * i + 3] = v.w;
     }
   }
-  // The scores' vectors from kFirst on, to outputs that lie kBehind vectors behind.
+  // Adds the vectors from kFirst on to the outputs kBehind vectors further.
   template <int kFirst, int kCount, int kBehind>
   __device__ __forceinline__ static void add_some(const float (&scores)[kScores],
                                                   const float (&factor)[2],
@@ -146,9 +146,9 @@ class Promotion {
     }
   }
 
-  // Seldom: makes what lies there relative to the references of now, where these are so far above
-  // that sums could overflow. Rows of which they are not keep their bits. (What was not put there
-  // yet is not read later either.)
+  // Rare: makes promoted sums relative to the current references of rows that have risen so far
+  // that sums could overflow. Other rows keep their bits. (Slices that have not been promoted are
+  // not read later either.)
   __device__ __forceinline__ void rebase(const float (&factor)[2]) const {
 #pragma unroll 1
     for (int i = 0; i < kVectors; ++i) {
@@ -159,12 +159,12 @@ class Promotion {
   }
 
   int begins_;
-  int next_;         // slice; from kSumTiles on those that have been put there before
-  float factor_[2];  // what is put there is multiplied with
+  int next_;         // next slice; from kSumTiles on, the slice has been promoted before
+  float factor_[2];  // factor of promoted data
   float4* sums_;
 };
 
-// What puts nothing aside.
+// For kernels without promotion.
 struct NoPromotion {
   __device__ __forceinline__ void begin(int, int, int) {}
   __device__ __forceinline__ void find_sums(const Arguments&) {}

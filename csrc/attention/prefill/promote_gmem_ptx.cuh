@@ -1,5 +1,5 @@
-// Accesses of a thread's own places in global memory, which lie in the L2: 16 bytes each, and past
-// the L1, so that a read sees the additions before it.
+// 16-byte accesses of promoted sums in global memory. They bypass L1, so that a load observes the
+// additions before it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_vector(float4* to, float4 v) {
                : "memory");
 }
 
-// Four additions, each rounded to nearest. Does not wait for them.
+// Four additions in L2, each rounded to nearest. Does not wait for them.
 __device__ __forceinline__ void add_vector(float4* to, float4 v) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                :

@@ -1,5 +1,5 @@
-// Takes a slice of a thread's outputs, 16 or 32 bytes, by a jump to its code: registers have fixed
-// names, and a switch in C++ is no jump that is known to be the same for all lanes.
+// Takes a slice of a thread's outputs (16 or 32 bytes) by an indirect jump: registers have fixed
+// names, and a C++ switch would not be known to be uniform.
 #pragma once
 
 #include "config.cuh"
@@ -10,11 +10,11 @@ inline constexpr int kVectors = kOutputs / 4;  // of a thread, 16 bytes each
 inline constexpr int kSliceVectors = kPromotesToGmem ? kVectors / kSumTiles : 1;
 
 #if OSTINATO_PROMOTES_TO_GMEM
-static_assert(kVectors == kSumTiles * kSliceVectors, "with each tile whole vectors are put aside");
+static_assert(kVectors == kSumTiles * kSliceVectors, "whole vectors are promoted with each tile");
 
-// The asm's operands are outputs, 16 registers for what is taken, the slice, and two factors. Four
-// outputs go to registers t0 to t3, multiplied with their row's factor, and become 0, or stay NaN.
-// (ptxas makes all wgmma wait where a sum is set to a constant.)
+// The asm operands: outputs, 16 registers for the slice, the slice index, and two factors. Four
+// outputs are multiplied by their row's factor into registers t0 to t3, and become 0, or stay NaN.
+// (Setting an accumulator to a constant would make ptxas serialise all wgmma.)
 #define OSTINATO_TAKE(to, output, factor) "mul.f32 " to ", %" #output ", " factor ";\n"
 #define OSTINATO_CLEAR(output) "mul.f32 %" #output ", %" #output ", 0f00000000;\n"
 #define OSTINATO_VECTOR_TO(t0, t1, t2, t3, a, b, c, d) \
@@ -23,7 +23,7 @@ static_assert(kVectors == kSumTiles * kSliceVectors, "with each tile whole vecto
   OSTINATO_TAKE(t2, c, OSTINATO_FACTOR1)               \
   OSTINATO_TAKE(t3, d, OSTINATO_FACTOR1)               \
   OSTINATO_CLEAR(a) OSTINATO_CLEAR(b) OSTINATO_CLEAR(c) OSTINATO_CLEAR(d)
-// `to` is four arguments, which are seen when macros are replaced once more.
+// `to` stands for four arguments, which become visible when the macro is expanded again.
 #define OSTINATO_VECTOR(...) OSTINATO_VECTOR_TO(__VA_ARGS__)
 
 #define OSTINATO_SIXTEEN(c, x, i)                                                        \
@@ -88,11 +88,11 @@ static_assert(kVectors == kSumTiles * kSliceVectors, "with each tile whole vecto
   OSTINATO_SLICE(15, 120, 121, 122, 123, 124, 125, 126, 127)
 #endif
 
-// `slice` is the same for all lanes.
+// `slice` is warp-uniform.
 __device__ __forceinline__ void take_slice(float (&o)[kOutputs], int slice,
                                            const float (&factor)[2],
                                            float (&taken)[4 * kSliceVectors]) {
-  float t[16];  // some are not written: with fewer, ptxas allocates all registers otherwise
+  float t[16];  // some are unused: with fewer, ptxas allocates all registers differently
   asm volatile(
       "{\n"
       "SLICES: .branchtargets SLICE0, SLICE1, SLICE2, SLICE3, SLICE4, SLICE5, SLICE6, SLICE7, "
@@ -110,7 +110,7 @@ __device__ __forceinline__ void take_slice(float (&o)[kOutputs], int slice,
 
 #else
 
-// Other kernels put nothing aside.
+// Kernels without promotion.
 __device__ __forceinline__ void take_slice(float (&)[kOutputs], int, const float (&)[2],
                                            float (&)[4 * kSliceVectors]) {}
 

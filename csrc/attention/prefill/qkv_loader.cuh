@@ -1,5 +1,5 @@
-// The QKV loader: the copies that producer warps issue: the queries of a work tile, and tiles of
-// keys or values from packed rows, pages or slots.
+// The QKV loader: copies that producer warps issue, of a work tile's queries and of tiles of keys
+// or values from packed rows, pages or slots.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -10,15 +10,14 @@
 namespace ostinato::prefill {
 
 inline constexpr int kProducerWarps = kHasFinder ? 3 : kSource == Source::Packed ? 1 : 4;
-// Warps that copy keys, and as many copy values.
+// Warps that copy keys; as many copy values.
 inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;
-// Whether a tile lies in one page.
+// Whether every tile lies in one page.
 __device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
   return kSource == Source::Pages && args.box_tokens == kKeys;
 }
-// Arrivals for a tile that is copied: of each warp that has copies made, or of each thread that
-// copies.
-__device__ __forceinline__ int filling(const Arguments& args) {
+// Arrivals per copied tile: of each warp that issues TMA copies, or of each thread of cp.async.
+__device__ __forceinline__ int full_arrivals(const Arguments& args) {
   return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kPageWarps;
 }
 
@@ -59,10 +58,10 @@ class QkvLoader {
     queries_.advance(kQueryBuffers);
   }
 
-  // Where a key lies, if it is to be copied.
+  // Page and slot of a key, and whether it is to be copied.
   struct KvSlot {
     int page, slot;
-    bool seen;
+    bool visible;
   };
 
   __device__ __forceinline__ void find_page(const WorkTile& work_tile, int key,
@@ -78,9 +77,9 @@ class QkvLoader {
     KvSlot kv_slot = {};
     if constexpr (kSource == Source::Slots) {
       const int in_tile = warp_ * 32 + lane_, key = tile * kKeys + in_tile;
-      kv_slot.seen =
+      kv_slot.visible =
           in_tile < kKeys && key < work_tile.visible_end && key >= work_tile.visible_begin;
-      if (kv_slot.seen) {
+      if (kv_slot.visible) {
         find_page(work_tile, key, kv_slot);
       }
     }
@@ -111,7 +110,7 @@ class QkvLoader {
   template <class What>
   static constexpr bool kAreWhole = std::is_same_v<What, Keys> ? kWholeStrips : kWholeValueStrips;
 
-  // One strip of a box.
+  // Copies one strip of a box.
   template <class What>
   __device__ __forceinline__ void copy_strip(uint8_t* to, int strip, int slot, int head, int page,
                                              uint64_t* full) const {
@@ -129,7 +128,7 @@ class QkvLoader {
       const int row = work_tile.first_key + tile * kKeys;
       if constexpr (kAreWhole<What>) {
         tma_load(to, map_of<What>(), {0, row, 0, work_tile.kv_head, 0}, full);
-      } else {  // past the end of the row it reads zeros
+      } else {  // TMA fills bytes past the end of the row with zeros
 #pragma unroll
         for (int strip = 0; strip < kStripsOf<What>; ++strip) {
           copy_strip<What>(to + strip * kKeyStrip, strip, row, work_tile.kv_head, 0, full);
@@ -139,29 +138,29 @@ class QkvLoader {
     __syncwarp();
   }
 
-  // Of the work tile's n-th tile and those after it the boxes that this warp copies, one for each
-  // lane. Pages are asked for long before their tiles are, since a place in the ring is free only
-  // shortly before it is due.
+  // The boxes that this warp copies of the work tile's n-th tile and the following ones, one per
+  // lane. Page ids are read long before their tiles are copied, since a stage becomes free only
+  // shortly before it is needed.
   __device__ __forceinline__ Boxes read_boxes(const WorkTile& work_tile, int n) const {
     const int tile = lane_ / args_.boxes;
     const int in_tile = box_in_tile(lane_ - tile * args_.boxes) * args_.box_tokens;
     KvSlot kv_slot = {};
     if (tile < args_.tiles_ahead && n + tile < work_tile.tiles() && in_tile < kKeys) {
       const int key = work_tile.tile(n + tile) * kKeys + in_tile;
-      kv_slot.seen =
+      kv_slot.visible =
           key < work_tile.visible_end && key + args_.box_tokens > work_tile.visible_begin;
-      if (kv_slot.seen) {
+      if (kv_slot.visible) {
         find_page(work_tile, key, kv_slot);
       }
     }
-    return {kv_slot.seen ? kv_slot.page : -1, kv_slot.slot};
+    return {kv_slot.visible ? kv_slot.page : -1, kv_slot.slot};
   }
-  // They go round the warps.
+  // Boxes of a tile are distributed round-robin over the warps.
   __device__ __forceinline__ int box_in_tile(int own) const {
     return own * kPageWarps + warp_ % kPageWarps;
   }
 
-  // Of the tile that the boxes of the lanes from `first` on are.
+  // Copies the boxes of a tile, which the lanes from `first` on hold.
   template <class What>
   __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
                                              RingPosition& position) {
@@ -169,25 +168,25 @@ class QkvLoader {
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];
     const int box_bytes = args_.box_tokens * kStripBytes;
-    const uint32_t seen =
+    const uint32_t visible =
         __ballot_sync(0xffffffff, boxes.page >= 0) >> first & ((1u << args_.boxes) - 1);
     wait(&barriers.empty[position.slot], position.parity ^ 1);
     if (elect_lane()) {
       OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
-      arrive_expecting(full, __popc(seen) * kStripsOf<What> * box_bytes);
+      arrive_expecting(full, __popc(visible) * kStripsOf<What> * box_bytes);
     }
     __syncwarp();
-    // Each lane its own: the compiler lets one after the other have its copy made, which takes
-    // fewer instructions than to hand the boxes to one lane, and none before a place is free.
+    // Each lane copies its own box: the compiler serialises the lanes, which takes fewer
+    // instructions than moving the boxes to one lane, and none before a stage is free.
     const int own = lane_ - first;
-    if (own >= 0 && own < args_.boxes && (seen >> own & 1) != 0) {
+    if (own >= 0 && own < args_.boxes && (visible >> own & 1) != 0) {
       copy_box<What>(to, box_in_tile(own) * box_bytes, boxes.slot, head, boxes.page, full);
     }
     __syncwarp();
     position.advance(kStagesOf<What>);
   }
 
-  // A box of a page, with `before` bytes of a strip in front of it.
+  // Copies a box of a page to an offset of `before` bytes per strip.
   template <class What>
   __device__ __forceinline__ void copy_box(uint8_t* to, int before, int slot, int head, int page,
                                            uint64_t* full) const {
@@ -205,7 +204,7 @@ class QkvLoader {
     }
   }
 
-  // Each warp copies 32 rows.
+  // Copies slots with cp.async; each warp copies 32 rows.
   template <class What>
   __device__ __forceinline__ void gather_slots(const WorkTile& work_tile, const KvSlot& kv_slot,
                                                uint8_t* to, uint64_t* full) const {
@@ -221,11 +220,11 @@ class QkvLoader {
 #pragma unroll 2
     for (int i = 0; i < kVectors; ++i) {
       const int of_warp = (i * 32 + lane_) / kVectors, vector = (i * 32 + lane_) % kVectors;
-      const bool seen = __shfl_sync(0xffffffff, kv_slot.seen, of_warp);
+      const bool visible = __shfl_sync(0xffffffff, kv_slot.visible, of_warp);
       const Type* const row_from = reinterpret_cast<const Type*>(
           __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), of_warp));
       const int row = warp_ * 32 + of_warp;
-      if (seen) {
+      if (visible) {
         copy_vector(shared_address(to + vector / 8 * kKeyStrip + row * kStripBytes +
                                    (vector % 8 ^ row % 8) * 16),
                     row_from + vector * 8);

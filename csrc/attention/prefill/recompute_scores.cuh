@@ -1,5 +1,4 @@
-// Recomputes the scores of a warp's rows where weights have overflowed: rare, and with warp-wide
-// MMAs.
+// Recomputes the scores of a warp's rows if weights have overflowed: rare, with warp-wide MMAs.
 #pragma once
 
 #include "kv_address.cuh"
@@ -7,7 +6,7 @@
 
 namespace ostinato::prefill {
 
-// The scores of a tile, all of whose keys there are: of the thread's row `kHalf`.
+// Scores of the thread's row `kHalf` in a tile without masked keys.
 template <int kHalf>
 struct RecomputedScores {
   static constexpr int kRow = kHalf;
@@ -15,11 +14,11 @@ struct RecomputedScores {
   const Arguments& args;
   const WorkTile& work_tile;
   int n;
-  const Type* q;  // or null
+  const Type* q;  // null if the row is not a query
 
   __device__ __forceinline__ bool is_query() const { return q != nullptr; }
 
-  // Of 8 keys the thread's two.
+  // The thread's two scores of 8 keys.
   __device__ __forceinline__ float2 scores(int group) const {
     const int lane = threadIdx.x % 32;
     const KvAddress kv_address(args, work_tile, work_tile.tile(n) * kKeys + group * 8 + lane / 4);

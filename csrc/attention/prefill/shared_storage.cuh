@@ -1,4 +1,4 @@
-// The shared memory of a CTA.
+// Shared memory of a CTA, and its named barriers.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -6,8 +6,8 @@
 
 namespace ostinato::prefill {
 
-// Keys and values have rings of different types; so have values that are copied in one form and
-// multiplied in another.
+// Tags: keys and values have rings of different types, and so have 8-bit values before they are
+// transposed.
 struct Keys {};
 struct Values {};
 struct ValuesToTranspose {};
@@ -34,14 +34,14 @@ struct RingBarriers {
   uint64_t empty[kStagesOf<What>];
 };
 
-// A sequence with what is counted before it on the line of work tiles.
+// A sequence: rows of q and out, and keys.
 struct Sequence {
   int first_row, queries, first_key, seqlen;
 };
 
-// Of a page, what a lane has copied: tokens from `slot` on.
+// A lane's box of a page: tokens from `slot` on.
 struct Boxes {
-  int page, slot;  // page -1: nothing
+  int page, slot;  // page -1: none
 };
 
 struct TransposeStorage {
@@ -61,14 +61,14 @@ struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage> {
   uint64_t queries_empty[kQueryBuffers][kConsumers];
   uint64_t work_tile_full[kWorkTiles];
   uint64_t work_tile_empty[kWorkTiles];
-  uint64_t work_tile_wanted;  // by the warp that copies keys (producer.cuh)
+  uint64_t work_tile_wanted;  // arrived at by the warp that copies keys (producer.cuh)
   WorkTile work_tiles[kWorkTiles];
   Boxes first_boxes[kHandsOverBoxes ? kWorkTiles : 1]
                    [kHandsOverBoxes ? 32 : 1];  // of each work tile
-  // By rank: sequences with long tiles come first.
+  // By rank: sequences with long work tiles come first.
   Sequence sequences[kMaxBatch];
-  int start[kMaxBatch + 1];  // work tiles of all sequences before
-  int weight[kMaxBatch];     // by number
+  int start[kMaxBatch + 1];  // work tiles of all sequences before it
+  int weight[kMaxBatch];     // by sequence
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "an SM has 227 KB for a CTA");
 
@@ -94,7 +94,7 @@ __device__ __forceinline__ RingBarriers<What>& barriers_of(Storage& shared) {
   }
 }
 
-// Where a warpgroup turns its output into rows, if its queries lie in that buffer.
+// Buffer in which a warpgroup writes its output rows, given its query buffer.
 __device__ __forceinline__ uint8_t* output_of(SharedStorage& shared, int buffer, int warpgroup) {
   if constexpr (kShareOutput) {
     return shared.queries[buffer][warpgroup];
@@ -103,18 +103,18 @@ __device__ __forceinline__ uint8_t* output_of(SharedStorage& shared, int buffer,
   }
 }
 
-// Where a value's row begins in its tile, of 16 bits.
+// Offset of a row of 16-bit values in its tile.
 __device__ __forceinline__ constexpr int value_row(int row) {
   return kSideBySide ? row / kGroup * kValueGroupStep + row % kGroup * kStripBytes
                      : row * kStripBytes;
 }
 
-// As a value that the compiler knows to be the warp's. By all lanes.
+// Warp index, in a form that the compiler knows to be warp-uniform. Called by all lanes.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
-// Barriers by number: 0 is __syncthreads.
+// Named barriers; 0 is __syncthreads.
 __device__ __forceinline__ int turn_barrier(int warpgroup) { return 1 + warpgroup; }
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
   sync_named(1 + kConsumers + warpgroup, kWarpgroup);

@@ -1,4 +1,4 @@
-// Tiles in shared memory as operands of wgmma.
+// wgmma operands (matrix descriptors) of tiles in shared memory.
 #pragma once
 
 #include "shared_storage.cuh"
@@ -6,19 +6,18 @@
 
 namespace ostinato::prefill {
 
-// How wgmma finds an operand in strips of rows of 128 (or 64) bytes, swizzled as by TMA (PTX ISA,
-// "matrix descriptor"): the address, the distance of groups of 8 rows, that of strips, and the
-// swizzle.
+// A matrix descriptor for strips of rows of 128 (or 64) bytes, swizzled as by TMA (PTX ISA, "matrix
+// descriptor"): address, distance of groups of 8 rows, distance of strips, and swizzle.
 template <int kRowBytes, int kGroupStep = 8 * kRowBytes>
 class OperandOf {
-  static constexpr int kUnit = 16;  // bytes in which a descriptor counts
+  static constexpr int kUnit = 16;  // bytes, the unit of descriptor fields
   static constexpr uint32_t kHigh = kGroupStep / kUnit | (kRowBytes == 128 ? 1u : 2u) << 30;
   static_assert(kRowBytes == 128 || kRowBytes == 64, "two swizzles");
 
  public:
-  // `strip` is the distance of strips, where strips are columns of the MMA; otherwise it is not
-  // read. The address is the same in all lanes: wgmma takes descriptors from uniform registers, and
-  // the compiler computes them there only where it sees that they are uniform.
+  // `strip`: distance of strips if they are columns of the MMA; otherwise ignored. The address is
+  // broadcast: wgmma takes descriptors from uniform registers, and the compiler uses these only if
+  // it can prove uniformity.
   __device__ __forceinline__ explicit OperandOf(const uint8_t* tile, int strip = kUnit)
       : low_(__shfl_sync(0xffffffff, shared_address(tile) / kUnit, 0) |
              static_cast<uint32_t>(strip / kUnit) << 16) {}
@@ -33,14 +32,14 @@ class OperandOf {
 using Operand = OperandOf<kStripBytes>;
 using KeysOperand = OperandOf<kStripBytes, kKeyGroupStep>;
 
-// Where the elements of the head dim that one MMA sums begin, in rows of strips.
+// Offset of the elements of the head dim that one MMA multiplies.
 __device__ __forceinline__ constexpr uint32_t dim_offset(int step, int strip_bytes) {
   constexpr int kStepBytes = kMmaDepth * kElement;
   constexpr int kStepsOfStrip = kStripBytes / kStepBytes;
   return step / kStepsOfStrip * strip_bytes + step % kStepsOfStrip * kStepBytes;
 }
 
-// Enqueues scores = queries · keysᵀ.
+// Issues scores = queries · keysᵀ.
 __device__ __forceinline__ void multiply_keys(const Operand& queries, const KeysOperand& keys,
                                               float (&scores)[kScores]) {
 #pragma unroll
@@ -51,8 +50,8 @@ __device__ __forceinline__ void multiply_keys(const Operand& queries, const Keys
   commit_multiplication();
 }
 
-// Enqueues products (+)= weights · values. Values have keys along the columns of their rows where
-// they have been transposed, otherwise a row for each key.
+// Issues products (+)= weights · values. Transposed (8-bit) values have keys along their rows,
+// others have one row per key.
 using ValuesOperand =
     std::conditional_t<kFp8, OperandOf<kValueRowBytes>, OperandOf<kStripBytes, kValueGroupStep>>;
 __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeySteps][4],

@@ -1,5 +1,5 @@
-// The softmax of a warpgroup's rows, online: weights 2^(score - max), relative to a maximum that
-// rises only when a score is far above it.
+// Online softmax of a warpgroup's rows: weights 2^(score - max), relative to a maximum that rises
+// only if a score is far above it.
 #pragma once
 
 #include "common/pack_pair.cuh"
@@ -11,7 +11,7 @@ class Softmax {
  public:
   __device__ explicit Softmax(const Arguments& args) : args_(args) {}
 
-  // Starts anew.
+  // Starts a work tile.
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -20,14 +20,14 @@ class Softmax {
     }
   }
 
-  // Scores of the work tile's n-th tile become weights. Whether outputs so far must be faded
-  // (fade()).
+  // Converts a tile's scores to weights. `key`: its first key. Returns whether the outputs so far
+  // must be rescaled (fade()).
   template <class Find>
-  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int key, bool hiding,
-                                        const Find& find_seen) {
+  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int key, bool masked,
+                                        const Find& find_visible_keys) {
     take_logits(scores);
-    if (hiding) {
-      hide(scores, key, find_seen());
+    if (masked) {
+      apply_mask(scores, key, find_visible_keys());
     }
     float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
@@ -41,7 +41,7 @@ class Softmax {
     if (raised) {
       raise(top);
     }
-    settled_ = !hiding;
+    settled_ = !masked;
     float sum[2];
     exponentiate(scores, sum);
     sum_[0] += sum[0];
@@ -49,13 +49,13 @@ class Softmax {
     return raised;
   }
 
-  // Whether each row has a maximum of many keys, so that weigh_blindly() may follow.
+  // Whether every row's maximum covers many keys, so that weigh_blindly() may be used.
   __device__ __forceinline__ bool is_settled() const { return settled_; }
 
-  // As weigh(), for a tile of which all keys are seen, and without looking for its maximum: a sum
-  // that is high beside those before tells that there was a far higher score. A sum is needed
-  // anyway, a maximum takes a third of the instructions. `again` says scores again
-  // (recompute_scores.cuh), for weights that are infinite.
+  // Like weigh(), for a tile without masked keys, and without computing its maximum: a sum that is
+  // large compared to previous ones reveals a far higher score. The sum is needed anyway, while a
+  // maximum takes a third of the instructions. `recompute` provides the scores again
+  // (recompute_scores.cuh) if weights overflow.
   template <class Recompute>
   __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores],
                                                 const Recompute& recompute) {
@@ -76,7 +76,7 @@ class Softmax {
     return raised;
   }
 
-  // Outputs that are relative to the maximum before.
+  // Rescales outputs that are relative to the previous maximum.
   __device__ __forceinline__ void fade(float (&outputs)[kOutputs]) const {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
@@ -84,7 +84,7 @@ class Softmax {
     }
   }
 
-  // Of the whole row: the sum of its weights, so far each thread's own.
+  // Reduces the sums of weights from threads to rows.
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -101,15 +101,15 @@ class Softmax {
   }
 
  private:
-  // Results are as exact relative to any maximum that is not far below the row's, and to raise it
-  // is seldom needed.
+  // The precision is the same relative to any maximum not far below the row's, so that rescaling is
+  // rarely needed.
   static constexpr float kSlack = 2;
-  // Of a thread's weights of a row and tile, beside those of all tiles before. Where one weight
-  // outdoes the others it should be 1, which is not rounded.
+  // Thresholds for a thread's sum of weights of a row and tile, relative to the sum of all previous
+  // tiles. A weight that dominates the others should be 1, which is exact.
   static constexpr float kHighRatio = 4;
   static constexpr float kHighSum = 2;
   static constexpr float kMostSum = 16384;  // finite in 16 bits
-  static constexpr float kLost = 0x1p120f;  // weights from here on may have been anything
+  static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
 
   __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
     if (args_.direct != 0) {
@@ -120,7 +120,7 @@ class Softmax {
       for (int i = 0; i < kScores; ++i) {
         scores[i] = capped_logit(args_, scores[i]);
         if (i % 4 == 3) {
-          __syncwarp();  // more at a time would take registers
+          __syncwarp();  // more at a time would need registers
         }
       }
     } else {
@@ -131,7 +131,7 @@ class Softmax {
     }
   }
 
-  // Scores become weights; their sums of the thread.
+  // Converts scores to weights, and computes the thread's sums.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&sum)[2]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
@@ -152,7 +152,7 @@ class Softmax {
     for (int half = 0; half < 2; ++half) {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
-      // A row's results depend on no other row.
+      // Decided per row: a row's results must not depend on other rows.
       const bool rises = top[half] * args_.factor > max_[half] + kSlack;
       const float raised = rises ? top[half] * args_.factor : max_[half];
       fade_[half] = power_of_2(max_[half] - raised);
@@ -161,8 +161,8 @@ class Softmax {
     }
   }
 
-  // Where a row's weights are too great: a greater maximum, and weights relative to it. Those that
-  // are infinite are found again from the scores.
+  // Raises the maximum of rows whose weights are too large, and rescales their weights. Infinite
+  // weights are recomputed from the scores.
   template <class Recompute>
   __device__ __forceinline__ void lower(float (&scores)[kScores], float (&sum)[2],
                                         const bool (&high)[2], const Recompute& recompute) {
@@ -177,7 +177,7 @@ class Softmax {
       }
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-      // A row's results depend on no other row.
+      // Decided per row: a row's results must not depend on other rows.
       const uint32_t quads = __ballot_sync(0xffffffff, high[half]);
       const bool rises = (quads >> quad & 0xf) != 0 && top > 1;
       lost[half] = rises && top >= kLost;
@@ -195,9 +195,9 @@ class Softmax {
     find_lost(scores, sum[1], lost[1], recompute.template rows<1>());
   }
 
-  // Rows behind the work tile's last query may hold anything, whose weights would be lost tile by
-  // tile: beside an infinite maximum they are never great again, and nobody asks what becomes of
-  // them.
+  // Rows past the work tile's last query hold arbitrary data, whose weights might overflow in every
+  // tile. With an infinite maximum their weights are 0 or NaN, never large, and they are not
+  // stored.
   template <class Rows>
   __device__ __forceinline__ void find_lost(float (&scores)[kScores], float& sum, bool lost,
                                             const Rows& rows) {
@@ -210,7 +210,7 @@ class Softmax {
     }
   }
 
-  // For rows that have lost their scores.
+  // For rows whose scores have been lost to overflow.
   template <int kHalf, class Rows>
   __device__ __forceinline__ void recompute_weights(float (&scores)[kScores], float& sum, bool lost,
                                                     const Rows& rows) {
@@ -247,7 +247,7 @@ class Softmax {
   float max_[2], sum_[2], fade_[2];
 };
 
-// As the MMA takes them: of 16 keys, rows g and g + 8 of the first 8, then of the others.
+// A operand of the PV MMA: of 16 keys, rows g and g + 8 of the first 8, then of the others.
 __device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
                                              uint32_t (&weights)[kKeySteps][4]) {
 #pragma unroll

@@ -1,11 +1,11 @@
-// The softmax of a warpgroup's rows with 8-bit weights: online, in two steps, between which
-// products of the tile before go on.
+// Online softmax of a warpgroup's rows with 8-bit weights, in two steps between which the MMAs of
+// the previous tile run.
 //
-// Weights are 2^(score - reference), and a row's reference lies 7 below its maximum, so that the
-// greatest weight is 128 and those 2^-13 as great still have all bits of e4m3. It rises when a
-// score is above the maximum by more than would still fit: a row that one key dominates has its
-// weight exactly. That is seldom, and had better be: all warps of a warpgroup wait for one that
-// does it. Sums are those of the weights before they are rounded.
+// Weights are 2^(score - reference), and a row's reference is 7 below its maximum, so that the
+// largest weight is 128, and weights down to 2^-13 of it keep all bits of e4m3. The reference rises
+// only if a score would not fit: then the weight of a dominating key is exact. That is rare and
+// must be, since all warps of a warpgroup wait for a warp that rescales. Sums are taken before the
+// weights are rounded.
 #pragma once
 
 #include "fp8_ptx.cuh"
@@ -17,18 +17,18 @@ class Softmax {
  public:
   __device__ explicit Softmax(const Arguments& args) : args_(args) {}
 
-  // The factor of a KV head's scores.
+  // The scale of a KV head's scores.
   __device__ __forceinline__ static float read_scale(const Arguments& args, int kv_head) {
     const Params& p = args.params;
     return p.q_scale[kv_head * p.q_scale_stride] * p.k_scale[kv_head * p.k_scale_stride];
   }
 
-  // Starts anew, with that factor.
+  // Starts a work tile with that scale.
   __device__ __forceinline__ void begin(float scale) {
     scale_ = scale;
-    // With a scale that is not above 0, or a cap, a greater score need not be a greater logit.
+    // With a cap, or a scale that is not positive, a greater score need not be a greater logit.
     const bool direct = args_.direct != 0 && scale_ > 0;
-    // As a value of the warp where 128 outputs leave no register for a lane's own.
+    // Warp-uniform where 128 outputs leave no register per lane.
     direct_ = kOutputs > 64 ? __any_sync(0xffffffff, direct) : direct;
     factor_ = direct_ ? args_.logit_scale * scale_ : 1.0f;
 #pragma unroll
@@ -41,14 +41,13 @@ class Softmax {
   }
   __device__ __forceinline__ bool is_direct() const { return direct_; }
 
-  // The first step of a tile: `hide_unseen` is called if it must be, and the references rise if
-  // they must.
-  template <class Hide>
-  __device__ __forceinline__ void find_reference(float (&scores)[kScores], bool hiding,
-                                                 const Hide& hide_unseen) {
+  // Step 1 of a tile: calls `apply_mask` if keys are masked, and raises references if needed.
+  template <class ApplyMask>
+  __device__ __forceinline__ void find_reference(float (&scores)[kScores], bool masked,
+                                                 const ApplyMask& apply_mask) {
     take_logits(scores);
-    if (hiding) {
-      hide_unseen();
+    if (masked) {
+      apply_mask();
     }
     float top[2];
     find_tops(scores, top);
@@ -64,16 +63,16 @@ class Softmax {
     }
   }
 
-  // Likewise where outputs are not multiplied with every tile: whether some row of the warp has
-  // risen, by `fade`, which is set only then. Scores are compared before they are scaled. kExact:
-  // nothing is hidden, and scores are direct.
-  template <bool kExact, class Hide>
-  __device__ __forceinline__ bool raise_reference(float (&scores)[kScores], bool hiding,
-                                                  const Hide& hide_unseen, float (&fade)[2]) {
+  // Step 1 where outputs are not rescaled with every tile: returns whether the reference of some
+  // row of the warp has risen, and only then sets `fade`. Compares unscaled scores. kExact: nothing
+  // is masked, and scores are direct.
+  template <bool kExact, class ApplyMask>
+  __device__ __forceinline__ bool raise_reference(float (&scores)[kScores], bool masked,
+                                                  const ApplyMask& apply_mask, float (&fade)[2]) {
     if constexpr (!kExact) {
       take_logits(scores);
-      if (__builtin_expect(hiding, false)) {
-        hide_unseen();
+      if (__builtin_expect(masked, false)) {
+        apply_mask();
       }
     }
     float top[2];
@@ -92,7 +91,7 @@ class Softmax {
     return risen;
   }
 
-  // The second: scores become weights, and are summed.
+  // Step 2: converts scores to weights, and sums them.
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores]) {
     float sums[4] = {};
 #pragma unroll
@@ -103,7 +102,7 @@ class Softmax {
     add_sums(sums);
   }
 
-  // Likewise those from kFirst to kEnd - 1; add_sums() follows the last.
+  // Step 2 for scores kFirst to kEnd - 1; add_sums() follows the last part.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void exponentiate_some(float (&scores)[kScores],
                                                     float (&sums)[4]) const {
@@ -118,8 +117,7 @@ class Softmax {
     sum_[1] += sums[2] + sums[3];
   }
 
-  // What outputs before the tile are to be multiplied with: they are relative to the reference
-  // before.
+  // Factor of the outputs before this tile, which are relative to the previous reference.
   __device__ __forceinline__ float fade(int half) const { return fade_[half]; }
   __device__ __forceinline__ void fade_now(float (&outputs)[kOutputs]) {
 #pragma unroll
@@ -129,7 +127,7 @@ class Softmax {
     fade_[0] = fade_[1] = 1;
   }
 
-  // Of the whole row: the sum of its weights, so far each thread's own.
+  // Reduces the sums of weights from threads to rows.
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -146,8 +144,8 @@ class Softmax {
   }
 
  private:
-  static constexpr float kTop = 7;      // of a maximum above the reference: 2^7
-  static constexpr float kMost = 8.75;  // of any score: 2^8.75 < 448
+  static constexpr float kTop = 7;      // a new maximum's distance above the reference: 2^7
+  static constexpr float kMost = 8.75;  // largest distance of any score: 2^8.75 < 448
 
   __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
     if (direct_) {
@@ -157,12 +155,12 @@ class Softmax {
     for (int i = 0; i < kScores; ++i) {
       scores[i] = logit_of(args_, scores[i] * scale_);
       if (i % 4 == 3) {
-        __syncwarp();  // more at a time would take registers
+        __syncwarp();  // more at a time would need registers
       }
     }
   }
 
-  // The greatest of a thread's scores in each of its rows.
+  // The thread's maximum score in each of its rows.
   __device__ __forceinline__ static void find_tops(const float (&scores)[kScores],
                                                    float (&top)[2]) {
     float tops[4] = {scores[0], scores[1], scores[2], scores[3]};
@@ -179,8 +177,8 @@ class Softmax {
     return fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
   }
 
-  // Whether a row rises is told by the comparison by which its warp came here, not by another one
-  // that may differ in the last bit: then its results would depend on other rows.
+  // `rises` is the result of the comparison that brought the warp here. Another comparison might
+  // differ in the last bit, and a row's result would depend on other rows.
   __device__ __forceinline__ void raise(int half, bool rises, float top, float (&fade)[2]) {
     const float raised = rises ? top - kTop : reference_[half];
     fade[half] = power_of_2(reference_[half] - raised);
@@ -192,11 +190,11 @@ class Softmax {
   bool direct_;
   float scale_, factor_;
   float reference_[2], sum_[2], fade_[2];
-  float limit_[2];  // of scores that are not scaled yet; above it a reference rises
+  float limit_[2];  // in unscaled scores: above it the reference rises
 };
 
-// As the MMA takes them: of 32 keys, rows g and g + 8 of the first 16, then of the others. What it
-// takes for keys 4c to 4c + 3 are keys 2c, 2c + 1, 2c + 8 and 2c + 9 (transpose_v.cuh).
+// A operand of the PV MMA: of 32 keys, rows g and g + 8 of the first 16, then of the others. Its
+// elements 4c to 4c + 3 are keys 2c, 2c + 1, 2c + 8 and 2c + 9 (transpose_v.cuh).
 __device__ __forceinline__ void pack_weights(const float (&scores)[kScores],
                                              uint32_t (&weights)[kKeySteps][4]) {
 #pragma unroll

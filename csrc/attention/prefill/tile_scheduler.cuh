@@ -1,9 +1,10 @@
-// The tile scheduler: which work tiles there are and in which order, a pure function of the lengths
-// that every CTA computes for itself.
+// The tile scheduler: the list of work tiles and their order, a pure function of the sequence
+// lengths that every CTA evaluates for itself.
 //
-// Sequences with long tiles come first. Within a sequence, as many KV heads at a time as the L2
-// cache holds; of these, the tiles of the last queries first, which with a causal mask see most
-// keys. A CTA takes the next work tile when it has finished one: from a counter, or round-robin.
+// Sequences with long work tiles come first. Within a sequence, KV heads are processed in sections
+// that fit into L2; within a section, the tiles of the last queries come first, since with a causal
+// mask they have the most keys. A CTA takes its next work tile when it has finished one: from a
+// counter, or round-robin.
 #pragma once
 
 #include "shared_storage.cuh"
@@ -33,7 +34,7 @@ __device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) 
   return sequence;
 }
 
-// About the keys that a tile of the sequence reads, at most.
+// Approximate upper bound of the keys that a work tile of the sequence reads.
 __device__ __forceinline__ int longest_tile(const Arguments& args, const Sequence& sequence) {
   const Params& p = args.params;
   const int span = p.left < 0 || p.right < 0 ? INT32_MAX : p.left + p.right + args.tile_tokens;
@@ -44,7 +45,7 @@ __device__ __forceinline__ int query_tiles(const Arguments& args, const Sequence
   return (sequence.queries + args.tile_tokens - 1) / args.tile_tokens;
 }
 
-// Fills the tables. By all threads.
+// Fills the tables. Called by all threads.
 __device__ __forceinline__ void read_seqlens(SharedStorage& shared, const Arguments& args) {
   const int batch = args.params.batch;
   for (int b = threadIdx.x; b < batch; b += kThreads) {
@@ -60,10 +61,10 @@ __device__ __forceinline__ void read_seqlens(SharedStorage& shared, const Argume
     }
     const Sequence sequence = read_sequence(args, b);
     shared.sequences[rank] = sequence;
-    shared.start[rank] = query_tiles(args, sequence) * args.units;
+    shared.start[rank] = query_tiles(args, sequence) * args.packs;
   }
   __syncthreads();
-  if (threadIdx.x < 32) {  // sums of all before
+  if (threadIdx.x < 32) {  // exclusive prefix sums
     const int lane = threadIdx.x;
     int total = 0;
     for (int first = 0; first < batch; first += 32) {
@@ -86,15 +87,15 @@ __device__ __forceinline__ void read_seqlens(SharedStorage& shared, const Argume
   __syncthreads();
 }
 
-// The same number, of which the compiler does not know that it is: what follows from it is not kept
-// in registers from work tile to work tile, of which a warp that copies has few.
-__device__ __forceinline__ int found_anew(int number) {
+// Hides from the compiler that a number is known, so that it does not keep values derived from it
+// in registers across work tiles: copying warps have few registers.
+__device__ __forceinline__ int opaque(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
-// The rank of the sequence that an work tile belongs to: the last one that starts at or before it,
-// of at most 32 * 32. By a warp.
+// The rank of the sequence of a work tile: the last one that starts at or before it, of at most 32
+// * 32. Called by a warp.
 __device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch, int index) {
   const int lane = threadIdx.x % 32;
   const int stride = ceil_div(batch, 32);
@@ -108,33 +109,33 @@ __device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch,
   return first + max(count_before(first + lane, min(first + stride, batch)) - 1, 0);
 }
 
-// Keys that are read again and again, with their values, while the heads of a section are worked
-// on: 36 MB.
+// Keys of a section: keys and values that its heads read repeatedly fit in 36 MB of L2.
 inline constexpr int kSectionKeys = (36 << 20) / ((kDim + kValueDim) * kElement);
 
-// Describes the work tile at a place in the order, of the sequence of that rank.
+// Describes the work tile at position `index` of the order, whose sequence has rank `rank`.
 __device__ __forceinline__ void describe_work_tile(const SharedStorage& shared,
                                                    const Arguments& args, int index, int rank,
                                                    WorkTile& work_tile) {
   const Params& p = args.params;
   const Sequence& sequence = shared.sequences[rank];
   const int tiles = query_tiles(args, sequence);
-  const int units_of_head = args.group / args.pack;
-  // KV heads of a section.
+  const int packs_of_head = args.group / args.pack;
+  // KV heads per section.
   const int fitting = max(kSectionKeys / max(sequence.seqlen, 1), 1);
   const int sections = (p.heads_kv + fitting - 1) / fitting;
   const int heads = (p.heads_kv + sections - 1) / sections;
-  const int section_work_tiles = tiles * heads * units_of_head;
+  const int section_work_tiles = tiles * heads * packs_of_head;
   const int in_sequence = index - shared.start[rank];
   const int section = in_sequence / section_work_tiles;
   const int in_section = in_sequence - section * section_work_tiles;
-  const int units = min(heads, p.heads_kv - section * heads) * units_of_head;
-  const int before = in_section / units;
-  const int unit = section * heads * units_of_head + in_section - before * units;
-  work_tile.first_head = unit * args.pack;
-  work_tile.kv_head = unit / units_of_head;
+  const int packs = min(heads, p.heads_kv - section * heads) * packs_of_head;
+  const int before = in_section / packs;
+  const int pack_index = section * heads * packs_of_head + in_section - before * packs;
+  work_tile.first_head = pack_index * args.pack;
+  work_tile.kv_head = pack_index / packs_of_head;
   work_tile.first_key = sequence.first_key;
-  // Whole warpgroups that do not fill a tile are missing from the first, which has the fewest keys.
+  // If the queries do not fill the tiles, the first tile has fewer warpgroups: it has the fewest
+  // keys.
   const int rest = sequence.queries % args.tile_tokens;
   const int of_first = rest == 0 || args.from_first != 0
                            ? args.tile_tokens
@@ -148,10 +149,11 @@ __device__ __forceinline__ void describe_work_tile(const SharedStorage& shared,
   find_visible(Mask{p.left, p.right, sequence.seqlen}, args.warpgroup_tokens, work_tile);
 }
 
-// Finds the work tile at a place in the order. By a warp, for which `work tile` is shared.
+// Finds the work tile at position `index` of the order. Called by a warp; `work_tile` is in shared
+// memory.
 __device__ __forceinline__ void find_work_tile(const SharedStorage& shared, const Arguments& args,
                                                int index, WorkTile& work_tile) {
-  const int batch = found_anew(args.params.batch);
+  const int batch = opaque(args.params.batch);
   const bool exists = index < shared.start[batch];
   const int rank = exists ? find_rank(shared, batch, index) : 0;
   if (threadIdx.x % 32 == 0) {
@@ -163,14 +165,14 @@ __device__ __forceinline__ void find_work_tile(const SharedStorage& shared, cons
   }
 }
 
-// The next place in the order, for one thread: whoever comes first, or each CTA in turn.
+// The next position in the order: from the counter, or round-robin. Called by one thread.
 __device__ __forceinline__ int next_index(const Arguments& args, int index) {
   const int grid = static_cast<int>(gridDim.x);
   uint32_t* const counter = static_cast<uint32_t*>(args.params.workspace);
   return counter == nullptr ? index + grid : grid + static_cast<int>(atomicAdd(counter, 1u));
 }
 
-// When a CTA has been told that nothing is left: the last one leaves the counter as it was.
+// Called when a CTA has found no work tile left: the last CTA resets the counter.
 __device__ __forceinline__ void leave_counter(const Arguments& args) {
   uint32_t* const counter = static_cast<uint32_t*>(args.params.workspace);
   if (counter != nullptr && atomicInc(counter + 1, gridDim.x - 1) == gridDim.x - 1) {

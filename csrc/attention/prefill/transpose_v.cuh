@@ -1,9 +1,10 @@
-// Transposes tiles of 8-bit values: wgmma needs keys along the row, and copies have a row per key.
+// Transposes tiles of 8-bit values: wgmma needs keys contiguous along the row, while copies have
+// one row per key.
 //
-// ldmatrix transposes pairs of bytes, byte permutations those within a pair, and stmatrix writes
-// them. The keys of 16 lie in the order of the weights (consumer_fp8.cuh): byte 4c + 2h + e of a
-// group holds key 8h + 2c + e, so that a thread's scores are already the operand. Values that no
-// query of the work tile sees become 0.
+// ldmatrix transposes pairs of bytes, byte permutations the bytes of a pair, and stmatrix writes
+// the result. Each group of 16 keys is in the order of the weights (softmax_fp8.cuh): byte 4c + 2h
+// + e holds key 8h + 2c + e, so that a thread's weights are the MMA operand without shuffles.
+// Values masked for all queries of the work tile become 0.
 #pragma once
 
 #include "common/ring.cuh"
@@ -40,11 +41,11 @@ class Transposer {
   }
 
  private:
-  static constexpr int kGroups = kKeys / 32;      // of keys, that a warp turns at a time
+  static constexpr int kGroups = kKeys / 32;      // groups of keys that a warp transposes at a time
   static constexpr int kBlocks = kValueDim / 16;  // of the value dim
   static constexpr int kBlocksOfStrip = kStripBytes / 16;
 
-  // The tile whose first key is given. Each warp turns some blocks of the value dim.
+  // Transposes the tile with first key `first`. Each warp has some blocks of the value dim.
   __device__ __forceinline__ void transpose_tile(const WorkTile& work_tile, int first) {
     RingBarriers<ValuesToTranspose>& from_barriers = barriers_of<ValuesToTranspose>(shared_);
     RingBarriers<Values>& to_barriers = barriers_of<Values>(shared_);
@@ -57,7 +58,7 @@ class Transposer {
     } else {
       transpose_blocks<true>(from, to, first, work_tile);
     }
-    fence_shared_for_tma();  // written by threads, read by tensor cores
+    fence_shared_for_tma();  // written by threads, read by wgmma
     OSTINATO_DELAY(prefill_transpose, warp_ == 1);
     __syncwarp();
     if (lane_ == 0) {
@@ -68,13 +69,13 @@ class Transposer {
     to_.advance(kStagesOf<Values>);
   }
 
-  // `kClears`: where no query of the work tile sees a key.
+  // `kClears`: some keys are masked for all queries of the work tile.
   template <bool kClears>
   __device__ __forceinline__ void transpose_blocks(const uint8_t* from, uint8_t* to, int first,
                                                    const WorkTile& work_tile) const {
-    // Which row the lane names: of what is read, key `lane_` of 32; of what is written, one of the
-    // 16 columns. Lanes of the lower and of the upper half of a warp swap the two bytes of a pair,
-    // so that 8 rows written at once lie in different banks.
+    // The row that this lane addresses: for loads, key `lane_` of 32; for stores, one of 16
+    // columns. Lanes of the lower and upper half of a warp swap the two bytes of a pair, so that 8
+    // rows stored at once fall into different banks.
     const int row = lane_ % 8, matrix = lane_ / 8;
     const uint32_t low = lane_ < 16 ? 0x6420 : 0x7531, high = low ^ (0x6420 ^ 0x7531);
     const int column = 2 * row + ((row >= 4 ? 1 : 0) ^ matrix % 2);
@@ -108,7 +109,7 @@ class Transposer {
     }
   }
 
-  // Of 32 keys and 16 columns.
+  // Stores 32 keys of 16 columns.
   __device__ __forceinline__ static void store_keys(uint8_t* to, const uint32_t (&pairs)[4],
                                                     uint32_t low, uint32_t high) {
     const uint32_t words[4] = {
@@ -117,16 +118,16 @@ class Transposer {
     store_matrices(to, words);
   }
 
-  // Word m holds keys 8m and 8m + 1 from `key` on.
+  // Clears masked keys: word m holds keys 8m and 8m + 1, counted from `key`.
   __device__ __forceinline__ static void clear(int key, const WorkTile& work_tile,
                                                uint32_t (&words)[4]) {
-    const auto seen = [&](int k) {
+    const auto visible = [&](int k) {
       return k >= work_tile.visible_begin && k < work_tile.visible_end;
     };
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const uint32_t first = seen(key + 8 * m) ? 0x0000ffff : 0;
-      const uint32_t second = seen(key + 8 * m + 1) ? 0xffff0000 : 0;
+      const uint32_t first = visible(key + 8 * m) ? 0x0000ffff : 0;
+      const uint32_t second = visible(key + 8 * m + 1) ? 0xffff0000 : 0;
       words[m] &= first | second;
     }
   }

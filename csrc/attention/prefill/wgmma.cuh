@@ -1,9 +1,9 @@
-// The instructions of the prefill kernel that multiply: wgmma with keys or values from shared
-// memory. A warpgroup enqueues them; between that and the wait it touches neither the sums nor the
-// weights. Names and layouts: PTX ISA, "wgmma.mma_async".
+// The wgmma instructions of the prefill kernel, with keys or values from shared memory. A warpgroup
+// issues them; until the wait it must touch neither accumulators nor weights. Names and layouts:
+// PTX ISA, "wgmma.mma_async".
 #pragma once
 
-// CuTe builds tiles of 80 or 176 columns only when asked to.
+// CuTe provides tiles of 80 or 176 columns only with this macro.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <cstdint>
@@ -64,13 +64,13 @@ __device__ __forceinline__ void enqueue_values(const uint32_t (&rows)[4], uint64
                              scale_out(accumulate));
 }
 
-// sums (+)= rows · columnsᵀ, both of kMmaDepth elements of the head dim.
+// sums (+)= rows · columnsᵀ, over kMmaDepth elements of the head dim.
 __device__ __forceinline__ void multiply_keys_step(uint64_t rows, uint64_t columns,
                                                    float (&sums)[kScores], bool accumulate) {
   enqueue_keys(rows, columns, sums, accumulate, std::make_integer_sequence<int, kScores>());
 }
 
-// sums (+)= rows · columns, of kMmaDepth keys.
+// sums (+)= rows · columns, over kMmaDepth keys.
 __device__ __forceinline__ void multiply_values_step(const uint32_t (&rows)[4], uint64_t columns,
                                                      float (&sums)[kOutputs], bool accumulate) {
   enqueue_values(rows, columns, sums, accumulate, std::make_integer_sequence<int, kOutputs>());
@@ -78,13 +78,13 @@ __device__ __forceinline__ void multiply_values_step(const uint32_t (&rows)[4], 
 
 __device__ __forceinline__ void begin_multiplying() { cute::warpgroup_arrive(); }
 __device__ __forceinline__ void commit_multiplication() { cute::warpgroup_commit_batch(); }
-// Until all but the latest kPending groups have ended.
+// Waits until all but the latest kPending groups are complete.
 template <int kPending>
 __device__ __forceinline__ void wait_multiplied() {
   cute::warpgroup_wait<kPending>();
 }
 
-// Keeps the compiler from moving accesses of registers across the asynchronous multiplications.
+// Keeps the compiler from moving register accesses across asynchronous MMAs.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&sums)[kCount]) {
 #pragma unroll

@@ -1,14 +1,14 @@
-// W8A8 linear layer for one token, in one launch: each CTA quantises x, after RMS norm and residual
-// if asked, into its shared memory, and multiplies it as the small-M GEMM does, whose ring of
-// weights fills meanwhile. That every CTA does it again costs less than the end of one kernel and
-// the start of another. docs/performance.md has the measurements.
+// W8A8 linear layer for one token, in one launch: each CTA quantises x (after RMS norm and
+// residual, if requested) into its shared memory, and multiplies it like the small-M GEMM, whose
+// ring of weights fills meanwhile. Quantising in every CTA costs less than the boundary between two
+// kernels. docs/performance.md has the measurements.
 //
 // Compiled with the macros of gemm_w8a8/small_m/config.cuh, those of gemm_w8a8/quantize/quantize.cu
 // (kinds per_token and rms_norm) and
 //   OSTINATO_MAX_K  the longest x: 4096 or 8192
 //
-// With params.pdl the predecessor may write x and residual. It must not write the rest, which is
-// read before the wait.
+// With params.pdl, the preceding kernel may write x and residual. It must not write the other
+// inputs, which are read before the wait.
 #include <cuda_runtime.h>
 
 #include "common/check.h"
@@ -33,7 +33,7 @@ struct alignas(128) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= small_m::kSmemLimit, "shared memory of one CTA per SM");
 
-// The product of x in shared memory.
+// GEMM arguments with x in shared memory.
 __device__ W8A8GemmParams product_of(const FusedLinearParams& p, const CodeStorage& x) {
   W8A8GemmParams product = {};
   product.x = x.codes;

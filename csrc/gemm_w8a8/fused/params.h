@@ -1,5 +1,5 @@
-// The arguments of a linear layer that makes its 8-bit activations itself: plain C++, without a
-// header of CUDA or torch. Strides count elements, sizes are logical, pointers are device pointers.
+// Arguments of a linear layer that quantises its activations itself, in plain C++ without CUDA or
+// torch headers. Strides count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
 #include "common/fields.h"

@@ -1,6 +1,5 @@
-// How each CTA makes the 8-bit x that its product needs, in shared memory, with the bits of the
-// kernels that do this alone (gemm_w8a8/quantize/quantize.cu): the same stages, and sums in the
-// same order.
+// Each CTA quantises x into shared memory, with the bits of the standalone kernels
+// (gemm_w8a8/quantize/quantize.cu): the same stages, and sums in the same order.
 #pragma once
 
 #include <cstdint>
@@ -32,10 +31,10 @@ struct CodeStorage {
   float maxima[kMmaWarps];
 };
 
-// By all threads that multiply.
+// Called by all MMA threads.
 class Quantizer {
  public:
-  // `writes_sum`: this CTA is the one that stores x + residual.
+  // `writes_sum`: whether this CTA stores x + residual.
   __device__ Quantizer(CodeStorage& shared, const FusedLinearParams& params, bool writes_sum)
       : shared_(shared), eps_(params.eps), rows_{} {
     rows_.x = params.x;
@@ -43,7 +42,7 @@ class Quantizer {
     rows_.residual_out = writes_sum ? params.residual_out : nullptr;
     rows_.out = shared.codes;
     rows_.k = params.k;
-    if constexpr (kKind == Kind::rms_norm) {  // constants: before the wait
+    if constexpr (kKind == Kind::rms_norm) {  // constants: read before the wait
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         load<true, Reuse::kEveryRow>(static_cast<const Weight*>(params.norm_weight), first_of(v),
@@ -52,7 +51,7 @@ class Quantizer {
     }
   }
 
-  // Calls `loaded` when x has come.
+  // Calls `loaded` once x has been loaded.
   template <typename Loaded>
   __device__ __forceinline__ void run(const KnownDivisor& k, const Loaded& loaded) {
     const Row row(rows_, 0);
@@ -139,7 +138,7 @@ class Quantizer {
 
   CodeStorage& shared_;
   const float eps_;
-  QuantizeParams rows_;  // x as the one row of a launch of the quantiser
+  QuantizeParams rows_;  // x as the only row of a quantisation launch
   WeightVector weights_[kVectors];
 };
 

@@ -1,4 +1,4 @@
-// The kernels: rows kept in registers, and rows of any length.
+// The quantisation kernels: for rows kept in registers, and for rows of any length.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,13 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
-// A layer's norm weights are constants, which no earlier kernel writes. ops.rms_norm takes any
-// tensor, which the kernel in front may have made (1 + weight, say): read like x, after the wait.
+// Norm weights of a layer are constants that no earlier kernel writes. ops.rms_norm takes any
+// tensor, which the preceding kernel may have written (1 + weight, for example): it is read after
+// the wait, like x.
 constexpr bool kConstantWeights = kEncodes;
 
-// Asks how many rows are real. Inline, so that nothing waits for the answer before it is used: by
-// then x, which is asked for later, has not arrived, either.
+// Loads the number of rows that are not padding. Inlined, so that it is awaited only at its first
+// use: x, loaded later, has not arrived by then either.
 __device__ __forceinline__ int32_t rows_of(const QuantizeParams& p) {
   int32_t rows = p.m;
   if (p.n_active != nullptr) {
@@ -28,10 +29,10 @@ __device__ __forceinline__ int32_t rows_of(const QuantizeParams& p) {
   return rows;
 }
 
-// Who shares a row.
+// The threads that share a row.
 enum class Share { warp, cta, cluster };
 
-// What the threads of a CTA tell each other about a row.
+// Shared memory for reductions over a row.
 template <int kVectors>
 struct Exchange {
   float sums[kVectors * kMaxWarps];
@@ -53,7 +54,7 @@ __device__ __forceinline__ float cluster_max(float x, float& cta_maximum) {
   return x;
 }
 
-// From a row's final values to its codes.
+// Quantises a row's final values, and writes codes and scale.
 template <typename Code, Share kShare, bool kAligned, int kVectors, typename FirstOf>
 __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static& fixed,
                                            const Row& row, int64_t index, uint32_t thread,
@@ -97,8 +98,8 @@ __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static
   }
 }
 
-// From a row's values to what is stored. Thread `thread` of those that share the row has the
-// vectors that begin at first_of(v), and weight_of(v) gives it the norm's weights of each.
+// Normalises or gates a row, and stores the result. Thread `thread` of those that share the row has
+// the vectors that begin at first_of(v), and weight_of(v) returns the norm weights of each.
 template <Share kShare, bool kAligned, int kVectors, typename FirstOf, typename WeightOf>
 __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static& fixed,
                                            const KnownDivisor& k, const Row& row, int64_t index,
@@ -138,8 +139,8 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
   }
 }
 
-// Forgets the halves of a gated row, which are whole lines. The thread whose vector begins a line
-// does it, when all who read the line have: they have exchanged their maxima, if the scale was not
+// Discards the lines of both halves of a gated row from L2. The thread whose vector begins a line
+// discards it once all readers have read it: they have exchanged their maxima, unless the scale was
 // given.
 template <Share kShare, int kVectors, typename FirstOf>
 __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
@@ -161,14 +162,14 @@ __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
   }
 }
 
-// Rows of up to kElements elements per thread: each is read once and kept in registers.
+// Rows of up to kElements elements per thread, which are read once and kept in registers.
 template <int kElements, Share kShare, int kThreads, int kCtas, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kCtas)
     quantize_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   constexpr int kVectors = kElements / kVectorSize;
   constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
   constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
-  // Weights that the registers have no room for are left to the caches.
+  // Norm weights that do not fit into registers are read again from the caches.
   constexpr bool kHoldWeights = kKind == Kind::rms_norm && kElements <= 16;
   static_assert(kShare != Share::cluster || kKind != Kind::rms_norm,
                 "the sum of squares is not shared among CTAs");
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     ask_for_weights();
   }
 
-  // Before the wait: a GEMM fills its ring with weights while this kernel waits and works.
+  // Before the wait: the next GEMM fills its ring with weights while this kernel waits and works.
   let_successor_start();
   wait_for_predecessor();
   if (index >= p.m) {
@@ -255,10 +256,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   }
 }
 
-// Rows of any length, read once for each of the sum, the maximum and the codes, or the results.
-// With a residual the first reading stores the sum, and the others, by the same threads, read it
-// there: residual_out may be the residual itself. `Code` is Out: a parameter, so that nothing is
-// made of it where it is no code.
+// Rows of any length, which are read once each for the sum, the maximum and the codes or results.
+// With a residual, the first pass stores the sum, and later passes of the same threads read it
+// back: residual_out may be the residual itself. `Code` is Out: a template parameter, so that code
+// for codes is not instantiated where Out is no code.
 template <bool kAligned, typename Code = Out>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     quantize_long_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   Row row(p, blockIdx.x);
   float rms_value = 1.0f;
   if constexpr (kKind == Kind::rms_norm) {
-    // With 32 warps, a warp's 32 neighbours of all rounds are every 32nd of the row's.
+    // With 32 warps, the groups of 32 adjacent vectors of a warp are every 32nd group of the row.
     float sum = 0.0f;
     for (uint32_t first = begin; first - lane * kVectorSize < k; first += step) {
       Vector x, second;

@@ -1,13 +1,13 @@
-// The arguments of norms, gates and quantisation: plain C++, without a header of CUDA or torch.
-// Strides count elements, sizes are logical, pointers are device pointers.
+// Arguments of norms, gates and quantisation, in plain C++ without CUDA or torch headers. Strides
+// count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
 #include "common/fields.h"
 
 namespace ostinato {
 
-// Rows of x -> 8-bit rows and their scales. Kernels whose results are not quantised store rows of
-// x's dtype in `out`, and are given neither scales nor zero points.
+// Rows of x -> 8-bit rows and their scales. Kernels without quantisation store rows of x's dtype in
+// `out`, and take neither scales nor zero points.
 struct QuantizeParams {
   OSTINATO_FIELDS_BEGIN(QuantizeParams);
   OSTINATO_FIELD(const void*, x);  // [m, k]; silu_mul: [m, 2k] = gate | up
@@ -27,10 +27,10 @@ struct QuantizeParams {
   OSTINATO_FIELD(int32_t, m);
   OSTINATO_FIELD(int32_t, k);
   OSTINATO_OPTIONAL(int32_t, pdl);
-  // One element, or null: rows from here on are padding, and are not written. Written before the
-  // predecessor of the launch began.
+  // One element, or null: rows from this index on are padding, and are not written. Written before
+  // the preceding kernel began.
   OSTINATO_OPTIONAL(const int32_t*, n_active);
-  // Not 0: nobody reads x after this, and silu_mul may destroy what it has read of it.
+  // Nonzero: x is not read after this kernel, and silu_mul may discard it.
   OSTINATO_OPTIONAL(int32_t, discard_x);
   OSTINATO_FIELDS_END();
 };

@@ -1,6 +1,6 @@
-// Quantisation of activations to 8 bits, row by row: bare, after RMS norm (with residual), or after
-// SiLU gating; and these two alone. One pass over memory: a row stays in the registers of its warp
-// or CTA.
+// Row-wise quantisation of activations to 8 bits: of x, after RMS norm (with residual), or after
+// SiLU gating; and norm or gating without quantisation. One pass over memory: a row stays in the
+// registers of its warp or CTA.
 //
 // Compiled with
 //   OSTINATO_KIND          per_token, rms_norm or silu_mul
@@ -8,9 +8,9 @@
 //   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (rms_norm and silu_mul only)
 //   OSTINATO_WEIGHT_DTYPE  of norm_weight: that of x, or fp32 (rms_norm only)
 //
-// The semantics are those of runtime/ops/{quantize,norm,silu}.py. A row's bits depend on the row
-// alone: not on m, on its place, nor on alignment or strides. docs/quantize_kernels.md has the
-// counts, the measurements, and what becomes of NaN and infinities.
+// The semantics are those of runtime/ops/linear (quantize, rms_norm, silu_mul). A row's bits depend
+// on the row alone: not on m, its index, alignment or strides. docs/quantize_kernels.md has the
+// measurements, and the treatment of NaN and infinities.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -23,7 +23,7 @@
 namespace ostinato {
 namespace {
 
-constexpr int kWarpRowThreads = 128;  // of a CTA whose warps have a row each
+constexpr int kWarpRowThreads = 128;  // of a CTA with one row per warp
 constexpr int kMaxCtasPerRow = 8;     // the largest portable cluster
 
 struct Plan {
@@ -40,31 +40,32 @@ Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
           threads, kShare == Share::warp ? threads / 32 : 1, ctas_per_row};
 }
 
-// With the registers of an SM for kCtas CTAs of kThreads. These are counts that were measured on
-// sm_90; the compilers for other GPUs need more registers, so that there it is a third fewer.
+// Plan for kCtas CTAs of kThreads threads per SM. The counts were measured on sm_90; compilers for
+// other GPUs need more registers, so there it is a third fewer.
 template <int kElements, int kThreads, int kCtas>
 Plan aligned_rows_plan(uint32_t threads) {
   constexpr int kFitting = kTargets[0] == 900 || kCtas == 1 ? kCtas : kCtas * 2 / 3;
   return {quantize_rows<kElements, Share::cta, kThreads, kFitting, true>, threads, 1, 1};
 }
 
-// Threads of each of `ctas` CTAs, in whole warps, for k elements.
+// Threads per CTA, in whole warps, for k elements on `ctas` CTAs.
 uint32_t threads_for(int32_t k, int32_t elements_per_thread, int32_t ctas = 1) {
   const int64_t per_warp = int64_t{32} * elements_per_thread * ctas;
   return static_cast<uint32_t>((k + per_warp - 1) / per_warp * 32);
 }
 
-// For many rows memory counts: more bytes in flight per thread, less that every thread repeats.
+// For many rows, bandwidth matters: more bytes in flight per thread, less work that every thread
+// repeats.
 Plan many_rows_plan(const QuantizeParams& p) {
   if constexpr (kKind == Kind::rms_norm) {
-    // A residual is memory enough to hide the rest behind.
+    // A residual adds enough memory traffic to hide the rest.
     if (p.k <= 2048 || (p.k <= 4096 && (p.residual != nullptr || p.m <= 4096))) {
       constexpr int kCtas = sizeof(Weight) == 4 ? 3 : 5;
       return aligned_rows_plan<16, 256, kCtas>(threads_for(p.k, 16));
     }
   }
   const uint32_t threads = threads_for(p.k, 32);
-  // What would spill with so many CTAs on an SM gets one fewer.
+  // Variants that would spill with that many CTAs per SM get one fewer.
   constexpr bool kWide = kKind == Kind::rms_norm && sizeof(In) == 4;
   if (threads <= 128) {
     return aligned_rows_plan<32, 128, kWide ? 5 : 6>(threads);
@@ -80,12 +81,12 @@ Plan many_rows_plan(const QuantizeParams& p) {
   return aligned_rows_plan<32, 512, kCtasOf512>(threads);
 }
 
-// Chosen from capacities, alignment and which tensors there are, all frozen by capture; a row's
+// Chosen from capacities, alignment and the set of tensors, all fixed at graph capture; a row's
 // bits do not depend on the choice. docs/quantize_kernels.md has the measurements behind the
 // bounds.
 Plan plan(const QuantizeParams& p, bool aligned) {
   constexpr int32_t kSms = 132;
-  // With 8 elements a thread: what the registers of an SM hold.
+  // With 8 elements per thread: limited by the registers of an SM.
   constexpr int32_t kThreadsPerSm = kKind == Kind::per_token  ? 2048
                                     : kKind == Kind::rms_norm ? 1536
                                                               : 1280;
@@ -94,11 +95,10 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (k <= 8 * 32) {
     return rows_plan<8, Share::warp, kWarpRowThreads>(aligned, kWarpRowThreads);
   }
-  // With few rows latency counts, and a long gated row is bound by one SM's arithmetic: several
-  // share it. The other kinds have too little of it to pay for the exchange. Of more than 16 rows
-  // each is left to one CTA that can hold it: the product that follows gains more from SMs without
-  // a row. Rows without a scale have nothing to exchange, and the products behind them are not
-  // ours.
+  // With few rows latency matters, and a long gated row is bound by the arithmetic of one SM:
+  // several CTAs share it. The other kinds have too little arithmetic to pay for the exchange. With
+  // more than 16 rows, each stays in one CTA if it fits: the next GEMM gains more from SMs without
+  // a row. Rows without a scale need no exchange.
   if constexpr (kKind == Kind::silu_mul && kHasClusters) {
     const bool share = !kEncodes || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
@@ -125,7 +125,7 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (k <= 16 * kMaxThreads) {
     return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
   }
-  // fp32 would spill, and anything for sm_100 and sm_120.
+  // fp32 would spill, and so would everything on sm_100 and sm_120.
   if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && kTargets[0] < 1000) {
     if (aligned && k <= 32 * kMaxThreads) {
       return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
@@ -139,7 +139,7 @@ bool divides(int64_t alignment, const void* pointer, int64_t stride_bytes, int32
          (rows == 1 || stride_bytes % alignment == 0);
 }
 
-// Whether every row is made of whole vectors that lie on addresses their size divides.
+// Whether every row consists of whole, aligned vectors.
 bool is_aligned(const QuantizeParams& p) {
   constexpr int64_t kSize = sizeof(In);
   constexpr int64_t kOutSize = sizeof(Stored);
@@ -155,7 +155,7 @@ bool is_aligned(const QuantizeParams& p) {
   return aligned;
 }
 
-// Whether the halves of every gated row are made of whole lines.
+// Whether both halves of every gated row consist of whole cache lines.
 bool has_whole_lines(const QuantizeParams& p) {
   constexpr int64_t kSize = sizeof(In);
   return p.k * kSize % kLineBytes == 0 && divides(kLineBytes, p.x, p.x_stride * kSize, p.m);

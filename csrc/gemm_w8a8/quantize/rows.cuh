@@ -17,14 +17,14 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// The largest of non-negative numbers: they are in the order of their bits, with NaN above all.
+// The largest of non-negative numbers: they are ordered like their bits, with NaN above all.
 __device__ __forceinline__ float warp_max(float x) {
   return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
 }
 
 inline constexpr int kMaxWarps = 32;
 
-// The maximum over the threads of a row, a warp, a CTA or a cluster of CTAs, for every thread.
+// The maximum over the threads of a row (a warp, a CTA or a cluster), returned to every thread.
 template <bool kWarpPerRow>
 __device__ __forceinline__ float row_max(float x, float (&partials)[kMaxWarps]) {
   x = warp_max(x);
@@ -42,9 +42,9 @@ __device__ __forceinline__ float row_max(float x, float (&partials)[kMaxWarps]) 
   return x;
 }
 
-// The sum of each of kVectors numbers over the lanes of a warp, all at once: at each of the first
-// distances half of them are handed to the other lane, so that lane l ends with number
-// l / (32 / kVectors). The pairs that are added are those of an all-lanes sum of each.
+// The sums of kVectors numbers over the lanes of a warp, computed together: at each of the first
+// distances, half of the numbers move to the other lane, so that lane l ends with number l / (32 /
+// kVectors). The pairs that are added are those of a butterfly sum of each number.
 template <int kVectors>
 __device__ __forceinline__ float warp_sums(float (&sums)[kVectors]) {
   static_assert((kVectors & (kVectors - 1)) == 0 && kVectors <= 32, "numbers are handed in halves");
@@ -67,10 +67,10 @@ __device__ __forceinline__ float warp_sums(float (&sums)[kVectors]) {
   return sums[0];
 }
 
-// The sum over a row of one non-negative number per vector, for every thread. Thread t of T has the
-// vectors t, t + T, t + 2T, ... The order of additions follows from a vector's index in the row
-// alone, not from T or the number of vectors a thread has: first within 32 neighbours, then of
-// these sums every 32nd, then those 32. (Vectors past the row's end are 0 and change nothing.)
+// The sum over a row of one non-negative number per vector, returned to every thread. Thread t of T
+// has the vectors t, t + T, t + 2T, ... The order of additions follows from a vector's index in the
+// row alone, not from T or the number of vectors per thread: first over 32 adjacent vectors, then
+// over every 32nd of these sums, then over the remaining 32. (Vectors past the row's end are 0.)
 template <int kVectors>
 __device__ __forceinline__ float warp_row_sum(float (&sums)[kVectors]) {
   float sum = warp_sums(sums);
@@ -81,7 +81,7 @@ __device__ __forceinline__ float warp_row_sum(float (&sums)[kVectors]) {
   return sum;
 }
 
-// The second half of it for a row that a CTA shares: `sum` is that of warp_sums.
+// The second half of that sum for a row that a CTA shares: `sum` is the result of warp_sums.
 template <int kVectors, int kPartials>
 __device__ __forceinline__ float cta_row_sum(float sum, float (&partials)[kPartials]) {
   constexpr int kLanesPerSum = 32 / kVectors;

@@ -5,26 +5,26 @@
 
 namespace ostinato {
 
-// x / d for finite x and normal d, with its normal inverse z.
+// x / d for finite x and normal d, where z is the normal inverse of d.
 __device__ __forceinline__ float divide_by(float x, float d, float z) {
   const float q = __fmul_rn(x, z);
   return __fmaf_rn(__fmaf_rn(q, d, -x), -z, q);
 }
 
-// Correctly rounded, as in Divisor.
+// Correctly rounded division, as in Divisor.
 __device__ __forceinline__ float divide_regular(float x, float d) {
   return divide_by(x, d, inverse_of(d));
 }
 
-// The largest gate, in magnitude, that silu_fast takes.
+// The largest magnitude of a gate that silu_fast accepts.
 inline constexpr float kSiluFastLimit = 80.0f;
 
-// 1 + exp(-gate) with the bits of an addition to expf, for gates that silu_fast takes: expf's last
-// product, by a power of two, is exact there, so that it may be rounded with the sum.
+// 1 + exp(-gate) with the bits of 1 + expf(-gate), for gates that silu_fast accepts: expf's last
+// product, by a power of two, is exact there, so it can be fused into the addition.
 __device__ __forceinline__ float one_and_exp(float gate) {
   constexpr float kLog2E = 0x1.715476p+0f, kRest = 0x1.4ae0cp-26f;  // log2(e) in two parts
-  // The whole part of -gate * log2(e) is what one rounding makes of these, as expf does it: close
-  // to an integer another way would end on its other side.
+  // The integer part of -gate * log2(e) follows from the same rounding as in expf: near an integer,
+  // any other way could yield the neighbouring integer.
   constexpr float kRange = 252.0f, kShift = 12582913.0f, kBias = 126.0f;
   const float in_range = __saturatef(__fmaf_rn(-gate, 0x1.77313ap-8f, 0.5f));
   const float shifted = __fmaf_rd(in_range, kRange, kShift);

@@ -1,5 +1,5 @@
-// The stages of quantising a row: load, combine, normalise, and encode or round; for the one
-// variant that the macros of quantize.cu select.
+// The stages of quantising a row (load, combine, normalise, and encode or round) for the variant
+// that the macros of quantize.cu select.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ using Weight = dtype::OSTINATO_WEIGHT_DTYPE;
 static_assert(sizeof(Weight) == sizeof(In) || sizeof(Weight) == 4,
               "norm_weight has the dtype of x or is fp32");
 
-// To 8 bits, with a scale; otherwise results are rounded to the dtype of x.
+// Whether results are quantised to 8 bits; otherwise they are rounded to the dtype of x.
 constexpr bool kEncodes = !std::is_same_v<Out, In>;
 static_assert(kEncodes || kKind != Kind::per_token, "bare rows would be copied");
 using Stored = std::conditional_t<kEncodes, uint8_t, In>;
@@ -63,7 +63,7 @@ struct Row {
   }
 };
 
-// The largest magnitude of a vector, NaN left out.
+// The largest magnitude of a vector, ignoring NaN.
 __device__ __forceinline__ float largest_gate(const Vector& gates) {
   if constexpr (sizeof(In) == 4) {
     float largest = 0.0f;
@@ -99,8 +99,8 @@ __device__ __forceinline__ void gate(const Vector& x, const Values& ups, Values&
   }
 }
 
-// What is quantised or normalised, from what was loaded; the sum with a residual is also stored, if
-// there is a place for it.
+// The values to be quantised or normalised, from the loaded ones; also stores the sum with the
+// residual if residual_out is given.
 template <bool kAligned>
 __device__ __forceinline__ void combine(const Row& row, uint32_t first, const Vector& x,
                                         const Vector& second, Values& values) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void normalize(Values& values, const Divisor& rms,
   }
 }
 
-// The scale and zero point of static quantisation, read early: their latency is the row's.
+// Scale and zero point of static quantisation, read early to hide their latency.
 struct Static {
   bool given;
   float scale;
@@ -164,19 +164,19 @@ struct Static {
         symmetric(p.zero_point == nullptr) {}
 };
 
-// How a row is encoded: its scale and its grid, which is Code's.
+// The encoding of a row: its scale, and the grid of Code.
 template <typename Code>
 struct Encoder {
   Divisor scale;
   Grid<Code> grid;
-  bool bounded;  // the quotients are within the grid, and `scale` is fast
+  bool bounded;  // all quotients are within the grid, and `scale` is fast
 
   __device__ __forceinline__ Encoder(const Static& fixed, float scale_value)
       : scale(scale_value), grid{fixed.zero_point, fixed.symmetric} {
     bounded = !fixed.given && scale.fast;
   }
 
-  // `kBounded` only where `bounded` is true.
+  // `kBounded` only if `bounded` is true.
   template <bool kAligned, bool kBounded>
   __device__ __forceinline__ void write(const Row& row, uint32_t first,
                                         const Values& values) const {
@@ -195,8 +195,8 @@ struct Encoder {
   }
 };
 
-// Lets the L2 forget a line, which it would write to memory otherwise: what is read there from then
-// on is anything, until it is written.
+// Discards a line from L2, which would otherwise be written back to memory. Its contents are
+// undefined until it is written again.
 inline constexpr int kLineBytes = 128;
 __device__ __forceinline__ void discard_line(const void* line) {
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");

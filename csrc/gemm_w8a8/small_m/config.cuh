@@ -1,4 +1,4 @@
-// The shape of one compiled small-M GEMM, from its -D macros.
+// Compile-time configuration of one small-M GEMM, from its -D macros.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,19 +12,20 @@
 
 // -DOSTINATO_OUTPUT=__nv_bfloat16|__half|float
 // -DOSTINATO_TOKENS=8|16|32|64            most rows of x
-// -DOSTINATO_TOKEN_WARPS=1|2|4            warps that share the tokens; the others share K
-// -DOSTINATO_ROW_TILES=n                  weight tiles (16 rows) of a pass over K
+// -DOSTINATO_TOKEN_WARPS=1|2|4            warps that divide the tokens; the others divide K
+// -DOSTINATO_ROW_TILES=n                  weight tiles (16 rows) per pass over K
 // -DOSTINATO_X_SLOTS=n                    chunks of x that a warp holds in registers
+
 namespace ostinato::small_m {
 
 using Output = OSTINATO_OUTPUT;
 
-inline constexpr int kWarpBlocks = 2;  // of a chunk, per warp: a whole line of every token
+inline constexpr int kWarpBlocks = 2;  // per chunk and warp: a whole 128-byte line of every token
 inline constexpr int kWarpDepth = kWarpBlocks * kPackedDepth;
 
 inline constexpr int kMmaWarps = 8;
 inline constexpr int kMmaThreads = kMmaWarps * 32;
-inline constexpr int kThreads = kMmaThreads + 32;  // and one warp that issues the copies
+inline constexpr int kThreads = kMmaThreads + 32;  // plus one warp that issues the copies
 
 inline constexpr int kTokens = OSTINATO_TOKENS;
 inline constexpr int kTokenWarps = OSTINATO_TOKEN_WARPS;
@@ -32,16 +33,16 @@ inline constexpr int kDepthWarps = kMmaWarps / kTokenWarps;
 inline constexpr int kTokenTiles = kTokens / 8 / kTokenWarps;  // of 8 tokens, per warp
 inline constexpr int kRowTiles = OSTINATO_ROW_TILES;
 inline constexpr int kRows = kRowTiles * kPackedRows;
-// Consecutive products into one accumulator wait for each other. Where few accumulators leave the
-// tensor core idle, even and odd blocks have their own.
+// MMAs into the same accumulator are serialised. If few accumulators would leave the tensor core
+// idle, even and odd blocks have separate ones.
 inline constexpr int kChains = kRowTiles * kTokenTiles <= 4 ? kWarpBlocks : 1;
 inline constexpr int kXSlots = OSTINATO_X_SLOTS;
 static_assert(kTokens % (8 * kTokenWarps) == 0, "every token warp needs whole tiles of 8 tokens");
 static_assert(kMmaWarps % kTokenWarps == 0, "token warps must divide the MMA warps");
 static_assert(kRows <= kMmaThreads, "the epilogue gives each thread one weight row");
 
-// A stage of the ring is a chunk of K for kRowTiles weight tiles. Each half of K of each tile has
-// its own copy and barrier, so that few bytes remain to be multiplied when the last ones land.
+// A stage of the ring is a chunk of K of kRowTiles weight tiles. Each half of a tile's K has its
+// own copy and barrier, so that few bytes remain to be multiplied when the last ones land.
 inline constexpr int kChunkBlocks = kDepthWarps * kWarpBlocks;
 inline constexpr int kChunkDepth = kChunkBlocks * kPackedDepth;
 inline constexpr int kChunkTileBytes = kChunkBlocks * kPackedBlockBytes;
@@ -50,16 +51,17 @@ inline constexpr int kHalves = 2;
 inline constexpr int kHalfBlocks = kChunkBlocks / kHalves;
 static_assert(kDepthWarps % kHalves == 0, "a warp's blocks must be in one half");
 
-// Sums of each depth warp, [token][row]. The pitch spreads a warp's stores over all banks.
+// Sums of each depth warp, [token][row]. The pitch avoids bank conflicts of a warp's stores.
 inline constexpr int kPartialPitch = kRows + 8;
 inline constexpr int kPartialBytes = kDepthWarps * kTokens * kPartialPitch * 4;
 
 inline constexpr int kSmemLimit = 227 * 1024;
-inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;  // scales, zero points; rest
-// What shared memory takes is not there for L1, where all loads of x need a line at once.
+// scales, zero points, barriers
+inline constexpr int kFixedBytes = kPartialBytes + kTokens * 8 + 1024;
+// Shared memory reduces L1, where all loads of x need a line at the same time.
 inline constexpr int kRingLimit = 144 * 1024;
-// In flight until x is asked for: little more than it takes to keep memory busy, since x, and what
-// the kernels that make x read, are served after it.
+// Bytes in flight until x is requested: little more than keeps memory busy, since x, and what the
+// preceding kernels read, queue behind them.
 inline constexpr int kPrefillBytes = 32 * 1024;
 inline constexpr int kSmemForRing = kSmemLimit - kFixedBytes;
 inline constexpr int kStages =

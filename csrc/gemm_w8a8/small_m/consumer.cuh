@@ -1,4 +1,5 @@
-// The eight warps of a small-M GEMM that multiply the copied weights by x and write the output.
+// The mainloop and epilogue of the small-M GEMM: eight warps multiply the copied weights by x and
+// write the output.
 #pragma once
 
 #include "common/debug.cuh"
@@ -22,7 +23,7 @@ class Consumer {
     const int warp = threadIdx.x / 32;
     lane_ = threadIdx.x % 32;
     depth_warp_ = warp % kDepthWarps;
-    // Of the MMA's fragment: row lane / 4, vector lane % 4, where the swizzle has put it.
+    // Position in an MMA fragment: row lane / 4, vector lane % 4, with the swizzle applied.
     const int row = lane_ / 4;
     in_block_ = row * kPackedDepth + (lane_ % 4 ^ row / 2 % 4) * 16;
     first_token_ = warp / kDepthWarps * kTokenTiles * 8;
@@ -30,11 +31,11 @@ class Consumer {
     x_token_ = first_token_ + lane_ / 8;
     x_ = static_cast<const uint8_t*>(params.x) + x_token_ * params.x_stride + column;
     x_limit_ = params.k - column;
-    // x and results of rows that nobody looks at would take as long as those of others.
+    // Padding rows of x and their results would take as long as others, so they are skipped.
     active_ = params.n_active == nullptr ? params.m : min(params.m, *params.n_active);
     resident_ = work.chunks <= kSlots;
-    // Weight constants, so they may be read before the wait; two passes ahead, since they queue
-    // behind the ring.
+    // Weight scales are constants, so they may be read before the wait; two passes ahead, since
+    // these loads queue behind the ring.
     channel_ = channel_of(work.first_tile);
     next_channel_ = channel_of(work.first_tile + kRowTiles);
   }
@@ -46,7 +47,7 @@ class Consumer {
     multiply();
   }
 
-  // What the slots hold of x.
+  // Loads the first chunks of x into registers.
   __device__ __forceinline__ void fill_slots() {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -54,7 +55,7 @@ class Consumer {
     }
   }
 
-  // Tells the copying thread that x has been asked for, and waits for its barriers.
+  // Tells the producer that x has been requested, and waits for its barriers to be initialised.
   __device__ __forceinline__ void announce_x() {
     sync_named(kInitialized, kThreads);
     OSTINATO_DELAY(small_m_x_requested, threadIdx.x / 32 == 4);
@@ -94,10 +95,10 @@ class Consumer {
   }
 
  private:
-  // Loads byte by byte take registers, and are slow anyway.
+  // Byte loads need registers, and are slow anyway.
   static constexpr int kSlots = kVectorLoads ? kXSlots : 1;
 
-  // Every thread finishes one weight row, for every kTokenStep-th token.
+  // Every thread computes the output of one weight row, for every kTokenStep-th token.
   static constexpr int kTokenStep = kMmaThreads / kRows;
 
   static __device__ int output_row() { return threadIdx.x % kRows; }
@@ -106,9 +107,9 @@ class Consumer {
     return Channel(params_, tile < work_.end_tile ? tile * kPackedRows + output_row() : params_.n);
   }
 
-  // This warp's part of one chunk of x, as loaded: the memory system wants whole lines of 128
-  // bytes, so eight lanes load two blocks of one token, and the next 16 bytes of a lane are those
-  // of the token four further on. make_fragments() puts that right.
+  // This warp's share of a chunk of x, as loaded. For whole 128-byte lines, eight lanes load two
+  // blocks of one token, and the second vector of a lane belongs to the token four further on.
+  // make_fragments() reorders them.
   using XChunk = uint4[kWarpBlocks][kTokenTiles];
 
   __device__ __forceinline__ void load_slot(XChunk& x, int chunk) {
@@ -123,8 +124,8 @@ class Consumer {
     }
   }
 
-  // Exchanges between neighbouring quads of lanes: afterwards an even quad 2i has both blocks of
-  // token i and an odd quad 2i + 1 those of token i + 4, which so becomes the MMA's column 2i + 1.
+  // Exchanges between adjacent quads of lanes: afterwards an even quad 2i has both blocks of token
+  // i, and an odd quad 2i + 1 those of token i + 4, which thus becomes column 2i + 1 of the MMA.
   __device__ __forceinline__ void make_fragments(XChunk& x) const {
 #pragma unroll
     for (int j = 0; j < kTokenTiles; ++j) {
@@ -169,7 +170,7 @@ class Consumer {
     }
   }
 
-  // This warp's weights of a tile in a block of K.
+  // This lane's weights of a tile in a block of K.
   static __device__ __forceinline__ WeightFragment load_weights(const uint8_t* block) {
     const uint4* fragment = reinterpret_cast<const uint4*>(block);
     return {fragment[0], fragment[kPackedBlockBytes / 32]};
@@ -181,12 +182,12 @@ class Consumer {
     OSTINATO_DELAY(small_m_stage_load, threadIdx.x / 32 == 5);
   }
 
-  // A warp that has no part of K in a short chunk waits like the others, and goes on.
+  // A warp without blocks in a short chunk still waits and releases the stage.
   __device__ __forceinline__ void multiply_stage(XChunk& x, int chunk, int tiles) {
     const uint8_t* stage =
         shared_.ring[position_.slot] + depth_warp_ * kWarpBlocks * kPackedBlockBytes + in_block_;
-    const bool has_part = chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks;
-    multiply_tile_by_tile(x, stage, has_part, tiles);
+    const bool has_blocks = chunk * kChunkBlocks + depth_warp_ * kWarpBlocks < work_.depth_blocks;
+    multiply_tile_by_tile(x, stage, has_blocks, tiles);
     OSTINATO_DELAY(small_m_stage_release, threadIdx.x / 32 == 3);
     __syncwarp();
     if (lane_ == 0) {
@@ -195,10 +196,10 @@ class Consumer {
     position_.advance(kStages);
   }
 
-  // In the order in which they land.
+  // Multiplies tiles in the order in which they land.
   __device__ __forceinline__ void multiply_tile_by_tile(XChunk& x, const uint8_t* stage,
-                                                        bool has_part, int tiles) {
-    // A copy of x: read in place it costs ptxas two more registers with three row tiles.
+                                                        bool has_blocks, int tiles) {
+    // A copy of x: using x in place costs ptxas two more registers with three row tiles.
     uint4 tokens[kWarpBlocks][kTokenTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
@@ -206,13 +207,13 @@ class Consumer {
         break;
       }
       wait_for_tile(r);
-      if (has_part) {
+      if (has_blocks) {
         WeightFragment w[kWarpBlocks];
 #pragma unroll
         for (int b = 0; b < kWarpBlocks; ++b) {
           w[b] = load_weights(stage + r * kChunkTileBytes + b * kPackedBlockBytes);
         }
-        if (r == 0) {  // after the weights: at the start of a run they are there before x
+        if (r == 0) {  // after the weights, which arrive before x at the start of a launch
           if (fresh_) {
             make_fragments(x);  // waits for x
           }
@@ -299,14 +300,14 @@ class Consumer {
   const W8A8GemmParams& params_;
   const Work& work_;
   int lane_, depth_warp_, first_token_;
-  int in_block_;  // where this lane's weights are in a block of K
+  int in_block_;  // offset of this lane's weights in a block of K
   RingPosition position_;
   const uint8_t* x_;       // this lane's first bytes of x
-  int x_token_, x_limit_;  // their token, and how many bytes its row has from there
-  int active_;             // rows of x that count
+  int x_token_, x_limit_;  // their token, and the bytes left in its row from there
+  int active_;             // rows of x that are not padding
   Channel channel_, next_channel_;
-  bool resident_;      // the slots hold all of K, and serve every pass
-  bool fresh_ = true;  // the slots are as loaded, no fragments yet
+  bool resident_;      // the slots hold all of K, for every pass
+  bool fresh_ = true;  // the slots are as loaded, not yet fragments
   XChunk slots_[kSlots];
   Sums sum_;
 };

@@ -1,8 +1,8 @@
-// One warp's products of the small-M GEMM: 16 weight rows x 8 tokens x 64 of K.
+// The MMA of one warp of the small-M GEMM: 16 weight rows x 8 tokens x 64 of K.
 //
-// The order of K inside a block is free as long as weights and tokens agree. Lane l takes bytes
+// The order of K inside a block is arbitrary as long as weights and tokens agree. Lane l uses bytes
 // 16 (l % 4) ... + 15 of weight rows l / 4 and l / 4 + 8, and the same bytes of token l / 4: one
-// 16-byte load per row, from memory that is contiguous over the warp for the weights.
+// 16-byte load per row, contiguous over the warp for the weights.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What a thread of the small-M GEMM reads beside the weights: bytes of x, and what belongs to a
-// weight row.
+// Operands of the small-M GEMM besides the weights: bytes of x, and scale, bias and sum of a weight
+// row.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace ostinato::small_m {
 
-// 16 bytes of a row of x from `offset`; zero from `limit` on.
+// Loads 16 bytes of a row of x from `offset`; zero from `limit` on.
 template <bool kVectorLoads>
 __device__ __forceinline__ uint4 load_x(const uint8_t* row, int offset, int limit) {
   uint4 x = make_uint4(0, 0, 0, 0);
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint4 load_x(const uint8_t* row, int offset, int limi
   return x;
 }
 
-// What the epilogue needs of one weight row.
+// Scale, bias and sum of one weight row, for the epilogue.
 struct Channel {
   Channel() = default;
 

@@ -1,4 +1,5 @@
-// The part of a small-M GEMM that one CTA does, and the thread that copies its weights.
+// The scheduler and producer of the small-M GEMM: a CTA's weight tiles, and the thread that copies
+// them.
 #pragma once
 
 #include "common/bulk_copy.cuh"
@@ -10,8 +11,8 @@
 
 namespace ostinato::small_m {
 
-// Which CTA has which weight tiles. By the host: a division in the kernel would delay its first
-// copies.
+// Assigns weight tiles to CTAs. Prepared on the host: a division in the kernel would delay its
+// first copies.
 struct TileShares {
   int per_cta, rest;
   uint32_t reciprocal;  // 2^32 / CTAs, rounded up; exact for up to 1600 CTAs
@@ -27,11 +28,11 @@ struct TileShares {
   }
 };
 
-// The weight tiles of this CTA and how K is cut.
+// The weight tiles of this CTA, and the chunks of K.
 struct Work {
   int first_tile, end_tile;
   int depth_blocks;  // of kPackedDepth; even
-  int chunks;        // of kChunkBlocks, the last one may be shorter
+  int chunks;        // of kChunkBlocks; the last one may be shorter
 
   __device__ Work(const W8A8GemmParams& params, const TileShares& shares) {
     first_tile = shares.first_tile(blockIdx.x);
@@ -41,7 +42,7 @@ struct Work {
   }
 };
 
-// Issues the copies of the whole run, stage by stage; run by one thread.
+// Issues all copies of a CTA, stage by stage. Run by one thread.
 class Producer {
  public:
   __device__ Producer(SharedStorage& shared, const W8A8GemmParams& params, const Work& work)
@@ -52,9 +53,8 @@ class Producer {
 
   __device__ bool done() const { return tile_ >= work_.end_tile; }
 
-  // Initialises the barriers of full stages and fills slots that nothing has used yet. What is in
-  // flight when x is asked for is served before x: more than this would delay x by more than it
-  // hastens the weights.
+  // Initialises the full barriers and fills unused stages. Copies in flight when x is requested
+  // delay x: more than this would delay x by more than it speeds up the weights.
   __device__ void prefill() {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -70,7 +70,7 @@ class Producer {
   }
 
   __device__ void run() {
-    // Now, since the successor takes the place of the first CTAs that end, and fills its own ring.
+    // Only now, since the next kernel's CTAs replace the first that end, and fill their own rings.
     let_successor_start();
     for (int i = kPrefillStages; i < kStages && !done(); ++i) {
       const int last = min(kRowTiles, work_.end_tile - work_.first_tile) - 1;
@@ -93,7 +93,7 @@ class Producer {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       if (i >= tiles) {
-        break;  // the last pass: nobody waits for these barriers
+        break;  // the last pass: these barriers are not used
       }
       const int64_t tile_block = static_cast<int64_t>(tile_ + i) * work_.depth_blocks + first_block;
 #pragma unroll
@@ -102,7 +102,7 @@ class Producer {
         const int begin = half * kHalfBlocks;
         const int blocks = min(kHalfBlocks, work_.depth_blocks - first_block - begin);
         const uint32_t bytes = max(blocks, 0) * kPackedBlockBytes;
-        arrive_expecting(full, bytes);  // of no bytes too: the phase must end
+        arrive_expecting(full, bytes);  // also for zero bytes: the phase must complete
         if (bytes > 0) {
           bulk_copy_once(
               &shared_.ring[position_.slot][i * kChunkTileBytes + begin * kPackedBlockBytes],
@@ -125,11 +125,11 @@ class Producer {
   int chunk_ = 0;
 };
 
-// The copying warp of a CTA.
+// Entry point of the copying warp.
 __device__ __forceinline__ void produce(SharedStorage& shared, const W8A8GemmParams& params,
                                         const Work& work) {
-  // The first weights wait for the initialisation of their own barriers only, and nobody waits
-  // here for the others, who ask for x meanwhile.
+  // The first copies wait only for the initialisation of their own barriers, and no consumer waits
+  // here for the rest: consumers request x meanwhile.
   Producer producer(shared, params, work);
   if (threadIdx.x == kMmaThreads) {
     producer.prefill();

@@ -1,13 +1,13 @@
 // INT8 GEMM for few tokens (M <= OSTINATO_TOKENS): weights are streamed once, at memory speed.
 //
-// One CTA per SM owns a contiguous run of weight tiles. One thread keeps a ring of bulk copies
-// full, and begins before it waits for the predecessor kernel: weights are constants. Eight warps
-// split each chunk of K (and, for many tokens, the tokens), keep their part of x in registers, and
-// add their sums through shared memory in a fixed order. docs/gemm_small_m.md has the reasons and
-// the measurements, config.cuh the macros, packed.h the layout of weights.
+// One CTA per SM processes a contiguous run of weight tiles. One thread keeps a ring of bulk copies
+// full, and starts before it waits for the preceding kernel, since weights are constants. Eight
+// warps divide each chunk of K (and, for many tokens, the tokens), keep their share of x in
+// registers, and add their sums through shared memory in a fixed order. docs/gemm_small_m.md has
+// reasons and measurements; config.cuh the macros; packed.h the layout of weights.
 //
-// With params.pdl the predecessor may write x, x_scale and x_zero_point. It must not write w,
-// w_scale, w_sum or bias: these are read before the wait.
+// With params.pdl, the preceding kernel may write x, x_scale and x_zero_point. It must not write w,
+// w_scale, w_sum or bias, which are read before the wait.
 #include <cuda_runtime.h>
 
 #include "common/check.h"

@@ -1,4 +1,4 @@
-// The shape of one compiled tiled GEMM, from its -D macros, and its use of shared memory.
+// Compile-time configuration of one tiled GEMM, from its -D macros, and its shared-memory layout.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,9 +16,10 @@
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias
 // -DOSTINATO_CHANNELS=64...256      most channels of a tile
 // -DOSTINATO_TOKENS=8|16|32|64|128|256   most tokens of a tile
-// -DOSTINATO_PINGPONG=0|1           1: two warpgroups with a tile each take turns
-// -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: sums stay in the tensor cores (about 13 fraction
-//                                   bits); 0: they are added in fp32 every 128 products
+// -DOSTINATO_PINGPONG=0|1           1: two consumer warpgroups alternate, each with its own tile
+// -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: accumulate in the tensor cores (about 13 fraction
+//                                   bits); 0: promote to fp32 accumulators every 128 products
+
 namespace ostinato::tiled {
 
 namespace dtype {
@@ -35,15 +36,16 @@ inline constexpr bool kPromote = !kInt8 && !kFastAccum;
 static_assert(!(kInt8 && kFastAccum), "INT8 sums are exact: there is nothing to accumulate fast");
 
 inline constexpr bool kPingPong = OSTINATO_PINGPONG;
-// What feeds the MMA's 64 rows; the other feeds its columns, of which there may be as many as are
-// wanted. Tokens, so that a tile has any number of channels; but channels where few tokens would
-// leave rows empty, and where a tile is to be as large as it can or stored while another is summed:
-// there the epilogue that turns results and stores them by TMA takes less power.
+// Tokens or channels are the MMA's 64 rows; the others are its columns, whose number is flexible.
+// Tokens as rows allow any number of channels per tile. Channels are rows (swap-AB) if few tokens
+// would leave rows empty, and if a tile should be as large as possible or be stored while the next
+// one is accumulated: there the epilogue that transposes results and stores them by TMA takes less
+// power.
 #define OSTINATO_TOKEN_ROWS \
   ((OSTINATO_TOKENS == 64 || OSTINATO_TOKENS == 128) && !OSTINATO_PINGPONG)
 inline constexpr bool kTokenRows = OSTINATO_TOKEN_ROWS;
-// So few tokens that a thread's results are stored as they are, and that one warpgroup has time for
-// all of a tile's channels: it waits for weights.
+// Small M: a thread stores its results directly, and one warpgroup suffices for all channels of a
+// tile, since it waits for weights.
 #define OSTINATO_SMALL_M (OSTINATO_TOKENS <= 16)
 inline constexpr bool kSmallM = OSTINATO_SMALL_M;
 
@@ -55,61 +57,64 @@ inline constexpr int kMmaRows = 64;
 inline constexpr int kMmaDepth = 32;
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kConsumers = kPingPong || (kTileRows > kMmaRows && !kSmallM) ? 2 : 1;
-inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups of a tile
-__device__ __forceinline__ int part_of_tile(int warpgroup) { return kPingPong ? 0 : warpgroup; }
-inline constexpr int kBlocks = kTileRows / (kMmaRows * kSharers);  // of 64 rows, a warpgroup
+inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups that share a tile
+__device__ __forceinline__ int warpgroup_in_tile(int warpgroup) {
+  return kPingPong ? 0 : warpgroup;
+}
+inline constexpr int kBlocks = kTileRows / (kMmaRows * kSharers);  // of 64 rows, per warpgroup
 inline constexpr int kSums = kTileColumns / 2;                     // per thread and block
 static_assert(kTileRows == 64 || kTileRows == 128, "one warpgroup of 64 rows, or two");
 static_assert(kTileColumns == 8 || (kTileColumns % 16 == 0 && kTileColumns <= 256),
               "an INT8 MMA has 8 columns, or a multiple of 16");
 static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the registers");
 
-// One consumer leaves registers for all: its producers are two warps. Otherwise a warpgroup gives
-// its registers away.
+// One consumer leaves enough registers: its producers are two warps. Otherwise the producers are a
+// warpgroup that gives up registers (setmaxnreg).
 inline constexpr int kProducerThreads = kConsumers == 1 ? 64 : kWarpgroup;
 inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 
-// A stage of the ring holds this much of K of the tile's tokens and channels. Small tiles take two
-// or four units of 128, since each stage costs a round of barriers.
+// A stage of the ring holds kStageDepth of K of the tile's tokens and channels. For small tiles
+// that is two or four units of 128, since each stage costs a round of barriers.
 inline constexpr int kUnitDepth = 128;
 inline constexpr int kUnits = kChannels + kTokens <= 80 ? 4 : kChannels + kTokens <= 160 ? 2 : 1;
 inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 inline constexpr int kMaxStages = 16;
-// Weights are asked for before x. Where tiles are small, launches are short and the kernels before
-// them, too: the whole ring is filled meanwhile, but with no more than this in flight, since x, and
-// what the kernel that makes x reads, are served after it.
+// Weights are loaded before x, while the preceding kernel runs. With small tiles, launches are
+// short, and the whole ring is filled, but with at most this many bytes in flight: x, and what the
+// preceding kernel reads, queue behind them.
 inline constexpr bool kThrottled = kTokens <= 64;
 inline constexpr int kThrottledBytes = 32 * 1024;
-// Otherwise: weights that are asked for before x. More is not better, since x waits behind them.
+// Otherwise: bytes of weights loaded before x. More would delay x, which queues behind them.
 inline constexpr int kPrefillBytes = 32 * 1024;
-// Shared memory is swizzled in groups of 8 rows.
+// The swizzle repeats after groups of 8 rows.
 inline constexpr int kGroupRows = 8;
 
-// Where channels are rows, the epilogue turns a chunk of tokens at a time from the MMA's layout
-// into rows of out, of 64 channels. Several take turns, since TMA reads one while the next is
-// written. A row is stored in pieces as wide as TMA's widest swizzle.
+// With channels as rows (swap-AB), the epilogue transposes a chunk of tokens at a time from the MMA
+// layout into rows of out, 64 channels each. There are several chunk buffers, since TMA reads one
+// while the next is written. A row is stored in strips as wide as TMA's widest swizzle.
 inline constexpr int kChunkTokens = kTokens % 64 == 0 ? 32 : 16;
 inline constexpr int kTileChunks = kTileColumns / kChunkTokens;
 inline constexpr int kChunks = 3;
-inline constexpr int kPieceBytes = 128;
-inline constexpr int kPieces = kMmaRows * sizeof(Output) / kPieceBytes;
-// The largest tile is stored while the next one is summed: its results, two to a register, fit
-// beside the sums. Ping-pong has another warpgroup for that.
+inline constexpr int kStripBytes = 128;
+inline constexpr int kStrips = kMmaRows * sizeof(Output) / kStripBytes;
+// The largest tile is stored while the next one is accumulated: its 16-bit results fit into
+// registers beside the accumulators. Ping-pong uses another warpgroup for that.
 inline constexpr bool kDeferStores =
     !kTokenRows && !kPingPong && sizeof(Output) == 2 && kBlocks == 1 && kTileColumns == 256;
-// Where tokens are, it stores 16 channels of a token at a time.
+// With tokens as rows, the epilogue stores 16 channels of a token at a time.
 inline constexpr int kStoredChannels = 16;
-// Whether the epilogue can find the best of each row's part: of few tokens that costs more than the
-// sampling saves, 16 bits are no logits, and ping-pong, which would spill, is for many tokens.
+// Whether the epilogue can compute the argmax of slices of each row. Not for small M, where it
+// costs more than sampling saves; not for 16-bit outputs, which are not logits; not for ping-pong,
+// which is for many tokens and would spill.
 inline constexpr bool kFindsArgmax = sizeof(Output) == 4 && !kSmallM && !kPingPong;
-// Two CTAs can share the K of a tile where each is left with whole ones of these.
+// Two CTAs can share the K of a tile if each is left with whole multiples of these columns.
 inline constexpr int kStoredColumns = kTokenRows ? kStoredChannels : kChunkTokens;
 inline constexpr bool kCanSplit = !kPingPong && !kSmallM && kTileColumns / 2 % kStoredColumns == 0;
 
 struct SwapAbStorage {
-  uint8_t chunk[kConsumers][kChunks][kPieces][kChunkTokens][kPieceBytes];
+  uint8_t chunk[kConsumers][kChunks][kStrips][kChunkTokens][kStripBytes];
   float x_scale[kConsumers][kTokens];
   int32_t x_zero_point[kConsumers][kTokens];
 };
@@ -129,11 +134,11 @@ struct alignas(1024) FixedStorage {
   uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kThrottled
   uint64_t full_tokens[kMaxStages];  // if kThrottled
   uint64_t empty[kMaxStages];
-  uint64_t turn[2];    // ping-pong: the warpgroup may multiply
-  uint64_t prefilled;  // the tokens' turn has come
+  uint64_t turn[2];    // ping-pong: the warpgroup may issue MMAs
+  uint64_t prefilled;  // the first tokens have been requested
 };
 
-// Sums of half the tile's columns, in fp32 or int32.
+// Accumulators of half the tile's columns, in fp32 or int32.
 inline constexpr int kClusterReduceBytes = kChannels * kTokens / 2 * 4;
 
 inline constexpr int kSmemLimit = 227 * 1024;

@@ -1,4 +1,5 @@
-// A consumer warpgroup of the tiled GEMM: sums a tile over K, then hands it to the epilogue.
+// The mainloop of a consumer warpgroup of the tiled GEMM: accumulates a tile over K, then calls the
+// epilogue.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -40,7 +41,7 @@ class Consumer {
       WorkTile work_tile = work_tile_at(plan_, index, rank());
       shared_ = work_tile.shared;
       epilogue.fetch_channels(work_tile);
-      wait_for_predecessor();  // returns at once when it has returned before
+      wait_for_predecessor();  // returns at once after the first time
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
       if constexpr (kPromote) {
@@ -49,8 +50,8 @@ class Consumer {
         sum(work_tile.steps, sums, position, epilogue);
       }
       if (!kSmallM) {
-        // Computed again: while a tile is summed, every register is needed for sums.
-        work_tile = work_tile_at(plan_, forget(index), rank());
+        // Recomputed: during the mainloop every register is needed for accumulators.
+        work_tile = work_tile_at(plan_, opaque(index), rank());
       }
       store(epilogue, work_tile, sums);
       if (kPingPong) {
@@ -61,38 +62,39 @@ class Consumer {
   }
 
  private:
-  // The same value, of which the compiler no longer knows what it has computed from it.
-  __device__ static __forceinline__ int forget(int value) {
+  // Hides from the compiler that a value is known, so that it recomputes what depends on it.
+  __device__ static __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
     return value;
   }
 
   __device__ __forceinline__ int rank() const { return plan_.cluster > 1 ? cluster_rank() : 0; }
 
-  // A template, so that an epilogue of tiles that are never shared need not store parts of them.
+  // A template, so that epilogues of tiles that are never shared need no store() of part of a tile.
   template <class AnyEpilogue>
   __device__ __forceinline__ void store(AnyEpilogue& epilogue, const WorkTile& work_tile,
                                         Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kCanSplit) {
       if (work_tile.shared) {
-        Sum half[kBlocks][kSums / 2];
-        cluster_reduce(sums, half);
-        epilogue.template store<kTileColumns / 2>(work_tile, rank() * (kTileColumns / 2), half);
+        Sum reduced[kBlocks][kSums / 2];
+        cluster_reduce(sums, reduced);
+        epilogue.template store<kTileColumns / 2>(work_tile, rank() * (kTileColumns / 2), reduced);
         return;
       }
     }
     epilogue.store_tile(work_tile, sums);
   }
 
-  // Where this warpgroup's channels and tokens of a stage begin.
+  // This warpgroup's channels and tokens in a stage.
   __device__ __forceinline__ Channels channels_of(int slot) const {
     return Channels(
         ring_ + slot * plan_.stage_bytes +
-        (kTokenRows ? 0 : part_of_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth));
+        (kTokenRows ? 0 : warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth));
   }
   __device__ __forceinline__ Tokens tokens_of(int slot) const {
-    return Tokens(ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
-                  (kTokenRows ? part_of_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0));
+    return Tokens(
+        ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
+        (kTokenRows ? warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0));
   }
 
   __device__ __forceinline__ void wait_full(const RingPosition& position) {
@@ -102,7 +104,7 @@ class Consumer {
     }
   }
 
-  // Enqueues the products of a unit of a stage.
+  // Issues the MMAs of a unit of a stage.
   __device__ __forceinline__ void multiply_unit(Channels channels, Tokens tokens, int unit,
                                                 bool accumulate,
                                                 Sum (&sums)[kBlocks][kSums]) const {
@@ -110,7 +112,7 @@ class Consumer {
                          tokens, unit * plan_.token_rows * kUnitDepth, accumulate, sums);
   }
 
-  // Enqueues the products of a stage, as one group.
+  // Issues the MMAs of a stage as one wgmma group.
   __device__ __forceinline__ void multiply_stage(int slot, bool accumulate,
                                                  Sum (&sums)[kBlocks][kSums]) {
     const Channels channels = channels_of(slot);
@@ -123,8 +125,8 @@ class Consumer {
     cute::warpgroup_commit_batch();
   }
 
-  // Gives a stage back to the producers that write to it: those of the whole cluster, or while the
-  // CTAs share K, each its own. The barrier counts as many arrivals either way.
+  // Releases a stage to the producers that write to it: those of the whole cluster or, while the
+  // CTAs share K, the CTA's own. The barrier counts equally many arrivals either way.
   __device__ __forceinline__ void release(int slot) {
     OSTINATO_DELAY(release, warpgroup_ == 0);
     const int thread = threadIdx.x % kWarpgroup;
@@ -138,8 +140,8 @@ class Consumer {
     }
   }
 
-  // One warpgroup multiplies while the other stores its tile. The turn also keeps a warpgroup from
-  // a stage that the ring has yet to reach again: a barrier's parity tells only two rounds apart.
+  // Ping-pong: one warpgroup issues MMAs while the other stores its tile. The turn also keeps a
+  // warpgroup from running ahead by a whole ring, where the parity of a barrier would be ambiguous.
   __device__ __forceinline__ void wait_turn() {
     if (kPingPong) {
       wait(&fixed_.turn[warpgroup_], turn_parity_);
@@ -162,7 +164,7 @@ class Consumer {
       wait_full(position);
       multiply_stage(position.slot, step > 0, sums);
       epilogue.store_deferred(step);
-      // The products of this stage go on while those of the one before are known to have ended.
+      // The MMAs of this stage run on; those of the previous stage have completed.
       cute::warpgroup_wait<1>();
       if (step > 0) {
         release(previous);
@@ -177,7 +179,7 @@ class Consumer {
     release(previous);
   }
 
-  // Sums of 128 products, added in fp32.
+  // Two-level accumulation: sums of 128 products are added in fp32.
   __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
                                                 RingPosition& position) {
 #pragma unroll
@@ -194,18 +196,18 @@ class Consumer {
       const Tokens tokens = tokens_of(position.slot);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        Sum part[kBlocks][kSums];
-        pin(part);
+        Sum products[kBlocks][kSums];
+        pin(products);
         cute::warpgroup_arrive();
-        multiply_unit(channels, tokens, unit, false, part);
+        multiply_unit(channels, tokens, unit, false, products);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
-        pin(part);
+        pin(products);
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
           for (int i = 0; i < kSums; ++i) {
-            sums[b][i] += part[b][i];
+            sums[b][i] += products[b][i];
           }
         }
       }
@@ -215,10 +217,10 @@ class Consumer {
     give_turn();
   }
 
-  // Adds the partner's sums to ours, each for its half of the columns: `half` is ours. They travel
-  // through the ring of the one who adds, which is idle when both have multiplied everything.
+  // Adds the partner's accumulators to this CTA's; each CTA keeps half of the columns. The data is
+  // sent through the receiver's ring, which is idle once both CTAs have finished their MMAs.
   __device__ __forceinline__ void cluster_reduce(Sum (&sums)[kBlocks][kSums],
-                                                 Sum (&half)[kBlocks][kSums / 2]) {
+                                                 Sum (&reduced)[kBlocks][kSums / 2]) {
     constexpr int kHalf = kSums / 2;
     constexpr int kVector = 4;
     const uint32_t mine =
@@ -234,7 +236,7 @@ class Consumer {
       uint32_t words[kVector];
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        // Ours to the low half: from here on the other half of the registers is free.
+        // Moves this CTA's half to `low`, so that the other half of the registers becomes free.
         const Sum sent = first ? high[j] : low[j];
         low[j] = first ? low[j] : high[j];
         words[j] = reinterpret_cast<const uint32_t&>(sent);
@@ -249,7 +251,7 @@ class Consumer {
       load_shared(mine + i * kWarpgroup * sizeof(Sum), words);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        half[i / kHalf][i % kHalf + j] =
+        reduced[i / kHalf][i % kHalf + j] =
             sums[i / kHalf][i % kHalf + j] + reinterpret_cast<const Sum&>(words[j]);
       }
     }
@@ -262,7 +264,7 @@ class Consumer {
   FixedStorage& fixed_;
   int warpgroup_;
   bool shared_ = false;
-  uint32_t turn_parity_ = warpgroup_ == 0 ? 1 : 0;  // the first turn is warpgroup 0's
+  uint32_t turn_parity_ = warpgroup_ == 0 ? 1 : 0;  // the first turn belongs to warpgroup 0
 };
 
 }  // namespace ostinato::tiled

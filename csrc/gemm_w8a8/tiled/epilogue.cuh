@@ -1,5 +1,5 @@
-// The epilogue of the tiled GEMM where tokens are the MMA's rows: four lanes hold neighbouring
-// channels of a token, and store them from registers. (The formula: epilogue_math.cuh.)
+// The epilogue of the tiled GEMM with tokens as MMA rows: four lanes hold adjacent channels of a
+// token and store them from registers. (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "epilogue_argmax.cuh"
@@ -21,8 +21,8 @@ class Epilogue {
         warpgroup_(warpgroup),
         thread_(threadIdx.x % kWarpgroup) {}
 
-  // Copies scales and sums of the tile's channels to shared memory, and asks for their bias: what
-  // is asked for here arrives while the tile is summed.
+  // Copies scales and weight sums of the tile's channels to shared memory, and loads their bias;
+  // the loads complete during the mainloop.
   __device__ __forceinline__ void fetch_channels(const WorkTile& work_tile) {
 #pragma unroll
     for (int i = 0; i < kChannelsOfThread; ++i) {
@@ -42,8 +42,8 @@ class Epilogue {
     }
   }
 
-  // Scales of the tokens whose sums this thread will hold, and whether their results are read: of
-  // the same tokens the latter is not asked again, since the answer would be waited for.
+  // Loads the scales of this thread's tokens, and whether their results are read. For the same
+  // tokens as before the latter is kept: the loads would be waited for.
   __device__ __forceinline__ void fetch_tokens(const WorkTile& work_tile) {
     const bool others = work_tile.token != known_token_;
     known_token_ = work_tile.token;
@@ -60,7 +60,7 @@ class Epilogue {
     }
   }
 
-  // Writes the sums of kCount channels from `first` on, counted in the tile.
+  // Writes the accumulators of kCount channels from `first` on, counted in the tile.
   template <int kCount>
   __device__ __forceinline__ void store(const WorkTile& work_tile, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
@@ -93,8 +93,8 @@ class Epilogue {
       }
       if constexpr (kFindsArgmax) {
         if (params_.best != nullptr) {
-          if (left > 0) {  // the last cluster may have a tile too many
-            hand_over_argmax<kCount>(work_tile, block, first, left, sums[block]);
+          if (left > 0) {  // the last cluster may have a surplus tile
+            store_argmax<kCount>(work_tile, block, first, left, sums[block]);
           }
           if (__all_sync(0xffffffff, rows[0].end + rows[1].end == 0)) {
             continue;
@@ -119,7 +119,7 @@ class Epilogue {
     store<kTileColumns>(work_tile, 0, sums);
   }
 
-  // What is stored is stored at once.
+  // This epilogue defers no stores.
   __device__ __forceinline__ void store_deferred(int) {}
   __device__ __forceinline__ void store_deferred_from(int) {}
   __device__ __forceinline__ void finish() {}
@@ -127,21 +127,21 @@ class Epilogue {
  private:
   __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
 
-  // Of the two tokens of a block whose sums the thread holds.
+  // One of the two tokens of a block whose accumulators the thread holds.
   __device__ __forceinline__ int token_of_thread(const WorkTile& work_tile, int block,
                                                  int half) const {
     return work_tile.token + (warpgroup_ * kBlocks + block) * kMmaRows + thread_ / 32 * 16 +
            half * 8 + thread_ % 32 / 4;
   }
 
-  // The first of two neighbouring channels, of 8, whose sums the thread holds.
+  // The first of two adjacent channels, of 8, whose accumulators the thread holds.
   __device__ __forceinline__ int lane_channel() const { return thread_ % 4 * 2; }
 
   __device__ __forceinline__ bool has_zero_points() const {
     return kInt8 && params_.x_zero_point != nullptr;
   }
 
-  // A token's part of the tile: where it begins in out, and how many channels of it are stored.
+  // A token's row of the tile: its start in out, and how many of its channels are stored.
   struct Row {
     Output* out;
     int end;
@@ -149,9 +149,9 @@ class Epilogue {
     uint32_t zero_point;
   };
 
-  // Stores two tokens' channels from `first` of the tile on, 16 at a time: of these the thread has
-  // two of the first 8 and, 4 sums later, two of the others. kWhole: out takes whole vectors. Only
-  // the stores are conditional, so that there are many things to do at a time.
+  // Stores channels of two tokens from `first` of the tile on, 16 at a time: the thread has two of
+  // the first 8 channels and, 4 accumulators later, two of the others. kWhole: rows of out are
+  // whole vectors. Only the stores are conditional, for instruction-level parallelism.
   template <int kCount, bool kWhole, bool kZeroPoints>
   __device__ __forceinline__ void store_rows(int first, const Sum (&sums)[kCount / 2],
                                              const Row (&rows)[2]) const {
@@ -183,7 +183,8 @@ class Epilogue {
           store_vector<kWhole>(row, column + 8,
                                make_uint2(__float_as_uint(y[2]), __float_as_uint(y[3])));
         } else {
-          // Neighbouring lanes trade, so that each has four neighbours and a quad a whole sector.
+          // Adjacent lanes exchange, so that each has four adjacent channels, and a quad a whole
+          // sector.
           const uint32_t low = pack_pair<Output>(y[0], y[1]), high = pack_pair<Output>(y[2], y[3]);
           const bool odd = thread_ % 2;
           const uint32_t theirs = __shfl_xor_sync(0xffffffff, odd ? low : high, 1);
@@ -192,27 +193,28 @@ class Epilogue {
           store_vector<kWhole>(row, from, four);
         }
       }
-      // Much at a time takes registers. At the edges it may take its time.
+      // Limits the number of values in flight, to save registers. Partial tiles may be slow.
       if (!kWhole || pair % 4 == 3) {
         __syncwarp();
       }
     }
   }
 
-  // Hands over the places of the best of two tokens' channels, from `first` of the tile on, each as
-  // its part of the tile; as both parts where the channels are all of the tile's.
+  // Stores the argmax keys of two tokens over channels from `first` of the tile on, as one slice;
+  // as both slices if these are all channels of the tile.
   template <int kCount>
-  __device__ __forceinline__ void hand_over_argmax(const WorkTile& work_tile, int block, int first,
-                                                   int left, const Sum (&sums)[kCount / 2]) const {
+  __device__ __forceinline__ void store_argmax(const WorkTile& work_tile, int block, int first,
+                                               int left, const Sum (&sums)[kCount / 2]) const {
     const int end = min(params_.m, work_tile.token + plan_.tile_tokens);
     const float scales[2] = {x_scale_[block][0], x_scale_[block][1]};
     Argmax best[2] = {Argmax(first + lane_channel()), Argmax(first + lane_channel())};
-    for_each_result<kCount>(first, left, sums, scales,
-                            [&](int half, int channel, float y) { best[half].see(y, channel); });
+    for_each_result<kCount>(first, left, sums, scales, [&](int half, int channel, float y) {
+      best[half].include(y, channel);
+    });
     if (isnan(best[0].unordered + best[1].unordered)) {
       for_each_result<kCount>(first, left, sums, scales, [&](int half, int channel, float y) {
         if (channel < left) {
-          best[half].see_nan(y, channel);
+          best[half].include_nan(y, channel);
         }
       });
     }
@@ -234,8 +236,8 @@ class Epilogue {
     }
   }
 
-  // Calls visit(token of two, channel of the tile, result) in order of the channels. Those of a row
-  // of 16 that lie beyond `left` are -inf, but where NaN comes of it.
+  // Calls visit(token of two, channel of the tile, result) in order of the channels. In the last
+  // group of 16, results past `left` are -inf unless they become NaN.
   template <int kCount, class Visit>
   __device__ __forceinline__ void for_each_result(int first, int left,
                                                   const Sum (&sums)[kCount / 2],
@@ -264,7 +266,7 @@ class Epilogue {
     return *reinterpret_cast<const Pair*>(&values[column]);
   }
 
-  // Stores 8 bytes, as far as they lie within the row.
+  // Stores those of 8 bytes that lie within the row.
   template <bool kWhole>
   static __device__ __forceinline__ void store_vector(const Row& row, int channel, uint2 vector) {
     using Bits = std::conditional_t<sizeof(Output) == 4, uint32_t, uint16_t>;
@@ -295,7 +297,7 @@ class Epilogue {
   const int warpgroup_, thread_;
   float x_scale_[kBlocks][2];
   bool read_[kBlocks][2];
-  int known_token_ = -1;  // of the tile that read_ is of
+  int known_token_ = -1;  // the tile's token for which read_ is valid
   Output fetched_bias_[kChannelsOfThread];
 };
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ float to_float(uint32_t int32_bits) {
   return static_cast<float>(static_cast<int32_t>(int32_bits));
 }
 
-// The scale of a channel or a token; zero behind the last one.
+// The scale of a channel or token; zero past the last one.
 __device__ __forceinline__ float w_scale_of(const W8A8GemmParams& params, int channel) {
   return channel < params.n ? params.w_scale[int64_t(channel) * params.w_scale_stride] : 0.0F;
 }
@@ -29,14 +29,15 @@ __device__ __forceinline__ float x_scale_of(const W8A8GemmParams& params, int to
   return token < params.m ? params.x_scale[int64_t(token) * params.x_scale_stride] : 0.0F;
 }
 
-// Copies 4 bytes to shared memory, or zero where there is none, past the registers.
+// Copies 4 bytes to shared memory with cp.async, or writes zero if they do not exist.
 __device__ __forceinline__ void copy_word_async(void* shared, const void* global, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(exists ? 4 : 0)
                : "memory");
 }
 
-// Stores four 8x8 matrices of 16 bits, transposed; lanes 8 i to 8 i + 7 name the rows of the i-th.
+// Stores four 8x8 matrices of 16 bits, transposed; lanes 8 i to 8 i + 7 address the rows of matrix
+// i.
 __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
                                                  uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
@@ -44,7 +45,7 @@ __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint3
                : "memory");
 }
 
-// Until all of this thread's copies have arrived.
+// Waits until all of this thread's cp.async copies have arrived.
 __device__ __forceinline__ void wait_async_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }

@@ -1,6 +1,6 @@
-// The small-M epilogue of the tiled GEMM, where channels are the MMA's rows and tokens are few: the
-// launch is short, so results go from registers to out, without shared memory and without barriers.
-// (The formula: epilogue_math.cuh.)
+// The small-M epilogue of the tiled GEMM, with channels as MMA rows and few tokens. Launches are
+// short, so results go from registers to out without shared memory or barriers. (The formula:
+// epilogue_math.cuh.)
 #pragma once
 
 #include "epilogue_math.cuh"
@@ -17,7 +17,7 @@ class Epilogue {
                       FixedStorage&, int)
       : params_(params), plan_(plan), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
-  // Scales and bias of the channels whose sums this thread will hold.
+  // Loads scales and bias of this thread's channels.
   __device__ __forceinline__ void fetch_channels(const WorkTile& work_tile) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -32,7 +32,7 @@ class Epilogue {
     }
   }
 
-  // Scales of its tokens.
+  // Loads the scales of this thread's tokens.
   __device__ __forceinline__ void fetch_tokens(const WorkTile& work_tile) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -50,7 +50,7 @@ class Epilogue {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       if (work_tile.channel + block * kMmaRows >= channels_end) {
-        break;  // what lies there is not of this tile
+        break;  // past the end of this tile
       }
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
@@ -65,25 +65,25 @@ class Epilogue {
     }
   }
 
-  // What is stored is stored at once.
+  // This epilogue defers no stores.
   __device__ __forceinline__ void store_deferred(int) {}
   __device__ __forceinline__ void store_deferred_from(int) {}
   __device__ __forceinline__ void finish() {}
 
  private:
-  // Of the two channels of a block whose sums the thread holds.
+  // One of the two channels of a block whose accumulators the thread holds.
   __device__ __forceinline__ int channel_of_thread(const WorkTile& work_tile, int block,
                                                    int half) const {
     return work_tile.channel + block * kMmaRows + warp_ * 16 + half * 8 + lane_ / 4;
   }
 
-  // The first of two neighbouring tokens.
+  // The first of two adjacent tokens.
   __device__ __forceinline__ int token_of_thread(const WorkTile& work_tile, int group) const {
     return work_tile.token + group * 8 + lane_ % 4 * 2;
   }
 
-  // Stores the results of a channel and two tokens: traded with the lane that has the neighbouring
-  // channel, so that each has both channels of one of the tokens.
+  // Stores the results of a channel and two tokens. Exchanges with the lane of the adjacent
+  // channel, so that each lane has both channels of one token.
   __device__ __forceinline__ void store_pair(const WorkTile& work_tile, int block, int group,
                                              int half, int tokens_end, int channels_end,
                                              const Sum* sums) const {
@@ -123,7 +123,7 @@ class Epilogue {
     }
   }
 
-  // Not fetched ahead as scales are: few calls have any.
+  // Not prefetched like the scales: few calls have zero points.
   __device__ __forceinline__ Sum without_zero_point(Sum sum, int channel, int token) const {
     if (channel >= params_.n || token >= params_.m) {
       return sum;
@@ -137,7 +137,7 @@ class Epilogue {
   const Plan& plan_;
   const int warp_, lane_;
   float w_scale_[kBlocks][2], x_scale_[kGroups][2];
-  Output bias_[kBlocks][2];  // as it is read: converting it would wait for it
+  Output bias_[kBlocks][2];  // unconverted: a conversion would wait for the load
 };
 
 }  // namespace ostinato::tiled

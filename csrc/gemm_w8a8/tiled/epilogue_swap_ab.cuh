@@ -1,5 +1,5 @@
-// The swap-AB epilogue of the tiled GEMM, where channels are the MMA's rows: results are transposed
-// in shared memory into rows of out. (The formula: epilogue_math.cuh.)
+// The swap-AB epilogue of the tiled GEMM, with channels as MMA rows: results are transposed in
+// shared memory into rows of out. (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -12,8 +12,8 @@
 namespace ostinato::tiled {
 
 class Epilogue {
-  static constexpr int kChunkSums = kChunkTokens / 2;   // of a thread
-  static constexpr int kChunkPairs = kChunkTokens / 4;  // of its results
+  static constexpr int kChunkSums = kChunkTokens / 2;   // per thread
+  static constexpr int kChunkPairs = kChunkTokens / 4;  // of a thread's results
 
  public:
   __device__ Epilogue(const W8A8GemmParams& params, const Plan& plan, const CUtensorMap& out_map,
@@ -25,7 +25,7 @@ class Epilogue {
         warpgroup_(warpgroup),
         thread_(threadIdx.x % kWarpgroup) {}
 
-  // Scales and bias of the channels whose sums this thread will hold.
+  // Loads scales and bias of this thread's channels.
   __device__ __forceinline__ void fetch_channels(const WorkTile& work_tile) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -40,7 +40,7 @@ class Epilogue {
     }
   }
 
-  // Copies the scales of the tile's tokens to shared memory while the tile is summed.
+  // Copies the scales of the tile's tokens to shared memory during the mainloop.
   __device__ __forceinline__ void fetch_tokens(const WorkTile& work_tile) {
     if (kFindsArgmax && params_.best != nullptr && work_tile.token != known_token_) {
       known_token_ = work_tile.token;
@@ -54,15 +54,15 @@ class Epilogue {
     }
   }
 
-  // Writes the sums of kCount tokens from `first` on, counted in the tile.
+  // Writes the accumulators of kCount tokens from `first` on, counted in the tile.
   template <int kCount>
   __device__ __forceinline__ void store(const WorkTile& work_tile, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
     begin<kCount>(work_tile, first, sums);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      if ((part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
-        break;  // what lies there is not of this tile
+      if ((warpgroup_in_tile(warpgroup_) * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
+        break;  // past the end of this tile
       }
       if (block > 0) {
         free_chunks();
@@ -79,12 +79,12 @@ class Epilogue {
           } else {
             free_chunks();
           }
-          // The last cluster may have a tile too many.
+          // The last cluster may have a surplus tile.
           if (kFindsArgmax && params_.best != nullptr && work_tile.channel < params_.n) {
-            const int part = part_of_tile(warpgroup_) * kBlocks + block;
-            hand_over_argmax(
-                params_, plan_, work_tile, part, token, thread_,
-                [&](int row, int byte) { return this->chunk(buffer) + chunk_offset(row, byte); });
+            const int slice = warpgroup_in_tile(warpgroup_) * kBlocks + block;
+            store_argmax(params_, plan_, work_tile, slice, token, thread_, [&](int row, int byte) {
+              return this->chunk(buffer) + chunk_offset(row, byte);
+            });
           }
         }
       }
@@ -92,12 +92,12 @@ class Epilogue {
     end();
   }
 
-  // Writes all sums of a tile, or keeps the results to be stored while the next tile is summed.
+  // Writes a tile, or keeps its results to be stored during the next tile's mainloop.
   template <bool kDefer = kDeferStores>
   __device__ __forceinline__ void store_tile(const WorkTile& work_tile,
                                              Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kDefer) {
-      // What TMA stores takes nobody's time.
+      // Only TMA stores are deferred, since they cost no time of the warps.
       if (plan_.whole_blocks &&
           keeps_to_tile(work_tile, round_up(plan_.tile_tokens, kChunkTokens))) {
         defer<Output>(work_tile, sums);
@@ -107,8 +107,8 @@ class Epilogue {
     store<kTileColumns>(work_tile, 0, sums);
   }
 
-  // While a tile is summed, stores the one before: a chunk every few steps, since TMA, which reads
-  // it, is also what fills the ring.
+  // During a mainloop, stores the previous tile: one chunk every few steps, since the TMA unit that
+  // reads it also fills the ring.
   __device__ __forceinline__ void store_deferred(int step) {
     const int next = chunks_before(step);
     if (kDeferStores && next << plan_.store_shift == step && next < deferred_chunks_) {
@@ -121,7 +121,7 @@ class Epilogue {
     }
   }
 
-  // And the chunks for which the tile had no steps.
+  // Stores the chunks that remain after the last step.
   __device__ __forceinline__ void store_deferred_from(int steps) {
     const int next = chunks_before(steps);
     if (kDeferStores && next < deferred_chunks_) {
@@ -140,7 +140,7 @@ class Epilogue {
     }
   }
 
-  // Shared memory must outlive the stores that read it.
+  // Waits for stores that read shared memory, which must outlive them.
   __device__ __forceinline__ void finish() {
     store_deferred_from(0);
     if (thread_ == 0) {
@@ -153,7 +153,7 @@ class Epilogue {
 
   __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
 
-  // Until nobody reads the chunks that were written before.
+  // Waits until all chunk buffers have been read.
   __device__ __forceinline__ void free_chunks() {
     if (thread_ == 0) {
       wait_stores_read<0>();
@@ -161,7 +161,7 @@ class Epilogue {
     sync_warpgroup();
   }
 
-  // Computes the results of a tile, and keeps them for store_deferred().
+  // Computes the results of a tile and keeps them for store_deferred().
   template <class Out>
   __device__ __forceinline__ void defer(const WorkTile& work_tile, Sum (&sums)[kBlocks][kSums]) {
     begin<kTileColumns>(work_tile, 0, sums);
@@ -170,14 +170,14 @@ class Epilogue {
       pack<Out>(chunk * kChunkTokens, 0, &sums[0][chunk * kChunkSums],
                 &deferred_[chunk * kChunkPairs]);
     }
-    const bool inside = part_of_tile(warpgroup_) * kMmaRows < plan_.tile_channels;
+    const bool inside = warpgroup_in_tile(warpgroup_) * kMmaRows < plan_.tile_channels;
     deferred_chunks_ = inside ? ceil_div(plan_.tile_tokens, kChunkTokens) : 0;
     deferred_channel_ = first_channel(work_tile, 0);
     deferred_token_ = work_tile.token;
     end();
   }
 
-  // How many chunks of the tile before are stored when a tile comes to this step.
+  // How many chunks of the previous tile are stored before a step.
   __device__ __forceinline__ int chunks_before(int step) const {
     return (step + (1 << plan_.store_shift) - 1) >> plan_.store_shift;
   }
@@ -202,22 +202,22 @@ class Epilogue {
   // The next tile overwrites the tokens' scales, which a slow warp may still be reading.
   __device__ __forceinline__ void end() { sync_warpgroup(); }
 
-  // Whether nothing before `end`, counted in the tile, is of the next tile.
+  // Whether no token before `end`, counted in the tile, belongs to the next tile.
   __device__ __forceinline__ bool keeps_to_tile(const WorkTile& work_tile, int end) const {
     return end <= plan_.tile_tokens || work_tile.token + plan_.tile_tokens >= params_.m;
   }
 
   __device__ __forceinline__ int first_channel(const WorkTile& work_tile, int block) const {
-    return work_tile.channel + (part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows;
+    return work_tile.channel + (warpgroup_in_tile(warpgroup_) * kBlocks + block) * kMmaRows;
   }
 
-  // Of the two channels of a block whose sums the thread holds.
+  // One of the two channels of a block whose accumulators the thread holds.
   __device__ __forceinline__ int channel_of_thread(const WorkTile& work_tile, int block,
                                                    int half) const {
     return first_channel(work_tile, block) + thread_ / 32 * 16 + half * 8 + thread_ % 32 / 4;
   }
 
-  // Not prefetched into registers as scales are: few calls have any, and all would pay.
+  // Not prefetched into registers like the scales: few calls have zero points, and all would pay.
   template <int kCount>
   __device__ __forceinline__ void subtract_zero_points(const WorkTile& work_tile, int first,
                                                        Sum (&sums)[kBlocks][kCount / 2]) {
@@ -246,7 +246,7 @@ class Epilogue {
     }
   }
 
-  // Two neighbouring tokens of one channel.
+  // Results of two adjacent tokens of one channel.
   __device__ __forceinline__ float2 scaled(const Sum* sums, float2 x_scale, int block,
                                            int half) const {
     const float w_scale = w_scale_[block][half];
@@ -255,10 +255,10 @@ class Epilogue {
                        fmaf(x_scale.y, w_scale * to_float(sums[1]), bias));
   }
 
-  // Where a byte of a chunk's row is: in the order of TMA's swizzle, which spreads rows over banks.
+  // Offset of a byte of a chunk's row, with TMA's swizzle, which also spreads rows over banks.
   __device__ __forceinline__ uint32_t chunk_offset(int row, int byte) const {
-    const int vector = byte % kPieceBytes / kVectorBytes;
-    return (byte / kPieceBytes * kChunkTokens + row) * kPieceBytes +
+    const int vector = byte % kStripBytes / kVectorBytes;
+    return (byte / kStripBytes * kChunkTokens + row) * kStripBytes +
            (vector ^ (row % 8)) * kVectorBytes + byte % kVectorBytes;
   }
 
@@ -266,12 +266,12 @@ class Epilogue {
     return &fixed_.epilogue.chunk[warpgroup_][buffer][0][0][0];
   }
 
-  // The thread's scales of the tokens from `token` of the tile on: two of every eight.
+  // The thread's token scales from `token` of the tile on: two of every eight.
   __device__ __forceinline__ const float* x_scales(int token) const {
     return &fixed_.epilogue.x_scale[warpgroup_][token + thread_ % 4 * 2];
   }
 
-  // The results of a chunk, from `token` of the tile on, in the order in which place() wants them.
+  // Packs the results of a chunk, from `token` of the tile on, for write_rows().
   template <class Out>
   __device__ __forceinline__ void pack(int token, int block, const Sum* sums,
                                        uint32_t* packed) const {
@@ -284,7 +284,7 @@ class Epilogue {
     }
   }
 
-  // Puts a chunk into shared memory, a row per token.
+  // Writes a packed chunk to shared memory, one row per token.
   __device__ __forceinline__ void write_rows(int buffer, const uint32_t* packed) {
     const int lane = thread_ % 32;
     const uint32_t rows = shared_address(chunk(buffer));
@@ -297,7 +297,7 @@ class Epilogue {
     }
   }
 
-  // Both, and of results of 32 bits.
+  // Computes a chunk and writes it to shared memory, for 16- or 32-bit results.
   template <class Out = Output>
   __device__ __forceinline__ void transpose(int buffer, int token, int block, const Sum* sums) {
     if constexpr (sizeof(Out) == 2) {
@@ -323,8 +323,8 @@ class Epilogue {
     }
   }
 
-  // TMA writes whole blocks of channels, as far as they lie within out; a chunk that ends beyond
-  // the tile's tokens, in those of the next tile, is written by threads.
+  // Stores a chunk. TMA writes whole blocks of channels, clipped to out; a chunk whose end belongs
+  // to the next tile is written by threads.
   __device__ __forceinline__ void write_chunk(int buffer, const WorkTile& work_tile, int token,
                                               int block) {
     if (plan_.whole_blocks && keeps_to_tile(work_tile, token + kChunkTokens)) {
@@ -335,20 +335,20 @@ class Epilogue {
     }
   }
 
-  // The chunk's first channel and token, of out.
+  // `channel` and `token`: the chunk's first, in out.
   __device__ __forceinline__ void store_by_tma(int buffer, int channel, int token) {
     fence_shared_for_tma();
     if (thread_ == 0) {
-      // All but the latest: the next chunk goes where one of them was.
+      // All but the latest: the next chunk reuses one of their buffers.
       wait_stores_read<kChunks - 2>();
     }
     sync_warpgroup();
     OSTINATO_DELAY(epilogue_store, thread_ == 0);
     if (thread_ == 0) {
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        tma_store(out_map_, chunk(buffer) + piece * kChunkTokens * kPieceBytes,
-                  channel * int(sizeof(Output)) + piece * kPieceBytes, token);
+      for (int strip = 0; strip < kStrips; ++strip) {
+        tma_store(out_map_, chunk(buffer) + strip * kChunkTokens * kStripBytes,
+                  channel * int(sizeof(Output)) + strip * kStripBytes, token);
       }
       commit_stores();
     }
@@ -357,7 +357,7 @@ class Epilogue {
   __device__ __forceinline__ void copy_out(int buffer, const WorkTile& work_tile, int first_token,
                                            int block) {
     constexpr int kVector = kVectorBytes / sizeof(Output);
-    constexpr int kVectors = kMmaRows / kVector;  // of a row
+    constexpr int kVectors = kMmaRows / kVector;  // per row
     const int tile_end = work_tile.channel + plan_.tile_channels;
     const int channels = tile_end < params_.n ? tile_end : params_.n;
     const int tokens_left = params_.m - work_tile.token;
@@ -390,7 +390,7 @@ class Epilogue {
   const CUtensorMap& out_map_;
   FixedStorage& fixed_;
   int warpgroup_, thread_;
-  int known_token_ = -1;  // of the tile that read_chunks_ is of
+  int known_token_ = -1;  // the tile's token for which read_chunks_ is valid
   uint32_t read_chunks_ = ~0u;
   float w_scale_[kBlocks][2], bias_[kBlocks][2];
   uint32_t deferred_[kDeferStores ? kSums / 2 : 1];  // results of a tile

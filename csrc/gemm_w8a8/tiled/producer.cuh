@@ -1,6 +1,6 @@
-// The producers of the tiled GEMM: one thread copies weights, another, in its own warp, tokens.
-// What they do between two copies limits how fast a ring of small stages fills, so that each way to
-// copy has a loop of its own.
+// The producers of the tiled GEMM: one thread copies weights, another, in its own warp, copies
+// tokens. Instructions between two copies limit how fast a ring of small stages fills, so every way
+// to copy has its own loop.
 #pragma once
 
 #include "common/cache_policy.cuh"
@@ -12,8 +12,8 @@
 
 namespace ostinato::tiled {
 
-// What both producers know. A stage is full when the bytes of both have arrived; where they have
-// one barrier for it, the weights' thread announces them all.
+// Common part of both producers. A stage is full when the bytes of both have arrived; if they share
+// one barrier, the weight producer expects the bytes of both.
 class Producer {
  public:
   __device__ Producer(const Plan& plan, const CUtensorMap& map, uint8_t* ring, FixedStorage& fixed,
@@ -28,8 +28,8 @@ class Producer {
  protected:
   static constexpr uint16_t kBothCtas = 0b11;
 
-  // Calls copy(work tile, step, stage, full) for every stage of every work tile of this CTA, when
-  // the stage is empty; before it announce(full).
+  // For every stage of every work tile of this CTA: waits until the stage is empty, then calls
+  // announce(full) and copy(work tile, step, stage, full).
   template <class Announce, class Copy>
   __device__ __forceinline__ void fill(Announce announce, Copy copy) {
     RingPosition position;
@@ -56,7 +56,7 @@ class Producer {
   int rank_;
 };
 
-// tma_load and tma_load_multicast of what is read once.
+// tma_load and tma_load_multicast of data that is read once (evict-first).
 __device__ __forceinline__ void tma_load_once(void* shared, const CUtensorMap& map, int x, int y,
                                               int z, uint64_t* barrier) {
   asm volatile(
@@ -83,23 +83,23 @@ class WeightProducer : Producer {
       : Producer(plan, map, ring, fixed, fixed.full),
         early_stages_(ceil_div(kThrottled ? kThrottledBytes : kPrefillBytes, plan.weight_bytes)) {}
 
-  // Weights are constants: the first are on their way before the predecessor, which may write x,
-  // has ended.
+  // Weights are constants: the first ones are loaded before the preceding kernel, which may write
+  // x, has ended.
   __device__ void run(bool packed) {
-    // CTAs that share weights copy as many blocks of K each, for both.
+    // CTAs that share weights copy half of the blocks of K each, for both.
     constexpr int kHalf = kStageBlocks / 2;
     const int first = plan_.share_weights ? rank_ * kHalf : 0;
     const int blocks = plan_.share_weights ? kHalf : kStageBlocks;
     const int offset = first * plan_.block_bytes;
     const auto announce = [&](uint64_t* full) {
       if (!x_requested_ && copied_ >= early_stages_) {
-        hold_back();
+        throttle();
       }
       ++copied_;
       OSTINATO_DELAY(weights, true);
       arrive_expecting(full, kThrottled ? plan_.weight_bytes : plan_.stage_bytes);
     };
-    // Each is read by one CTA, once: what the kernels around this one read shall stay in the L2.
+    // Each weight is read by one CTA, once: evict-first keeps data of adjacent kernels in L2.
     const bool once = packed && plan_.token_tiles == 1;
     if (once && plan_.share_weights) {
       fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
@@ -139,8 +139,8 @@ class WeightProducer : Producer {
   }
 
  private:
-  // Waits for x to be asked for, or, if paced, for an earlier stage to have landed.
-  __device__ __forceinline__ void hold_back() {
+  // Waits until x has been requested or, if throttled, until an earlier stage has landed.
+  __device__ __forceinline__ void throttle() {
     if (copied_ == early_stages_) {
       let_successor_start();
     }
@@ -149,14 +149,14 @@ class WeightProducer : Producer {
       x_requested_ = true;
       return;
     }
-    // A slot is used again when x has been multiplied.
+    // When a slot is reused, x has been multiplied, hence requested.
     x_requested_ = copied_ >= plan_.stages;
     while (!x_requested_ && !is_complete(&full_[copied_ - early_stages_], 0)) {
       x_requested_ = is_complete(&fixed_.prefilled, 0);
     }
   }
 
-  const int early_stages_;  // in flight, or asked for, before x is
+  const int early_stages_;  // that may be in flight, or requested, before x is
   int copied_ = 0;
   bool x_requested_ = false;
 };
@@ -167,12 +167,12 @@ class TokenProducer : Producer {
                            FixedStorage& fixed)
       : Producer(plan, map, ring, fixed, kThrottled ? fixed.full_tokens : fixed.full) {}
 
-  // Each CTA of a cluster that shares tokens reads some of them for all, unless the CTAs share K.
+  // CTAs of a cluster that share tokens each load some of them for both, unless the CTAs share K.
   __device__ void run() {
     bool waited = false, announced = false;
     const auto announce = [&](uint64_t* full) {
       if (!waited) {
-        // Here, where all is known that the first copies need.
+        // As late as possible: everything that the first copies need has been computed.
         wait_for_predecessor();
         waited = true;
       }

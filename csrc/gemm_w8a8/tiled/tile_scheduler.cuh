@@ -1,4 +1,5 @@
-// How a launch of the tiled GEMM cuts its output into tiles, and the order in which CTAs walk them.
+// The tile scheduler of the tiled GEMM: tiles of the output, and the order in which CTAs process
+// them.
 #pragma once
 
 #include <algorithm>
@@ -10,41 +11,42 @@
 
 namespace ostinato::tiled {
 
-// Whether TMA and vectors of 16 bytes can go from row to row.
+// Whether TMA and 16-byte vectors can address every row.
 inline bool aligned(const void* pointer, int64_t stride) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 16 == 0;
 }
 
-// Everything a CTA must know beside the problem. A tile may use less than what was compiled: the
-// MMA then multiplies whatever lies behind it in shared memory, and nobody looks at the result.
+// The launch plan, computed on the host. A tile may be smaller than the compiled one: the MMA then
+// multiplies arbitrary data behind it in shared memory, and those results are discarded.
 struct Plan {
   int tile_channels, tile_tokens;
-  int cluster;         // CTAs of neighbouring channels that share their tokens
-  bool share_weights;  // they are of neighbouring tokens and share their channels instead
-  int token_share;     // tokens of a stage that a CTA copies, for all that share them
-  int token_rows;      // of a stage: tile_tokens in whole shares of whole groups
+  int cluster;         // CTAs with adjacent channels that share their tokens
+  bool share_weights;  // the CTAs have adjacent tokens and share their channels instead
+  int token_share;     // tokens of a stage that each CTA copies for all that share them
+  int token_rows;      // of a stage: tile_tokens rounded up to whole shares of whole groups
   int stages;
   int stage_bytes, weight_bytes;
-  int block_bytes;                  // of weights of a stage, for 64 of K
+  int block_bytes;                  // bytes of a stage's weights for 64 of K
   int depth_steps;                  // stages of a whole tile
-  int store_shift;                  // log2 of the stages from one deferred store to the next
-  int token_tiles, channel_groups;  // of one of them a cluster has a group each
-  int band;                         // channel groups that are walked side by side
-  cutlass::FastDivmod of_band;      // by the groups of a band
-  cutlass::FastDivmod of_width, of_last_width;  // by the channel groups of a band, of the last one
+  int store_shift;                  // log2 of the stages between two deferred stores
+  int token_tiles, channel_groups;  // a group: the tiles that a cluster processes at a time
+  int band;                         // channel groups that are processed side by side
+  cutlass::FastDivmod of_band;      // divides by the groups of a band
+  cutlass::FastDivmod of_width, of_last_width;  // by the channel groups of a band; of the last band
   int clusters;
-  int work_tiles;        // of work: whole groups, then tiles whose K the CTAs of a cluster share
-  int whole_work_tiles;  // work tiles before this are whole groups
+  int work_tiles;        // whole groups, then tiles whose K is shared by the CTAs of a cluster
+  int whole_work_tiles;  // the first work tiles, which are whole groups
   int smem_bytes;
   bool aligned_out;   // rows of out begin at multiples of 16 bytes
   bool whole_blocks;  // a tile is whole blocks of 64 channels, and TMA can write rows of out
 };
 
-// What a CTA does at a time: a tile, and the stages of K that it sums.
+// A unit of work of a CTA: a tile, and the stages of K that it accumulates.
 struct WorkTile {
   int channel, token;  // first of the tile
   int first_step, steps;
-  bool shared;  // with the other CTA of the cluster, which sums the other half of K
+  // with the other CTA of the cluster, which accumulates the other half of K (split-K)
+  bool shared;
 };
 
 __device__ __forceinline__ WorkTile work_tile_at(const Plan& plan, int index, int rank) {
@@ -60,17 +62,17 @@ __device__ __forceinline__ WorkTile work_tile_at(const Plan& plan, int index, in
   const int channel_tile =
       plan.share_weights ? channel_group : channel_group * plan.cluster + in_group;
   const int own_token_tile = plan.share_weights ? token_tile * plan.cluster + in_group : token_tile;
-  const int half = ceil_div(plan.depth_steps, 2);
+  const int half_steps = ceil_div(plan.depth_steps, 2);
   return {channel_tile * plan.tile_channels, own_token_tile * plan.tile_tokens,
-          shared ? rank * half : 0, shared ? half : plan.depth_steps, shared};
+          shared ? rank * half_steps : 0, shared ? half_steps : plan.depth_steps, shared};
 }
 
-// x of this many bytes stays in an L2 of 50 MB beside the weights and results that stream through.
+// x up to this size stays in an L2 of 50 MB beside the weights and results that stream through.
 inline constexpr int64_t kResidentTokens = 24 << 20;
 
-// Channel groups to walk side by side. While x stays in the L2, one: each weight is then used for
-// all tokens at a time, and never again. Otherwise the side of a square of tiles that all CTAs work
-// on at a time, the least reading of x and w; but one, too, where a square has room for all tokens.
+// The band: channel groups that are processed side by side. If x stays in L2, one: each weight is
+// then read once for all tokens. Otherwise the side of a square of the tiles that run at the same
+// time, which minimises reads of x and w; but one if such a square covers all tokens.
 inline int choose_band(const Plan& plan, int64_t bytes_of_x) {
   int band = 1;
   while (int64_t(band) * band * plan.tile_channels * plan.cluster <
@@ -80,8 +82,9 @@ inline int choose_band(const Plan& plan, int64_t bytes_of_x) {
   return bytes_of_x <= kResidentTokens || plan.token_tiles <= band ? 1 : band;
 }
 
-// How many stages fit, and the shared memory they take. The last stage is read as far as the
-// compiled tile reaches, and CTAs that share a tile exchange half of its sums in the ring.
+// Computes how many stages fit, and the shared memory they take. The MMA reads past the last stage
+// if the tile is smaller than the compiled one, and CTAs that share a tile exchange half of its
+// accumulators in the ring.
 inline void fit_ring(Plan* plan) {
   const int spare_tokens = (kTokens - plan->token_rows) * kUnitDepth;
   const int spare_channels = (kChannels - plan->tile_channels) * kPackedDepth;
@@ -95,8 +98,8 @@ inline void fit_ring(Plan* plan) {
   }
 }
 
-// Divides the groups among the clusters, in rounds. With split_k, those of the last round, where
-// they leave half of the clusters idle, are cut into tiles for one cluster each.
+// Distributes the groups over the clusters. With split_k, the groups of the last round, if they
+// leave half of the clusters idle, are divided into tiles for one cluster each.
 inline bool share_out(int split_k, int sms, Plan* plan) {
   const int64_t groups = int64_t(plan->token_tiles) * plan->channel_groups;
   const int resident = sms / plan->cluster;
@@ -116,7 +119,7 @@ inline bool share_out(int split_k, int sms, Plan* plan) {
   return true;
 }
 
-// Returns false for a plan that this kernel cannot carry out.
+// Returns false if this kernel does not support the plan.
 inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->tile_channels = params.tile_channels > 0 ? params.tile_channels : kChannels;
   plan->tile_tokens =
@@ -135,7 +138,7 @@ inline bool make_plan(const W8A8GemmParams& params, int sms, Plan* plan) {
   plan->stage_bytes = plan->weight_bytes + plan->token_rows * kStageDepth;
   plan->block_bytes = plan->tile_channels * kPackedDepth;
   plan->depth_steps = ceil_div(params.k, kStageDepth);
-  plan->store_shift = 0;  // chunks of a tile spread over the sum of the next one
+  plan->store_shift = 0;  // spreads the chunks of a tile over the mainloop of the next one
   while (kDeferStores && kTileChunks << (plan->store_shift + 1) <= plan->depth_steps) {
     ++plan->store_shift;
   }

@@ -1,15 +1,15 @@
 // W8A8 GEMM for any number of tokens on Hopper (sm_90a): TMA, wgmma, a persistent grid.
 //
-// Tokens or channels feed the MMA's 64 rows, the others its columns. Two producers keep a ring of
-// stages full, one or two consumer warpgroups multiply. A tile may use less of both than what was
-// compiled, whence tiles fit the SMs and time grows evenly with m. Files: config.cuh
-// (macros, shared memory), tile_scheduler.cuh (tiles and their order), producer.cuh,
-// wgmma.cuh, consumer.cuh, epilogue{,_small_m,_swap_ab,_argmax,_math}.cuh.
-// docs/gemm_tiled.md has the reasons and the measurements.
+// Tokens or channels are the MMA's 64 rows, the others its columns (swap-AB). Two producers fill a
+// ring of stages, and one or two consumer warpgroups multiply (consumer.cuh). A tile may be smaller
+// than the compiled one in both dimensions, so that tiles fit the SMs and time grows evenly with m.
+// Scheduler: tile_scheduler.cuh. Mainloop: consumer.cuh. Epilogues: epilogue.cuh,
+// epilogue_small_m.cuh, epilogue_swap_ab.cuh, epilogue_argmax.cuh. docs/gemm_tiled.md has reasons
+// and measurements.
 //
-// Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or
-// plain with 16-byte aligned rows. With params.pdl the predecessor may write x, x_scale and
-// x_zero_point. It must not write w, w_scale, w_sum or bias: these are read before the wait.
+// Any m, n and k. x has a 16-byte aligned base and row stride (TMA); w is packed (w_stride 0) or
+// plain with 16-byte aligned rows. With params.pdl, the preceding kernel may write x, x_scale and
+// x_zero_point. It must not write w, w_scale, w_sum or bias, which are read before the wait.
 #include <cuda_runtime.h>
 
 #include "common/check.h"
@@ -28,17 +28,17 @@ namespace {
 
 using Registers = RegisterTable<2, kDebugPrint>;
 
-// Copies and arrivals from the other CTA need its barriers, and it must be there for ours.
+// The other CTA's copies and arrivals need this CTA's barriers, and vice versa.
 __device__ __forceinline__ void sync_ctas(const Plan& plan) {
   if (plan.cluster > 1) {
     __syncwarp();
-    meet_cluster();
+    sync_cluster_relaxed();
   } else {
     __syncthreads();
   }
 }
 
-// One lane of each warp initialises some: a warp that initialised all would take long.
+// One lane of each warp initialises some barriers: one warp for all would take long.
 __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fixed) {
   constexpr int kWarps = kThreads / 32;
   if (threadIdx.x % 32 != 0) {
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t storage[];
   FixedStorage& fixed = *reinterpret_cast<FixedStorage*>(storage);
   uint8_t* const ring = storage + kRingOffset;
-  // Of the producers, one warp copies weights and one tokens. ptxas issues TMA without loops where
-  // it sees that the warp is one and its thread elected.
+  // One producer warp copies weights and one tokens. ptxas issues TMA without a loop over lanes
+  // only if it can prove that warp and thread are unique.
   const int producer = __shfl_sync(0xffffffff, threadIdx.x / 32, 0) - kConsumers * kWarpgroup / 32;
   if (producer == 0) {
     prefetch_tensor_map(w_map);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       TokenProducer(plan, x_map, ring, fixed).run();
     }
     if (plan.whole_work_tiles + int(blockIdx.x >> (plan.cluster - 1)) < plan.work_tiles) {
-      // Consumers that share a tile exchange sums between these two.
+      // Consumers that share a tile exchange accumulators between these two barriers.
       __syncwarp();
       sync_cluster();
       sync_cluster();
@@ -101,11 +101,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (plan.cluster > 1) {
     __syncwarp();
-    meet_cluster();
+    sync_cluster_relaxed();
   }
 }
 
-// Sizes are counted in 32 bits, in whole tiles and one tile beyond the last.
+// Sizes are counted in 32 bits, rounded up to whole tiles plus one tile.
 constexpr int kLargestSize = INT32_MAX - 1024;
 
 bool implemented(const W8A8GemmParams& params) {
@@ -132,7 +132,8 @@ cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
                                      {kPackedDepth, uint32_t(plan.tile_channels)}};
     return encode_tensor_map(map, params.w, plain, CU_TENSOR_MAP_SWIZZLE_64B);
   }
-  // Tiles and blocks as runs of 1 KB, in elements of 8 bytes: a box has at most 256 of them a side.
+  // Tiles and blocks as runs of 1 KB, in 8-byte elements: a box has at most 256 elements per
+  // dimension.
   constexpr uint64_t kRun = kPackedBlockBytes / sizeof(uint64_t);
   const uint64_t tiles = ceil_div(params.n, kPackedRows);
   const uint64_t blocks = round_up(params.k, kPackedDepthUnit) / kPackedDepth;
@@ -145,14 +146,14 @@ cudaError_t encode_w(const W8A8GemmParams& params, const Plan& plan, CUtensorMap
                            CU_TENSOR_MAP_DATA_TYPE_UINT64);
 }
 
-// Only for stores by TMA; without them any map will do.
+// Only for TMA stores; without them the map is unused.
 cudaError_t encode_out(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
   if (kTokenRows || !plan.whole_blocks) {
     return cudaSuccess;
   }
   const TensorMapShape<2> shape = {{uint64_t(params.n) * sizeof(Output), uint64_t(params.m)},
                                    {1, uint64_t(params.out_stride) * sizeof(Output)},
-                                   {kPieceBytes, kChunkTokens}};
+                                   {kStripBytes, kChunkTokens}};
   return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 

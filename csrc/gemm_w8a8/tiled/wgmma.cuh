@@ -1,7 +1,7 @@
-// One step of the tiled GEMM on the tensor cores: wgmma, with both operands in shared memory.
+// MMAs of the tiled GEMM: wgmma with both operands in shared memory.
 #pragma once
 
-// CuTe builds tiles of 160 or 224 columns only when asked to.
+// CuTe provides tiles of 160 or 224 columns only with this macro.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <cstdint>
@@ -38,18 +38,18 @@ struct MmaOf<false> {
 using Sum = MmaOf<kInt8>::Sum;
 using Mma = MmaOf<kInt8>::Mma;
 
-// How wgmma finds an operand of rows of kRowBytes, swizzled by TMA (PTX ISA, "matrix descriptor"):
-// the address, the distance of groups of 8 rows, and the swizzle, which has the width of a row.
+// A wgmma operand of rows of kRowBytes, swizzled by TMA (PTX ISA, "matrix descriptor"): address,
+// distance of groups of 8 rows, and the swizzle, which is as wide as a row.
 template <int kRowBytes>
 class Operand {
   static_assert(kRowBytes == 64 || kRowBytes == 128, "a row is as wide as the swizzle");
-  static constexpr int kUnit = 16;  // bytes in which a descriptor counts
+  static constexpr int kUnit = 16;  // bytes, the unit of descriptor fields
   static constexpr uint32_t kSwizzle = kRowBytes == 128 ? 1 : 2;
   static constexpr uint32_t kHigh = kGroupRows * kRowBytes / kUnit | kSwizzle << 30;
 
  public:
-  // At a shared address, the same in all lanes: wgmma takes descriptors from uniform registers, and
-  // the compiler computes them there only where it sees that they are uniform.
+  // The shared address is broadcast: wgmma takes descriptors from uniform registers, and the
+  // compiler uses these only if it can prove uniformity.
   __device__ explicit Operand(uint32_t address)
       : low_(__shfl_sync(0xffffffff, address / kUnit, 0) | 1 << 16) {}
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns, Sum (&
            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// Keeps the compiler from moving accesses of the sums across the asynchronous multiplications.
+// Keeps the compiler from moving register accesses across asynchronous MMAs.
 __device__ __forceinline__ void pin(Sum (&sums)[kBlocks][kSums]) {
 #pragma unroll
   for (auto& block : sums) {
@@ -82,9 +82,9 @@ __device__ __forceinline__ void pin(Sum (&sums)[kBlocks][kSums]) {
 using Channels = Operand<kPackedDepth>;
 using Tokens = Operand<kUnitDepth>;
 
-// Enqueues sums += channels · tokensᵀ, or its transpose, over the depth of one unit, which begins
-// `channel_offset` and `token_offset` bytes behind the operands. Blocks of K of channels are
-// `block_bytes` apart. All tiles add along K in this order, so that FP8 sums are the same in each.
+// Issues sums += channels · tokensᵀ, or its transpose, for one unit of K, at `channel_offset` and
+// `token_offset` bytes from the operands. Blocks of K of channels are `block_bytes` apart. All
+// tiles accumulate K in this order, so that FP8 sums have the same bits in each.
 __device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
                                               int block_bytes, Tokens tokens, int token_offset,
                                               bool accumulate, Sum (&sums)[kBlocks][kSums]) {

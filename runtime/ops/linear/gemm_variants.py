@@ -116,7 +116,7 @@ class GemmTiled(Variant):
         return self.out_dtype == "fp32" and self.tokens > 16 and not self.pingpong
 
     def argmax_parts(self, n: int, tile_channels: int = 0) -> int:
-        """Return in how many parts a row of n results is (csrc: parts_of_tile).
+        """Return in how many parts a row of n results is (csrc: slices_of_tile).
 
         `tile_channels` is how many of the compiled ones a tile has; 0 for all.
         """

@@ -31,7 +31,7 @@ enum class Loads { kAny, kDynamic, kThrottled };
 struct Case {
   int batch, heads_kv, group, queries, left, page, max_pages, pages;
   bool pdl;
-  ostinato::L2Partition halves;
+  ostinato::L2Partition l2_partition;
   std::vector<int> lengths, table;
   std::vector<Type> q, keys, values;
 
@@ -53,9 +53,9 @@ Case make_case(std::mt19937_64& random, Loads loads) {
   made.batch = many && !throttled ? draw(33, 40) : draw(1, 5);
   made.heads_kv = made.batch > kFewSequences ? 1 << draw(0, 2) : draw(1, 2);
   if (draw(0, 3) != 0) {  // a hint, right or wrong
-    made.halves.sms[0] = static_cast<uint32_t>(random()) & (draw(0, 5) == 0 ? 0 : ~0u);
-    made.halves.pages = static_cast<uint32_t>(random());
-    made.halves.heads = draw(0, 3);
+    made.l2_partition.sms[0] = static_cast<uint32_t>(random()) & (draw(0, 5) == 0 ? 0 : ~0u);
+    made.l2_partition.pages = static_cast<uint32_t>(random());
+    made.l2_partition.heads = draw(0, 3);
   }
   made.queries = draw(0, 3) == 0 ? 2 : 1;
   made.group = draw(1, kColumns / made.queries);
@@ -206,7 +206,7 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   params.left = made.left;
   params.scale = 1 / std::sqrt(static_cast<float>(kDim));
   params.pdl = made.pdl;
-  params.l2_partition = made.halves;
+  params.l2_partition = made.l2_partition;
   int64_t bytes = 0;
   const ostinato::DecodeCapacities most = {made.queries * made.group,
                                            int64_t{1} * made.batch * made.heads_kv,
@@ -223,7 +223,7 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   // The second launch finds the counters of the first; the third has no hint, and the same bits.
   std::vector<Type> hinted;
   std::vector<float> hinted_lse;
-  const int launches = kMayPartitionL2 && made.halves.heads != 0 ? 3 : 2;
+  const int launches = kMayPartitionL2 && made.l2_partition.heads != 0 ? 3 : 2;
   for (int launch = 0; launch < launches; ++launch) {
     if (launch == 2) {
       hinted = out;
