@@ -11,14 +11,18 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
-.PHONY: demo test test-gpu gpu-kernels lint format install
+.PHONY: demo test test-long test-gpu gpu-kernels lint format install
 
 demo: install
 	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-	    --cov --cov-report=term:skip-covered --cov-fail-under=90
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The same tests with all cases of long properties (tests/effort.py), and their coverage.
+test-long: $(VENV)/.test
+	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+	    --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
@@ -32,6 +36,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/lint-imports
 	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
 
 format: $(VENV)/.dev
@@ -45,7 +50,7 @@ install: $(VENV)/.installed
 # that is when its folder's time stamp changes.
 SOURCE_FOLDERS := $(shell find runtime graphs csrc -type d -not -name __pycache__)
 # The loader that the install compiles; kernels are compiled on first use.
-LOADER := $(shell find csrc -name '*.h') csrc/bindings/module.cpp
+LOADER := $(shell find csrc -name '*.h') csrc/bindings/module.cpp csrc/graphs/module.cpp
 
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(LOADER) $(SOURCE_FOLDERS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

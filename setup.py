@@ -5,35 +5,11 @@ from it on the user's machine (see ostinato.jit), the loader alone is compiled h
 else about the distribution is declared in pyproject.toml.
 """
 
-import hashlib
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
 
-# The headers of each kind of launch: a library made for another one is refused.
-_HEADERS = {
-    "ATTENTION": ("attention/common",),
-    "ATTENTION_PREFILL": ("attention/common", "attention/prefill"),
-    "EMBED": ("embed",),
-    "FUSED_LINEAR": ("gemm_w8a8/fused",),
-    "GEMM_W8A8": ("gemm_w8a8",),
-    "GEMM_W8A8_QUANTIZE": ("gemm_w8a8", "gemm_w8a8/quantize"),
-    "L2": ("l2",),
-    "MERGE": ("attention/merge",),
-    "SAMPLING": ("sampling",),
-}
-PARAMS = {
-    name: [Path("csrc", at, "params.h") for at in at_all] for name, at_all in _HEADERS.items()
-}
-
-
-def _digest(headers: list[Path]) -> str:
-    texts = [header.read_bytes() for header in headers]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-
-
-ABI = {f"OSTINATO_ABI_{name}": _digest(headers) for name, headers in PARAMS.items()}
 NATIVE = {
     ".".join(("ostinato", *folder.parts)): str(folder)
     for folder in {file.parent for file in Path("csrc").rglob("*.*")}
@@ -49,6 +25,8 @@ setup(
     ],
     package_data={
         "ostinato": ["py.typed", "_C.pyi"],
+        "ostinato.graphs": ["_native.pyi"],
+        "ostinato.graphs.loop": ["advance.cu"],
         **{name: ["*.cu", "*.cuh", "*.h", "*.cpp"] for name in NATIVE},
     },
     ext_modules=[
@@ -57,11 +35,16 @@ setup(
             ["csrc/bindings/module.cpp"],
             include_dirs=["csrc"],
             depends=[str(path) for path in sorted(Path("csrc").rglob("*.h"))],
-            # As `ostinato.jit.compiler.abi_version`, which gives each kernel library its own.
-            define_macros=[(name, f"0x{digest}ULL") for name, digest in ABI.items()],
             libraries=["dl"],
             cxx_std=17,
-        )
+        ),
+        Pybind11Extension(
+            "ostinato.graphs._native",
+            ["csrc/graphs/module.cpp"],
+            depends=[str(path) for path in sorted(Path("csrc/graphs").glob("*.h"))],
+            libraries=["dl"],
+            cxx_std=17,
+        ),
     ],
     # A strict editable install is a tree of links that type checkers and debuggers resolve; the
     # lenient one hides the folder mapping behind an import hook.

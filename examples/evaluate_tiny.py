@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from ostinato.bench.report import Report
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.models import (
-    Llama,
+    Decoder,
     sequence_logits,
 )
 
@@ -37,7 +37,7 @@ class QualityRow:
     loss: float
 
 
-def bits_per_byte(model: Llama, tokenizer: Tokenizer, documents: list[str]) -> float:
+def bits_per_byte(model: Decoder, tokenizer: Tokenizer, documents: list[str]) -> float:
     """Return the bits the model needs for a byte of `documents`, on average."""
     bits, size = 0.0, 0
     for document in documents:

@@ -6,7 +6,6 @@ every batch from the smallest captured size that holds it. Without CUDA it does 
 step itself. This package knows nothing of models: only torch is needed. See `docs/graphs.md`.
 """
 
-from .audit import Finding
 from .buckets import default_batch_sizes
 from .buffer_spec import BufferSpec
 from .buffers import BatchView, StaticBuffers
@@ -25,11 +24,12 @@ from .errors import (
     RankError,
     VerificationError,
 )
+from .failures import Diagnosis
 from .graph_key import (
     Key,
     Variant,
 )
-from .inspect.diagnosis import Diagnosis
+from .inspect.audit import Finding
 from .loop.burst import Burst
 from .loop.rules import (
     Add,

@@ -25,7 +25,7 @@ from .graph_key import (
     Variant,
 )
 from .packed_inputs import (
-    Arena,
+    PackedInputs,
     as_words,
     is_whole_words,
     words_of,
@@ -103,7 +103,7 @@ class StaticBuffers:
         self.specs: Mapping[str, BufferSpec] = MappingProxyType(dict(specs))
         # Made in inference mode they could not be written outside it.
         with torch.inference_mode(False):
-            self._static = Arena(self.specs, max_batch, self.device)
+            self._static = PackedInputs(self.specs, max_batch, self.device)
             self._static.pad(max_batch)
             self._pinned: deque[_Pinned] = deque()
             if self.device.type == "cuda":
@@ -255,21 +255,23 @@ class StaticBuffers:
         pinned.copied.record(torch.cuda.current_stream(self.device))
         return on_device
 
-    def _write(self, arena: Arena, inputs: Mapping[str, torch.Tensor], n: int, bucket: int) -> None:
+    def _write(
+        self, packed_inputs: PackedInputs, inputs: Mapping[str, torch.Tensor], n: int, bucket: int
+    ) -> None:
         if n < bucket:
-            arena.packed(bucket).copy_(self._padding_of(bucket))
-        rows = arena.head(bucket, n)
+            packed_inputs.packed(bucket).copy_(self._padding_of(bucket))
+        rows = packed_inputs.head(bucket, n)
         for name, value in inputs.items():
             rows[name].copy_(value)
-        arena.n_active.fill_(n)
+        packed_inputs.n_active.fill_(n)
 
     def _padding_of(self, bucket: int) -> torch.Tensor:
         padding = self._padding.get(bucket)
         if padding is None:
             with torch.inference_mode(False):
-                arena = Arena(self.specs, bucket, torch.device("cpu"))
-                arena.pad(bucket)
-            padding = self._padding[bucket] = arena.packed(bucket)
+                packed_inputs = PackedInputs(self.specs, bucket, torch.device("cpu"))
+                packed_inputs.pad(bucket)
+            padding = self._padding[bucket] = packed_inputs.packed(bucket)
         return padding
 
     def _as_size(self, argument: str, value: object) -> int:
@@ -281,7 +283,7 @@ class StaticBuffers:
         return size
 
 
-class _Pinned(Arena):
+class _Pinned(PackedInputs):
     """Pinned memory of the host, and when it was last copied from.
 
     Attributes:
@@ -294,7 +296,9 @@ class _Pinned(Arena):
     ) -> None:
         host, mapped = pinned_words(words_of(specs, max_batch), device)
         super().__init__(specs, max_batch, torch.device("cpu"), words=host)
-        self.mapped = None if mapped is None else Arena(specs, max_batch, device, words=mapped)
+        self.mapped = (
+            None if mapped is None else PackedInputs(specs, max_batch, device, words=mapped)
+        )
         self.copied = torch.cuda.Event()
 
 

@@ -16,12 +16,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from .audit import Audit, Auditor, Finding, summarize
-from .backends.base import (
-    Backend,
-    Graph,
-    MemoryUse,
-)
+from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
 from .errors import (
     AuditError,
@@ -30,19 +25,19 @@ from .errors import (
     RankError,
     VerificationError,
 )
+from .failures import Failure
+from .graph import Graph, MemoryUse
 from .graph_key import (
     DEFAULT,
     Key,
 )
 from .guards import MemoryWatch, only_capture
-from .inspect.diagnosis import (
-    Failure,
-    diagnose,
-)
-from .inspect.nodes import Recording
+from .inspect.audit import Audit, Auditor, Finding, summarize
+from .inspect.diagnosis import diagnose
+from .inspect.nodes import GraphNodes
 from .loop.burst import Bursts
 from .outputs import Outputs, Step
-from .process_group import Ranks
+from .process_group import CaptureGroup
 from .report import CaptureReport, GraphReport
 from .verify import find_difference
 
@@ -78,7 +73,7 @@ def capture_graphs(
     watch: MemoryWatch,
     options: CaptureOptions,
     bursts: Bursts | None = None,
-    ranks: Ranks | None = None,
+    group: CaptureGroup | None = None,
 ) -> tuple[dict[Key, Graph], CaptureReport]:
     """Capture `step` for each of the `keys`; all of them, or none.
 
@@ -92,7 +87,7 @@ def capture_graphs(
         watch: of the declared memory, whose places are noted when the captures begin.
         options: how.
         bursts: makes each graph ready to be repeated on the device, if the step can be.
-        ranks: the processes that do the same together; when one fails, all do.
+        group: the processes that do the same together; when one fails, all do.
 
     Raises:
         CaptureError: when the step fails; from its own exception.
@@ -105,15 +100,15 @@ def capture_graphs(
     """
     started = time.perf_counter()
     graphs: dict[Key, Graph] = {}
-    ranks = ranks or Ranks(None)
-    costs = _Costs(backend, ranks)
+    group = group or CaptureGroup(None)
+    costs = _Costs(backend, group)
     bar = partial(_bar, backend=backend, progress=options.progress)
     largest_first = _largest_first(keys)
     watched = None if bursts is None else bursts.watched(step)
     eager: Step = watched or step
     try:
         sizes = ", ".join(map(str, keys))
-        ranks.agree(f"the capture of {sizes}, verify={options.verify}, audit={options.audit!r}")
+        group.agree(f"the capture of {sizes}, verify={options.verify}, audit={options.audit!r}")
         not_inspected = _why_not_inspected(backend, options.audit)
         # What the step makes here may outlive the caller's inference mode.
         with backend.scope(), torch.inference_mode(False), torch.no_grad():
@@ -149,7 +144,7 @@ def capture_graphs(
                 for key in bar(largest_first, "Verifying graphs"):
                     with costs.measured("verify", key):
                         difference = find_difference(
-                            eager, buffers, backend, graphs[key], key, ranks
+                            eager, buffers, backend, graphs[key], key, group
                         )
                     if difference is not None:
                         with suppress(Exception):  # which must not hide the difference
@@ -157,7 +152,7 @@ def capture_graphs(
                                 difference += f"; {outside}"
                         raise VerificationError(difference)
                     with costs.measured("time", key):
-                        costs.replayed(key, backend.replay_us(graphs[key], ranks))
+                        costs.replayed(key, backend.replay_us(graphs[key], group))
                 if watched is not None:
                     watched.check()
             if (moved := watch.moved()) is not None:
@@ -166,11 +161,11 @@ def capture_graphs(
                 for key in bar(largest_first, "Preparing bursts"):
                     bursts.prepare(graphs[key], key)
             buffers.stage_padding(buffers.max_batch)
-        ranks.agree("the end of the capture")
+        group.agree("the end of the capture")
     except BaseException as error:
         captured = list(graphs.values())
         graphs.clear()
-        first, is_idle = ranks.failed(error, backend.is_idle)
+        first, is_idle = group.failed(error, backend.is_idle)
         if is_idle:
             backend.release(captured)
         else:
@@ -193,7 +188,7 @@ def _why_not_inspected(backend: Backend, audit: Audit) -> str | None:
     if audit == "off":
         return "audit='off'"
     try:
-        backend.check_readable()
+        backend.inspector.check_readable()
     except GraphError as error:
         if audit == "strict":
             raise GraphError(f"audit='strict' cannot be done: {error}") from error
@@ -219,15 +214,15 @@ def _audit(
     for key in keys:
         with costs.measured("audit", key):
             try:
-                recording = backend.recording(graphs[key])
+                nodes = backend.inspector.nodes(graphs[key])
             except GraphError as error:
                 if strict:
                     raise
                 return str(error)
-            findings = () if recording is None else auditor.find(recording)
+            findings = () if nodes is None else auditor.find(nodes)
         if strict:
             _refuse(key, findings)
-        costs.recorded(key, recording, findings)
+        costs.recorded(key, nodes, findings)
     return None
 
 
@@ -276,12 +271,12 @@ def _verdict(buffers: StaticBuffers) -> str:
 class _Costs:
     """Measures what each graph costs in each phase, and names the phase that failed."""
 
-    def __init__(self, backend: Backend, ranks: Ranks) -> None:
+    def __init__(self, backend: Backend, group: CaptureGroup) -> None:
         self._backend = backend
-        self._ranks = ranks
+        self._group = group
         self._ms: dict[tuple[str, Key], float] = {}
         self._memory: dict[Key, tuple[MemoryUse, MemoryUse]] = {}
-        self._recorded: dict[Key, tuple[Recording, Sequence[Finding]]] = {}
+        self._recorded: dict[Key, tuple[GraphNodes, Sequence[Finding]]] = {}
         self._replay_us: dict[Key, float | None] = {}
 
     @contextmanager
@@ -290,12 +285,12 @@ class _Costs:
     ) -> Iterator[None]:
         """Measure the block; `failure` tells more of an exception raised in a capture."""
         # Only graphs stay; what the other phases allocate is given back.
-        before = self._backend.memory() if phase == "capture" else None
+        before = self._backend.inspector.memory() if phase == "capture" else None
         started = time.perf_counter()
         try:
             yield
             # A step whose collectives wait for a rank that has failed never ends on the device.
-            self._ranks.agree(f"{phase} {key}")
+            self._group.agree(f"{phase} {key}")
             self._backend.synchronize()
         except RankError:
             raise
@@ -304,12 +299,12 @@ class _Costs:
             what = f"could not {phase} {key}: {type(error).__name__}: {error}"
             raise CaptureError(f"{what}\n{diagnosis}".rstrip(), diagnosis) from error
         self._ms[phase, key] = 1e3 * (time.perf_counter() - started)
-        if before is not None and (after := self._backend.memory()) is not None:
+        if before is not None and (after := self._backend.inspector.memory()) is not None:
             self._memory[key] = (before, after)
 
-    def recorded(self, key: Key, recording: Recording | None, findings: Sequence[Finding]) -> None:
-        if recording is not None:
-            self._recorded[key] = recording, findings
+    def recorded(self, key: Key, nodes: GraphNodes | None, findings: Sequence[Finding]) -> None:
+        if nodes is not None:
+            self._recorded[key] = nodes, findings
 
     def replayed(self, key: Key, microseconds: float | None) -> None:
         self._replay_us[key] = microseconds
@@ -320,7 +315,7 @@ class _Costs:
             before, after = self._memory[key]
             pool_mib = (after.pool_bytes - before.pool_bytes) / 2**20
             device_mib = (before.free_bytes - after.free_bytes) / 2**20
-        recording, findings = self._recorded.get(key, (None, None))
+        nodes, findings = self._recorded.get(key, (None, None))
         return GraphReport(
             batch_size=key.batch_size,
             warmup_ms=self._ms["warm up", key],
@@ -330,12 +325,12 @@ class _Costs:
             device_mib=device_mib,
             verdict=verdict,
             instantiate_ms=graph.instantiate_ms,
-            audit_ms=None if recording is None else self._ms["audit", key],
+            audit_ms=None if nodes is None else self._ms["audit", key],
             replay_us=self._replay_us.get(key),
-            nodes=None if recording is None else recording.kinds(),
-            kernels=None if recording is None else recording.kernels(),
-            edges=None if recording is None else len(recording.edges),
-            pdl_edges=None if recording is None else recording.programmatic_edges(),
+            nodes=None if nodes is None else nodes.kinds(),
+            kernels=None if nodes is None else nodes.kernels(),
+            edges=None if nodes is None else len(nodes.edges),
+            pdl_edges=None if nodes is None else nodes.programmatic_edges(),
             findings=None if findings is None else tuple(findings),
             q_len=key.variant.q_len,
             variant=key.variant.name,
@@ -368,7 +363,7 @@ def _bar(keys: Iterable[Key], label: str, *, backend: Backend, progress: bool) -
     disable = None if shown else True
     with tqdm(keys, disable=disable, leave=False) as bar:
         for key in bar:
-            memory = None if bar.disable else backend.memory()
+            memory = None if bar.disable else backend.inspector.memory()
             free = "" if memory is None else f" | avail_mem = {memory.free_bytes / 2**30:.2f} GiB"
             variant = "" if key.variant == DEFAULT else f", {key.variant}"
             bar.set_description(f"{label}: bs = {key.batch_size}{variant}{free}")

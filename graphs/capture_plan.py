@@ -61,7 +61,7 @@ class Misses:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapturePlan:
     """A plan that has been checked.
 
     Attributes:
@@ -75,7 +75,7 @@ class Plan:
     misses: Misses | None
 
     @staticmethod
-    def of(batch_sizes: BatchSizes, misses: Misses | None, max_batch: int) -> Plan:
+    def of(batch_sizes: BatchSizes, misses: Misses | None, max_batch: int) -> CapturePlan:
         """Check what the caller of `capture` asks for.
 
         Raises:
@@ -84,7 +84,7 @@ class Plan:
         """
         captured = _by_variant(batch_sizes, max_batch, may_be_empty=misses is not None)
         if misses is None:
-            return Plan(captured, captured, None)
+            return CapturePlan(captured, captured, None)
         if not isinstance(misses, Misses):
             raise TypeError(f"misses: got {type(misses).__name__}, expected Misses or None")
         if misses.batch_sizes is None:
@@ -98,7 +98,7 @@ class Plan:
         for variant, sizes in served.items():
             if not sizes:
                 raise ValueError(f"batch_sizes: got none for the variant {variant}")
-        plan = Plan(captured, served, misses)
+        plan = CapturePlan(captured, served, misses)
         if misses.max_graphs is not None and len(plan.keys) > misses.max_graphs:
             raise ValueError(
                 f"max_graphs: got {misses.max_graphs}, expected at least the {len(plan.keys)} "

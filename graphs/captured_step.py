@@ -8,19 +8,15 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ostinato import _C
-
-from .audit import Audit, Auditor
+from ._native import FastReplay
 from .autocast import without_autocast
-from .backends.base import (
-    Backend,
-    Graph,
-)
+from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
 from .capture import CaptureOptions, capture_graphs
-from .capture_plan import Plan
+from .capture_plan import CapturePlan
 from .declared_memory import DeclaredMemory
 from .errors import BurstError, GraphError
+from .graph import Graph
 from .graph_key import (
     Key,
     Variant,
@@ -30,33 +26,34 @@ from .graph_table import (
     GraphTable,
 )
 from .guards import MemoryWatch
+from .inspect.audit import Audit, Auditor
 from .inspect.dot import to_dot
 from .loop.burst import Bursts
+from .metrics.replay_observer import ReplayObserver
 from .metrics.stats import RunnerStats
 from .outputs import Outputs, StepOutput
-from .process_group import Ranks
-from .replay_observer import Observer
+from .process_group import CaptureGroup
 from .report import CaptureReport
 
 OutputT = TypeVar("OutputT", bound=StepOutput)
 
-_NOTHING = Plan({}, {}, None)
+_NOTHING = CapturePlan({}, {}, None)
 
 
 class CapturedStep(Generic[OutputT]):
-    """What a `GraphRunner` has behind its gate: one call at a time.
+    """What a `GraphRunner` has behind its `Lifecycle`: one call at a time.
 
     Args:
         step, buffers, memory: as `GraphRunner` says.
         backend: where the graphs are.
-        ranks: the processes that capture together.
+        group: the processes that capture together.
         bursts: of the graphs; None where the step does not feed itself.
 
     Attributes:
         table: the graphs there are.
         plan: of the last successful capture; None before.
         watch: of the declared memory, since that capture.
-        repeat: runs what was run before once more, while nothing but runs is done in between.
+        fast_replay: runs what was run before once more, while nothing but runs is done in between.
     """
 
     def __init__(
@@ -66,25 +63,27 @@ class CapturedStep(Generic[OutputT]):
         backend: Backend,
         *,
         memory: DeclaredMemory | None,
-        ranks: Ranks,
+        group: CaptureGroup,
         bursts: Bursts | None,
     ) -> None:
         self._step = without_autocast(step, buffers.device.type)
         self._buffers = buffers
         self._backend = backend
         self._memory = memory
-        self._ranks = ranks
+        self._group = group
         self._bursts = bursts
-        self._auditor = Auditor(backend, buffers, memory)
+        self._auditor = Auditor(backend.inspector, buffers, memory)
         self._late_options = CaptureOptions(progress=False, verify=False, audit="off")
         self.table = GraphTable(_NOTHING)
-        self.plan: Plan | None = None
+        self.plan: CapturePlan | None = None
         self.watch = MemoryWatch(None)
-        self.repeat: _C.Repeat = backend.repeat()
-        self._observer: Observer | None = None
+        self.fast_replay: FastReplay = backend.fast_replay()
+        self._observer: ReplayObserver | None = None
         self._observed = {"replay_times": False, "nvtx": False}
 
-    def capture(self, plan: Plan, *, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
+    def capture(
+        self, plan: CapturePlan, *, progress: bool, verify: bool, audit: Audit
+    ) -> CaptureReport:
         """Release what there is, and capture what is planned.
 
         Raises:
@@ -104,7 +103,7 @@ class CapturedStep(Generic[OutputT]):
                 watch=watch,
                 options=CaptureOptions(progress, verify, audit),
                 bursts=self._bursts,
-                ranks=self._ranks,
+                group=self._group,
             )
         except BaseException:
             # Else something hangs on the device, and giving memory back would wait for it.
@@ -117,7 +116,7 @@ class CapturedStep(Generic[OutputT]):
         late = misses is not None and misses.verify
         self._late_options = CaptureOptions(False, late, audit, into_pool=True)
         self.watch, self.table, self.plan = watch, table, plan
-        self.repeat.runs_to_look = 0
+        self.fast_replay.runs_to_look = 0
         self.observe(**self._observed)  # all counts begin anew
         return report
 
@@ -151,10 +150,10 @@ class CapturedStep(Generic[OutputT]):
 
     def is_look_due(self) -> bool:
         """Count a run; return whether it must look at declared memory."""
-        self.repeat.runs_to_look -= 1
-        if self.repeat.runs_to_look > 0:
+        self.fast_replay.runs_to_look -= 1
+        if self.fast_replay.runs_to_look > 0:
             return False
-        self.repeat.runs_to_look = self.watch.runs_per_look
+        self.fast_replay.runs_to_look = self.watch.runs_per_look
         return True
 
     def graph_for(
@@ -190,10 +189,10 @@ class CapturedStep(Generic[OutputT]):
         if bucket is None or bucket.graph is None:
             sizes = list(self.table.captured(key.variant))
             raise ValueError(f"batch_size: got {key.batch_size}, expected one of {sizes}")
-        recording = self._backend.recording(bucket.graph)
-        if recording is None:
+        nodes = self._backend.inspector.nodes(bucket.graph)
+        if nodes is None:
             raise GraphError(f"no graph is recorded on {self._backend.name}: nothing to dump")
-        return to_dot(recording, f"{key} on {self._backend.name}")
+        return to_dot(nodes, f"{key} on {self._backend.name}")
 
     def observe(self, *, replay_times: bool, nvtx: bool) -> None:
         """Choose what is measured of runs, as `GraphRunner.observe` says.
@@ -202,7 +201,7 @@ class CapturedStep(Generic[OutputT]):
             GraphError: when this torch has no NVTX.
         """
         timer = self._backend.replay_timer() if replay_times else None
-        self._observer = Observer(timer, nvtx=nvtx) if replay_times or nvtx else None
+        self._observer = ReplayObserver(timer, nvtx=nvtx) if replay_times or nvtx else None
         self._observed = {"replay_times": replay_times, "nvtx": nvtx}
 
     def stats(self) -> RunnerStats:
@@ -226,13 +225,13 @@ class CapturedStep(Generic[OutputT]):
         """Let the run that has just been made be repeated, if nothing is unusual about it.
 
         That says as much as that runs are admitted, in this process; whatever may change it takes
-        the turn, and so undoes this.
+        the run lock, and so undoes this.
         """
         executable = graph.executable
         if executable is None or self._observer is not None or self.table.limit is not None:
             return
-        self.repeat.learn(
-            turn=self._backend.turn,
+        self.fast_replay.learn(
+            run_lock=self._backend.run_lock,
             n=n,
             variant=variant,
             batch_size=bucket.key.batch_size,
@@ -279,7 +278,7 @@ class CapturedStep(Generic[OutputT]):
                 self._backend.passed()
 
     def _capture_missed(self, bucket: Bucket) -> None:
-        self._backend.turn.forget()
+        self._backend.run_lock.forget()
         graphs, _ = capture_graphs(
             self._step,
             self._buffers,
@@ -290,7 +289,7 @@ class CapturedStep(Generic[OutputT]):
             watch=MemoryWatch(self._memory),
             options=self._late_options,
             bursts=self._bursts,
-            ranks=self._ranks,
+            group=self._group,
         )
         self.table.put(bucket.key, graphs.pop(bucket.key))
         bucket.captures += 1

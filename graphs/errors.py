@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .inspect.diagnosis import Diagnosis
+from .failures import Diagnosis
 
 
 class GraphError(RuntimeError):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from ostinato import _C
-
-from .backends.base import Graph
+from ._native import RunCounts
 from .buckets import smallest_bucket
-from .capture_plan import Plan
+from .capture_plan import CapturePlan
+from .graph import Graph
 from .graph_key import (
     DEFAULT,
     Key,
@@ -26,7 +25,7 @@ class Bucket:
         self.key = key
         self.graph: Graph | None = None
         self.captures = 0
-        self.counts = _C.RunCounts()
+        self.counts = RunCounts()
 
     def stats(self) -> BucketStats:
         """Return what was counted."""
@@ -49,7 +48,7 @@ class GraphTable:
         limit: how many graphs there may be; None for any number.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CapturePlan) -> None:
         self.plan = plan
         self.buckets = {key: Bucket(key) for key in plan.warmed}
         self.evictions = 0

@@ -12,8 +12,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from ostinato import _C
-
+from . import _native
 from .declared_memory import (
     DeclaredMemory,
     stored,
@@ -21,24 +20,24 @@ from .declared_memory import (
 from .errors import BusyError, ForkedError
 
 # Torch keeps track of one capture at a time in a process, in whichever thread.
-_capturing = _C.Turn()
+_capturing = _native.RunLock()
 
 
 def _forget_captures() -> None:
     """Take back the place: the thread that held it was not copied into a fork."""
     global _capturing
-    _capturing = _C.Turn()
+    _capturing = _native.RunLock()
 
 
 os.register_at_fork(after_in_child=_forget_captures)
 
 
-def only_capture() -> _C.Hold:
+def only_capture() -> _native.RunLockGuard:
     """Return what holds the process's one place for a series of captures, in a `with` statement.
 
     The statement raises BusyError when it is taken, also by this thread.
     """
-    return _C.Hold(_capturing, None, "capture", refuse=_refuse_capture)
+    return _native.RunLockGuard(_capturing, None, "capture", refuse=_refuse_capture)
 
 
 def _refuse_capture(owner: object, what: str) -> NoReturn:
@@ -75,7 +74,7 @@ _guards: WeakSet[ProcessGuard] = WeakSet()
 
 
 def _note_fork() -> None:
-    _C.note_fork()
+    _native.note_fork()
     for guard in _guards:
         guard.is_fork = True
 
@@ -180,8 +179,8 @@ def _address_within(find: Callable[[], torch.Tensor | None], part: int) -> int |
     return None if held is None else held.data_ptr()
 
 
-class Turn(_C.Turn):
-    """Whose turn it is to work in one memory pool: a replay overwrites what others have in it.
+class RunLock(_native.RunLock):
+    """Lets one runner at a time work in a memory pool, since a replay overwrites its outputs.
 
     Args:
         stream: on which all of them capture, so that they share the pool's memory.
@@ -207,8 +206,8 @@ class Turn(_C.Turn):
         *,
         is_run: bool = False,
         check: Callable[[], None] | None = None,
-    ) -> _C.Hold:
-        """Return what has the turn for the call `what` of `owner`, in a `with` statement.
+    ) -> _native.RunLockGuard:
+        """Return what holds the run lock for the call `what` of `owner`, in a `with` statement.
 
         The statement raises BusyError when it is taken, also by this thread.
 
@@ -216,10 +215,10 @@ class Turn(_C.Turn):
             owner: a runner.
             what: its call, for messages.
             timeout_s: wait so long for other threads.
-            is_run: after any other call no run is repeated by `_C.Repeat` until it is known anew.
-            check: called with the turn taken, which is given back if this raises.
+            is_run: after any other call `FastReplay` repeats no run until it has learnt it anew.
+            check: called with the run lock taken, which is given back if this raises.
         """
-        return _C.Hold(
+        return _native.RunLockGuard(
             self, owner, what, timeout_s, is_run=is_run, check=check, refuse=self._refuse
         )
 
@@ -232,25 +231,25 @@ class Turn(_C.Turn):
         )
 
 
-_turns: WeakValueDictionary[tuple[int, int], Turn] = WeakValueDictionary()
-_making_turns = threading.Lock()  # the first two runners of a pool may be made in two threads
+_run_locks: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
+_making_run_locks = threading.Lock()  # the first two runners of a pool may be made in two threads
 
 
-def turn_of(pool: tuple[int, int] | None, stream: int) -> Turn:
+def run_lock_of(pool: tuple[int, int] | None, stream: int) -> RunLock:
     """Return what all living runners of `pool` share; a new one for None.
 
     Raises:
         ValueError: when they capture on another stream, for which a pool keeps memory of its own.
     """
     if pool is None:
-        return Turn(stream)
-    with _making_turns:
-        turn = _turns.get(pool)
-        if turn is None:
-            turn = _turns[pool] = Turn(stream)
-    if turn.stream != stream:
+        return RunLock(stream)
+    with _making_run_locks:
+        run_lock = _run_locks.get(pool)
+        if run_lock is None:
+            run_lock = _run_locks[pool] = RunLock(stream)
+    if run_lock.stream != stream:
         raise ValueError(
             f"pool: got {pool}, which another runner uses on another stream; give both the same "
             "stream, or each its own pool"
         )
-    return turn
+    return run_lock

@@ -1,11 +1,10 @@
-"""The gate of a runner: which of its calls may proceed, in which process, thread and state."""
+"""The lifecycle of a runner: which of its calls may proceed, in which process, thread and state."""
 
 from __future__ import annotations
 
 import weakref
 
-from ostinato import _C
-
+from ._native import PendingCloses, RunLockGuard
 from .backends.base import Backend
 from .errors import (
     AsleepError,
@@ -27,12 +26,12 @@ _ASLEEP: _Refusal = (AsleepError, "the runner is asleep, without its graphs: cal
 _CLOSED: _Refusal = (ClosedError, "the runner is closed: make a new GraphRunner")
 
 
-class Gate:
+class Lifecycle:
     """Lets one call at a time through, in the process it was made in, and runs when there are any.
 
     Args:
         owner: the runner whose calls these are.
-        backend: knows whose turn it is in its memory pool, and where nothing may be run.
+        backend: knows who holds the run lock in its memory pool, and where nothing may be run.
 
     Attributes:
         closing: of calls of `close`, each in a `with` statement, in which other calls are refused.
@@ -44,11 +43,11 @@ class Gate:
         self._backend = backend
         self._process = ProcessGuard()
         self._refusal: _Refusal | None = _NOT_CAPTURED
-        self.closing = _C.Closing(backend.turn)
+        self.closing = PendingCloses(backend.run_lock)
 
     @property
     def is_fork(self) -> bool:
-        """Whether this is a fork of the process that the gate was made in."""
+        """Whether this is a fork of the process that the lifecycle was made in."""
         return self._process.is_fork
 
     @property
@@ -61,15 +60,17 @@ class Gate:
         """Whether `sleep` was called last."""
         return self._refusal is _ASLEEP
 
-    def exclusively(self, what: str, timeout_s: float = 0.0, *, is_run: bool = False) -> _C.Hold:
-        """Return what has the turn for the call `what`, in a `with` statement. See `Turn.hold`.
+    def exclusively(
+        self, what: str, timeout_s: float = 0.0, *, is_run: bool = False
+    ) -> RunLockGuard:
+        """Return what holds the run lock for the call `what`, as `RunLock.hold` does.
 
         Raises:
             ForkedError: when the call may not proceed; the statement raises BusyError.
         """
         self._process.check()
-        turn, check = self._backend.turn, self._backend.check_idle
-        return turn.hold(self._owner(), what, timeout_s, is_run=is_run, check=check)
+        run_lock, check = self._backend.run_lock, self._backend.check_idle
+        return run_lock.hold(self._owner(), what, timeout_s, is_run=is_run, check=check)
 
     def require_ready(self) -> None:
         """Raise the reason, with the remedy, for which nothing can be run now."""
@@ -106,7 +107,7 @@ class Gate:
 
     def invalidate(self, why: str) -> InvalidatedError:
         """Refuse runs until the next capture; return the error that says so."""
-        self._backend.turn.forget()
+        self._backend.run_lock.forget()
         self._refusal = (InvalidatedError, f"{why}; call recapture()")
         return InvalidatedError(self._refusal[1])
 

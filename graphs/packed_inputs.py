@@ -18,7 +18,7 @@ _WORD = 8  # bytes
 _PIECE = 2048  # words: torch's kernel for many copies gives them to a CTA, in one round
 
 
-class Arena:
+class PackedInputs:
     """The rows of all buffers in one block of memory, for every batch size.
 
     Args:
@@ -86,7 +86,7 @@ class Arena:
     def pieces(self, size: int, n: int, without: tuple[str, ...]) -> list[torch.Tensor]:
         """Return a batch of `size` in pieces of int64, but for the first `n` rows of some buffers.
 
-        They are the same of all arenas of these specs.
+        They are the same of all packed inputs of these specs.
 
         Args:
             size: of the batch.

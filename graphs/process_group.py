@@ -28,7 +28,7 @@ _POLL_S = 0.01
 _made: WeakKeyDictionary[distributed.ProcessGroup, int] = WeakKeyDictionary()
 
 
-class Ranks:
+class CaptureGroup:
     """Holds the ranks of a group together through a capture.
 
     Args:

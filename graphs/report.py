@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
-from .audit import Finding, summarize
 from .graph_key import (
     Key,
     Variant,
 )
+from .inspect.audit import Finding, summarize
 from .inspect.dot import short_name
 
 _KERNELS_SHOWN = 12
@@ -31,7 +31,7 @@ class GraphReport:
             needs for the graph; other processes on the device disturb it.
         verdict: "not verified", or "bit-equal" and the buffers without example, which were verified
             as padding only.
-        instantiate_ms: making an executable graph of the recording.
+        instantiate_ms: making an executable graph of the nodes.
         audit_ms: reading the nodes and auditing them.
         replay_us: the median of a few replays on the device, of the examples with which a full
             batch is verified; None without verification, since padding costs less than real rows.
@@ -77,12 +77,14 @@ class CaptureReport:
         graphs: one per variant and batch size, increasing.
         not_inspected: why nodes were not read and nothing was audited; None where they were, and
             on a CPU, which records none.
+        notes: what the program that captures adds: names to words, shown with the rest.
     """
 
     device: str
     total_ms: float
     graphs: tuple[GraphReport, ...]
     not_inspected: str | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return a table, the kernels of the largest batch size, and what the audit found."""
@@ -102,6 +104,7 @@ class CaptureReport:
             if graph.findings:
                 lines.append(f"audit of {graph.key}:")
                 lines += [f"  {line}" for line in summarize(graph.findings).splitlines()]
+        lines += [f"{name}: {words}" for name, words in self.notes.items()]
         return "\n".join(lines)
 
     def __add__(self, other: CaptureReport) -> CaptureReport:
@@ -111,6 +114,7 @@ class CaptureReport:
             self.total_ms + other.total_ms,
             self.graphs + other.graphs,
             self.not_inspected or other.not_inspected,
+            {**self.notes, **other.notes},
         )
 
     def to_json(self) -> str:

@@ -14,15 +14,13 @@ from .arguments import (
     as_integer,
     as_seconds,
 )
-from .audit import AUDITS, Audit
 from .autocast import require_no_autocast
-from .backends.cuda import PoolHandle
 from .backends.select import backend_for
 from .buffers import BatchView, StaticBuffers
 from .capture_plan import (
     BatchSizes,
+    CapturePlan,
     Misses,
-    Plan,
 )
 from .captured_step import (
     CapturedStep,
@@ -45,7 +43,9 @@ from .graph_key import (
     as_variant,
 )
 from .graph_table import GraphTable
-from .lifecycle import Gate
+from .inspect.audit import AUDITS, Audit
+from .inspect.cuda import PoolHandle
+from .lifecycle import Lifecycle
 from .loop.burst import (
     Burst,
     Bursts,
@@ -55,7 +55,7 @@ from .loop.rules import BurstRules
 from .metrics.stats import RunnerStats
 from .process_group import (
     DEFAULT_TIMEOUT_S,
-    Ranks,
+    CaptureGroup,
 )
 from .report import CaptureReport
 
@@ -121,11 +121,11 @@ class GraphRunner(Generic[OutputT]):
             buffers,
             self._backend,
             memory=None if memory is None else kept_alive(memory),
-            ranks=Ranks(group, group_timeout_s),
+            group=CaptureGroup(group, group_timeout_s),
             bursts=self._bursts,
         )
-        self._gate = Gate(self, self._backend)
-        self._repeat = self._captured.repeat
+        self._lifecycle = Lifecycle(self, self._backend)
+        self._fast_replay = self._captured.fast_replay
         buffers.claim(self)  # last: nothing else may fail then
 
     @property
@@ -184,9 +184,9 @@ class GraphRunner(Generic[OutputT]):
             ClosedError, BusyError: see `run`.
         """
         _check_audit(audit)
-        with self._gate.exclusively("capture"):
-            self._gate.require_open()
-            plan = Plan.of(batch_sizes, misses, self._buffers.max_batch)
+        with self._lifecycle.exclusively("capture"):
+            self._lifecycle.require_open()
+            plan = CapturePlan.of(batch_sizes, misses, self._buffers.max_batch)
             return self._capture(plan, progress, verify, audit)
 
     def recapture(
@@ -200,8 +200,8 @@ class GraphRunner(Generic[OutputT]):
                 BusyError: as `capture`.
         """
         _check_audit(audit)
-        with self._gate.exclusively("recapture"):
-            self._gate.require_open()
+        with self._lifecycle.exclusively("recapture"):
+            self._lifecycle.require_open()
             if self._captured.plan is None:
                 raise NotCapturedError("nothing has been captured: call capture() first")
             return self._capture(self._captured.plan, progress, verify, audit)
@@ -216,10 +216,10 @@ class GraphRunner(Generic[OutputT]):
             GraphError: when nothing can be run; see `require_captured`.
             BusyError: when a capture or run is under way.
         """
-        with self._gate.exclusively("sleep"):
-            if not self._gate.is_asleep:
-                self._gate.require_ready()
-                self._gate.sleep()  # also when the release fails
+        with self._lifecycle.exclusively("sleep"):
+            if not self._lifecycle.is_asleep:
+                self._lifecycle.require_ready()
+                self._lifecycle.sleep()  # also when the release fails
                 self._captured.release()
 
     def wake(
@@ -233,14 +233,14 @@ class GraphRunner(Generic[OutputT]):
                 `capture`.
         """
         _check_audit(audit)
-        with self._gate.exclusively("wake"):
-            self._gate.require_open()
-            if not self._gate.is_asleep or self._captured.plan is None:
+        with self._lifecycle.exclusively("wake"):
+            self._lifecycle.require_open()
+            if not self._lifecycle.is_asleep or self._captured.plan is None:
                 raise GraphError("wake: the runner is not asleep")
             try:
                 return self._capture(self._captured.plan, progress, verify, audit)
             except BaseException:
-                self._gate.sleep()
+                self._lifecycle.sleep()
                 raise
 
     def run(self, n: int, inputs: Mapping[str, object], *, variant: Variant = DEFAULT) -> OutputT:
@@ -270,17 +270,17 @@ class GraphRunner(Generic[OutputT]):
                 captured; what is captured can still be run.
         """
         # Most runs are like one before. What is unusual about this one is found out below.
-        repeated: OutputT | None = self._repeat.run(self, n, inputs, variant)
+        repeated: OutputT | None = self._fast_replay.run(self, n, inputs, variant)
         if repeated is not None:
             return repeated
-        with self._gate.exclusively("run", is_run=True):
-            self._gate.require_ready()
+        with self._lifecycle.exclusively("run", is_run=True):
+            self._lifecycle.require_ready()
             if self._captured.is_look_due():
                 self._require_unmoved(self._captured.watch.look())
             try:
                 return self._captured.run(as_integer("n", n), inputs, variant)
             except CaptureError as error:
-                self._gate.raise_own(error)
+                self._lifecycle.raise_own(error)
                 raise
 
     def burst(
@@ -315,8 +315,8 @@ class GraphRunner(Generic[OutputT]):
             BurstError: without `burst` rules or a graph, or when no loop can hold the step.
             GraphError: as `run`.
         """
-        with self._gate.exclusively("burst") as hold:
-            self._gate.require_ready()
+        with self._lifecycle.exclusively("burst") as hold:
+            self._lifecycle.require_ready()
             if self._bursts is None:
                 raise BurstError("the runner has no rules: GraphRunner(..., burst=BurstRules(...))")
             self._require_unmoved(self._captured.watch.look())
@@ -325,7 +325,7 @@ class GraphRunner(Generic[OutputT]):
             try:
                 key, graph, inputs = self._captured.graph_for(n, inputs, variant)
             except CaptureError as error:
-                self._gate.raise_own(error)
+                self._lifecycle.raise_own(error)
                 raise
             burst = self._bursts.start(graph, key, inputs, asked, hold.end)
             try:
@@ -350,7 +350,7 @@ class GraphRunner(Generic[OutputT]):
         Raises:
             NotCapturedError, InvalidatedError, AsleepError, ClosedError: with the remedy.
         """
-        self._gate.require_ready()
+        self._lifecycle.require_ready()
 
     def dump(
         self, batch_size: int, path: str | PathLike[str], *, variant: Variant = DEFAULT
@@ -363,22 +363,22 @@ class GraphRunner(Generic[OutputT]):
                 nothing was recorded, as on a CPU.
             BusyError: when a capture or run is under way.
         """
-        with self._gate.exclusively("dump"):
-            self._gate.require_ready()
+        with self._lifecycle.exclusively("dump"):
+            self._lifecycle.require_ready()
             key = Key(as_integer("batch_size", batch_size), as_variant("variant", variant))
             drawing = self._captured.drawing(key)
             Path(path).write_text(drawing, encoding="utf-8")
 
     def check_memory(self) -> None:
-        """Look at all declared memory; runs look at a few tensors of it in turn.
+        """Look at all declared memory; runs look at a few tensors of it in run_lock.
 
         Raises:
             InvalidatedError: when a tensor is not where it was at the capture. Runs are refused
                 from then on.
             GraphError: when nothing can be run; see `require_captured`.
         """
-        with self._gate.exclusively("check_memory"):
-            self._gate.require_ready()
+        with self._lifecycle.exclusively("check_memory"):
+            self._lifecycle.require_ready()
             self._require_unmoved(self._captured.watch.moved())
 
     def observe(self, *, replay_times: bool = False, nvtx: bool = False) -> None:
@@ -393,8 +393,8 @@ class GraphRunner(Generic[OutputT]):
             GraphError: when this torch has no NVTX.
             BusyError: when a capture or run is under way.
         """
-        with self._gate.exclusively("observe"):
-            self._gate.require_open()
+        with self._lifecycle.exclusively("observe"):
+            self._lifecycle.require_open()
             self._captured.observe(replay_times=replay_times, nvtx=nvtx)
 
     def stats(self) -> RunnerStats:
@@ -417,9 +417,9 @@ class GraphRunner(Generic[OutputT]):
             raise TypeError(f"why: got {why!r}, expected the reason, a str")
         if not why:
             raise ValueError("why: got an empty string, expected the reason")
-        with self._gate.exclusively("invalidate"):
+        with self._lifecycle.exclusively("invalidate"):
             if self._captured.table.buckets:
-                self._gate.invalidate(f"the captured graphs are out of date: {why}")
+                self._lifecycle.invalidate(f"the captured graphs are out of date: {why}")
 
     def close(self, *, timeout_s: float = 60.0) -> None:
         """Wait for the last run, release the graphs, then their memory pool; again does nothing.
@@ -439,19 +439,19 @@ class GraphRunner(Generic[OutputT]):
                 before then: close it again.
         """
         timeout_s = as_seconds("timeout_s", timeout_s)
-        if self._gate.is_fork:
-            self._gate.close()
+        if self._lifecycle.is_fork:
+            self._lifecycle.close()
             self._buffers.release(self)
             return
-        with self._gate.closing:
+        with self._lifecycle.closing:
             if self._bursts is not None:
                 timeout_s = self._bursts.end_current(timeout_s)
-            with self._gate.exclusively("close", timeout_s):
-                if not self._gate.is_closed:
-                    self._gate.empty()  # also when the release fails
+            with self._lifecycle.exclusively("close", timeout_s):
+                if not self._lifecycle.is_closed:
+                    self._lifecycle.empty()  # also when the release fails
                     self._captured.release()
                     self._backend.close()
-                    self._gate.close()
+                    self._lifecycle.close()
                     self._buffers.release(self)
 
     def __enter__(self) -> GraphRunner[OutputT]:
@@ -467,21 +467,23 @@ class GraphRunner(Generic[OutputT]):
         """Close the runner."""
         self.close()
 
-    def _capture(self, plan: Plan, progress: bool, verify: bool, audit: Audit) -> CaptureReport:
+    def _capture(
+        self, plan: CapturePlan, progress: bool, verify: bool, audit: Audit
+    ) -> CaptureReport:
         require_no_autocast(self._buffers.device.type)
-        self._gate.empty()
+        self._lifecycle.empty()
         try:
             report = self._captured.capture(plan, progress=progress, verify=verify, audit=audit)
         except CaptureError as error:
-            self._gate.raise_own(error)
+            self._lifecycle.raise_own(error)
             raise
-        self._gate.open()
+        self._lifecycle.open()
         return report
 
     def _ready_table(self) -> GraphTable:
         """Return the graphs, where another thread may be about to release them."""
         while True:
-            self._gate.require_ready()
+            self._lifecycle.require_ready()
             table = self._captured.table
             if table.plan.served:
                 return table
@@ -489,7 +491,7 @@ class GraphRunner(Generic[OutputT]):
     def _require_unmoved(self, moved: str | None) -> None:
         if moved is not None:
             why = f"{moved} has moved since the capture, which has its address"
-            raise self._gate.invalidate(why)
+            raise self._lifecycle.invalidate(why)
 
 
 def _check_audit(audit: object) -> None:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends.base import (
-    Backend,
-    Graph,
-)
+from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
+from .graph import Graph
 from .graph_key import Key
 from .outputs import Outputs, Step
-from .process_group import Ranks
+from .process_group import CaptureGroup
 
 _SEED = 0x0571A70
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +23,7 @@ def find_difference(
     backend: Backend,
     graph: Graph,
     key: Key,
-    ranks: Ranks | None = None,
+    group: CaptureGroup | None = None,
 ) -> str | None:
     """Compare replays of `graph` with calls of the step, for several numbers of real rows.
 
@@ -40,11 +38,11 @@ def find_difference(
         ValueError: when an example does not return rows of its buffer.
         RankError: when another rank has failed or found a difference.
     """
-    ranks = ranks or Ranks(None)
+    group = group or CaptureGroup(None)
     generator = torch.Generator().manual_seed(_SEED)
     bucket = key.batch_size
     batch = buffers.view(bucket, key.variant)
-    owned = backend.owned(graph.outputs)
+    owned = backend.inspector.owned(graph.outputs)
     for n in sorted({1, (bucket + 1) // 2, bucket}):
         inputs = _example_inputs(buffers, generator, n)
         expected = _call(step, buffers, inputs, n, batch)
@@ -59,15 +57,15 @@ def find_difference(
         graph.replay()
         what = f"{key} with {n} real rows"
         # Before this one waits for the device, which may wait for another rank.
-        ranks.agree(f"verify {what}")
+        group.agree(f"verify {what}")
         difference = _first_difference(expected, graph.outputs, n)
         if difference is not None:
             difference = f"{what}: the replay differs from the step: {difference}"
         problem = None if difference is None else f"VerificationError: {difference}"
-        ranks.agree(f"compare {what}", problem)
+        group.agree(f"compare {what}", problem)
         if difference is None:
             continue
-        if ranks.size == 1:  # else the others would have to call it too
+        if group.size == 1:  # else the others would have to call it too
             again = _call(step, buffers, inputs, n, batch)
             if _first_difference(expected, again, n) is not None:
                 difference += (

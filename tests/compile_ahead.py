@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 import pytest
-from ops_kernels import kernels_of_the_tests
+from ops_kernels import kernels_of_the_tests, plans_of_earlier_gpus
 
 from ostinato.cli.build import build_plans
 from ostinato.jit import compiler
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.compiler import (
     Plan,
     plan,
 )
+from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.linear.tile_table import H200_SMS
 
 _noted: dict[str, Plan] = {}  # by key: some are wanted by several
@@ -46,6 +46,7 @@ def pytest_runtest_call() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     _note(map(plan, (*CATALOGUE, *kernels_of_the_tests(H200_SMS))))
+    _note(plans_of_earlier_gpus())
     print()  # after the dots
     # A fixture that fails before it asks would have its kernels missed.
     missed = pytest.ExitCode.TESTS_FAILED if session.testsfailed else pytest.ExitCode.OK

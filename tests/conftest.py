@@ -1,16 +1,20 @@
 """Fixtures shared by every test folder, and the rule about machines without nvcc."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
 
+from effort import effort
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
 
 # A machine that others use, too, stalls at times for longer than any deadline would be worth.
-settings.register_profile("ostinato", deadline=None)
-settings.load_profile("ostinato")
+settings.register_profile("short", deadline=None, max_examples=40)
+settings.register_profile("long", deadline=None, max_examples=200)
+settings.load_profile(effort("short", "long"))
 
 
 def pytest_report_header() -> list[str]:
@@ -23,6 +27,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     needing = [item for item in items if item.get_closest_marker("nvcc")]
     config.hook.pytest_deselected(items=needing)
     items[:] = [item for item in items if item not in needing]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all that is imported and collected by now and stays.
+
+    Some tests collect garbage hundreds of times: 0.2 s each while it visits those objects, too.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,14 +8,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ostinato.models import (
-    AnyLinear,
-    DecoderLayer,
-    Linear,
-    Llama,
+    DenseLinear,
     ModelConfig,
     RopeConfig,
     W8A8Linear,
 )
+from ostinato.models.families.llama import DecoderLayer, Llama
 
 CONFIG = ModelConfig(
     family="llama",
@@ -55,10 +53,10 @@ def tiny_llama(
         # Large enough that logits differ clearly and greedy text does not settle on one token.
         return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
 
-    def linear(rows: int, columns: int, quantized: str = scheme) -> AnyLinear:
+    def linear(rows: int, columns: int, quantized: str = scheme) -> DenseLinear:
         weight = random(rows, columns)
         if quantized == "plain":
-            return Linear(weight.to(device, config.dtype))
+            return DenseLinear(weight.to(device, config.dtype))
         top, dtype = (127.0, torch.int8) if quantized == "int8" else (448.0, torch.float8_e4m3fn)
         scale = weight.abs().amax(1) / top
         scaled = weight / scale[:, None]

@@ -1,152 +1,113 @@
-// A loaded kernel library: its symbols, the hash of its params.h, and how it is launched.
+// A loaded kernel library: its symbols, what its calls take, and how they are made. It knows no
+// kernel: a library says itself which fields its struct has (common/fields.h).
 #pragma once
 
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
-#include "attention/common/params.h"
-#include "attention/merge/params.h"
-#include "attention/prefill/params.h"
-#include "embed/params.h"
-#include "gemm_w8a8/fused/params.h"
-#include "gemm_w8a8/params.h"
-#include "gemm_w8a8/quantize/params.h"
-#include "l2/params.h"
-#include "sampling/params.h"
-
-namespace py = pybind11;
+#include "pack.h"
 
 namespace ostinato {
 
-template <typename T = void>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
+inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-// Hashes of each folder's params.h, and of headers that add to it: a library made for another one
-// would read its arguments from the wrong places.
-template <typename Params>
-constexpr std::uint64_t kAbi = OSTINATO_ABI_ATTENTION;
-template <>
-constexpr std::uint64_t kAbi<ScaledPrefillParams> = OSTINATO_ABI_ATTENTION_PREFILL;
-template <>
-constexpr std::uint64_t kAbi<EmbedParams> = OSTINATO_ABI_EMBED;
-template <>
-constexpr std::uint64_t kAbi<FusedLinearParams> = OSTINATO_ABI_FUSED_LINEAR;
-template <>
-constexpr std::uint64_t kAbi<W8A8GemmParams> = OSTINATO_ABI_GEMM_W8A8;
-template <>
-constexpr std::uint64_t kAbi<PaddedQuantizeParams> = OSTINATO_ABI_GEMM_W8A8_QUANTIZE;
-template <>
-constexpr std::uint64_t kAbi<L2ProbeParams> = OSTINATO_ABI_L2;
-template <>
-constexpr std::uint64_t kAbi<MergeStatesParams> = OSTINATO_ABI_MERGE;
-template <>
-constexpr std::uint64_t kAbi<SampleParams> = OSTINATO_ABI_SAMPLING;
-
-// One loaded kernel library. It stays loaded for the life of the process: a captured graph holds
-// its kernels without our knowing.
-template <typename Params>
+// It stays loaded for the life of the process: a captured graph holds its kernels without our
+// knowing.
 class Library {
  public:
   explicit Library(const std::string& path) : path_(path) {
-    void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
+    handle_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle_ == nullptr) {
       throw std::runtime_error(std::string("cannot load a kernel library: ") + dlerror());
     }
-    handle_ = handle;
-    const auto abi_version = symbol<std::uint64_t (*)()>(handle, "ostinato_abi_version");
-    if (abi_version() != kAbi<Params>) {
-      throw std::runtime_error(path +
-                               ": compiled with another params.h than ostinato._C; "
-                               "reinstall the package (`pip install -e .` in a checkout)");
+    launch_packer_ = packer("ostinato_fields", "launch", "stream");
+    error_string_ = symbol<const char* (*)(int)>("ostinato_error_string");
+    prepare_ = symbol<int (*)()>("ostinato_prepare");
+    launch_ = symbol<int (*)(const void*, void*)>("ostinato_launch");
+    if (dlsym(handle_, "ostinato_workspace_fields") != nullptr) {
+      workspace_packer_ = packer("ostinato_workspace_fields", "workspace_bytes", "");
+      workspace_bytes_ = symbol<int (*)(const void*, std::int64_t*)>("ostinato_workspace_bytes");
     }
-    error_string_ = symbol<const char* (*)(int)>(handle, "ostinato_error_string");
-    prepare_ = symbol<int (*)()>(handle, "ostinato_prepare");
-    launch_ = symbol<int (*)(const Params*, void*)>(handle, "ostinato_launch");
   }
 
-  void prepare() const {
-    int error;
-    {
-      py::gil_scoped_release unlocked;
-      error = prepare_();
-    }
-    check(error, "prepare");
+  const std::string& path() const { return path_; }
+  const Layout& layout() const { return launch_packer_->layout(); }
+
+  PyObject* prepare() const {
+    return unlocked("prepare", [this] { return prepare_(); });
   }
 
-  void launch(const Params& params, std::uintptr_t stream) const {
-    int error;
-    {
-      // The driver may block here, on a full queue or on another thread's capture.
-      py::gil_scoped_release unlocked;
-      error = launch_(&params, pointer(stream));
+  PyObject* launch(PyObject* const* values, Py_ssize_t positional, PyObject* names) const {
+    alignas(std::max_align_t) unsigned char params[Layout::kMaxSize];
+    std::uintptr_t stream = 0;
+    if (!launch_packer_->pack(values, positional, names, params, &stream)) {
+      return nullptr;
     }
-    check(error, "launch");
+    return unlocked("launch", [&] { return launch_(params, pointer(stream)); });
   }
 
- protected:
+  PyObject* workspace_bytes(PyObject* const* values, Py_ssize_t positional, PyObject* names) const {
+    if (workspace_packer_ == nullptr) {
+      return PyErr_Format(PyExc_RuntimeError, "%s: workspace_bytes: its launches take no workspace",
+                          path_.c_str());
+    }
+    alignas(std::max_align_t) unsigned char capacities[Layout::kMaxSize];
+    if (!workspace_packer_->pack(values, positional, names, capacities, nullptr)) {
+      return nullptr;
+    }
+    std::int64_t bytes = 0;
+    if (const int error = workspace_bytes_(capacities, &bytes)) {
+      return raise("workspace_bytes", error);
+    }
+    return PyLong_FromLongLong(bytes);
+  }
+
+ private:
+  std::unique_ptr<Packer> packer(const char* table, const char* what, const char* reserved) const {
+    Layout layout = read_layout(path_, symbol<const FieldTable* (*)()>(table)(), reserved);
+    return std::make_unique<Packer>(path_, what, std::move(layout), *reserved != '\0');
+  }
+
   template <typename Function>
-  Function symbol(void* handle, const char* name) const {
-    void* const found = dlsym(handle, name);
+  Function symbol(const char* name) const {
+    void* const found = dlsym(handle_, name);
     if (found == nullptr) {
       throw std::runtime_error(path_ + ": not a kernel library: it has no symbol " + name);
     }
     return reinterpret_cast<Function>(found);
   }
 
-  void check(int error, const char* what) const {
+  // The driver may block in these, on a full queue or on another thread's capture.
+  template <typename Call>
+  PyObject* unlocked(const char* what, const Call& call) const {
+    PyThreadState* const state = PyEval_SaveThread();
+    const int error = call();
+    PyEval_RestoreThread(state);
     if (error != 0) {
-      throw std::runtime_error(std::string("CUDA error in ") + what + " of " + path_ + ": " +
-                               error_string_(error));
+      return raise(what, error);
     }
+    Py_RETURN_NONE;
   }
 
-  void* handle_;
+  PyObject* raise(const char* what, int error) const {
+    return PyErr_Format(PyExc_RuntimeError, "CUDA error in %s of %s: %s", what, path_.c_str(),
+                        error_string_(error));
+  }
 
- private:
   std::string path_;
+  void* handle_;
+  std::unique_ptr<Packer> launch_packer_;
+  std::unique_ptr<Packer> workspace_packer_;  // null: there is nothing to ask
   const char* (*error_string_)(int);
   int (*prepare_)();
-  int (*launch_)(const Params*, void*);
-};
-
-class PagedDecodeLibrary : public Library<PagedDecodeParams> {
- public:
-  explicit PagedDecodeLibrary(const std::string& path) : Library(path) {
-    workspace_bytes_ = symbol<WorkspaceBytes*>(handle_, "ostinato_workspace_bytes");
-  }
-
-  std::int64_t workspace_bytes(int rows, std::int64_t segments, std::int64_t tokens) const {
-    std::int64_t bytes = 0;
-    check(workspace_bytes_(rows, segments, tokens, &bytes), "workspace_bytes");
-    return bytes;
-  }
-
- private:
-  using WorkspaceBytes = int(int, std::int64_t, std::int64_t, std::int64_t*);
-  WorkspaceBytes* workspace_bytes_;
-};
-
-class PrefillLibrary : public Library<ScaledPrefillParams> {
- public:
-  explicit PrefillLibrary(const std::string& path) : Library(path) {
-    workspace_bytes_ = symbol<int (*)(std::int64_t*)>(handle_, "ostinato_workspace_bytes");
-  }
-
-  std::int64_t workspace_bytes() const {
-    std::int64_t bytes = 0;
-    check(workspace_bytes_(&bytes), "workspace_bytes");
-    return bytes;
-  }
-
- private:
-  int (*workspace_bytes_)(std::int64_t*);
+  int (*launch_)(const void*, void*);
+  int (*workspace_bytes_)(const void*, std::int64_t*) = nullptr;
 };
 
 }  // namespace ostinato

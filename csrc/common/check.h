@@ -3,12 +3,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include "entry.h"
+
 #ifndef NDEBUG
 #error "kernels are compiled with -DNDEBUG: a device assert is a call, and a call serialises wgmma"
 #endif
-
-// Makes a C function visible in the kernel library, which hides everything else.
-#define OSTINATO_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Returns the error of a CUDA call from the enclosing function, if there is one.
 #define OSTINATO_RETURN_IF_ERROR(call)         \

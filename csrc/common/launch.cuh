@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "check.h"
+#include "target.cuh"
 
 namespace ostinato {
 
@@ -16,7 +17,8 @@ struct LaunchConfig {
   std::size_t dynamic_smem = 0;  // bytes
   dim3 cluster = dim3(1, 1, 1);
   // The grid may start before its predecessor on the stream has ended: the kernel must call
-  // wait_for_predecessor() before it touches anything that an earlier kernel reads or writes.
+  // wait_for_predecessor() before it touches anything that an earlier kernel reads or writes. A GPU
+  // without programmatic launches starts it afterwards, as any other.
   bool pdl = false;
 };
 
@@ -28,7 +30,7 @@ cudaError_t launch(void (*kernel)(Parameters...), const LaunchConfig& config, cu
                    Arguments&&... args) {
   cudaLaunchAttribute attributes[2];
   unsigned int count = 0;
-  if (config.pdl) {
+  if (kHasProgrammaticLaunch && config.pdl) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;
     ++count;
@@ -71,13 +73,17 @@ cudaError_t allow_dynamic_smem(void (*kernel)(Parameters...), std::size_t bytes)
 // Waits until every earlier kernel of the stream has ended and its writes are visible. Without a
 // programmatic launch it returns at once. Memory clobber: no load may be hoisted above it.
 __device__ __forceinline__ void wait_for_predecessor() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (kHasProgrammaticLaunch) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+  }
 }
 
 // Lets the next kernel of the stream start when all CTAs have said so or ended. It says nothing
 // about this kernel's writes: the successor's wait_for_predecessor() does.
 __device__ __forceinline__ void let_successor_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (kHasProgrammaticLaunch) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  }
 }
 
 }  // namespace ostinato

@@ -7,6 +7,9 @@
 
 #include <cstdint>
 
+#include "e4m3.cuh"
+#include "target.cuh"
+
 namespace ostinato {
 
 namespace dtype {
@@ -159,10 +162,15 @@ __device__ __forceinline__ uint32_t pack_bytes(const uint32_t (&low_bytes)[4]) {
 }
 
 __device__ __forceinline__ uint32_t pack_e4m3(const float (&q)[4]) {
-  uint16_t low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(q[1]), "f"(q[0]));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(q[3]), "f"(q[2]));
-  return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+  if constexpr (kHasE4m3Rounding) {
+    uint16_t low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(q[1]), "f"(q[0]));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(q[3]), "f"(q[2]));
+    return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16;
+  } else {
+    return round_to_e4m3(q[0]) | round_to_e4m3(q[1]) << 8 | round_to_e4m3(q[2]) << 16 |
+           round_to_e4m3(q[3]) << 24;
+  }
 }
 
 // The 8-bit grid that quotients are rounded to, and the zero point on it.

@@ -75,7 +75,7 @@ bool is_valid(const EmbedParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::EmbedParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::EmbedParams) {
   using namespace ostinato;
   const EmbedParams& p = *params;
   if (p.rows == 0) {  // tensors without elements have no address

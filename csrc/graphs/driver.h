@@ -1,4 +1,4 @@
-// What ostinato._C asks of the CUDA driver itself, which it does not link.
+// What native modules ask of the CUDA driver itself, which they do not link.
 #pragma once
 
 #include <dlfcn.h>
@@ -6,8 +6,6 @@
 #include <atomic>
 #include <cstdint>
 #include <stdexcept>
-
-#include "bindings/library.h"
 
 namespace ostinato {
 
@@ -31,7 +29,7 @@ inline bool is_capturing(std::uintptr_t stream) {
     found.store(ask, std::memory_order_relaxed);
   }
   int status = kNotCapturing;
-  const int error = ask(pointer(stream), &status);
+  const int error = ask(reinterpret_cast<void*>(stream), &status);
   return error == kCaptureImplicit || (error == 0 && status != kNotCapturing);
 }
 
@@ -47,7 +45,7 @@ inline int launch_graph(std::uintptr_t executable, std::uintptr_t stream) {
     }
     return reinterpret_cast<Launch>(found);
   }();
-  return launch(pointer(executable), pointer(stream));
+  return launch(reinterpret_cast<void*>(executable), reinterpret_cast<void*>(stream));
 }
 
 }  // namespace ostinato

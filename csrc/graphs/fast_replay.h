@@ -36,7 +36,7 @@ struct KnownRun {
 };
 
 // An object of Python's, which all begin with `base`; zero at first.
-struct Repeat {
+struct FastReplay {
   PyObject base;
 
   // For good. Null on a CPU, where runs are in program order and nothing is captured.
@@ -44,9 +44,9 @@ struct Repeat {
   PyObject* device;          // that index
   PyObject* current_device;  // torch's function; null also where there is one device only
 
-  // Of all runs that are known: none are if `turn` is null.
-  Turn* turn;
-  PyObject* turn_object;
+  // Of all runs that are known: none are if `run_lock` is null.
+  RunLock* run_lock;
+  PyObject* lock_object;
   PyObject* stager;  // whose `stage` writes inputs
   PyObject* look;    // returns None unless memory has moved
   long long runs_per_look;
@@ -65,11 +65,11 @@ struct Repeat {
   KnownRun runs[kRuns];
 };
 
-inline void forget_run(Repeat& repeat, int index) {
-  PyObject* const variant = repeat.keys[index].variant;
-  const KnownRun run = repeat.runs[index];
-  repeat.keys[index] = {};
-  repeat.runs[index] = {};
+inline void forget_run(FastReplay& replay_cache, int index) {
+  PyObject* const variant = replay_cache.keys[index].variant;
+  const KnownRun run = replay_cache.runs[index];
+  replay_cache.keys[index] = {};
+  replay_cache.runs[index] = {};
   Py_XDECREF(variant);
   for (PyObject* const part : run.parts) {
     Py_XDECREF(part);
@@ -77,28 +77,28 @@ inline void forget_run(Repeat& repeat, int index) {
 }
 
 // What goes with the runs may call anything.
-inline void forget_runs(Repeat& repeat) {
-  PyObject* const common[] = {repeat.turn_object, repeat.stager, repeat.look};
-  repeat.turn = nullptr;
-  repeat.turn_object = repeat.stager = repeat.look = nullptr;
-  for (int i = 0; i < Repeat::kRuns; ++i) {
-    forget_run(repeat, i);
+inline void forget_runs(FastReplay& replay_cache) {
+  PyObject* const common[] = {replay_cache.lock_object, replay_cache.stager, replay_cache.look};
+  replay_cache.run_lock = nullptr;
+  replay_cache.lock_object = replay_cache.stager = replay_cache.look = nullptr;
+  for (int i = 0; i < FastReplay::kRuns; ++i) {
+    forget_run(replay_cache, i);
   }
   for (PyObject* const object : common) {
     Py_XDECREF(object);
   }
 }
 
-// The same where the turn does not do it.
-inline void leave_turn(Repeat& repeat) {
-  if (repeat.turn != nullptr) {
-    auto& known = repeat.turn->repeats;
-    known.erase(std::remove(known.begin(), known.end(), &repeat), known.end());
-    forget_runs(repeat);
+// The same where the run lock does not do it.
+inline void leave_run_lock(FastReplay& replay_cache) {
+  if (replay_cache.run_lock != nullptr) {
+    auto& known = replay_cache.run_lock->fast_replays;
+    known.erase(std::remove(known.begin(), known.end(), &replay_cache), known.end());
+    forget_runs(replay_cache);
   }
 }
 
-namespace repeat {
+namespace fast_replay {
 
 // What a test has found out of Python's objects.
 enum class Found { no, yes, error };
@@ -118,35 +118,36 @@ inline Found equals(PyObject* made, PyObject* other) {
 }
 
 // The caller's current stream, if it is that of the last call, and not being captured.
-inline Found find_stream(const Repeat& repeat, std::uintptr_t& stream) {
-  if (repeat.current_stream == nullptr) {
+inline Found find_stream(const FastReplay& replay_cache, std::uintptr_t& stream) {
+  if (replay_cache.current_stream == nullptr) {
     return Found::yes;
   }
-  if (repeat.current_device != nullptr) {
-    const Found same = equals(PyObject_CallNoArgs(repeat.current_device), repeat.device);
+  if (replay_cache.current_device != nullptr) {
+    const Found same =
+        equals(PyObject_CallNoArgs(replay_cache.current_device), replay_cache.device);
     if (same != Found::yes) {
       return same;  // the default stream is another one for each device
     }
   }
-  PyObject* const current = PyObject_CallOneArg(repeat.current_stream, repeat.device);
+  PyObject* const current = PyObject_CallOneArg(replay_cache.current_stream, replay_cache.device);
   if (current == nullptr) {
     return Found::error;
   }
   const unsigned long long handle = PyLong_AsUnsignedLongLongMask(current);
   Py_DECREF(current);
   stream = static_cast<std::uintptr_t>(handle);
-  return found(static_cast<std::int64_t>(handle) == repeat.turn->last_stream &&
+  return found(static_cast<std::int64_t>(handle) == replay_cache.run_lock->last_stream &&
                !is_capturing(stream));
 }
 
 // The first of the places where runs of so many rows may be.
-inline int set_of(long n) { return static_cast<int>(n % Repeat::kSets) * Repeat::kWays; }
+inline int set_of(long n) { return static_cast<int>(n % FastReplay::kSets) * FastReplay::kWays; }
 
 // Where the run of so many rows is, or -1. Variants are few, and mostly the same object.
-inline int index_of(const Repeat& repeat, long n, PyObject* variant) {
+inline int index_of(const FastReplay& replay_cache, long n, PyObject* variant) {
   const int first = set_of(n);
-  for (int i = first; i < first + Repeat::kWays; ++i) {
-    const Repeat::Key& key = repeat.keys[i];
+  for (int i = first; i < first + FastReplay::kWays; ++i) {
+    const FastReplay::Key& key = replay_cache.keys[i];
     if (key.n == n &&
         (key.variant == variant || PyObject_RichCompareBool(key.variant, variant, Py_EQ) == 1)) {
       return i;
@@ -156,11 +157,11 @@ inline int index_of(const Repeat& repeat, long n, PyObject* variant) {
 }
 
 // Whether declared memory is where it was, as far as it is looked at now.
-inline Found is_in_place(Repeat& repeat) {
-  if (--repeat.runs_to_look > 0) {
+inline Found is_in_place(FastReplay& replay_cache) {
+  if (--replay_cache.runs_to_look > 0) {
     return Found::yes;
   }
-  PyObject* const moved = PyObject_CallNoArgs(repeat.look);
+  PyObject* const moved = PyObject_CallNoArgs(replay_cache.look);
   if (moved == nullptr) {
     return Found::error;
   }
@@ -168,7 +169,7 @@ inline Found is_in_place(Repeat& repeat) {
   if (moved != Py_None) {
     return Found::no;  // the next look is due, and finds it again
   }
-  repeat.runs_to_look = repeat.runs_per_look;
+  replay_cache.runs_to_look = replay_cache.runs_per_look;
   return Found::yes;
 }
 
@@ -177,9 +178,10 @@ inline bool is_done(PyObject* returned) {
   return returned != nullptr;
 }
 
-inline bool stage(const Repeat& repeat, const KnownRun& run, PyObject* inputs, PyObject* n) {
+inline bool stage(const FastReplay& replay_cache, const KnownRun& run, PyObject* inputs,
+                  PyObject* n) {
   static PyObject* const name = PyUnicode_InternFromString("stage");
-  PyObject* const arguments[] = {repeat.stager, inputs, n, run.parts[KnownRun::kBatchSize]};
+  PyObject* const arguments[] = {replay_cache.stager, inputs, n, run.parts[KnownRun::kBatchSize]};
   return is_done(PyObject_VectorcallMethod(name, arguments, 4, nullptr));
 }
 
@@ -227,24 +229,25 @@ inline PyObject* outputs(const KnownRun& run, PyObject* n) {
   return PyDict_CheckExact(packed) ? PyDict_Copy(packed) : Py_NewRef(packed);
 }
 
-inline PyObject* run_in_turn(Repeat& repeat, PyObject* n, PyObject* inputs, PyObject* variant) {
+inline PyObject* run_locked(FastReplay& replay_cache, PyObject* n, PyObject* inputs,
+                            PyObject* variant) {
   int overflow;
   const long rows = PyLong_CheckExact(n) ? PyLong_AsLongAndOverflow(n, &overflow) : 0;
-  const int index = rows > 0 ? index_of(repeat, rows, variant) : -1;  // what overflows is -1
+  const int index = rows > 0 ? index_of(replay_cache, rows, variant) : -1;  // what overflows is -1
   if (index < 0) {
     PyErr_Clear();  // of an odd variant, which Python refuses
     Py_RETURN_NONE;
   }
   std::uintptr_t stream = 0;
-  Found usual = find_stream(repeat, stream);
+  Found usual = find_stream(replay_cache, stream);
   if (usual == Found::yes) {
-    usual = is_in_place(repeat);
+    usual = is_in_place(replay_cache);
   }
   if (usual == Found::no) {
     Py_RETURN_NONE;
   }
-  const KnownRun& run = repeat.runs[index];
-  if (usual == Found::error || !stage(repeat, run, inputs, n) || !replay(run, stream)) {
+  const KnownRun& run = replay_cache.runs[index];
+  if (usual == Found::error || !stage(replay_cache, run, inputs, n) || !replay(run, stream)) {
     return nullptr;
   }
   run.counts->add(rows, true);
@@ -252,22 +255,22 @@ inline PyObject* run_in_turn(Repeat& repeat, PyObject* n, PyObject* inputs, PyOb
 }
 
 // run(owner, n, inputs, variant): the outputs, or None if nothing was done. What is known changes
-// only in the hands of who has the turn.
+// only in the hands of who holds the run lock.
 inline PyObject* run(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4) {
     return PyErr_Format(PyExc_TypeError, "run: got %zd arguments, expected 4", count);
   }
-  auto& repeat = *reinterpret_cast<Repeat*>(self);
+  auto& replay_cache = *reinterpret_cast<FastReplay*>(self);
   static PyObject* const what = PyUnicode_InternFromString("run");
-  Turn* const turn = repeat.turn;
-  if (turn == nullptr || turn->is_closing() || repeat.forks != forks ||
-      !turn->take_now(arguments[0], what)) {
+  RunLock* const run_lock = replay_cache.run_lock;
+  if (run_lock == nullptr || run_lock->is_closing() || replay_cache.forks != forks ||
+      !run_lock->take_now(arguments[0], what)) {
     Py_RETURN_NONE;
   }
-  PyObject* const outputs = run_in_turn(repeat, arguments[1], arguments[2], arguments[3]);
-  turn->end();
+  PyObject* const outputs = run_locked(replay_cache, arguments[1], arguments[2], arguments[3]);
+  run_lock->end();
   return outputs;
 }
 
-}  // namespace repeat
+}  // namespace fast_replay
 }  // namespace ostinato

@@ -1,5 +1,5 @@
-// Whose turn it is among the runners of a memory pool, and how often each of their graphs was run:
-// what ostinato.graphs and a run that is repeated without it (fast_replay.h) share.
+// Who holds the run lock among the runners of a memory pool, and how often each of their graphs was
+// run: what ostinato.graphs and a run that is repeated without it (fast_replay.h) share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,26 +16,26 @@ namespace py = pybind11;
 
 namespace ostinato {
 
-struct Repeat;
-inline void forget_runs(Repeat& repeat);
+struct FastReplay;
+inline void forget_runs(FastReplay& replay_cache);
 
 // All of it is called with the GIL held.
-class Turn {
+class RunLock {
  public:
-  Turn() : lock_(PyThread_allocate_lock()) {
+  RunLock() : lock_(PyThread_allocate_lock()) {
     if (lock_ == nullptr) {
       throw std::bad_alloc();
     }
   }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  ~Turn() {
+  RunLock(const RunLock&) = delete;
+  RunLock& operator=(const RunLock&) = delete;
+  ~RunLock() {
     PyThread_acquire_lock(lock_, NOWAIT_LOCK);
     PyThread_release_lock(lock_);
     PyThread_free_lock(lock_);
   }
 
-  // Takes the turn if it is free.
+  // Takes the run lock if it is free.
   bool take_now(py::handle owner, py::handle what) {
     if (!PyThread_acquire_lock(lock_, NOWAIT_LOCK)) {
       return false;
@@ -44,7 +44,7 @@ class Turn {
     return true;
   }
 
-  // Takes the turn, waiting so long for other threads; false if it is taken by then.
+  // Takes the run lock, waiting so long for other threads; false if it is taken by then.
   bool take(const py::object& owner, const py::object& what, double timeout_s) {
     if (!PyThread_acquire_lock(lock_, NOWAIT_LOCK) && !wait(timeout_s)) {
       return false;
@@ -53,23 +53,24 @@ class Turn {
     return true;
   }
 
-  // Whoever has the turn and does more than one run lets nobody repeat what was before.
+  // Whoever holds the run lock and does more than one run lets nobody repeat what was before.
   void forget() {
-    while (!repeats.empty()) {
-      Repeat& repeat = *repeats.back();
+    while (!fast_replays.empty()) {
+      FastReplay& replay_cache = *fast_replays.back();
       // What goes with its runs may be the last that holds it.
-      const auto held = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&repeat));
-      repeats.pop_back();
-      forget_runs(repeat);
+      const auto held =
+          py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&replay_cache));
+      fast_replays.pop_back();
+      forget_runs(replay_cache);
     }
   }
 
-  // Lets the turn outlast the call that took it: any thread may end it, or wait for that.
+  // Lets the run lock outlast the call that took it: any thread may end it, or wait for that.
   void detach() { thread_ = 0; }
 
   void end() {
     if (!is_taken_) {
-      throw std::runtime_error("end: the turn is not taken");
+      throw std::runtime_error("end: the run lock is not taken");
     }
     is_taken_ = false;
     thread_ = 0;
@@ -84,8 +85,8 @@ class Turn {
   py::object owner() const { return owner_ ? owner_ : py::none(); }
   py::object what() const { return what_ ? what_ : py::none(); }
 
-  std::vector<Repeat*> repeats;   // that know runs; each takes itself out when it ends
-  std::int64_t last_stream = -1;  // of the last call; -1: none, or one that may be gone
+  std::vector<FastReplay*> fast_replays;  // that know runs; each takes itself out when it ends
+  std::int64_t last_stream = -1;          // of the last call; -1: none, or one that may be gone
 
  private:
   void note(py::handle owner, py::handle what) {

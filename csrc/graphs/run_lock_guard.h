@@ -1,4 +1,4 @@
-// Having a turn inside of a `with` statement of Python. What a signal handler raises, such as
+// Holding a run lock inside of a `with` statement of Python. What a signal handler raises, such as
 // KeyboardInterrupt, comes up between two of Python's instructions. `with` looks for signals
 // neither between `enter` and its block nor between the block and `exit`, which are whole in here;
 // so nothing is taken that is not given back.
@@ -13,32 +13,32 @@
 
 namespace ostinato {
 
-// One call that has the turn.
-class Hold {
+// One call that holds the run lock.
+class RunLockGuard {
  public:
-  Hold(py::object turn, py::object owner, py::object what, double timeout_s, bool is_run,
-       py::object check, py::object refuse)
-      : turn_object_(std::move(turn)),
-        turn_(py::cast<Turn&>(turn_object_)),
+  RunLockGuard(py::object run_lock, py::object owner, py::object what, double timeout_s,
+               bool is_run, py::object check, py::object refuse)
+      : lock_object_(std::move(run_lock)),
+        run_lock_(py::cast<RunLock&>(lock_object_)),
         owner_(std::move(owner)),
         what_(std::move(what)),
         timeout_s_(timeout_s),
         is_run_(is_run),
         check_(std::move(check)),
         refuse_(std::move(refuse)) {}
-  Hold(const Hold&) = delete;
-  Hold& operator=(const Hold&) = delete;
-  ~Hold() { exit(); }  // of Pythons that do look for signals behind `enter`
+  RunLockGuard(const RunLockGuard&) = delete;
+  RunLockGuard& operator=(const RunLockGuard&) = delete;
+  ~RunLockGuard() { exit(); }  // of Pythons that do look for signals behind `enter`
 
   void enter() {
-    if (!turn_.take(owner_, what_, timeout_s_)) {
+    if (!run_lock_.take(owner_, what_, timeout_s_)) {
       refuse_(owner_, what_);
-      throw std::runtime_error("enter: the turn is taken");
+      throw std::runtime_error("enter: the run lock is taken");
     }
     has_turn_ = true;
     try {
       if (!is_run_) {
-        turn_.forget();
+        run_lock_.forget();
       }
       if (!check_.is_none()) {
         check_();
@@ -55,23 +55,23 @@ class Hold {
     }
   }
 
-  // Lets the turn outlast the `with` statement, until `end`.
+  // Lets the run lock outlast the `with` statement, until `end`.
   void detach() {
-    turn_.detach();
+    run_lock_.detach();
     is_detached_ = true;
   }
 
-  // Gives the turn back; again does nothing.
+  // Gives the run lock back; again does nothing.
   void end() {
     if (has_turn_) {
       has_turn_ = false;
-      turn_.end();
+      run_lock_.end();
     }
   }
 
  private:
-  py::object turn_object_;
-  Turn& turn_;
+  py::object lock_object_;
+  RunLock& run_lock_;
   py::object owner_, what_;
   double timeout_s_;
   bool is_run_;
@@ -80,11 +80,11 @@ class Hold {
 };
 
 // The calls that wait to close one runner, each inside of a `with` statement: until they are done,
-// nothing is repeated in its turn.
-class Closing {
+// nothing is repeated in its run lock.
+class PendingCloses {
  public:
-  explicit Closing(py::object turn)
-      : turn_object_(std::move(turn)), turn_(py::cast<Turn&>(turn_object_)) {}
+  explicit PendingCloses(py::object run_lock)
+      : lock_object_(std::move(run_lock)), run_lock_(py::cast<RunLock&>(lock_object_)) {}
 
   void enter() { add(1); }
   void exit() { add(-1); }
@@ -93,11 +93,11 @@ class Closing {
  private:
   void add(int calls) {
     count_ += calls;
-    turn_.count_closing(calls);
+    run_lock_.count_closing(calls);
   }
 
-  py::object turn_object_;
-  Turn& turn_;
+  py::object lock_object_;
+  RunLock& run_lock_;
   int count_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// How far SMs are from places in the L2, in clocks (docs/halves.md).
+// How far SMs are from places in the L2, in clocks (docs/l2_partition.md).
 //
 // By atomics, which are done where a place is held; a load may find a copy in the half of the SM.
 // They change nothing: each adds a zero's bits. A CTA has an SM for itself.
@@ -66,7 +66,7 @@ OSTINATO_EXPORT int ostinato_prepare(void) {
   return ostinato::allow_dynamic_smem(ostinato::probe, ostinato::kSmem);
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::L2ProbeParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::L2ProbeParams) {
   using namespace ostinato;
   if (params->count < 1) {
     return cudaErrorInvalidValue;

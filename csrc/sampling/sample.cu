@@ -12,6 +12,7 @@
 
 #include "common/argmax_key.cuh"
 #include "common/check.h"
+#include "common/cluster_group.cuh"
 #include "common/launch.cuh"
 #include "params.h"
 #include "philox.cuh"
@@ -68,21 +69,21 @@ __device__ uint32_t draw(const SampleParams& p, int row, Selector<kAligned>& sel
 }
 
 // The best that this thread finds of a row of which others have looked through every part.
-__device__ __forceinline__ Place best_of_thread(const SampleParams& p, int row) {
+__device__ __forceinline__ ArgmaxKey best_of_thread(const SampleParams& p, int row) {
   const uint64_t* const parts = p.best + row * p.best_stride;
-  Place best = ~Place{0};
+  ArgmaxKey best = ~ArgmaxKey{0};
 #pragma unroll 4
   for (int part = threadIdx.x; part < p.parts; part += kThreads) {
-    best = min(best, Place{parts[part]});
+    best = min(best, ArgmaxKey{parts[part]});
   }
   return best;
 }
 
 // The smallest of all of a CTA's threads.
-__device__ __forceinline__ Place smallest_of_cta(Place place, Place (&of_warps)[kWarps]) {
-  place = smallest_of_lanes<32>(place);
+__device__ __forceinline__ ArgmaxKey smallest_of_cta(ArgmaxKey key, ArgmaxKey (&of_warps)[kWarps]) {
+  key = smallest_of_lanes<32>(key);
   if (threadIdx.x % 32 == 0) {
-    of_warps[threadIdx.x / 32] = place;
+    of_warps[threadIdx.x / 32] = key;
   }
   __syncthreads();
   return smallest_of_lanes<kWarps>(of_warps[threadIdx.x % kWarps]);
@@ -93,15 +94,15 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   __shared__ SharedStorage shared;
   wait_for_predecessor();
   let_successor_start();
-  const cg::cluster_group cluster = cg::this_cluster();
+  const ClusterGroup cluster = this_cluster();
   const int ctas = static_cast<int>(cluster.num_blocks());
   const int row = static_cast<int>(blockIdx.x) / ctas;
   const float temperature = p.temperature[row];
   if (p.best != nullptr) {
     const float penalty = p.repetition_penalty == nullptr ? 1.0f : p.repetition_penalty[row];
-    const Place mine = best_of_thread(p, row);  // asked for before it is known to be wanted
+    const ArgmaxKey mine = best_of_thread(p, row);  // asked for before it is known to be wanted
     if (is_greedy(temperature, penalty)) {
-      const Place best = smallest_of_cta(mine, shared.warp_values[0]);
+      const ArgmaxKey best = smallest_of_cta(mine, shared.warp_values[0]);
       if (cluster.block_rank() == 0 && threadIdx.x == 0) {
         p.out[row] = id_of(best);
       }
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
 // gains.
 int ctas_for(int rows, int vocabulary, int sms) {
   int ctas = 1;
-  while (ctas < kMaxCtas && 2 * ctas * rows <= (ctas == 1 ? sms : sms - sms / 8) &&
+  while (kHasClusters && ctas < kMaxCtas && 2 * ctas * rows <= (ctas == 1 ? sms : sms - sms / 8) &&
          vocabulary / (2 * ctas) >= kLeastLogits) {
     ctas *= 2;
   }
@@ -152,7 +153,7 @@ bool is_aligned(const SampleParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::SampleParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::SampleParams) {
   using namespace ostinato;
   if (params->rows < 0 || params->vocabulary <= 0 ||
       params->vocabulary > sampling::kMaxVocabulary) {

@@ -2,20 +2,17 @@
 //
 // The CTAs of a cluster share a row. They count tokens, and add up their masses, in bins of how far
 // they are below the best; one bin holds the end, and its tokens, mostly few, are gathered and
-// compared. Where they are many, as equal logits may be, they are taken apart by their places
+// compared. Where they are many, as equal logits may be, they are taken apart by their keys
 // first.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
+#include "common/cluster_group.cuh"
 #include "histogram.cuh"
 #include "sample_row.cuh"
 
 namespace ostinato::sampling {
-
-namespace cg = cooperative_groups;
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kGathered = kThreads;  // as many tokens are compared one by one
@@ -46,7 +43,7 @@ struct Choice {
 struct SharedStorage {
   Histogram depths;
   Histogram places;
-  Place gathered[kGathered];
+  ArgmaxKey gathered[kGathered];
   Mass masses[kGathered];
   uint32_t gathered_count;
   Amount warp_amounts[kWarps];
@@ -56,20 +53,20 @@ struct SharedStorage {
   Choice choice;
 };
 
-// Tokens of one bin of depths, or of a range of places.
+// Tokens of one bin of depths, or of a range of keys.
 struct Selection {
-  int bin;  // -1: by places
-  Place low;
-  Place high;
+  int bin;  // -1: by keys
+  ArgmaxKey low;
+  ArgmaxKey high;
 };
 
 template <bool kAligned>
 class Selector {
  public:
   __device__ Selector(const RowPart<kAligned>& part, SharedStorage& shared)
-      : part_(part), shared_(shared), cluster_(cg::this_cluster()) {}
+      : part_(part), shared_(shared), cluster_(this_cluster()) {}
 
-  // The places of the best and the last token.
+  // The keys of the best and the last token.
   __device__ Selection all() {
     // Of logits and ids apart, and of whole vectors first, which takes fewer instructions for each
     // token.
@@ -95,7 +92,8 @@ class Selector {
       }
     });
     const bool has_some = id != ~0u;
-    return extent(has_some ? place_of(best, id) : ~Place{0}, has_some ? place_of(last, 0) : 0);
+    return extent(has_some ? argmax_key_of(best, id) : ~ArgmaxKey{0},
+                  has_some ? argmax_key_of(last, 0) : 0);
   }
 
   // To be called before choose(): counts all tokens, of which `last` is the smallest logit. Returns
@@ -136,24 +134,24 @@ class Selector {
     Found found = locate(shared_.depths, {}, target);
     Selection selection = {found.bin, 0, 0};
     while (found.amount.count > kGathered) {
-      Place low = ~Place{0};
-      Place high = 0;
-      for_selected(selection, [&](Place place, float) {
-        low = min(low, place);
-        high = max(high, place);
+      ArgmaxKey low = ~ArgmaxKey{0};
+      ArgmaxKey high = 0;
+      for_selected(selection, [&](ArgmaxKey key, float) {
+        low = min(low, key);
+        high = max(high, key);
       });
       const Selection all = extent(low, high);
       const int shift = max(0, 64 - __clzll(all.high - all.low) - kLogBins);
       clear(shared_.places);
-      for_selected(all, [&](Place place, float logit) {
-        add(shared_.places, static_cast<int>((place - all.low) >> shift),
+      for_selected(all, [&](ArgmaxKey key, float logit) {
+        add(shared_.places, static_cast<int>((key - all.low) >> shift),
             Scale::mass(scale_.depth(logit)));
       });
       combine(shared_.places);
       found = locate(shared_.places, found.before, target);
       selection.bin = -1;
-      selection.low = all.low + (static_cast<Place>(found.bin) << shift);
-      selection.high = min(all.high, selection.low + (Place{1} << shift) - 1);
+      selection.low = all.low + (static_cast<ArgmaxKey>(found.bin) << shift);
+      selection.high = min(all.high, selection.low + (ArgmaxKey{1} << shift) - 1);
     }
     return compare(selection, found, target);
   }
@@ -170,15 +168,15 @@ class Selector {
   template <typename Visit>
   __device__ __forceinline__ void for_selected(const Selection& selection, Visit&& visit) {
     part_.template for_each<8>([&](float logit, uint32_t id) {
-      const Place place = place_of(logit, id);
+      const ArgmaxKey key = argmax_key_of(logit, id);
       if (selection.bin < 0) {
-        if (selection.low <= place && place <= selection.high) {
-          visit(place, logit);
+        if (selection.low <= key && key <= selection.high) {
+          visit(key, logit);
         }
       } else {
         const double depth = scale_.depth(logit);
         if (Scale::is_some(depth) && bin_of(depth) == selection.bin) {
-          visit(place, logit);
+          visit(key, logit);
         }
       }
     });
@@ -289,14 +287,14 @@ class Selector {
       shared_.gathered_count = 0;
     }
     cluster_.sync();
-    for_selected(selection, [&](Place place, float logit) {
+    for_selected(selection, [&](ArgmaxKey key, float logit) {
       const uint32_t slot = atomicAdd(&first.gathered_count, 1u);
-      first.gathered[slot] = place;
+      first.gathered[slot] = key;
       first.masses[slot] = Scale::mass(scale_.depth(logit));
     });
     cluster_.sync();
     if (cluster_.block_rank() == 0 && threadIdx.x < found.amount.count) {
-      const Place mine = shared_.gathered[threadIdx.x];
+      const ArgmaxKey mine = shared_.gathered[threadIdx.x];
       const Amount one = {shared_.masses[threadIdx.x], 1};
       Amount sum = found.before;
       for (uint32_t i = 0; i < found.amount.count; ++i) {
@@ -315,7 +313,7 @@ class Selector {
   }
 
   // The smallest and the largest of all threads of the cluster.
-  __device__ Selection extent(Place low, Place high) {
+  __device__ Selection extent(ArgmaxKey low, ArgmaxKey high) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
       low = min(low, __shfl_xor_sync(~0u, low, distance));
@@ -372,7 +370,7 @@ class Selector {
 
   const RowPart<kAligned>& part_;
   SharedStorage& shared_;
-  cg::cluster_group cluster_;
+  ClusterGroup cluster_;
   Scale scale_ = {};
   double bins_ = 0.0;  // for each unit of depth
 };

@@ -7,30 +7,22 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from typing import cast
 
 import torch
 
-from ostinato import _C
-
+from .._native import FastReplay, is_capturing
 from ..buffer_spec import BufferSpec
 from ..buffers import BatchView
 from ..errors import BusyError, GraphError
-from ..guards import only_capture, turn_of
-from ..inspect.allocations import (
-    Allocation,
-    State,
-)
-from ..inspect.diagnosis import (
-    Failure,
-    Trace,
-)
-from ..inspect.driver import GraphDriver
+from ..failures import Failure, Trace
+from ..graph import BurstLoop, Graph, ReplayTimer
+from ..guards import only_capture, run_lock_of
+from ..inspect.cuda import CudaInspector, PoolHandle
 from ..inspect.driver_log import DriverLog
-from ..inspect.nodes import Recording
 from ..inspect.op_trace import OperatorWatch
 from ..loop.cuda import (
     WhileLoop,
@@ -40,28 +32,20 @@ from ..loop.memory import BurstMemory
 from ..loop.plan import encode
 from ..loop.rules import BurstRules
 from ..outputs import Outputs, Step
-from ..process_group import Ranks
-from .base import (
-    BurstLoop,
-    Graph,
-    MemoryUse,
-    ReplayTimer,
-)
+from ..process_group import CaptureGroup
 from .launch import Launch
-from .pool_views import borrow
+from .pool_views import pool_views
 from .streams import (
     CallerOrder,
     EventTimer,
     StreamScope,
 )
 
-PoolHandle = tuple[int, int]
 # Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.
 _CAPTURE_MODE = "thread_local"
 _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 _CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
 _TIMED_REPLAYS, _TIMED_US = 3, 10_000  # at most, after one that is not timed; ranks take all
-_STATES = {"active_allocated": State.LIVE}
 
 
 class CudaBackend:
@@ -91,10 +75,10 @@ class CudaBackend:
         self._pool: PoolHandle | None = pool
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
-        self.turn = turn_of(pool, self._stream.cuda_stream)
-        self._order = CallerOrder(device, self.turn)
+        self.run_lock = run_lock_of(pool, self._stream.cuda_stream)
+        self._order = CallerOrder(device, self.run_lock)
         self._scope = StreamScope(self._stream, self._order)
-        self._driver: GraphDriver | None = None
+        self.inspector = CudaInspector(device, lambda: self._pool)
         self._library = ctypes.CDLL("libcuda.so.1")
         self._log = DriverLog(self._library)
         self._watch_again = False
@@ -102,15 +86,15 @@ class CudaBackend:
 
     def check_idle(self) -> None:
         """Refuse to work inside a capture of the caller's, which it would break."""
-        if _C.is_capturing(torch._C._cuda_getCurrentRawStream(self._device.index)):
+        if is_capturing(torch._C._cuda_getCurrentRawStream(self._device.index)):
             raise BusyError(
                 "the current stream is being captured: call the runner outside of that capture"
             )
 
-    def repeat(self) -> _C.Repeat:
+    def fast_replay(self) -> FastReplay:
         """Return what repeats runs on the caller's stream."""
         several = torch.cuda.device_count() > 1
-        return _C.Repeat(
+        return FastReplay(
             torch._C._cuda_getCurrentRawStream,
             self._device.index,
             torch._C._cuda_getDevice if several else None,
@@ -170,7 +154,7 @@ class CudaBackend:
         graph.instantiate()
         instantiate_ms = 1e3 * (time.perf_counter() - started)
         launch = Launch(graph, self._device)
-        return _CudaGraph(graph, launch, self._borrowed(outputs), instantiate_ms)
+        return _CudaGraph(graph, launch, self._views_of(outputs), instantiate_ms)
 
     def failure(self, step: Step, batch: BatchView) -> Failure:
         """Return the driver's log of the failed capture, and watch the step unless Python failed.
@@ -197,60 +181,11 @@ class CudaBackend:
             torch.cuda.empty_cache()
         return trace
 
-    def owned(self, outputs: Outputs) -> Sequence[int]:
-        """Return which outputs the capture allocated, by index: those in the pool."""
-        segments = self._pool_segments()
-        return [
-            index
-            for index, tensor in enumerate(outputs.tensors)
-            if any(start <= tensor.data_ptr() < start + size for start, size in segments)
-        ]
-
-    def memory(self) -> MemoryUse | None:
-        """Measure the pool through torch's allocator, and free memory through the driver."""
-        pool_bytes = sum(size for _, size in self._pool_segments())
-        return MemoryUse(pool_bytes, torch.cuda.mem_get_info(self._device)[0])
-
-    def check_readable(self) -> None:
-        """Raise GraphError when there is no cuda-python to read graphs with."""
-        if self._driver is None:
-            self._driver = GraphDriver.load()
-
-    def recording(self, graph: Graph) -> Recording | None:
-        """Read a graph through cuda-python."""
-        self.check_readable()
-        driver = cast("GraphDriver", self._driver)
-        return driver.read(cast("_CudaGraph", graph).handle)
-
-    def allocations(self) -> Sequence[Allocation]:
-        """Return the pool, and each block of the allocator's other segments on this device."""
-        pool, others = [], []
-        for segment in torch.cuda.memory_snapshot():
-            if segment["device"] != self._device.index:
-                continue
-            if tuple(segment["segment_pool_id"]) == self._pool:
-                # What the capture freed in it is the graphs' all the same.
-                label = "the graphs' pool"
-                pool.append(Allocation(segment["address"], segment["total_size"], label))
-                continue
-            start = segment["address"]
-            for block in segment["blocks"]:
-                state = _STATES.get(block["state"], State.FREED)
-                label = f"{block['size']} bytes of torch's allocator"
-                others.append(Allocation(start, block["size"], label, state))
-                start += block["size"]
-        return [*pool, *others]
-
-    def location_of(self, address: int) -> str | None:
-        """Ask the driver through cuda-python."""
-        self.check_readable()
-        return cast("GraphDriver", self._driver).location_of(address)
-
-    def replay_us(self, graph: Graph, ranks: Ranks) -> float | None:
+    def replay_us(self, graph: Graph, group: CaptureGroup) -> float | None:
         """Time replays on the backend's stream by events, on whatever the buffers hold."""
         # Several ranks replay equally often, however long it takes each: a replay's collectives
         # need all of them. For the same reason they meet before this one waits.
-        at_once = 1 if ranks.size == 1 else _TIMED_REPLAYS
+        at_once = 1 if group.size == 1 else _TIMED_REPLAYS
         times: list[float] = []
         graph.replay()
         while len(times) < _TIMED_REPLAYS and sum(times) < _TIMED_US:
@@ -258,7 +193,7 @@ class CudaBackend:
             for _ in range(at_once):
                 graph.replay()
                 marks.append(_mark(self._stream))
-            ranks.agree("the timing of replays")
+            group.agree("the timing of replays")
             marks[-1].synchronize()
             times += [1e3 * start.elapsed_time(end) for start, end in pairwise(marks)]
         return statistics.median(times)
@@ -288,8 +223,7 @@ class CudaBackend:
         memory: BurstMemory,
     ) -> BurstLoop:
         """Return a graph of a WHILE node around a copy of the captured one."""
-        self.check_readable()
-        driver, handle = cast("GraphDriver", self._driver), cast("_CudaGraph", graph).handle
+        driver, handle = self.inspector.driver, cast("_CudaGraph", graph).handle
         check_body(driver.read(handle), lambda address: driver.location_of(address) is None)
         plan = encode(rules, specs, batch, graph.outputs, memory)
         return WhileLoop(handle, plan, memory, self._device)
@@ -305,8 +239,8 @@ class CudaBackend:
             self._anchor = None
             _empty_cache()
 
-    def _borrowed(self, outputs: Outputs) -> Outputs:
-        return borrow(outputs, self.owned(outputs), self._anchor)
+    def _views_of(self, outputs: Outputs) -> Outputs:
+        return pool_views(outputs, self.inspector.owned(outputs), self._anchor)
 
     def _begin(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None) -> None:
         handle = cast("torch.cuda._POOL_HANDLE", pool)
@@ -352,14 +286,6 @@ class CudaBackend:
             finally:
                 _end_capture(driver, stream)
         graph.reset()
-
-    def _pool_segments(self) -> list[tuple[int, int]]:
-        return [
-            (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot(self._pool)
-            if tuple(segment["segment_pool_id"]) == self._pool
-            and segment["device"] == self._device.index
-        ]
 
 
 class _CudaGraph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato import _C
+from .. import _native
 
 
 class Launch:
@@ -49,7 +49,7 @@ class Launch:
             self._graph.replay()  # the default stream is another one for each device
             return
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if _C.launch_graph(self._executable, stream):
+        if _native.launch_graph(self._executable, stream):
             self._graph.replay()  # nothing was launched; torch says why
 
     def _replay_and_see(self) -> None:

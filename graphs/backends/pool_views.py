@@ -14,7 +14,7 @@ import torch
 from ..outputs import Outputs
 
 
-def borrow(outputs: Outputs, indices: Collection[int], keeper: object) -> Outputs:
+def pool_views(outputs: Outputs, indices: Collection[int], keeper: object) -> Outputs:
     """Return the same outputs, those at `indices` without a hold on their memory.
 
     Args:

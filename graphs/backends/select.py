@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .base import (
-    Backend,
-    CpuBackend,
-)
-from .cuda import (
-    CudaBackend,
-    PoolHandle,
-)
+from ..inspect.cuda import PoolHandle
+from .base import Backend
+from .cpu import CpuBackend
+from .cuda import CudaBackend
 
 
 def backend_for(

@@ -12,8 +12,8 @@ from types import TracebackType
 
 import torch
 
-from ..guards import Turn
-from .base import Graph
+from ..graph import Graph
+from ..guards import RunLock
 
 _TIMED = 64  # replays whose times are not known yet
 
@@ -23,13 +23,13 @@ class CallerOrder:
 
     Args:
         device: of the streams.
-        turn: which all runners of the pool share.
+        run_lock: which all runners of the pool share.
     """
 
-    def __init__(self, device: torch.device, turn: Turn) -> None:
+    def __init__(self, device: torch.device, run_lock: RunLock) -> None:
         self._device = device
         self._index = device.index
-        self._turn = turn
+        self._run_lock = run_lock
 
     def follow(self) -> bool:
         """Let the caller's current stream wait for the last one, if it is another.
@@ -39,13 +39,13 @@ class CallerOrder:
         """
         handle = torch._C._cuda_getCurrentRawStream(self._index)
         # The handle of a foreign stream that is gone may be that of a new one.
-        if handle != self._turn.last_handle or self._turn.last_event is not None:
+        if handle != self._run_lock.last_handle or self._run_lock.last_event is not None:
             stream = torch.cuda.current_stream(self._device)
             self.wait_for_last(stream)
-            self._turn.last, self._turn.last_handle = stream, handle
-            self._turn.last_is_foreign = _is_foreign(stream)
-            self._turn.last_stream = -1 if self._turn.last_is_foreign else handle
-        return self._turn.last_is_foreign
+            self._run_lock.last, self._run_lock.last_handle = stream, handle
+            self._run_lock.last_is_foreign = _is_foreign(stream)
+            self._run_lock.last_stream = -1 if self._run_lock.last_is_foreign else handle
+        return self._run_lock.last_is_foreign
 
     def passed(self) -> None:
         """Note that the call has been given to the stream, which may be gone at the next one.
@@ -53,23 +53,23 @@ class CallerOrder:
         Torch's own streams live as long as the process, so that an event of theirs can be made
         when another stream comes.
         """
-        if self._turn.last is not None and self._turn.last_is_foreign:
-            self._turn.last_event = self._turn.last.record_event()
+        if self._run_lock.last is not None and self._run_lock.last_is_foreign:
+            self._run_lock.last_event = self._run_lock.last.record_event()
 
     def wait_for_last(self, stream: torch.cuda.Stream) -> None:
         """Let `stream` wait for the last call, on whichever stream it was."""
-        last, event = self._turn.last, self._turn.last_event
+        last, event = self._run_lock.last, self._run_lock.last_event
         if event is not None:
             stream.wait_event(event)
         elif last is not None:
             stream.wait_stream(last)
-        self._turn.last_event = None
+        self._run_lock.last_event = None
 
     def forget(self) -> None:
         """Forget the last call, which has been waited for."""
-        turn = self._turn
-        turn.last, turn.last_handle, turn.last_event = None, -1, None
-        turn.last_stream = -1
+        run_lock = self._run_lock
+        run_lock.last, run_lock.last_handle, run_lock.last_event = None, -1, None
+        run_lock.last_stream = -1
 
 
 class StreamScope(AbstractContextManager[None]):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from .nodes import (
+    GraphNodes,
     Node,
-    Recording,
 )
 
 _LONGEST_NAME = 60  # characters; names of templates run to thousands
 
 
-def to_dot(recording: Recording, title: str) -> str:
+def to_dot(nodes: GraphNodes, title: str) -> str:
     """Return the graph in the DOT language; edges across which launches overlap are dashed."""
     lines = [f"digraph {_quoted(title)} {{", "  node [shape=box];"]
-    lines += [
-        f"  n{i} [label={_quoted(_label(i, node))}];" for i, node in enumerate(recording.nodes)
-    ]
-    for edge in recording.edges:
+    lines += [f"  n{i} [label={_quoted(_label(i, node))}];" for i, node in enumerate(nodes.nodes)]
+    for edge in nodes.edges:
         style = " [style=dashed, label=PDL]" if edge.programmatic else ""
         lines.append(f"  n{edge.source} -> n{edge.target}{style};")
     return "\n".join([*lines, "}", ""])

@@ -12,8 +12,8 @@ from ..errors import GraphError
 from .demangle import demangle
 from .nodes import (
     Edge,
+    GraphNodes,
     Node,
-    Recording,
     Word,
     aligned_words,
 )
@@ -68,7 +68,7 @@ class GraphDriver:
         except OSError as error:
             raise GraphError(f"no CUDA driver: {error}") from error
 
-    def read(self, graph: int) -> Recording:
+    def read(self, graph: int) -> GraphNodes:
         """Return what a `cudaGraph_t` consists of, given its address.
 
         Raises:
@@ -94,7 +94,7 @@ class GraphDriver:
             return "the host"
         return f"device {self._attribute(attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)}"
 
-    def _read(self, graph: int) -> Recording:
+    def _read(self, graph: int) -> GraphNodes:
         nodes: list[Node] = []
         edges: list[Edge] = []
         pending = [graph]
@@ -107,7 +107,7 @@ class GraphDriver:
                 nodes.append(self._node(int(kind), handle))
                 if int(kind) == _CHILD_GRAPH:
                     pending.append(int(self._call("cuGraphChildGraphNodeGetGraph", handle)))
-        return Recording(nodes, edges)
+        return GraphNodes(nodes, edges)
 
     def _attribute(self, attribute: Any, address: int) -> int | None:
         status, value = self._cu.cuPointerGetAttribute(attribute, address)

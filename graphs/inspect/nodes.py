@@ -66,7 +66,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Recording:
+class GraphNodes:
     """A captured graph; the nodes of child graphs follow those of their parent."""
 
     nodes: Sequence[Node]

@@ -10,11 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .diagnosis import (
-    Call,
-    Trace,
-    line_of_stack,
-)
+from ..failures import Call, Trace
+from .diagnosis import line_of_stack
 
 
 class OperatorWatch(TorchDispatchMode):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
@@ -20,13 +21,10 @@ from ..arguments import (
     as_integer,
     as_list,
 )
-from ..backends.base import (
-    Backend,
-    BurstLoop,
-    Graph,
-)
-from ..buffers import StaticBuffers
+from ..buffer_spec import BufferSpec
+from ..buffers import BatchView, StaticBuffers
 from ..errors import BurstError, BusyError
+from ..graph import BurstLoop, Graph
 from ..graph_key import Key
 from ..guards import ProcessGuard
 from ..outputs import Step
@@ -236,6 +234,26 @@ class Ends:
     stops: list[list[int]]
 
 
+class LoopMaker(Protocol):
+    """What bursts need of a backend; see `Backend`."""
+
+    def loop(
+        self,
+        graph: Graph,
+        batch: BatchView,
+        specs: Mapping[str, BufferSpec],
+        rules: BurstRules,
+        memory: BurstMemory,
+    ) -> BurstLoop:
+        """Return what repeats a graph that was captured for `batch`."""
+
+    def follow(self) -> bool:
+        """Order what the caller's stream gets next after the last run."""
+
+    def passed(self) -> None:
+        """Note that the caller's stream has been given the run."""
+
+
 class Bursts:
     """Starts the bursts of a runner.
 
@@ -248,7 +266,7 @@ class Bursts:
         TypeError, ValueError: when the rules do not fit the buffers.
     """
 
-    def __init__(self, rules: BurstRules, buffers: StaticBuffers, backend: Backend) -> None:
+    def __init__(self, rules: BurstRules, buffers: StaticBuffers, backend: LoopMaker) -> None:
         if not isinstance(rules, BurstRules):
             raise TypeError(f"burst: got {type(rules).__name__}, expected BurstRules")
         rules.check_buffers(buffers.specs)

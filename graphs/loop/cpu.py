@@ -1,17 +1,17 @@
 """A burst without CUDA: the steps are taken when their tokens are asked for, one after the other.
 
-`_advance` does what csrc/graphs/advance.cu does, and is easier to read.
+`_advance` does what advance.cu does, and is easier to read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..buffer_spec import BufferSpec
 from ..buffers import BatchView
+from ..graph import Graph
 from .memory import (
     CANCELLED,
     CONTROL_HEAD,
@@ -29,9 +29,6 @@ from .rules import (
     Slot,
     output_of,
 )
-
-if TYPE_CHECKING:
-    from ..backends.base import Graph
 
 
 class CpuLoop:

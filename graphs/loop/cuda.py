@@ -16,10 +16,10 @@ import torch
 from ..errors import BurstError
 from ..guards import ProcessGuard
 from ..inspect.driver import NOT_INSTALLED
-from ..inspect.nodes import Recording
+from ..inspect.nodes import GraphNodes
 from .memory import BurstMemory
 
-_SOURCE = Path(__file__).parents[2] / "csrc" / "graphs" / "advance.cu"
+_SOURCE = Path(__file__).with_name("advance.cu")
 _KERNEL = b"ostinato_advance"
 _THREADS = 1024
 _ALLOWED = ("kernel", "memcpy", "memset", "empty", "child graph", "conditional")
@@ -144,17 +144,17 @@ def _destroy(
     cu.cuGraphDestroy(graph)
 
 
-def check_body(recording: Recording, is_pageable: Any) -> None:
+def check_body(nodes: GraphNodes, is_pageable: Any) -> None:
     """Refuse a step that cannot be the body of a WHILE node.
 
     Args:
-        recording: of the step.
+        nodes: of the step.
         is_pageable: tells of an address whether it is in memory that the device cannot reach.
 
     Raises:
         BurstError: with the node.
     """
-    for index, node in enumerate(recording.nodes):
+    for index, node in enumerate(nodes.nodes):
         if node.kind not in _ALLOWED:
             raise BurstError(
                 f"node {index}, {node}: a step that is repeated on the device consists of kernels, "

@@ -1,6 +1,6 @@
 """What a burst and the host share: limits on the device, tokens in the host's memory.
 
-All of it is 64-bit words, laid out as csrc/graphs/advance.cu reads and writes them.
+All of it is 64-bit words, laid out as advance.cu reads and writes them.
 """
 
 from __future__ import annotations

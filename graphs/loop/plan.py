@@ -1,6 +1,6 @@
 """The rules of a burst as the device reads them: addresses and sizes, all of them 64-bit words.
 
-The layout is that of `Plan` and `Rule` in csrc/graphs/advance.cu.
+The layout is that of `Plan` and `Rule` in advance.cu.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ostinato.graphs import CaptureReport
 
 from ..engine import Engine, SamplingParams
 from ..models import (
-    Llama,
+    Decoder,
     ModelConfig,
 )
 from .plans import check_least
@@ -31,7 +31,7 @@ from .step.work import (
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What to measure: every batch, by the difference of a long and a short text.
+    """The measurements to make: every batch, by the difference of a long and a short text.
 
     Args:
         batches: requests at once.
@@ -143,7 +143,7 @@ class StartUp:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineRow(Row):
     """A `Row` with the times that it was computed from.
 
@@ -156,7 +156,7 @@ class EngineRow(Row):
     long_s: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstTokenRow(Row):
     """A `Row` of the time until every request has its first token.
 
@@ -171,7 +171,7 @@ class TooShortError(Exception):
     """Texts whose difference in length does not show in their times."""
 
 
-def engine_for(model: Llama, plan: EnginePlan) -> Engine:
+def engine_for(model: Decoder, plan: EnginePlan) -> Engine:
     """Return an engine with room for the largest batch, nothing captured yet.
 
     Raises:

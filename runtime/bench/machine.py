@@ -1,4 +1,4 @@
-"""Which machine, which software and which commit a number was measured with."""
+"""The machine, the software and the commit that a number was measured with."""
 
 from __future__ import annotations
 

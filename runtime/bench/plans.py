@@ -1,4 +1,4 @@
-"""What the plans of several benchmarks check alike."""
+"""Checks shared by the plans of several benchmarks."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from . import machine
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    AnyRow = DataclassInstance | Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -24,10 +26,12 @@ class Row:
     Args:
         section: the benchmark: "gemm", "decode", "prefill", "graph" or "step".
         case: what was computed, spelt as in the published comparisons.
-        impl: who computed it, ours being `ostinato_...`.
+        impl: which implementation computed it; the names of ours begin with "ostinato_".
         us: microseconds, the median.
         tb_s: terabytes per second of unique bytes read and written.
         tflop_s: 10^12 operations of the algorithm per second.
+        peer: of a row of ours, the fastest peer's name in the same case and run.
+        ratio: our time over that peer's.
     """
 
     section: str
@@ -36,6 +40,8 @@ class Row:
     us: float
     tb_s: float
     tflop_s: float
+    peer: str | None = None
+    ratio: float | None = None
 
     @staticmethod
     def of(
@@ -63,7 +69,7 @@ class Report:
     gpu: str
     versions: dict[str, str | None]
     commit: str | None
-    rows: list[DataclassInstance | Mapping[str, Any]] = field(default_factory=list)
+    rows: list[AnyRow] = field(default_factory=list)
 
     @staticmethod
     def for_device(device: torch.device) -> Report:
@@ -79,8 +85,7 @@ class Report:
         """Return the document as JSON, one row per line so that changes of it can be read."""
         head = {name: value for name, value in asdict(self).items() if name != "rows"}
         fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        dicts = [dict(row) if isinstance(row, Mapping) else asdict(row) for row in self.rows]
-        rows = ",\n".join("  " + json.dumps(row) for row in dicts)
+        rows = ",\n".join("  " + json.dumps(_fields(row)) for row in self.rows)
         return "{\n" + "".join(f"{f},\n" for f in fields) + f'"rows": [\n{rows}\n]\n}}\n'
 
     def write(self, path: Path) -> None:
@@ -90,3 +95,11 @@ class Report:
             OSError: when it cannot be written.
         """
         write_whole(path, self.to_json())
+
+
+def _fields(row: AnyRow) -> dict[str, Any]:
+    """Return a row's fields; those of the comparison only where there is a peer."""
+    fields = dict(row) if isinstance(row, Mapping) else asdict(row)
+    if isinstance(row, Row) and row.peer is None:
+        del fields["peer"], fields["ratio"]
+    return fields

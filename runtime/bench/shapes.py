@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 PRECISIONS = ("int8", "fp8", "bf16")  # of the linear layers
-# Whom our decode step is measured beside (step_peers.py), and whether torch compiles them.
+# Peers of our decode step (examples/bench_peers/hugging_face.py); True: compiled by torch.
 STEP_PEERS = {"transformers": False, "transformers_compiled": True}
 
 _LLAMA3_ROPE = {

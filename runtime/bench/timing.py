@@ -1,4 +1,4 @@
-"""How calls are timed, and how a sample of times is summed up."""
+"""Timing of calls, and percentiles of a sample of times."""
 
 from __future__ import annotations
 

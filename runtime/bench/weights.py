@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..checkpoint.weights import quantize_weight
-from ..models import (
-    AnyLinear,
-    DecoderLayer,
-    Linear,
-    Llama,
-    ModelConfig,
-    W8A8Linear,
-)
+from ..models import Decoder, DenseLinear, Linear, ModelConfig, W8A8Linear, family_of
+from ..models.parts import LinearPart, TensorPart
 from .shapes import PRECISIONS
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
@@ -20,9 +16,9 @@ _DTYPES |= {"fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def precision(model: Llama) -> str:
+def precision(model: Decoder) -> str:
     """Return how the linear layers compute: "int8", "fp8", "bf16", "fp16" or "fp32"."""
-    return dtype_name(model.layers[0].qkv.weight.dtype)
+    return dtype_name(next(model.linears()).linear.weight_dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,7 +31,7 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def random_llama(
+def random_decoder(
     config: ModelConfig,
     precision: str,
     device: torch.device,
@@ -43,11 +39,11 @@ def random_llama(
     max_context: int,
     lm_head: str = "bf16",
     batch_invariant: bool = True,
-) -> Llama:
+) -> Decoder:
     """Return a decoder with random weights that keep activations of order one.
 
-    8-bit ones are normal numbers quantised as a checkpoint's are. Its kernels are not compiled:
-    `compile_kernels` does that.
+    8-bit ones are normal numbers quantised as a checkpoint's are; norms are ones. Its kernels are
+    not compiled: `compile_kernels` does that.
 
     Args:
         config: shape of the model; only bf16 models are made, without biases.
@@ -63,48 +59,51 @@ def random_llama(
     for name, value in (("precision", precision), ("lm_head", lm_head)):
         if value not in PRECISIONS:
             raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(PRECISIONS)}")
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-        return weight.normal_(std=columns**-0.5, generator=generator)
-
-    def linear(
-        rows: int, columns: int, dtype: str = precision, out: torch.dtype = torch.bfloat16
-    ) -> AnyLinear:
-        if dtype == "bf16":
-            return Linear(normal(rows, columns))
-        weight, scale = quantize_weight(normal(rows, columns), dtype_named(dtype), torch.float32)
-        return W8A8Linear(weight, scale[:, 0], out, batch_invariant=batch_invariant)
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16, device=device)
-
-    hidden, head_dim = config.hidden_size, config.head_dim
-    layers = [
-        DecoderLayer(
-            input_norm=ones(hidden),
-            qkv=linear(config.q_size + 2 * config.kv_size, hidden),
-            o=linear(hidden, config.q_size),
-            post_attention_norm=ones(hidden),
-            gate_up=linear(2 * config.intermediate_size, hidden),
-            down=linear(hidden, config.intermediate_size),
-            q_norm=ones(head_dim) if config.qk_norm else None,
-            k_norm=ones(head_dim) if config.qk_norm else None,
-        )
-        for _ in range(config.num_layers)
-    ]
-    embedding = normal(config.vocab_size, hidden)
-    if config.tie_word_embeddings and lm_head == "bf16":
-        head: AnyLinear = Linear(embedding)
-    else:
-        head = linear(config.vocab_size, hidden, lm_head, torch.float32)
-    return Llama(
+    family = family_of(config)
+    loader = _RandomLoader(device, precision, lm_head, batch_invariant, config)
+    return family.load(
         config,
-        embedding,
-        layers,
-        ones(hidden),
-        head,
+        family.layout(config),
+        loader,
         max_context=max_context,
         batch_invariant=batch_invariant,
     )
+
+
+@dataclass
+class _RandomLoader:
+    """Draws the weights of parts; see `ostinato.models.parts.Loader`."""
+
+    device: torch.device
+    precision: str
+    lm_head: str
+    batch_invariant: bool
+    config: ModelConfig
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device).manual_seed(0)
+
+    def tensor(self, part: TensorPart) -> torch.Tensor:
+        if len(part.spec.shape) == 2:
+            return self._normal(*part.spec.shape)
+        return torch.ones(part.spec.shape, dtype=torch.bfloat16, device=self.device)
+
+    def linear(self, part: LinearPart) -> Linear:
+        return self._linear(part.shape, self.precision, torch.bfloat16)
+
+    def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
+        if part is None and self.lm_head == "bf16":
+            return DenseLinear(embedding)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return self._linear(shape, self.lm_head, torch.float32)
+
+    def _normal(self, rows: int, columns: int) -> torch.Tensor:
+        weight = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.device)
+        return weight.normal_(std=columns**-0.5, generator=self._generator)
+
+    def _linear(self, shape: tuple[int, int], precision: str, out: torch.dtype) -> Linear:
+        weight = self._normal(*shape)
+        if precision == "bf16":
+            return DenseLinear(weight)
+        values, scale = quantize_weight(weight, dtype_named(precision), torch.float32)
+        return W8A8Linear(values, scale[:, 0], out, batch_invariant=self.batch_invariant)

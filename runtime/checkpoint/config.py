@@ -6,11 +6,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ..models import ModelConfig
-from .formats import CONFIG_FILE
-from .layout import EMBEDDING
+from ..models import ModelConfig, family_of, read_config
 from .reader import CheckpointReader, holds_weights
-from .section import Section
+from .section import CONFIG_FILE, Section
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -29,11 +27,12 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     """
     folder = Path(path)
     written = Section.read(folder / CONFIG_FILE)
-    config = ModelConfig.from_hf(written.fields, written.where)
+    config = read_config(written.fields, written.where)
     says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))
     if not says and holds_weights(folder):
+        embedding = family_of(config).layout(config).embedding.spec
         with CheckpointReader(folder) as reader:
-            config = replace(config, dtype=reader.dense_dtype(EMBEDDING) or config.dtype)
+            config = replace(config, dtype=reader.dense_dtype(embedding.name) or config.dtype)
     generation = folder / _GENERATION_FILE
     if generation.exists():
         end_tokens = Section.read(generation).integers(

@@ -14,21 +14,23 @@ import torch
 from tqdm import tqdm
 
 from ..models import ModelConfig
-from .compressed_tensors import describe, matches
+from ..models.parts import DecoderLayout, TensorSpec
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
-from .formats import CONFIG_FILE, quantization_config
-from .layout import ModelLayout, TensorSpec, model_layout
-from .load import check_tied
+from .formats.compressed_tensors import describe, matches
+from .layout import check_tied, checked_layout
+from .quantization import quantization_config
 from .reader import CheckpointReader, require_finite
-from .scheme import LinearScheme, unquantized
-from .section import Section
+from .section import CONFIG_FILE, Section
+from .storage.base import StoredScheme
+from .storage.dense import DENSE, unquantized
+from .storage.w8a8 import W8A8Scheme
 from .weights import quantize_weight
 from .writer import CheckpointWriter, PlannedTensor, force_to_disk
 
 SCHEMES = {
-    "int8": LinearScheme(torch.int8, per_channel=True, static_input=False),
-    "fp8": LinearScheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
+    "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
+    "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
 }
 
 # Everything else of a folder that a runtime reads, and the terms under which it may be passed on.
@@ -89,12 +91,12 @@ def quantize_checkpoint(
             f"{quantized.where}: the checkpoint is quantised already "
             f"({quantized.get('quant_method')}); expected a plain one"
         )
-    layout = model_layout(config, unquantized)
+    layout = checked_layout(config, unquantized)
     chosen = _choose(config, SCHEMES[scheme], ignore)
     # Beside the target, so that the rename stays within one file system.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with CheckpointReader(source) as reader:
-        reader.check(layout.tensors())
+        reader.check(layout.tensors(unquantized))
         check_tied(reader, layout)
         try:
             temporary.mkdir()
@@ -126,14 +128,15 @@ def _check_arguments(
         raise ValueError(f"dst: got {target}, expected a new folder in an existing one")
 
 
-def _choose(config: ModelConfig, scheme: LinearScheme, ignore: Sequence[str]) -> frozenset[str]:
+def _choose(config: ModelConfig, scheme: W8A8Scheme, ignore: Sequence[str]) -> frozenset[str]:
     """Return the names of the weights to quantise, refusing an `ignore` that makes no sense."""
 
-    def scheme_of(module: str) -> LinearScheme | None:
-        return None if any(matches(pattern, module, "ignore") for pattern in ignore) else scheme
+    def scheme_of(module: str) -> StoredScheme:
+        return DENSE if any(matches(pattern, module, "ignore") for pattern in ignore) else scheme
 
-    layout = model_layout(config, scheme_of)
-    modules = [*(projection.name for projection in layout.projections()), "lm_head"]
+    layout = checked_layout(config, scheme_of)
+    linears = [module for part in layout.linears() for module in part.modules]
+    modules = [*(module.name for module in linears), "lm_head"]
     for pattern in ignore:
         # A misspelt name would let a module be quantised that was meant to stay as it is.
         if not any(matches(pattern, module, "ignore") for module in modules):
@@ -142,7 +145,7 @@ def _choose(config: ModelConfig, scheme: LinearScheme, ignore: Sequence[str]) ->
                 f"expected names such as {modules[0]}"
             )
     return frozenset(
-        projection.weight.name for projection in layout.projections() if projection.scheme
+        scheme.weight(module).name for module in linears if scheme_of(module.name) == scheme
     )
 
 
@@ -155,11 +158,14 @@ class _Conversion:
     scale_dtype: torch.dtype
     chosen: frozenset[str]
 
-    def run(self, layout: ModelLayout, folder: Path, max_shard_bytes: int, progress: bool) -> None:
+    def run(
+        self, layout: DecoderLayout, folder: Path, max_shard_bytes: int, progress: bool
+    ) -> None:
+        copy = layout.tied_output
         specs = [
             spec
-            for spec in layout.tensors()
-            if spec is not layout.tied_output and self.reader.has(spec)
+            for spec in layout.tensors(unquantized)
+            if (copy is None or spec is not copy.spec) and self.reader.has(spec)
         ]
         planned = [tensor for spec in specs for tensor in self._plan(spec)]
         writer = CheckpointWriter(folder, planned, max_shard_bytes)

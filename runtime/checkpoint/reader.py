@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..models.parts import DENSE_DTYPES, TensorSpec
 from .errors import CheckpointError
 from .finite import is_finite
 from .header import DTYPE_NAMES, StoredTensor, read_header
-from .layout import DENSE_DTYPES, TensorSpec
 from .section import Section
 
 SINGLE_FILE = "model.safetensors"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..models.parts import TensorSpec
 from .errors import CheckpointError, UnsupportedCheckpointError
-from .layout import TensorSpec
 from .reader import CheckpointReader
 
 _INT8_MIN, _INT8_MAX = -128, 127

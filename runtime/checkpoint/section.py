@@ -9,6 +9,8 @@ from typing import Any
 from ..models.config_fields import Fields
 from .errors import CheckpointError, UnsupportedCheckpointError
 
+CONFIG_FILE = "config.json"
+
 
 class Section(Fields):
     """One JSON object of a checkpoint's files. It remembers which of its fields were asked for.

@@ -9,11 +9,6 @@ from ..jit.cache import (
     Entry,
     cache_folder,
 )
-from ..jit.catalogue import (
-    CATALOGUE,
-    families,
-    select,
-)
 from ..jit.compiler import (
     Plan,
     build,
@@ -21,16 +16,22 @@ from ..jit.compiler import (
     plan,
 )
 from ..jit.mode import BuildMode
-from ..jit.variants import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    Variant,
+from ..jit.registry import families, select
+from ..jit.targets import (
+    DEFAULT,
+    TARGETS,
+    Target,
+    local_target,
+    target_named,
 )
+from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from .command import Command, Parser, UserError, user_errors
 from .model_flags import add_batch_invariant_flag
 
 
 def _parser() -> Parser:
+    from ..ops.catalogue import CATALOGUE
+
     parser = Parser(
         prog="ostinato build",
         usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
@@ -46,7 +47,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"these families ({', '.join(families())}) or variants "
+        help=f"these families ({', '.join(families(CATALOGUE))}) or variants "
         "(as `python -m ostinato kernels` lists them, or an error names them)",
     )
     chosen.add_argument(
@@ -67,6 +68,15 @@ def _parser() -> Parser:
         help=f"only kernels of these: {', '.join(OPERAND_DTYPES)} for weights, "
         f"{', '.join(FLOAT_DTYPES)} for activations",
     )
+    chosen.add_argument(
+        "--arch",
+        nargs="+",
+        default=[],
+        metavar="A",
+        help="what there is of the selection for each of these GPUs: "
+        f"{', '.join(target.name for target in TARGETS)}, or compute_80 and so on for PTX "
+        f"(default: this machine's GPU, else {DEFAULT.name})",
+    )
     mode = parser.add_argument_group("builds for debugging (see docs/workshop.md)")
     mode.add_argument("--debug-print", action="store_true", help="compile device printing in")
     mode.add_argument(
@@ -82,6 +92,8 @@ def _parser() -> Parser:
 
 
 def _main(argv: Sequence[str]) -> int:
+    from ..ops.catalogue import CATALOGUE  # with torch, without which commands are listed
+
     args = _parser().parse_args(argv)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
@@ -102,12 +114,23 @@ def _main(argv: Sequence[str]) -> int:
             )
         # A model may need what is otherwise compiled when it is first used.
         unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
-        chosen = select(only=args.only, dtypes=args.dtypes, among=(*CATALOGUE, *unlisted))
+        chosen = select((*CATALOGUE, *unlisted), only=args.only, dtypes=args.dtypes)
         if args.for_model:
             chosen = [variant for variant in chosen if variant in needed]
-        plans = [plan(variant, mode) for variant in chosen]
+        plans = [
+            plan(variant, mode, target)
+            for target in _targets(args.arch)
+            for variant in chosen
+            if variant.needs <= target.features
+        ]
+        if not plans:
+            raise ValueError(f"--arch: got {' '.join(args.arch)}, which runs none of these kernels")
     build_plans(plans, args.jobs)
     return 0
+
+
+def _targets(names: Sequence[str]) -> list[Target]:
+    return list(dict.fromkeys(map(target_named, names))) if names else [local_target()]
 
 
 def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
@@ -130,7 +153,7 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
         usage = entry.usage
         found = f"{usage.registers} registers, {usage.spills} bytes spilled"
         print(
-            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.mode}): "
+            f"[{count:{width}}/{len(missing)}] {entry.variant} ({entry.target}, {entry.mode}): "
             + "; ".join([f"{entry.seconds:.0f} s, {found}", *usage.warnings]),
             flush=True,
         )
@@ -151,49 +174,45 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
 
     from ..bench.weights import dtype_named
     from ..checkpoint import load_config
-    from ..checkpoint.formats import load_quantization
-    from ..checkpoint.layout import Fused, model_layout
-    from ..models.required_kernels import (
-        LM_HEAD_QUANTIZATION,
-        QUANTIZATION_OF,
-        plain_layer_kernels,
-        unquantized_kernels,
-    )
-    from ..ops.common.device import CAPABILITY
+    from ..checkpoint.layout import checked_layout
+    from ..checkpoint.quantization import load_quantization
+    from ..checkpoint.storage.dense import DENSE
+    from ..models.layers import dense_kernels
+    from ..models.required_kernels import model_kernels
+    from ..ops.common.device import runs
+    from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
-    layout = model_layout(config, load_quantization(folder))
+    scheme_of = load_quantization(folder)
+    layout = checked_layout(config, scheme_of)
     # What was tuned on this machine counts, if it is one that the kernels run on.
-    here = torch.cuda.is_available() and torch.cuda.get_device_capability() == CAPABILITY
+    here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
-    needed: set[Variant] = set(unquantized_kernels(config, batch_invariant=batch_invariant))
-
-    def add(kind: str, shape: tuple[int, int], dtype: torch.dtype, out: torch.dtype) -> None:
+    needed: set[Variant] = set(model_kernels(config, batch_invariant=batch_invariant))
+    quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
+    for part in layout.linears():
+        if part is not layout.lm_head or not quantizes_head:
+            needed.update(
+                part.scheme(scheme_of).kernels(
+                    *(part.kind, part.shape, config.dtype),
+                    batch_invariant=batch_invariant,
+                    device=device,
+                )
+            )
+    if quantizes_head:
+        assert lm_head is not None
         needed.update(
             layer_kernels(
-                *(kind, shape, dtype, config.dtype),
-                out_dtype=out,
+                *("rms_norm", (config.vocab_size, config.hidden_size)),
+                *(dtype_named(lm_head), config.dtype),
+                out_dtype=torch.float32,
                 batch_invariant=batch_invariant,
                 device=device,
             )
         )
-
-    for layer in layout.layers:
-        for name, kind in QUANTIZATION_OF.items():
-            parts: Fused = getattr(layer, name)
-            if (scheme := parts[0].scheme) is None:
-                needed.update(plain_layer_kernels(kind, config.dtype))
-            else:
-                shape = (sum(part.rows for part in parts), parts[0].columns)
-                add(kind, shape, scheme.dtype, config.dtype)
-    head, vocabulary = layout.lm_head, (config.vocab_size, config.hidden_size)
-    if head and head.scheme is not None:
-        add(LM_HEAD_QUANTIZATION, (head.rows, head.columns), head.scheme.dtype, config.dtype)
-    elif lm_head is not None:
-        add(LM_HEAD_QUANTIZATION, vocabulary, dtype_named(lm_head), torch.float32)
-    else:
-        needed.update(plain_layer_kernels(LM_HEAD_QUANTIZATION, config.dtype))
+    elif layout.lm_head is None:
+        needed.update(dense_kernels("rms_norm", config.dtype))
     return needed
 
 

@@ -1,4 +1,4 @@
-"""What every command shares: its shape, its parser, and how a user's mistake is reported."""
+"""Shared by all commands: their shape, their parser, and the report of a user's mistake."""
 
 from __future__ import annotations
 

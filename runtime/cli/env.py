@@ -10,17 +10,34 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command import Command, Parser
+from ..jit.targets import target_named
+from .command import Command, Parser, user_errors
 
 _SECRETS = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _PREFIXES = ("OSTINATO_", "CUDA_", "NVIDIA_", "NCCL_", "PYTORCH_", "TORCH_", "OMP_", "MKL_")
 
 
-def describe() -> dict[str, Any]:
-    """Return software, hardware and settings in a form that JSON can hold."""
+def describe(archs: Sequence[str] = ()) -> dict[str, Any]:
+    """Return software, hardware and settings in a form that JSON can hold.
+
+    Args:
+        archs: names of GPUs (see `ostinato.jit.targets`) of which to say what ops run on; by
+            default those of this machine.
+
+    Raises:
+        ValueError: for a name that is none, or an OSTINATO_CAPABILITY that is refused.
+    """
     import torch
 
     from ..bench import machine
+    from ..ops.implementations import implementations, implementations_on
+
+    if archs:
+        targets = map(target_named, archs)
+        ops = {str(target): implementations(target.capability, target) for target in targets}
+    else:
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        ops = {str(device): implementations_on(device) for device in devices}
 
     return {
         "versions": machine.versions(),
@@ -29,6 +46,7 @@ def describe() -> dict[str, Any]:
             "available": torch.cuda.is_available(),
         },
         "gpus": [f"{gpu.name}, {gpu.memory}, driver {gpu.driver}" for gpu in machine.gpus()],
+        "ops": ops,
         "cpu": {
             "model": machine.cpu_model(),
             "cores": os.cpu_count(),
@@ -50,8 +68,15 @@ def describe() -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="ostinato env",
-        usage="python -m ostinato env [--json]",
+        usage="python -m ostinato env [--arch A ...] [--json]",
         description="Print versions, hardware and settings, to be pasted into a bug report.",
+    )
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        default=[],
+        metavar="A",
+        help="say what ops run on for these GPUs, as of `build --arch` (default: this machine's)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
@@ -59,7 +84,8 @@ def _parser() -> Parser:
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    found = describe()
+    with user_errors():
+        found = describe(args.arch)
     print(json.dumps(found, indent=2) if args.json else "\n".join(_lines(found)))
     return 0
 
@@ -67,7 +93,9 @@ def _main(argv: Sequence[str]) -> int:
 def _lines(found: dict[str, Any]) -> list[str]:
     lines = []
     for name, value in found.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and any(isinstance(item, dict) for item in value.values()):
+            lines += _lines({f"{name} on {key}": item for key, item in value.items()})
+        elif isinstance(value, dict):
             lines += [f"{name}:", *(f"  {key}: {_text(item)}" for key, item in value.items())]
         elif isinstance(value, list):
             lines += [f"{name}:", *(f"  {item}" for item in value)]

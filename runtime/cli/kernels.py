@@ -14,19 +14,19 @@ from ..jit.cache import (
     Entry,
     cache_folder,
 )
-from ..jit.catalogue import (
-    CATALOGUE,
-    select,
-)
 from ..jit.compiler import (
     find,
     plan,
 )
+from ..jit.registry import select
+from ..jit.targets import (
+    DEFAULT,
+    local_target,
+    target_named,
+)
 from .command import Command, Parser, UserError, user_errors
 
 _OVER_BUDGET = 1
-_WIDTH = max(len(variant.name) for variant in CATALOGUE)
-_HEADER = f"{'kernel':<{_WIDTH}}{'registers':>11}{'spills':>8}{'stack':>7}{'smem':>7}{'s':>6}"
 
 
 def _parser() -> Parser:
@@ -51,17 +51,30 @@ def _parser() -> Parser:
         metavar="F",
         help="make what the compiled kernels take now their limits in this file",
     )
+    parser.add_argument(
+        "--arch",
+        metavar="A",
+        help="compiled for this GPU, as of `build --arch` (default: this machine's, else "
+        f"{DEFAULT.name})",
+    )
     return parser
 
 
 def _main(argv: Sequence[str]) -> int:
+    from ..ops.catalogue import CATALOGUE  # with torch, without which commands are listed
+
+    width = max(len(variant.name) for variant in CATALOGUE)
+    header = f"{'kernel':<{width}}{'registers':>11}{'spills':>8}{'stack':>7}{'smem':>7}{'s':>6}"
     args = _parser().parse_args(argv)
     if args.budgets is not None and args.write_budgets is not None:
         raise UserError("--budgets and --write-budgets exclude each other")
     with user_errors():
-        variants = select(only=args.only)
+        target = local_target() if args.arch is None else target_named(args.arch)
+        if target != DEFAULT and (args.budgets or args.write_budgets):
+            raise UserError(f"budgets: got {target}, expected {DEFAULT}: they are of its kernels")
+        variants = [v for v in select(CATALOGUE, only=args.only) if v.needs <= target.features]
         budgets = None if args.budgets is None else read_budgets(args.budgets)
-        found = {variant.name: find(plan(variant)) for variant in variants}
+        found = {variant.name: find(plan(variant, target=target)) for variant in variants}
         compiled = {name: entry for name, entry in found.items() if entry is not None}
         if budgets is not None and not compiled:
             raise UserError(
@@ -70,7 +83,8 @@ def _main(argv: Sequence[str]) -> int:
             )
         if args.write_budgets is not None:
             write_budgets(args.write_budgets, {n: entry.usage for n, entry in compiled.items()})
-    print(f"{len(compiled)} of {len(found)} compiled, in {cache_folder()}", _HEADER, sep="\n")
+    print(f"{len(compiled)} of {len(found)} compiled for {target}, in {cache_folder()}")
+    print(header)
     code = 0
     for name, entry in found.items():
         if entry is not None:
@@ -78,16 +92,16 @@ def _main(argv: Sequence[str]) -> int:
             if budgets is not None:
                 wrong = excesses(entry.usage, budgets.get(name))
                 code = _OVER_BUDGET if wrong else code
-            print("\n    ".join([_line(entry), *wrong]))
+            print("\n    ".join([_line(entry, width), *wrong]))
         elif not args.compiled:
-            print(f"{name:<{_WIDTH}}  not compiled")
+            print(f"{name:<{width}}  not compiled")
     return code
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: Entry, width: int) -> str:
     u = entry.usage
     return (
-        f"{entry.variant:<{_WIDTH}}{u.registers:>11}{u.spills:>8}{u.stack:>7}{u.smem:>7}"
+        f"{entry.variant:<{width}}{u.registers:>11}{u.spills:>8}{u.stack:>7}{u.smem:>7}"
         f"{entry.seconds:>6.0f}"
     )
 

@@ -1,4 +1,4 @@
-"""Where `generate` takes its prompts from."""
+"""The sources of prompts for `generate`."""
 
 from __future__ import annotations
 

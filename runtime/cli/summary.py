@@ -1,4 +1,4 @@
-"""How fast a run was, for people and for machines."""
+"""The speed of a run, for people and for machines."""
 
 from __future__ import annotations
 

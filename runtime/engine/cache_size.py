@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..models import Llama
+from ..models import Decoder
 from ..models.l2.partitioned_memory import (
     free_unused,
     rounding,
@@ -13,7 +13,7 @@ from ..models.l2.partitioned_memory import (
 _CPU_CACHE_BYTES = 4 << 30
 
 
-def default_pages(model: Llama, wanted: int, page_size: int) -> int:
+def default_pages(model: Decoder, wanted: int, page_size: int) -> int:
     """Return how many pages there is room for, the dummy page included: as many as wanted at most.
 
     Of a GPU's free memory 80% may be taken, or 4 GiB of the host's.

@@ -15,7 +15,7 @@ from .. import ops
 from ..models import (
     DUMMY_PAGE,
     AttentionInputs,
-    Llama,
+    Decoder,
     PagedKVCache,
     Sampling,
     SeenRows,
@@ -77,7 +77,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         cache: PagedKVCache,
         seen: SeenTokens,
         max_pages: int,

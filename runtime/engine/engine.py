@@ -22,9 +22,10 @@ from ostinato.graphs.arguments import (
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
 from ..models import (
-    Llama,
+    Decoder,
     PagedKVCache,
 )
+from ..ops.implementations import implementations_on
 from .async_tokens import TokensInFlight
 from .cache_size import default_pages
 from .capture_examples import Rehearsal
@@ -73,7 +74,7 @@ class Engine:
         prefill_chunk: prompt tokens computed at once, a multiple of `page_size`; 512 by default.
             Prefixes are shared between prompts in multiples of it.
         max_prefill_tokens: prompt tokens computed in one step over all requests.
-        by_halves: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
+        l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind or out of range.
@@ -82,7 +83,7 @@ class Engine:
     @by_default_on_the_host
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         tokenizer: Tokenizer,
         *,
         max_batch: int = 32,
@@ -91,7 +92,7 @@ class Engine:
         num_pages: int | None = None,
         prefill_chunk: int | None = None,
         max_prefill_tokens: int = 2048,
-        by_halves: bool = True,
+        l2_partitioned: bool = True,
     ) -> None:
         max_batch = at_least_one("max_batch", max_batch)
         page_size = at_least_one("page_size", page_size)
@@ -124,7 +125,7 @@ class Engine:
             num_pages=num_pages,
             page_size=page_size,
             device=model.device,
-            by_halves=by_halves,
+            l2_partitioned=l2_partitioned,
         )
         self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
         longest = max_context - 1  # of a prompt
@@ -174,7 +175,8 @@ class Engine:
 
         A step with more requests than the largest size is served in parts. On CUDA what computes
         prompts is captured for some numbers of tokens up to the most of a step; in the report these
-        graphs are of the variant "prefill", and come first. Verification works on free pages of the
+        graphs are of the variant "prefill", and come first; its notes say which ops run on kernels
+        and which on torch's operators. Verification works on free pages of the
         cache, filled with random numbers.
 
         Raises:
@@ -190,7 +192,8 @@ class Engine:
         with self._rehearsal.lent() if verify else nullcontext():
             steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
             prompts = self._prefill.capture(progress=progress, verify=verify)
-            return steps if prompts is None else prompts + steps
+        report = steps if prompts is None else prompts + steps
+        return replace(report, notes=implementations_on(self.model.device))
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.

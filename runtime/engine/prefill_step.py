@@ -18,7 +18,7 @@ from ostinato.graphs.declared_memory import DeclaredMemory
 
 from ..models import (
     AttentionInputs,
-    Llama,
+    Decoder,
     PagedKVCache,
 )
 from .capture_examples import (
@@ -50,7 +50,7 @@ def prefill_sizes(most: int) -> tuple[int, ...]:
 class PrefillStep:
     """A step function for `GraphRunner`, with a row for each token: embed and decode, sample not.
 
-    Outputs `x` and `residual`, [tokens, hidden_size] each, for `Llama.logits`.
+    Outputs `x` and `residual`, [tokens, hidden_size] each, for `Decoder.logits`.
 
     Args:
         model, cache: what the step runs on.
@@ -61,7 +61,7 @@ class PrefillStep:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         cache: PagedKVCache,
         sequences: Sequences,
         max_chunk: int,
@@ -126,7 +126,7 @@ class Prefill:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         cache: PagedKVCache,
         *,
         max_pages: int,

@@ -29,15 +29,17 @@ class Entry:
     Args:
         folder: holds the library and the record.
         variant: name of the variant.
+        target: the GPU it is for, such as sm_90a.
         mode: the build mode in words.
         nvcc: version of the compiler.
         seconds: that compiling took.
         size: bytes of the library, by which a damaged one is known.
-        usage: what ptxas reports.
+        usage: what ptxas reports; zeros for PTX, which the driver compiles.
     """
 
     folder: Path
     variant: str
+    target: str
     mode: str
     nvcc: str
     seconds: float

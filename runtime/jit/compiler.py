@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import ninja
-from .budgets import parse_ptxas
+from .budgets import Usage, parse_ptxas
 from .cache import (
     LIBRARY,
     Entry,
@@ -29,6 +28,7 @@ from .sources import (
     digest,
     read_sources,
 )
+from .targets import DEFAULT, Target
 from .toolchain import (
     Cutlass,
     Nvcc,
@@ -37,7 +37,7 @@ from .toolchain import (
     require_cutlass,
     require_nvcc,
 )
-from .variants import Variant
+from .variant import Variant
 
 # -DNDEBUG: a device assert is a call, and ptxas serialises wgmma around calls.
 _FLAGS = (
@@ -47,24 +47,25 @@ _FLAGS = (
 # Warning 20012 is about defaulted functions in CUTLASS's headers.
 _CUTLASS_FLAGS = ("--expt-relaxed-constexpr", "-diag-suppress", "20012")
 # Part of every key: to be raised when `Entry` changes, since old entries can not be read then.
-_RECORD_FORMAT = "2"
+_RECORD_FORMAT = "3"
 _LOG_LINES = 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a variant is compiled in a mode, and the name of the result without its toolchain."""
+    """How a variant is compiled for a GPU in a mode, and the result's name less its toolchain."""
 
     variant: Variant
+    target: Target
     mode: BuildMode
     sources: Sources
     flags: tuple[str, ...]
 
     @property
     def key(self) -> str:
-        """The variant's name and a hash of all texts and flags that the library depends on."""
+        """Variant, target, and a hash of all texts and flags that the library depends on."""
         texts = (_RECORD_FORMAT, *self.flags, *self.sources.parts)
-        return f"{self.variant.name}-{digest(texts)}"
+        return f"{self.variant.name}-{self.target}-{digest(texts)}"
 
     def folder(self, cache: Path, nvcc: Nvcc, cutlass: Cutlass | None) -> Path:
         """Return the folder of the library that this toolchain makes."""
@@ -83,30 +84,34 @@ class Plan:
         ]
 
 
-def plan(variant: Variant, mode: BuildMode = RELEASE) -> Plan:
+def plan(variant: Variant, mode: BuildMode = RELEASE, target: Target | None = None) -> Plan:
     """Read a variant's sources and settle its flags.
+
+    Args:
+        variant: which kernel.
+        mode: release, or a build for debugging.
+        target: the GPU to compile for; None for Hopper's, for which every variant is.
 
     Raises:
         FileNotFoundError: when its source is missing.
+        ValueError: when the family has no kernels for the target.
     """
     sources = read_sources(variant.source)
     # A mode that changes nothing in this kernel must not cost another build of it.
     mode = mode.restricted_to(sources.own)
-    defines = {**variant.defines(), **mode.defines(), "OSTINATO_ABI": abi_version(variant)}
-    target = f"arch=compute_{variant.arch},code=sm_{variant.arch}"
+    defines = {**variant.defines(), **mode.defines()}
+    target = target or DEFAULT
+    if not variant.needs <= target.features:
+        raise ValueError(
+            f"target: got {target}, expected one for which {variant.family} has kernels"
+        )
     flags = (
         *_FLAGS,
         *(_CUTLASS_FLAGS if sources.uses_cutlass else ()),
-        *("-gencode", target),
+        *("-gencode", target.gencode),
         *(f"-D{name}={value}" for name, value in defines.items()),
     )
-    return Plan(variant, mode, sources, flags)
-
-
-def abi_version(variant: Variant) -> str:
-    """Return the hash of a variant's params.h, as setup.py gives it to the loader: a C literal."""
-    texts = b"".join(header.read_bytes() for header in variant.params)
-    return f"0x{hashlib.sha256(texts).hexdigest()[:16]}ULL"
+    return Plan(variant, target, mode, sources, flags)
 
 
 def find(plan: Plan) -> Entry | None:
@@ -212,7 +217,7 @@ class _Build:
 
         def ended(key: str) -> None:
             # A source edited meanwhile went into the library, but not into its key.
-            unchanged = plan(named[key].variant, named[key].mode).key == key
+            unchanged = plan(named[key].variant, named[key].mode, named[key].target).key == key
             if unchanged and (folder / key / LIBRARY).exists():
                 self._publish(named[key], folder / key)
                 del failed[key]
@@ -236,11 +241,12 @@ class _Build:
         entry = Entry(
             folder=self.folder(item),
             variant=item.variant.name,
+            target=str(item.target),
             mode=str(item.mode),
             nvcc=self.nvcc.version,
             seconds=round(library.st_mtime - start.st_mtime, 1),
             size=library.st_size,
-            usage=parse_ptxas(log),
+            usage=Usage(0, 0, 0, 0) if item.target.ptx else parse_ptxas(log),
         )
         publish(entry, built / LIBRARY)
         self.report(entry)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from functools import cache
-from typing import overload
 
 from .. import _C
 from . import compiler
@@ -15,63 +14,18 @@ from .cache import (
 )
 from .errors import MissingKernelError
 from .mode import BuildMode
+from .targets import DEFAULT, target_for
 from .toolchain import (
     find_cutlass,
     find_nvcc,
 )
-from .variants import (
-    AppendKV,
-    AttentionDecode,
-    AttentionPrefill,
-    Embed,
-    FusedLinear,
-    GemmSmallM,
-    GemmTiled,
-    L2Probe,
-    MergeStates,
-    Quantize,
-    Sample,
-    Variant,
-)
+from .variant import Variant
 
-Library = (
-    _C.AppendKV
-    | _C.Embed
-    | _C.FusedLinear
-    | _C.L2Probe
-    | _C.MergeStates
-    | _C.PagedDecode
-    | _C.Prefill
-    | _C.Quantize
-    | _C.Sample
-    | _C.W8A8Gemm
-)
-
-_loaded: dict[tuple[Variant, int], Library] = {}
+_loaded: dict[tuple[Variant, int], _C.Library] = {}
 _compiling = threading.Lock()
 
 
-@overload
-def load(variant: Quantize, *, device: int, stream: int) -> _C.Quantize: ...
-@overload
-def load(variant: AppendKV, *, device: int, stream: int) -> _C.AppendKV: ...
-@overload
-def load(variant: Embed, *, device: int, stream: int) -> _C.Embed: ...
-@overload
-def load(variant: GemmSmallM | GemmTiled, *, device: int, stream: int) -> _C.W8A8Gemm: ...
-@overload
-def load(variant: FusedLinear, *, device: int, stream: int) -> _C.FusedLinear: ...
-@overload
-def load(variant: L2Probe, *, device: int, stream: int) -> _C.L2Probe: ...
-@overload
-def load(variant: MergeStates, *, device: int, stream: int) -> _C.MergeStates: ...
-@overload
-def load(variant: Sample, *, device: int, stream: int) -> _C.Sample: ...
-@overload
-def load(variant: AttentionDecode, *, device: int, stream: int) -> _C.PagedDecode: ...
-@overload
-def load(variant: AttentionPrefill, *, device: int, stream: int) -> _C.Prefill: ...
-def load(variant: Variant, *, device: int, stream: int) -> Library:
+def load(variant: Variant, *, device: int, stream: int) -> _C.Library:
     """Return the library of a variant, ready to launch on a device.
 
     The first call for a variant finds its library in the cache or compiles it, with one line on
@@ -87,12 +41,14 @@ def load(variant: Variant, *, device: int, stream: int) -> Library:
         MissingKernelError: when the variant is not compiled and `stream` is capturing, OSTINATO_JIT
             is 0, or nvcc or CUTLASS is not installed. It names the variant and the command.
         KernelBuildError: when compiling fails.
-        RuntimeError: when the library does not fit `ostinato._C`, or the device refuses it.
+        RuntimeError: when the library is of another version than `ostinato._C`, or the device
+            refuses it.
+        ValueError: when OSTINATO_CAPABILITY is not one the device can stand in for.
     """
     found = _loaded.get((variant, device))
     if found is not None:
         return found
-    library = _open(variant, _entry(variant, stream))
+    library = _C.Library(str(_entry(variant, device, stream).library))
     library.prepare()
     # Another thread may have been as fast: both have loaded the same file.
     return _loaded.setdefault((variant, device), library)
@@ -100,11 +56,15 @@ def load(variant: Variant, *, device: int, stream: int) -> Library:
 
 def build_command(plan: compiler.Plan) -> str:
     """Return the command line that compiles a plan's variant."""
-    return f"python -m ostinato build --only {plan.variant.name}{plan.mode.flags}"
+    arch = "" if plan.target == DEFAULT else f" --arch {plan.target}"
+    return f"python -m ostinato build --only {plan.variant.name}{arch}{plan.mode.flags}"
 
 
-def _entry(variant: Variant, stream: int) -> Entry:
-    plan = compiler.plan(variant, _mode())
+def _entry(variant: Variant, device: int, stream: int) -> Entry:
+    target = target_for(device)
+    if target is None:
+        raise RuntimeError(f"device {device}: got a GPU for which no kernel is compiled")
+    plan = compiler.plan(variant, _mode(), target)
     entry = compiler.find(plan)
     if entry is not None:
         return entry
@@ -136,27 +96,6 @@ def _obstacle(plan: compiler.Plan, stream: int) -> str | None:
     if plan.sources.uses_cutlass and find_cutlass() is None:
         return "CUTLASS is not installed (`pip install 'ostinato[cuda]'` brings it)"
     return None
-
-
-def _open(variant: Variant, entry: Entry) -> Library:
-    path = str(entry.library)
-    if isinstance(variant, Quantize):
-        return _C.Quantize(path)
-    if isinstance(variant, AppendKV):
-        return _C.AppendKV(path)
-    if isinstance(variant, Embed):
-        return _C.Embed(path)
-    if isinstance(variant, FusedLinear):
-        return _C.FusedLinear(path)
-    if isinstance(variant, L2Probe):
-        return _C.L2Probe(path)
-    if isinstance(variant, MergeStates):
-        return _C.MergeStates(path)
-    if isinstance(variant, Sample):
-        return _C.Sample(path)
-    if isinstance(variant, AttentionPrefill):
-        return _C.Prefill(path)
-    return _C.PagedDecode(path) if isinstance(variant, AttentionDecode) else _C.W8A8Gemm(path)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family and the paged KV cache it runs over."""
+"""Decoders, by families that register themselves, and the paged KV cache they run over."""
 
 from .cache import (
     PagedKVCache,
@@ -6,33 +6,23 @@ from .cache import (
 )
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
-from .layers import (
-    AnyLinear,
-    Linear,
-    Sampling,
-    W8A8Linear,
-)
-from .llama import (
-    AttentionInputs,
-    DecoderLayer,
-    Llama,
-    SeenRows,
-)
+from .decoder import AttentionInputs, Decoder, SeenRows
+from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import (
     DUMMY_PAGE,
     OutOfPagesError,
 )
+from .registry import family_of, read_config
 from .required_kernels import compile_kernels
 from .rope import RopeConfig
 from .scoring import sequence_logits
 
 __all__ = [
     "DUMMY_PAGE",
-    "AnyLinear",
     "AttentionInputs",
-    "DecoderLayer",
+    "Decoder",
+    "DenseLinear",
     "Linear",
-    "Llama",
     "ModelConfig",
     "OutOfPagesError",
     "PagedKVCache",
@@ -43,5 +33,7 @@ __all__ = [
     "UnsupportedModelError",
     "W8A8Linear",
     "compile_kernels",
+    "family_of",
+    "read_config",
     "sequence_logits",
 ]

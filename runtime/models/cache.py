@@ -8,11 +8,11 @@ from itertools import count
 
 import torch
 
-from ..ops.attention.l2_partition import L2Halves
+from ..ops.attention.l2_partition import L2Partition
 from .config import ModelConfig
 from .l2.partitioned_memory import (
     free_unused,
-    halved_storage,
+    partitioned_storage,
 )
 from .pages import (
     DUMMY_PAGE,
@@ -43,12 +43,12 @@ class PagedKVCache:
         num_pages: pages per layer, the dummy page 0 included.
         page_size: tokens per page, at least 1.
         dtype, device: of the keys and values.
-        by_halves: on a Hopper GPU, put pages where it is known which half of the L2 holds them, if
-            their sizes allow it, and each sequence's into one half (docs/halves.md).
+        l2_partitioned: on a Hopper GPU, put pages where it is known which L2 partition holds them,
+            if their sizes allow it, and each sequence's into one partition (docs/l2_partition.md).
 
     Attributes:
         storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.
-        halves: for `paged_attention`; None where halves are not known.
+        l2_partition: for `paged_attention`; None where partitions are not known.
 
     Raises:
         ValueError: for a size below 1, or fewer than 2 pages.
@@ -64,7 +64,7 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        by_halves: bool = True,
+        l2_partitioned: bool = True,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -80,19 +80,21 @@ class PagedKVCache:
         self._sequences: dict[int, _SequencePages] = {}
         self._versions = count(1)
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self.halves: L2Halves | None = None
+        self.l2_partition: L2Partition | None = None
         free_unused()
         # Made in inference mode it could not be written outside it.
         with torch.inference_mode(False):
             # Zeros, not garbage: padding rows of a captured step may read the dummy page.
-            halved = halved_storage(shape, dtype, torch.device(device)) if by_halves else None
-            if halved is None:
+            partitioned = (
+                partitioned_storage(shape, dtype, torch.device(device)) if l2_partitioned else None
+            )
+            if partitioned is None:
                 self.storage = torch.zeros(shape, dtype=dtype, device=device)
             else:
-                self.storage, self.halves = halved
+                self.storage, self.l2_partition = partitioned
             self._layers = [(layer[0], layer[1]) for layer in self.storage]
-        if self.halves is not None:
-            self._pool = PagePool(num_pages, self.halves.half_of_page)
+        if self.l2_partition is not None:
+            self._pool = PagePool(num_pages, self.l2_partition.partition_of_page)
 
     @staticmethod
     def for_model(
@@ -101,7 +103,7 @@ class PagedKVCache:
         num_pages: int,
         page_size: int,
         device: torch.device | str,
-        by_halves: bool = True,
+        l2_partitioned: bool = True,
     ) -> PagedKVCache:
         """Return a cache of `num_pages` pages that fits the model."""
         return PagedKVCache(
@@ -112,7 +114,7 @@ class PagedKVCache:
             head_dim=config.head_dim,
             dtype=config.dtype,
             device=device,
-            by_halves=by_halves,
+            l2_partitioned=l2_partitioned,
         )
 
     @property

@@ -1,10 +1,9 @@
-"""The shape of a Llama-family decoder, read from a Hugging Face `config.json`."""
+"""The shape of a decoder, and what the families' `config.json` files have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,15 +13,8 @@ from .config_fields import (
 )
 from .rope import RopeConfig
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# What these ids are when a file does not name them, in transformers; in other families: none.
-_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
-_DEFAULT_IDS = {"llama": _LLAMA_IDS, "mistral": _LLAMA_IDS}
+# What these ids are when a file of Llama or Mistral does not name them, in transformers.
+LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -120,62 +112,58 @@ class ModelConfig:
         """Positions that the model was trained for, or that its RoPE is stretched to."""
         return self.rope.longest_context(self.max_position_embeddings)
 
-    @staticmethod
-    def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Translate the contents of `config.json`, of transformers 4 or 5.
 
-        Fields that transformers fills in differently from family to family, and that change the
-        computation, must be written; other absent ones get its defaults.
-
-        Args:
-            config: the contents.
-            where: what they come from, for messages.
-
-        Raises:
-            UnsupportedModelError: naming the field, for an architecture, activation or RoPE
-                scaling that this runtime does not implement, or a field that is missing or
-                malformed.
-        """
-        family = Fields(where, config).choice("model_type", *_ARCHITECTURES)
-        fields = Fields(where, {**_DEFAULT_IDS.get(family, {}), **config})
-        if not set(fields.strings("architectures")) <= {_ARCHITECTURES[family]}:
-            raise fields.wrong("architectures", repr([_ARCHITECTURES[family]]))
-        fields.choice("hidden_act", "silu", default="silu")
-        vocab_size = fields.integer("vocab_size")
-        num_layers = fields.integer("num_hidden_layers")
-        num_heads = fields.integer("num_attention_heads")
-        if family != "llama":
-            fields.require("num_key_value_heads")
-        max_positions = fields.integer("max_position_embeddings")
-        bias = fields.boolean("attention_bias", False)
-        last_id = vocab_size - 1
-        return ModelConfig(
-            family=family,
-            vocab_size=vocab_size,
-            hidden_size=fields.integer("hidden_size"),
-            intermediate_size=fields.integer("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_dim=_head_dim(fields, family),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            max_position_embeddings=max_positions,
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            # Qwen2 always has a bias on q, k, v and never on o; the others say so themselves.
-            qkv_bias=bias or family == "qwen2",
-            o_bias=bias and family != "qwen2",
-            mlp_bias=fields.boolean("mlp_bias", False),
-            qk_norm=family == "qwen3",
-            sliding_windows=_sliding_windows(fields, family, num_layers),
-            rope=RopeConfig.from_hf(config, max_positions, where),
-            dtype=_dtype(fields),
-            bos_token_id=fields.optional_integer("bos_token_id", least=0, most=last_id),
-            eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
-        )
+# The window of each layer, of the fields of config.json and the number of layers.
+Windows = Callable[[Fields, int], tuple[int | None, ...]]
 
 
-def _head_dim(fields: Fields, family: str) -> int:
-    if family == "qwen3" or fields.get("head_dim") is not None:
+def standard_config(
+    fields: Fields, *, windows: Windows, qkv_bias: bool, o_bias: bool, qk_norm: bool = False
+) -> ModelConfig:
+    """Read what the families have in common.
+
+    Args:
+        fields: of config.json, with the family's defaults.
+        windows: reads the sliding windows.
+        qkv_bias: whether the projections to q, k and v have a bias.
+        o_bias: whether the output projection of attention has one.
+        qk_norm: whether heads of q and k are normalised.
+
+    Raises:
+        UnsupportedModelError: naming the field.
+    """
+    fields.choice("hidden_act", "silu", default="silu")
+    vocab_size = fields.integer("vocab_size")
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads = fields.integer("num_attention_heads")
+    max_positions = fields.integer("max_position_embeddings")
+    last_id = vocab_size - 1
+    return ModelConfig(
+        family=fields.get("model_type"),
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=_head_dim(fields),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        qk_norm=qk_norm,
+        sliding_windows=windows(fields, num_layers),
+        rope=RopeConfig.from_hf(fields.fields, max_positions, fields.where),
+        dtype=_dtype(fields),
+        bos_token_id=fields.optional_integer("bos_token_id", least=0, most=last_id),
+        eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
+    )
+
+
+def _head_dim(fields: Fields) -> int:
+    if fields.get("head_dim") is not None:
         return fields.integer("head_dim")
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
@@ -191,24 +179,32 @@ def _dtype(fields: Fields) -> torch.dtype:
     return _DTYPES[fields.choice(spelling, *_DTYPES, default="float32")]
 
 
-def _sliding_windows(fields: Fields, family: str, num_layers: int) -> tuple[int | None, ...]:
-    mixed = family in ("qwen2", "qwen3")  # these may have a window on some layers only
+def full_attention(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Return no window for any layer; `layer_types` must agree."""
+    return uniform_window(fields, num_layers, None)
+
+
+def uniform_window(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Return the same window, or none, for every layer; `layer_types` must agree."""
+    kind = _FULL if window is None else _SLIDING
+    written = fields.strings("layer_types") or (kind,) * num_layers
+    if written != (kind,) * num_layers:
+        raise fields.wrong("layer_types", f"{num_layers} times {kind!r}")
+    return (window,) * num_layers
+
+
+def mixed_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Return a window for some layers, where `use_sliding_window` says so."""
     window = None
-    if family == "mistral" or (mixed and fields.boolean("use_sliding_window", False)):
+    if fields.boolean("use_sliding_window", False):
         fields.require("sliding_window")
         window = fields.optional_integer("sliding_window")
+    if window is None:
+        return full_attention(fields, num_layers)
     written = fields.strings("layer_types")
-    if mixed and window is not None:
-        expected = f"{num_layers} times {_FULL!r} or {_SLIDING!r}"
-        if not written:
-            first = fields.integer("max_window_layers", least=0)
-            return tuple(window if layer >= first else None for layer in range(num_layers))
-        fits = len(written) == num_layers and set(written) <= {_FULL, _SLIDING}
-    else:
-        kind = _FULL if window is None else _SLIDING
-        expected = f"{num_layers} times {kind!r}"
-        written = written or (kind,) * num_layers
-        fits = written == (kind,) * num_layers
-    if not fits:
-        raise fields.wrong("layer_types", expected)
+    if not written:
+        first = fields.integer("max_window_layers", least=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(written) != num_layers or not set(written) <= {_FULL, _SLIDING}:
+        raise fields.wrong("layer_types", f"{num_layers} times {_FULL!r} or {_SLIDING!r}")
     return tuple(window if kind == _SLIDING else None for kind in written)

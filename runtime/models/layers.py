@@ -6,11 +6,21 @@ others; see `ops.w8a8_linear`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
 
 import torch
 
 from .. import ops
+from ..jit.variant import Variant
+from ..ops.common.device import has_kernel
+from ..ops.linear.gemm_variants import GemmTiled
+from ..ops.linear.precompile import layer_kernels
+from ..ops.linear.quantize_cuda import quantize_kernel
+
+# What comes before a linear layer, and is one kernel with the quantisation of the layer's input.
+InputKind = Literal["per_token", "rms_norm", "silu_mul"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +31,69 @@ class Sampling:
     repetition_penalty: torch.Tensor
 
 
+class Linear(Protocol):
+    """A linear layer y = x·Wᵀ + b [M, N] of x [M, K], however its weight is stored.
+
+    `n_active`, int32 [1] on the device, says how many rows are real; layers may leave out the rest.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the weight."""
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype in which the weight is stored."""
+
+    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
+        """Map x [M, K] to [M, N]."""
+
+    def after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        n_active: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
+
+        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
+        """
+
+    def logits_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        sampling: Sampling,
+        n_active: torch.Tensor | None = None,
+    ) -> ops.Logits:
+        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
+
+    def after_silu_mul(
+        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up].
+
+        What `gate_up` holds afterwards is undefined.
+        """
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor of the layer."""
+
+    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
+        """Return the kernels that the layer launches for any number of rows, on its GPU or an H200.
+
+        Args:
+            kind: what comes before it.
+            dtype: of x.
+        """
+
+
 @dataclass
-class Linear:
+class DenseLinear:
     """y = x·Wᵀ + b with 16- or 32-bit weights.
 
     `weight` [N, K] and `bias` [N] share x's dtype.
@@ -30,6 +101,24 @@ class Linear:
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the weight."""
+        return self.weight.size(0), self.weight.size(1)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype in which the weight is stored."""
+        return self.weight.dtype
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield weight and bias."""
+        return tensors_of(self)
+
+    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
+        """Return the norm or gate before the layer: its product is torch's."""
+        return dense_kernels(kind, dtype)
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [M, K] to [M, N]."""
@@ -75,11 +164,11 @@ class Linear:
 class W8A8Linear:
     """y = s_x·s_w·(q_x·Wᵀ) + b with 8-bit weights and activations quantised on the way in.
 
-    `weight` [N, K] int8 or float8_e4m3fn, packed on CUDA: a plain one is packed here. All tensors
-    are constants from then on (see `ops.w8a8_linear`). `weight_scale` [N] fp32; `bias` [N] in
-    `out_dtype`. Activations are quantised per token at run time, or by the fixed fp32 scalar
-    `input_scale` (with `input_zero_point`, an int32 scalar, for asymmetric INT8; `weight_sum` [N]
-    int32 then holds the row sums of `weight`).
+    `weight` [N, K] int8 or float8_e4m3fn, packed for GPUs with GEMM kernels: a plain one is packed
+    here. All tensors are constants from then on (see `ops.w8a8_linear`). `weight_scale` [N] fp32;
+    `bias` [N] in `out_dtype`. Activations are quantised per token at run time, or by the fixed fp32
+    scalar `input_scale` (with `input_zero_point`, an int32 scalar, for asymmetric INT8;
+    `weight_sum` [N] int32 then holds the row sums of `weight`).
 
     `batch_invariant` keeps a token's bits from depending on the other tokens of the call, in FP8
     too, at the price of the faster kernel for up to 16 tokens.
@@ -95,8 +184,35 @@ class W8A8Linear:
     batch_invariant: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.weight, torch.Tensor) and self.weight.is_cuda:
+        if isinstance(self.weight, torch.Tensor) and has_kernel(GemmTiled, self.weight):
             self.weight = ops.pack_weight(self.weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the weight."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype in which the weight is stored."""
+        return self.weight.dtype
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the weight, its scales, and what else there is."""
+        return tensors_of(self)
+
+    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
+        """Return the kernels that quantise x and multiply it, for any number of rows."""
+        device = self.weight_scale.device
+        return layer_kernels(
+            kind,
+            self.shape,
+            self.weight_dtype,
+            dtype,
+            out_dtype=self.out_dtype,
+            batch_invariant=self.batch_invariant,
+            device=device if device.type == "cuda" else None,
+        )
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [M, K] (16- or 32-bit) to [M, N] in `out_dtype`."""
@@ -217,4 +333,21 @@ class W8A8Linear:
         )
 
 
-AnyLinear = Linear | W8A8Linear
+def dense_kernels(kind: InputKind, dtype: torch.dtype) -> list[Variant]:
+    """Return what a layer with 16- or 32-bit weights launches of ours: the norm or gate before it.
+
+    Args:
+        kind: what comes before the layer.
+        dtype: of the model.
+    """
+    return [] if kind == "per_token" else [quantize_kernel(kind, dtype, dtype)]
+
+
+def tensors_of(part: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a dataclass, and of dataclasses and layers within it."""
+    for field in fields(part):  # type: ignore[arg-type]
+        value = getattr(part, field.name)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif hasattr(value, "__dataclass_fields__"):
+            yield from tensors_of(value)

@@ -20,26 +20,26 @@ class PagePool:
     Page 0 is the dummy page that padding rows point at; it is never handed out. A page is *used*
     (one reference per sequence that holds it), *free*, or *kept*: unused, but its tokens are
     known, so a later sequence with the same prefix may take it back. Kept pages count as free
-    and are given up least recently used first, in each half of the L2.
+    and are given up least recently used first, in each L2 partition.
 
     Args:
         num_pages: the dummy page included.
-        half_of: the half of the L2, 0 or 1, that holds a page; by default they are alike.
+        partition_of: the L2 partition, 0 or 1, that holds a page; by default they are alike.
     """
 
-    def __init__(self, num_pages: int, half_of: Callable[[int], int] | None = None) -> None:
+    def __init__(self, num_pages: int, partition_of: Callable[[int], int] | None = None) -> None:
         if num_pages < 2:
             raise ValueError(
                 f"num_pages: got {num_pages}, expected at least 2 (page 0 is the dummy page)"
             )
         self.num_pages = num_pages
         self._references = [0] * num_pages
-        self._half_of = half_of
-        # By halves.
+        self._partition_of = partition_of
+        # By partitions.
         self._free: tuple[list[int], list[int]] = ([], [])
         self._kept: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         for page in range(num_pages - 1, DUMMY_PAGE, -1):
-            self._free[self._half(page)].append(page)
+            self._free[self._partition(page)].append(page)
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
@@ -53,11 +53,11 @@ class PagePool:
         return self._references[page]
 
     def take(self, count: int, *, like: int | None = None) -> list[int]:
-        """Return `count` pages with one reference each, as many as there are in one half.
+        """Return `count` pages with one reference each, as many as there are in one partition.
 
         Args:
             count: how many.
-            like: a page whose half it shall be; None: the half with more free pages.
+            like: a page whose partition it shall be; None: the partition with more free pages.
 
         Raises:
             OutOfPagesError: when fewer are available; nothing is taken then.
@@ -67,12 +67,12 @@ class PagePool:
                 f"KV cache: {count} pages needed, {self.available} of {self.num_pages - 1} free"
             )
         left = [len(free) + len(kept) for free, kept in zip(self._free, self._kept, strict=True)]
-        half = int(left[1] > left[0]) if like is None else self._half(like)
+        partition = int(left[1] > left[0]) if like is None else self._partition(like)
         pages = []
         for _ in range(count):
-            page = self._take_from(half)
+            page = self._take_from(partition)
             if page is None:
-                page = self._take_from(1 - half)
+                page = self._take_from(1 - partition)
             assert page is not None, "as many are available"
             self._references[page] = 1
             pages.append(page)
@@ -82,7 +82,7 @@ class PagePool:
         """Add a reference to each page, taking kept ones back into use."""
         for page in pages:
             self._references[page] += 1
-            self._kept[self._half(page)].pop(page, None)
+            self._kept[self._partition(page)].pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop a reference to each page."""
@@ -91,9 +91,9 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 if page in self._digest_of:
-                    self._kept[self._half(page)][page] = None
+                    self._kept[self._partition(page)][page] = None
                 else:
-                    self._free[self._half(page)].append(page)
+                    self._free[self._partition(page)].append(page)
 
     def publish(self, pages: Sequence[int], tokens: Sequence[int], page_size: int) -> None:
         """Make the full pages of `tokens` findable by `match`; known content keeps its page."""
@@ -114,16 +114,16 @@ class PagePool:
             pages.append(self._page_of[digest])
         return pages
 
-    def _half(self, page: int) -> int:
-        return 0 if self._half_of is None else self._half_of(page)
+    def _partition(self, page: int) -> int:
+        return 0 if self._partition_of is None else self._partition_of(page)
 
-    def _take_from(self, half: int) -> int | None:
-        """Take a free page of a half, or else a kept one; None where there is neither."""
-        if self._free[half]:
-            return self._free[half].pop()
-        if not self._kept[half]:
+    def _take_from(self, partition: int) -> int | None:
+        """Take a free page of a partition, or else a kept one; None where there is neither."""
+        if self._free[partition]:
+            return self._free[partition].pop()
+        if not self._kept[partition]:
             return None
-        page, _ = self._kept[half].popitem(last=False)
+        page, _ = self._kept[partition].popitem(last=False)
         del self._page_of[self._digest_of.pop(page)]
         return page
 

@@ -16,6 +16,11 @@ from .config_fields import (
 
 _MOST_POSITIONS = 2**31 - 1  # that fit into the int32 of positions
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_KNOWN = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
+    *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,15 @@ class RopeConfig:
 
         Raises:
             UnsupportedModelError: naming the field, for a scaling type other than `ROPE_TYPES`,
-                or a field that is missing or malformed.
+                or a field that is unknown, missing or malformed.
         """
         outer = Fields(where, config)
         fields = _scaling_fields(outer)
+        for name, value in fields.fields.items():
+            if value is not None and name not in _KNOWN:
+                raise UnsupportedModelError(
+                    f"{fields.where}: {name}: got {value!r}, a field that is not supported"
+                )
         spelling = "type" if fields.get("rope_type") is None else "rope_type"
         kind = fields.choice(spelling, *ROPE_TYPES, default="default")
         theta = outer.number("rope_theta", 10000.0, above=1.0)

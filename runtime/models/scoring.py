@@ -7,15 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from .cache import PagedKVCache
-from .llama import (
-    AttentionInputs,
-    Llama,
-)
+from .decoder import AttentionInputs, Decoder
 
 _PAGE_SIZE = 16
 
 
-def sequence_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
+def sequence_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits after each token of one sequence, [len(tokens), vocab_size] fp32.
 
     The sequence is computed in one call, in a cache of its own.
@@ -28,7 +25,7 @@ def sequence_logits(model: Llama, tokens: Sequence[int]) -> torch.Tensor:
     device, length = model.device, len(tokens)
     pages = -(-length // _PAGE_SIZE)
     cache = PagedKVCache.for_model(
-        model.config, num_pages=pages + 1, page_size=_PAGE_SIZE, device=device, by_halves=False
+        model.config, num_pages=pages + 1, page_size=_PAGE_SIZE, device=device, l2_partitioned=False
     )
     cache.add(0)
     cache.reserve(0, length)

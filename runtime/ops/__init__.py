@@ -14,11 +14,11 @@ Common to all of them:
 - On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
-- On Hopper GPUs `embed`, W8A8 products, quantisation, `rms_norm`, `silu_mul`, `append_kv`,
-  attention, `merge_states` and `sample` are kernels of ours, compiled on first use (`python -m
-  ostinato build` does it before) and launched so that they overlap the end of the kernel before
-  them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
-  operators.
+- On GPUs from sm_80 on `embed`, quantisation, `rms_norm`, `silu_mul`, `append_kv`, `merge_states`
+  and `sample` are kernels of ours, on Hopper GPUs W8A8 products and attention too (`python -m
+  ostinato env` lists them). They are compiled on first use (`python -m ostinato build` does it
+  before) and, from sm_90 on, launched so that they overlap the end of the kernel before them; what
+  this asks of packed weights and norm weights, those ops say. All else runs on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -26,7 +26,7 @@ Common to all of them:
 """
 
 from .attention.append_kv import append_kv
-from .attention.l2_partition import L2Halves
+from .attention.l2_partition import L2Partition
 from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
@@ -62,7 +62,7 @@ from .linear.silu_mul import (
 from .sampling.sample import sample
 
 __all__ = [
-    "L2Halves",
+    "L2Partition",
     "Logits",
     "PackedWeight",
     "append_kv",

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
 import torch
 
-from .common import checks
-from .common.device import has_kernels
+from ..jit.loader import load
+from ..jit.registry import register_family
+from ..jit.sources import CSRC
+from ..jit.variant import FLOAT_DTYPES, OneDtypeVariant
+from .common import checks, pdl
+from .common.device import (
+    KERNEL_NAMES,
+    address_of,
+    current_stream,
+    has_kernel,
+    on_device,
+)
 from .common.torch_library import register
-from .embed_cuda import embed_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(OneDtypeVariant):
+    """The kernel: rows of the embedding table, and marks of the tokens that were seen.
+
+    Args:
+        dtype: of the table.
+    """
+
+    family: ClassVar[str] = "embed"
+    source: ClassVar[Path] = CSRC / "embed" / "embed.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+
+register_family(Embed, [Embed(dtype=dtype) for dtype in FLOAT_DTYPES])
 
 
 def embed(
@@ -23,8 +52,9 @@ def embed(
 ) -> torch.Tensor:
     """Return the row of the table that each token names, and mark the tokens in `seen`.
 
-    On a Hopper GPU both are one launch, and ids out of range, negative ones too, are taken for the
-    last row of what they point into: a wrong result, but nothing outside of the tensors is touched.
+    On a GPU, from sm_80 on, both are one launch, and ids out of range, negative ones too, are taken
+    for the last row of what they point into: a wrong result, but nothing outside of the tensors is
+    touched.
 
     Args:
         tokens: [T] int64 ids, 0 to V - 1.
@@ -82,13 +112,54 @@ def _embed(
         checks.token_values("tokens", tokens.tolist(), least=0, most=table.size(0) - 1)
         if seen is not None and seen_rows is not None:
             checks.token_values("seen_rows", seen_rows.tolist(), least=0, most=seen.size(0) - 1)
-    if table.device.type == "cuda" and has_kernels(table.get_device()):
+    if has_kernel(Embed, table):
         embed_rows(tokens, table, seen, seen_rows, n_active, out)
         return
     torch.index_select(table, 0, tokens, out=out)
     if seen is not None and seen_rows is not None:
         # Assigning Python's True would copy it from the host, which no capture allows.
         seen[seen_rows, tokens] = torch.ones((), dtype=torch.bool, device=seen.device)
+
+
+def embed_kernel(dtype: torch.dtype) -> Embed:
+    """Return the kernel for a table of this dtype."""
+    return Embed(dtype=KERNEL_NAMES[dtype])
+
+
+def embed_rows(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    seen: torch.Tensor | None,
+    seen_rows: torch.Tensor | None,
+    n_active: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Launch csrc/embed/embed.cu on torch's current stream.
+
+    The arguments are those of the op, checked, for at least one token. The kernel reads and writes
+    none of these tensors before the kernels in front of it on the stream have ended, nor does it
+    let the kernel behind it start before.
+    """
+    device = table.get_device()
+    with on_device(device):
+        stream = current_stream(device)
+        load(embed_kernel(table.dtype), device=device, stream=stream).launch(
+            tokens=tokens.data_ptr(),
+            table=table.data_ptr(),
+            table_stride=table.stride(0),
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            rows=tokens.size(0),
+            vocabulary=table.size(0),
+            dim=table.size(1),
+            stream=stream,
+            seen=address_of(seen),
+            seen_stride=0 if seen is None else seen.stride(0),
+            seen_size=0 if seen is None else seen.size(0),
+            seen_rows=address_of(seen_rows),
+            n_active=address_of(n_active),
+            pdl=pdl.enabled(),
+        )
 
 
 _embed_op = register(

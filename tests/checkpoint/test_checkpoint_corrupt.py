@@ -19,7 +19,9 @@ from ostinato.checkpoint import (
     load_model,
     quantize_checkpoint,
 )
-from ostinato.models import UnsupportedModelError
+from ostinato.models import (
+    UnsupportedModelError,
+)
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 Edit = Callable[[dict[str, torch.Tensor]], object]

@@ -13,13 +13,15 @@ from hf_models import SHAPE
 from quantized_files import compressed_tensors
 
 from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
-from ostinato.checkpoint.formats import load_quantization
-from ostinato.checkpoint.scheme import LinearScheme, SchemeOf
+from ostinato.checkpoint.format import StoredSchemeOf
+from ostinato.checkpoint.quantization import load_quantization
+from ostinato.checkpoint.storage.dense import DENSE
+from ostinato.checkpoint.storage.w8a8 import W8A8Scheme
 
 MODEL = {"model_type": "llama", **SHAPE}
-INT8_DYNAMIC = LinearScheme(torch.int8, per_channel=True, static_input=False)
-FP8_STATIC = LinearScheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
-FP8_DYNAMIC = LinearScheme(torch.float8_e4m3fn, per_channel=False, static_input=False)
+INT8_DYNAMIC = W8A8Scheme(torch.int8, per_channel=True, static_input=False)
+FP8_STATIC = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
+FP8_DYNAMIC = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=False)
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -28,7 +30,7 @@ def write(folder: Path, **config: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**MODEL, **config}))
 
 
-def parse(folder: Path, **config: Any) -> SchemeOf:
+def parse(folder: Path, **config: Any) -> StoredSchemeOf:
     write(folder, **config)
     return load_quantization(folder)
 
@@ -188,8 +190,8 @@ def test_a_malformed_configuration_is_named(config: Any, words: str, tmp_path: P
 
 
 def test_a_plain_checkpoint_has_no_schemes(tmp_path: Path) -> None:
-    assert parse(tmp_path)(UP) is None
-    assert parse(tmp_path, quantization_config=None, compression_config={})(UP) is None
+    assert parse(tmp_path)(UP) is DENSE
+    assert parse(tmp_path, quantization_config=None, compression_config={})(UP) is DENSE
 
 
 def test_compressed_tensors_matches_names_patterns_and_classes(tmp_path: Path) -> None:
@@ -215,16 +217,16 @@ def test_compressed_tensors_matches_names_patterns_and_classes(tmp_path: Path) -
     assert scheme_of("model.layers.2.mlp.up_proj") == FP8_STATIC
     # Of two patterns the first in alphabetical order decides, as in the compressed-tensors package.
     assert scheme_of("model.layers.1.mlp.up_proj") == INT8_DYNAMIC
-    assert scheme_of("model.layers.0.self_attn.o_proj") is None
-    assert scheme_of("model.layers.0.mlp.down_proj") is None
+    assert scheme_of("model.layers.0.self_attn.o_proj") is DENSE
+    assert scheme_of("model.layers.0.mlp.down_proj") is DENSE
     assert scheme_of("model.layers.1.mlp.down_proj") == INT8_DYNAMIC
 
 
 def test_modules_of_no_target_and_of_an_ignored_class_are_plain(tmp_path: Path) -> None:
     scheme_of = parse(tmp_path, quantization_config=int8(group__targets=["re:.*mlp.*"], ignore=[]))
     assert scheme_of(UP) == INT8_DYNAMIC
-    assert scheme_of("lm_head") is None
-    assert parse(tmp_path, quantization_config=int8(ignore=["Linear"]))(UP) is None
+    assert scheme_of("lm_head") is DENSE
+    assert parse(tmp_path, quantization_config=int8(ignore=["Linear"]))(UP) is DENSE
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_modules_of_no_target_and_of_an_ignored_class_are_plain(tmp_path: Path) 
     ],
 )
 def test_spellings_of_compressed_tensors(
-    config: dict[str, Any], scheme: LinearScheme, tmp_path: Path
+    config: dict[str, Any], scheme: W8A8Scheme, tmp_path: Path
 ) -> None:
     assert parse(tmp_path, **config)(UP) == scheme
 
@@ -292,9 +294,9 @@ def test_fp8_entries_mean_modules_their_children_and_endings(
 ) -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", key: [entry]}
     scheme_of = parse(tmp_path, quantization_config=config)
-    assert scheme_of(ignored) is None
+    assert scheme_of(ignored) is DENSE
     assert scheme_of(kept) == FP8_DYNAMIC
-    assert scheme_of("lm_head") is None
+    assert scheme_of("lm_head") is DENSE
 
 
 @pytest.mark.parametrize(
@@ -312,15 +314,15 @@ def test_modelopt_entries_are_wildcards_or_parts_of_names(
 ) -> None:
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [entry]}
     scheme_of = parse(tmp_path, quantization_config=config)
-    assert scheme_of(ignored) is None
+    assert scheme_of(ignored) is DENSE
     assert scheme_of(kept) == FP8_STATIC
-    assert scheme_of("lm_head") is None
+    assert scheme_of("lm_head") is DENSE
 
 
 def test_joined_modules_must_be_stored_alike(tmp_path: Path) -> None:
     write(tmp_path, quantization_config=int8(ignore=["lm_head", "re:.*v_proj"]))
     with pytest.raises(
-        UnsupportedCheckpointError, match=r"different ways: .*q_proj: Lin.*v_proj: not quantised"
+        UnsupportedCheckpointError, match=r"different ways: .*q_proj: W8A8.*v_proj: not quantised"
     ):
         load_model(tmp_path)
 

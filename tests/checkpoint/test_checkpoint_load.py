@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from ostinato.checkpoint import CheckpointError, load_config, load_model
 from ostinato.checkpoint.scales import merge_asymmetric
 from ostinato.models import (
-    Linear,
+    DenseLinear,
     W8A8Linear,
     sequence_logits,
 )
@@ -43,7 +43,7 @@ def test_plain_tensors_are_those_of_the_file(
     assert model.device == torch.empty(0, device=device).device
     assert torch.equal(model.embedding, stored["model.embed_tokens.weight"])
     assert torch.equal(model.norm, stored["model.norm.weight"])
-    assert isinstance(model.lm_head, Linear)
+    assert isinstance(model.lm_head, DenseLinear)
     assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
     layer = model.layers[1]
     assert torch.equal(layer.input_norm, stored["model.layers.1.input_layernorm.weight"])
@@ -52,7 +52,7 @@ def test_plain_tensors_are_those_of_the_file(
     )
     for field, names in FUSED.items():
         linear = getattr(layer, field)
-        assert isinstance(linear, Linear)
+        assert isinstance(linear, DenseLinear)
         assert torch.equal(linear.weight, torch.cat([stored[f"{n}.weight"] for n in names]))
         assert torch.equal(linear.bias, torch.cat([stored[f"{n}.bias"] for n in names]))
 
@@ -72,7 +72,7 @@ def test_quantized_tensors_are_those_of_the_file(name: str, tmp_path: Path) -> N
     for field, names in FUSED.items():
         linear = getattr(layer, field)
         if names[0] not in file.modules:
-            assert isinstance(linear, Linear)
+            assert isinstance(linear, DenseLinear)
             continue
         parts = [file.modules[name] for name in names]
         assert isinstance(linear, W8A8Linear)
@@ -117,7 +117,7 @@ def test_the_output_projection_is_quantised_when_asked(dtype: torch.dtype, tmp_p
     plain, model = load_model(folder), load_model(folder, lm_head_dtype=dtype)
     assert isinstance(model.lm_head, W8A8Linear)
     assert (model.lm_head.weight.dtype, model.lm_head.out_dtype) == (dtype, torch.float32)
-    assert isinstance(model.layers[0].qkv, Linear)
+    assert isinstance(model.layers[0].qkv, DenseLinear)
     want = sequence_logits(plain, TOKENS)
     got = sequence_logits(model, TOKENS)
     torch.testing.assert_close(got, want, rtol=0.0, atol=0.06 * float(want.abs().max()))

@@ -26,11 +26,11 @@ from ostinato.checkpoint import (
 )
 from ostinato.checkpoint.weights import quantize_weight
 from ostinato.models import (
-    Linear,
-    Llama,
+    DenseLinear,
     W8A8Linear,
     sequence_logits,
 )
+from ostinato.models.families.llama import Llama
 
 SCHEMES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -240,13 +240,13 @@ def test_ignored_modules_stay_as_they_are(src: Path, tmp_path: Path) -> None:
     ignore = ["lm_head", "re:.*layers.0.mlp.(gate|up)_proj", "model.layers.1.mlp.down_proj"]
     quantize_checkpoint(src, tmp_path / "dst", scheme="int8", ignore=ignore)
     model, plain = load_model(tmp_path / "dst"), load_model(src)
-    assert isinstance(model.lm_head, Linear)
+    assert isinstance(model.lm_head, DenseLinear)
     first, second = model.layers
-    assert isinstance(first.gate_up, Linear)
+    assert isinstance(first.gate_up, DenseLinear)
     assert torch.equal(first.gate_up.weight, plain.layers[0].gate_up.weight)
     assert isinstance(first.down, W8A8Linear)
     assert isinstance(second.gate_up, W8A8Linear)
-    assert isinstance(second.down, Linear)
+    assert isinstance(second.down, DenseLinear)
 
 
 def test_the_output_projection_can_be_quantized(src: Path, tmp_path: Path) -> None:

@@ -112,3 +112,16 @@ def test_an_installed_package_has_no_commit(
     assert machine.commit() is None
     monkeypatch.setenv("OSTINATO_COMMIT", "abc")
     assert machine.commit() == "abc"
+
+
+def test_env_says_what_ops_run_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--arch", "80", "90a", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["ops"]
+    assert list(found) == ["sm_80", "sm_90a"]
+    assert found["sm_80"]["sample"] == "kernel (sm_80)"
+    assert found["sm_80"]["w8a8_linear, fp8"] == "torch (e4m3 dequantised to fp16)"
+    assert set(found["sm_90a"].values()) == {"kernel (sm_90a)", "torch (mm)"}
+    assert main(["env", "--arch", "120"]) == 0
+    assert "ops on sm_120:\n  embed: kernel (sm_120)\n" in capsys.readouterr().out
+    assert main(["env", "--arch", "75"]) == 2
+    assert "arch: got '75', expected one of 80, " in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from ostinato.checkpoint import load_model
 from ostinato.cli.main import main
 from ostinato.models import (
-    Linear,
+    DenseLinear,
     W8A8Linear,
 )
 
@@ -33,7 +33,7 @@ def test_ignored_modules_stay_as_they_are(checkpoint: Path, tmp_path: Path) -> N
     ignore = ("--ignore", "lm_head", "--ignore", "re:.*down_proj")
     assert main(["quantize", str(checkpoint), str(target), "--scheme", "int8", *ignore]) == 0
     layer = load_model(target, max_context=8).layers[0]
-    assert isinstance(layer.down, Linear)
+    assert isinstance(layer.down, DenseLinear)
     assert isinstance(layer.o, W8A8Linear)
 
 

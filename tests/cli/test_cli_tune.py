@@ -16,10 +16,7 @@ from ostinato.bench.tune.table import (
     known_choices,
 )
 from ostinato.cli.main import main
-from ostinato.jit.catalogue import (
-    GEMM_SMALL_M,
-    GEMM_TILED,
-)
+from ostinato.ops.linear.gemm_variants import GEMM_SMALL_M, GEMM_TILED
 from ostinato.ops.linear.tile_table import Choice
 
 

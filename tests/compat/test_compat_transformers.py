@@ -320,7 +320,7 @@ def test_torch_compiles_it_in_one_graph() -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 
 
-def random_llama(device: torch.device) -> Any:
+def random_decoder(device: torch.device) -> Any:
     """Return a small Llama of heads that our kernels serve, with four query heads to each of KV."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
     model: Any = LlamaForCausalLM(LlamaConfig(**{**SIZES, **heads})).eval().requires_grad_(False)
@@ -333,7 +333,7 @@ def random_llama(device: torch.device) -> Any:
 def test_bf16_is_as_close_to_fp32_as_torchs_attention(
     lengths: list[int], device: torch.device
 ) -> None:
-    model, ids = random_llama(device), prompts(lengths).to(device)
+    model, ids = random_decoder(device), prompts(lengths).to(device)
     mask = (ids != 0).long()
     longer = torch.nn.functional.pad(mask, (0, 1), value=1)
     positions = (longer.cumsum(-1) - 1).clamp_min(0)
@@ -353,7 +353,7 @@ def test_bf16_is_as_close_to_fp32_as_torchs_attention(
 
 
 def test_graphs_of_a_ragged_cache_replay_what_the_step_computes(device: torch.device) -> None:
-    model = random_llama(device)
+    model = random_decoder(device)
     model.set_attn_implementation(NAME)
     cache = RaggedStaticCache(model, max_batch=16, max_length=300)
     cache.storage.normal_()

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effort import effort
 from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, TokenEvent
 from ostinato.engine import decode_step as decode_module
 from ostinato.engine import engine as engine_module
@@ -22,7 +23,7 @@ from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import TextStream
 from ostinato.graphs import ClosedError, NotCapturedError
 from ostinato.models import (
-    Llama,
+    Decoder,
     sequence_logits,
 )
 from ostinato.ops.attention import prefill_cuda
@@ -37,7 +38,7 @@ def make_engine(
     device: torch.device | str = "cpu",
     scheme: str = "plain",
     batch_sizes: Sequence[int] | None = None,
-    model: Llama | None = None,
+    model: Decoder | None = None,
     **options: Any,
 ) -> Engine:
     defaults: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_chunk": 8}
@@ -129,7 +130,7 @@ def pairs() -> Iterator[dict[tuple[str, str], Pair]]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @settings(
-    max_examples=25,
+    max_examples=effort(8, 25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(requests=REQUESTS)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import ostinato.engine
+from effort import effort
 from ostinato import interrupts
 from ostinato.engine import Engine, SamplingParams, TokenEvent
 from ostinato.graphs import NotCapturedError
@@ -24,7 +25,7 @@ from tiny import byte_tokenizer, tiny_llama
 PARAMS = SamplingParams(max_tokens=5, temperature=0.7, seed=4, ignore_eos=True)
 PROMPTS = ["a", "a prompt of several chunks", "third", "a fourth that waits"]
 _ENGINE = Path(ostinato.engine.__file__).parent
-_OURS = tuple(str(_ENGINE.parent / place) for place in ("engine/", "model/cache", "model/pages"))
+_OURS = tuple(str(_ENGINE.parent / place) for place in ("engine/", "models/cache", "models/pages"))
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +226,10 @@ def _interrupt_everywhere(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("how", "places"), [("generate", 50), ("stream", 50), ("drop", 300)])
+@pytest.mark.parametrize(
+    ("how", "places"),
+    [("generate", effort(20, 50)), ("stream", effort(20, 50)), ("drop", effort(60, 300))],
+)
 def test_streams_leave_nothing_wherever_it_comes(how: str, places: int) -> None:
     engine = _engine()
     expected = [text.token_ids for text in engine.generate(PROMPTS, PARAMS)]
@@ -281,7 +285,7 @@ def test_no_event_is_lost_wherever_it_comes() -> None:
         ids.clear()
         events.clear()
 
-    _interrupt_everywhere(run, all_came, 60)
+    _interrupt_everywhere(run, all_came, effort(20, 60))
 
 
 def test_wherever_it_comes_graphs_can_be_captured_again() -> None:
@@ -295,6 +299,6 @@ def test_wherever_it_comes_graphs_can_be_captured_again() -> None:
             engine.step()
         assert engine.cache.free_pages == engine.cache.usable_pages, place
 
-    _interrupt_everywhere(capture, nothing_is_lent, 300)
+    _interrupt_everywhere(capture, nothing_is_lent, effort(60, 300))
     capture()
     assert engine.generate(["abc"], PARAMS)[0].token_ids

@@ -22,7 +22,7 @@ from ostinato.graphs import CaptureError, GraphRunner, NotCapturedError, StaticB
 from ostinato.graphs.graph_key import Key
 from ostinato.models import (
     AttentionInputs,
-    Llama,
+    Decoder,
     PagedKVCache,
 )
 from tiny import byte_tokenizer, tiny_llama
@@ -77,7 +77,7 @@ def _chunks(lengths: list[int], *, before: int = 0) -> dict[str, Any]:
     }
 
 
-def _direct(model: Llama, chunks: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _direct(model: Decoder, chunks: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Return what the model makes of the chunks, and the cache after it."""
     cache = chunks["cache"]
     before = cache.storage.clone()

@@ -6,21 +6,19 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
 
-from ostinato.graphs.backends.base import CpuBackend
+from ostinato.graphs.backends.cpu import CpuBackend
 from ostinato.graphs.errors import GraphError
+from ostinato.graphs.failures import Failure, Trace
 from ostinato.graphs.inspect.allocations import (
     Allocation,
     Allocations,
-)
-from ostinato.graphs.inspect.diagnosis import (
-    Failure,
-    Trace,
 )
 from ostinato.graphs.inspect.driver import (
     _KINDS,
     GraphDriver,
 )
-from ostinato.graphs.inspect.nodes import Recording
+from ostinato.graphs.inspect.inspector import NoInspector
+from ostinato.graphs.inspect.nodes import GraphNodes
 
 
 class Status(IntEnum):
@@ -154,12 +152,13 @@ class FakeCuda:
         return ctypes.addressof(array)
 
 
-class RecordingBackend(CpuBackend):
-    """The CPU's backend, for which every batch size records the same graph."""
+class RecordingBackend(CpuBackend, NoInspector):
+    """The CPU's backend and its inspector, which finds the same nodes in every graph."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, nodes: GraphNodes) -> None:
         super().__init__()
-        self.recorded = recording
+        self.inspector = self
+        self.recorded = nodes
         self.present: list[Allocation] = []
         self.foreign: list[Allocation] = []  # labelled with where they are
         self.unreadable: str | None = None
@@ -182,7 +181,7 @@ class RecordingBackend(CpuBackend):
         if self.unreadable is not None:
             raise GraphError(self.unreadable)
 
-    def recording(self, graph):
+    def nodes(self, graph):
         if self.fails_to_read is not None:
             raise GraphError(self.fails_to_read)
         return self.recorded
@@ -194,6 +193,6 @@ class RecordingBackend(CpuBackend):
         known = Allocations(self.foreign).find(address)
         return None if known is None else known.label
 
-    def replay_us(self, graph, ranks):
+    def replay_us(self, graph, group):
         graph.replay()
         return 12.5

@@ -6,7 +6,7 @@ from graphs_fakes import RecordingBackend
 from graphs_toys import SPECS, ToyStep, toy_inputs
 
 from ostinato.graphs import CaptureError, GraphRunner, StaticBuffers, VerificationError
-from ostinato.graphs.inspect.nodes import Recording
+from ostinato.graphs.inspect.nodes import GraphNodes
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 
@@ -18,7 +18,7 @@ def assert_healthy(runner):
 
 
 def test_out_of_memory_at_the_third_of_five_captures(monkeypatch):
-    backend, captures = RecordingBackend(Recording((), ())), []
+    backend, captures = RecordingBackend(GraphNodes((), ())), []
 
     def on_capture():
         captures.append(1)

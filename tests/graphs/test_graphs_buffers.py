@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.graphs import BufferSpec, StaticBuffers, Variant
-from ostinato.graphs.packed_inputs import Arena
+from ostinato.graphs.packed_inputs import PackedInputs
 
 NAN = float("nan")
 
@@ -175,7 +175,7 @@ def test_pieces_of_a_batch_are_all_of_it_but_for_the_rows_left_out(widths, size,
         for name, width in zip(names, widths, strict=True)
     }
     device = torch.device("cpu")
-    to, other = Arena(specs, 8, device), Arena(specs, 8, device)
+    to, other = PackedInputs(specs, 8, device), PackedInputs(specs, 8, device)
     other.packed(8).fill_(1)
     n = data.draw(st.integers(0, size))
     without = tuple(data.draw(st.sets(st.sampled_from(names))))

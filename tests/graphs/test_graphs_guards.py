@@ -20,7 +20,7 @@ from ostinato.graphs import (
     StaticBuffers,
 )
 from ostinato.graphs.declared_memory import stored
-from ostinato.graphs.guards import MemoryWatch, Turn, only_capture, turn_of
+from ostinato.graphs.guards import MemoryWatch, RunLock, only_capture, run_lock_of
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 
@@ -108,7 +108,7 @@ def test_the_refusal_of_a_fork_says_what_to_do(step, monkeypatch):
     runner = cpu_runner(step)
     runner.capture([2])
     here = os.getpid()
-    monkeypatch.setattr(runner._gate._process, "is_fork", True)
+    monkeypatch.setattr(runner._lifecycle._process, "is_fork", True)
     with pytest.raises(ForkedError, match=f"made in process {here}, and this is a fork of it"):
         runner.run(1, ONE_ROW)
 
@@ -325,22 +325,22 @@ def test_runners_of_one_pool_take_turns(step, monkeypatch):
     runners = [cpu_runner(step) for _ in range(2)]
     for runner in runners:
         runner.capture([2])
-        monkeypatch.setattr(runner._backend, "turn", runners[0]._backend.turn)
-    assert runners[0]._backend.turn.take(runners[0], "run")
+        monkeypatch.setattr(runner._backend, "run_lock", runners[0]._backend.run_lock)
+    assert runners[0]._backend.run_lock.take(runners[0], "run")
     with pytest.raises(BusyError, match="run: another runner of the same pool is in the middle"):
         runners[1].run(1, ONE_ROW)
     with pytest.raises(BusyError, match="close: the runner is in the middle of run"):
         runners[0].close()
-    runners[0]._backend.turn.end()
+    runners[0]._backend.run_lock.end()
     assert runners[1].run(1, toy_inputs(1) | {"tokens": [1]})["tokens"].tolist() == [3]
 
 
 def test_runners_of_one_pool_must_share_the_stream():
-    first = turn_of((7, 1), stream=10)
-    assert turn_of((7, 1), stream=10) is first
+    first = run_lock_of((7, 1), stream=10)
+    assert run_lock_of((7, 1), stream=10) is first
     with pytest.raises(ValueError, match=r"pool: got \(7, 1\), which another runner uses on"):
-        turn_of((7, 1), stream=11)
-    assert turn_of((7, 2), stream=11) is not first
-    assert turn_of(None, stream=10) is not first
+        run_lock_of((7, 1), stream=11)
+    assert run_lock_of((7, 2), stream=11) is not first
+    assert run_lock_of(None, stream=10) is not first
     del first
-    assert isinstance(turn_of((7, 1), stream=11), Turn)  # once the runners are gone
+    assert isinstance(run_lock_of((7, 1), stream=11), RunLock)  # once the runners are gone

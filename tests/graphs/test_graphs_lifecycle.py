@@ -255,7 +255,7 @@ def test_two_closes_wait_and_the_one_that_gives_up_admits_no_calls(slow_run):
     runner, step, thread, _ = slow_run
     patient = threading.Thread(target=runner.close)
     patient.start()
-    while not runner._gate.closing:
+    while not runner._lifecycle.closing:
         time.sleep(0.001)
     with pytest.raises(BusyError):
         runner.close(timeout_s=0.01)

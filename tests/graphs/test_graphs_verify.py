@@ -16,7 +16,7 @@ from ostinato.graphs import (
     StaticBuffers,
     VerificationError,
 )
-from ostinato.graphs.backends.base import CpuBackend
+from ostinato.graphs.backends.cpu import CpuBackend
 from ostinato.graphs.graph_key import Key
 from ostinato.graphs.verify import find_difference
 
@@ -261,6 +261,15 @@ def test_report_has_what_was_measured(step, make_runner, device):
     assert loaded["device"] == report.device
     assert [graph["batch_size"] for graph in loaded["graphs"]] == [1, 4]
     assert set(loaded["graphs"][0]) == set(GraphReport.__dataclass_fields__)
+
+
+def test_a_reports_notes_are_shown_and_kept():
+    notes = ({"embed": "kernel"}, {"linear": "torch"})
+    first, second = (CaptureReport("cpu", 1.0, (), notes=words) for words in notes)
+    both = first + second
+    assert both.notes == {"embed": "kernel", "linear": "torch"}
+    assert str(both).splitlines()[-2:] == ["embed: kernel", "linear: torch"]
+    assert json.loads(both.to_json())["notes"] == both.notes
 
 
 def test_report_is_a_table():

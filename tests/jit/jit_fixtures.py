@@ -18,6 +18,7 @@ from ostinato.jit.compiler import (
     build,
     plan,
 )
+from ostinato.jit.targets import DEFAULT
 
 
 @pytest.fixture
@@ -68,6 +69,8 @@ def write_late() -> Callable[[torch.Tensor, torch.Tensor], None]:
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_loaded", {})
+    if not torch.cuda.is_available():  # nor is there a driver to ask
+        monkeypatch.setattr(loader, "target_for", lambda device: DEFAULT)
     loader._mode.cache_clear()
     for name in ("OSTINATO_JIT", "OSTINATO_DEBUG_PRINT", "OSTINATO_DELAY_SITE"):
         monkeypatch.delenv(name, raising=False)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ostinato import _C
-from ostinato.jit.sources import CSRC
-from ostinato.jit.variants import Variant
+from ostinato.jit.sources import CSRC, read_sources
+from ostinato.jit.variant import Variant
 
 HERE = Path(__file__).parent
+QUANTIZE = CSRC / "gemm_w8a8" / "quantize" / "quantize.cu"
 
 PTXAS_LOG = """\
 ptxas info    : 0 bytes gmem
@@ -53,14 +54,10 @@ class Probe(Variant):
 
     family: ClassVar[str] = "probe"
     source: ClassVar[Path] = HERE / "probe.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     waste: int = 0
     behaviour: str = "work"
-
-    @property
-    def params(self) -> tuple[Path, ...]:
-        folder = CSRC / "gemm_w8a8"
-        return (folder / "params.h", folder / "gemm_w8a8/quantize/params.h")
 
     @property
     def name(self) -> str:
@@ -76,10 +73,7 @@ class LateWriter(Variant):
 
     family: ClassVar[str] = "late_writer"
     source: ClassVar[Path] = HERE / "late_writer.cu"
-
-    @property
-    def params(self) -> tuple[Path, ...]:
-        return (CSRC / "attention" / "params.h",)
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def name(self) -> str:
@@ -109,65 +103,58 @@ def fake_nvcc(home: Path, library: Path, version: str = "13.0.88") -> Path:
 
 _RECORDER = """\
 #include <cstdint>
-#include <cstdio>
-#include <cstring>
+#include "common/entry.h"
 #include "{header}"
-#define EXPORT extern "C" __attribute__((visibility("default")))
-namespace {{ ostinato::{params} seen; void* seen_stream; int prepared; }}
-EXPORT uint64_t ostinato_abi_version(void) {{ return {abi}; }}
-EXPORT const char* ostinato_error_string(int error) {{
+namespace {{ {params} seen; void* seen_stream; int prepared; }}
+OSTINATO_EXPORT const char* ostinato_error_string(int error) {{
   return error == 1 ? "invalid argument" : "unknown";
 }}
-EXPORT int ostinato_prepare(void) {{ ++prepared; return {prepare}; }}
-EXPORT int ostinato_launch(const ostinato::{params}* params, void* stream) {{
+OSTINATO_EXPORT int ostinato_prepare(void) {{ ++prepared; return {prepare}; }}
+OSTINATO_LAUNCH({params}) {{
   seen = *params;
   seen_stream = stream;
   return {launch};
 }}
-EXPORT const ostinato::{params}* recorded(void) {{ return &seen; }}
-EXPORT void* recorded_stream(void) {{ return seen_stream; }}
-EXPORT int times_prepared(void) {{ return prepared; }}
+OSTINATO_EXPORT const {params}* recorded(void) {{ return &seen; }}
+OSTINATO_EXPORT void* recorded_stream(void) {{ return seen_stream; }}
+OSTINATO_EXPORT int times_prepared(void) {{ return prepared; }}
 {extra}
 """
 
 
-# Where the structs of parameters are, and their hashes by the loader's names.
-_HEADERS = {
-    "AppendKVParams": ("attention/common/params.h", "attention"),
-    "EmbedParams": ("embed/params.h", "embed"),
-    "FusedLinearParams": ("gemm_w8a8/fused/params.h", "fused_linear"),
-    "MergeStatesParams": ("attention/merge/params.h", "merge"),
-    "PagedDecodeParams": ("attention/common/params.h", "attention"),
-    "PaddedQuantizeParams": ("gemm_w8a8/quantize/params.h", "gemm_w8a8_quantize"),
-    "SampleParams": ("sampling/params.h", "sampling"),
-    "ScaledPrefillParams": ("attention/prefill/params.h", "attention_prefill"),
-    "W8A8GemmParams": ("gemm_w8a8/params.h", "gemm_w8a8"),
-}
+def params_of(source: Path) -> tuple[str, str]:
+    """Return the struct that the launch of a kernel's source takes, and its header below csrc/."""
+    found = re.search(r"OSTINATO_LAUNCH\(([\w:]+)\)", source.read_text(encoding="utf-8"))
+    assert found is not None, source
+    struct = found[1].rpartition("::")[2]
+    texts = read_sources(source).texts
+    (header,) = (name for name, text in texts.items() if f"\nstruct {struct} {{" in text)
+    return found[1], header
 
 
 def build_recorder(
     folder: Path,
-    params: str = "PaddedQuantizeParams",
+    source: Path = QUANTIZE,
     *,
-    abi: str | None = None,
     prepare: int = 0,
     launch: int = 0,
     extra: str = "",
 ) -> Path:
-    """Compile, for the host, a kernel library that keeps the arguments of its last launch."""
-    source = folder / "recorder.cpp"
-    header, abi_name = _HEADERS[params]
-    source.write_text(
-        _RECORDER.format(
-            params=params,
-            header=header,
-            abi=abi or f"{_C.ABI[abi_name]}ULL",
-            prepare=prepare,
-            launch=launch,
-            extra=extra,
-        )
+    """Compile, for the host, a library that keeps the arguments of its last launch.
+
+    They are those of the kernel of `source`.
+    """
+    params, header = params_of(source)
+    text = _RECORDER.format(
+        params=params, header=header, prepare=prepare, launch=launch, extra=extra
     )
-    library = folder / "recorder.so"
+    return build_library(folder, text)
+
+
+def build_library(folder: Path, text: str) -> Path:
+    """Compile a source for the host, as a shared library in `folder`."""
+    source, library = folder / "recorder.cpp", folder / "recorder.so"
+    source.write_text(text)
     subprocess.run(
         ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CSRC}", source, "-o", library], check=True
     )

@@ -21,7 +21,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kThreads = 3 * kWarpgroup;
 
 __global__ void __launch_bounds__(kThreads, 1)
-    copy_bytes(const __grid_constant__ PaddedQuantizeParams params) {
+    copy_bytes(const __grid_constant__ QuantizeParams params) {
   extern __shared__ uint8_t staged[];
   const auto* x = static_cast<const uint8_t*>(params.x);
   const int i = blockIdx.x * kWarpgroup + threadIdx.x % kWarpgroup;
@@ -55,7 +55,7 @@ OSTINATO_EXPORT int ostinato_prepare(void) {
   return ostinato::allow_dynamic_smem(ostinato::copy_bytes, ostinato::kWarpgroup);
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::QuantizeParams) {
   ostinato::LaunchConfig config;
   config.grid = dim3((params->k + ostinato::kWarpgroup - 1) / ostinato::kWarpgroup);
   config.block = dim3(ostinato::kThreads);

@@ -18,7 +18,7 @@ from ostinato.jit.budgets import (
     read_budgets,
     write_budgets,
 )
-from ostinato.jit.catalogue import CATALOGUE
+from ostinato.ops.catalogue import CATALOGUE
 
 BUDGETS = Path(__file__).parents[2] / "docs" / "kernel_budgets.json"
 _BUDGET = {"registers": 168, "stack": 0, "spills": 0, "smem": 128}

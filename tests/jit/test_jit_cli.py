@@ -9,8 +9,8 @@ import pytest
 
 from ostinato.cli.main import main
 from ostinato.jit import compiler
-from ostinato.jit.catalogue import CATALOGUE
 from ostinato.jit.toolchain import Cutlass
+from ostinato.ops.catalogue import CATALOGUE
 
 _NAME = "quantize-silu_mul-bf16-int8"
 
@@ -23,7 +23,7 @@ def test_build_compiles_a_selection_with_progress(
     first, *progress = capsys.readouterr().out.splitlines()
     assert first == f"5 kernels, 0 of them compiled already, in {cache}"
     assert [line[:5] for line in progress] == [f"[{i}/5]" for i in range(1, 6)]
-    assert any(f"{_NAME} (release): 0 s, 42 registers" in line for line in progress)
+    assert any(f"{_NAME} (sm_90a, release): 0 s, 42 registers" in line for line in progress)
 
     assert main(arguments) == 0
     assert capsys.readouterr().out == f"5 kernels, 5 of them compiled already, in {cache}\n"
@@ -36,12 +36,48 @@ def test_build_modes_are_builds_of_their_own(
     arguments = ["build", "--only", "gemm_small_m", "--dtypes", "int8", "bf16", "--jobs", "1"]
     site = "small_m_stage_release"
     assert main([*arguments, "--inject-delay", site]) == 0
-    assert f"(inject-delay {site})" in capsys.readouterr().out
+    assert f"(sm_90a, inject-delay {site})" in capsys.readouterr().out
     assert all(
         f"-DOSTINATO_DELAY_SITE={site}" in line for line in nvcc_calls.read_text().splitlines()
     )
     assert main(arguments) == 0
     assert "0 of them compiled already" in capsys.readouterr().out
+
+
+def test_build_compiles_for_each_of_the_gpus_named(
+    nvcc_calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["embed-bf16", "gemm_small_m"]
+    assert main(["build", "--only", *names, "--arch", "sm_80", "120", "compute_89"]) == 0
+    progress = capsys.readouterr().out
+    for target in ("sm_80", "sm_120", "compute_89"):
+        assert f"embed-bf16 ({target}, release): 0 s" in progress
+    calls = nvcc_calls.read_text().splitlines()
+    codes = [
+        word.rpartition("code=")[2] for line in calls for word in line.split() if "code=" in word
+    ]
+    assert sorted(codes) == ["compute_89", "sm_120", "sm_80"]  # none of gemm_small_m
+    assert main(["kernels", "embed", "gemm_small_m", "--arch", "80"]) == 0
+    assert capsys.readouterr().out.startswith("1 of 3 compiled for sm_80, in ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["build", "--all", "--arch", "8"], "arch: got '8', expected one of 80, 86, "),
+        (
+            ["build", "--only", "gemm_small_m", "--arch", "80"],
+            "--arch: got 80, which runs none of these kernels",
+        ),
+        (["kernels", "--arch", "80", "--budgets", "f"], "budgets: got sm_80, expected sm_90a: "),
+    ],
+)
+def test_gpus_without_kernels_are_refused(
+    nvcc_calls: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert not nvcc_calls.exists()
 
 
 INT8 = {
@@ -155,7 +191,7 @@ def test_build_for_a_model_takes_what_its_options_launch(
     ("arguments", "message"),
     [
         ([], "got no selection, expected --all, --only, --for-model or --dtypes"),
-        (["--only", "gem"], "only: got 'gem', expected quantize or gemm_small_m or gemm_tiled"),
+        (["--only", "gem"], "only: got 'gem', expected append_kv or attention_decode or"),
         (["--dtypes", "int4"], "invalid choice: 'int4'"),
         (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
         (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),
@@ -204,7 +240,7 @@ def test_kernels_lists_what_is_compiled_and_what_is_not(
     capsys.readouterr()
     assert main(["kernels"]) == 0
     first, header, *lines = capsys.readouterr().out.splitlines()
-    assert first == f"1 of {len(CATALOGUE)} compiled, in {cache}"
+    assert first == f"1 of {len(CATALOGUE)} compiled for sm_90a, in {cache}"
     assert header.split() == ["kernel", "registers", "spills", "stack", "smem", "s"]
     assert [line.split()[0] for line in lines] == [variant.name for variant in CATALOGUE]
     (compiled,) = [line for line in lines if "not compiled" not in line]

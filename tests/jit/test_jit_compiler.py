@@ -41,7 +41,7 @@ import sys
 # A job that a shell script started in the background inherits SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from jit_probe import Probe
-from ostinato.kernels.compiler import build, plan
+from ostinato.jit.compiler import build, plan
 build([plan(Probe(waste=int(waste), behaviour=sys.argv[1])) for waste in sys.argv[2:]])
 """
 

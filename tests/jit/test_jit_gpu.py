@@ -23,21 +23,21 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import Quantize
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SIZE = 100_003
 
 
-def _probe(mode: BuildMode = RELEASE) -> _C.Quantize:
+def _probe(mode: BuildMode = RELEASE) -> _C.Library:
     (entry,) = build([plan(Probe(), mode)])
-    library = _C.Quantize(str(entry.library))
+    library = _C.Library(str(entry.library))
     library.prepare()
     return library
 
 
-def _copy(library: _C.Quantize, x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
+def _copy(library: _C.Library, x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> None:
     library.launch(
         x=x.data_ptr(),
         x_stride=x.numel(),

@@ -12,7 +12,6 @@ import pytest
 from jit_probe import Probe
 
 from ostinato.jit.compiler import (
-    abi_version,
     plan,
 )
 from ostinato.jit.mode import (
@@ -24,11 +23,10 @@ from ostinato.jit.sources import (
     CSRC,
     read_sources,
 )
-from ostinato.jit.variants import (
-    GemmTiled,
-    Quantize,
-    Variant,
-)
+from ostinato.jit.targets import target_named
+from ostinato.jit.variant import Variant
+from ostinato.ops.linear.gemm_variants import GemmTiled
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +34,7 @@ class Scratch(Variant):
     """A kernel whose source a test writes."""
 
     family: ClassVar[str] = "scratch"
+    needs: ClassVar[frozenset[str]] = frozenset()
     source: Path
 
     @property
@@ -59,7 +58,7 @@ def test_includes_are_followed(scratch: Scratch) -> None:
     sources = read_sources(scratch.source)
     assert set(sources.texts) == {
         *("kernel.cu", "near.h", "far.h"),
-        *("common/entry.cpp", "common/check.h"),
+        *("common/entry.cpp", "common/check.h", "common/entry.h", "common/fields.h"),
     }
     assert not sources.uses_cutlass
 
@@ -125,7 +124,8 @@ def test_the_key_depends_on_macros_target_and_mode() -> None:
     keys = [
         plan(variant).key,
         plan(replace(variant, waste=8)).key,
-        plan(replace(variant, arch="80")).key,
+        plan(variant, target=target_named("80")).key,
+        plan(variant, target=target_named("compute_80")).key,
         plan(variant, BuildMode(debug_print=True)).key,
         plan(variant, BuildMode(delay_site="probe_load")).key,
         plan(variant, BuildMode(delay_site="probe_store")).key,
@@ -134,18 +134,18 @@ def test_the_key_depends_on_macros_target_and_mode() -> None:
     assert plan(variant).key == keys[0]
 
 
-def test_every_library_is_compiled_for_its_arch_without_asserts() -> None:
+def test_every_library_is_compiled_for_its_gpu_without_asserts() -> None:
     probe = Probe()
     flags = plan(probe).flags
     assert "-DNDEBUG" in flags
     assert "arch=compute_90a,code=sm_90a" in flags
-    assert f"-DOSTINATO_ABI={abi_version(probe)}" in flags
     assert "--use_fast_math" not in flags
 
 
 def test_the_kernels_of_the_catalogue_include_the_parameters() -> None:
     quantize = plan(Quantize(kind="per_token", in_dtype="bf16", out_dtype="int8"))
-    assert "gemm_w8a8/params.h" in quantize.sources.texts
+    assert "gemm_w8a8/quantize/params.h" in quantize.sources.texts
+    assert "common/fields.h" in quantize.sources.texts
     assert not quantize.sources.uses_cutlass
     tiled = plan(GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128))
     assert tiled.sources.uses_cutlass
@@ -168,7 +168,7 @@ def test_debug_print_is_kept_where_it_is_used(scratch: Scratch, use: str) -> Non
 def test_delay_sites_are_found() -> None:
     text = "OSTINATO_DELAY(one, warp == 1);\n  OSTINATO_DELAY( two_2 ,\n true);"
     assert delay_sites(text) == {"one", "two_2"}
-    every = "\n".join(file.read_text() for file in (CSRC / "gemm_w8a8").iterdir())
+    every = "\n".join(file.read_text() for file in (CSRC / "gemm_w8a8").rglob("*.*"))
     assert delay_sites(every) >= {"small_m_partial_store", "small_m_stage_release"}
 
 

@@ -34,8 +34,6 @@ _INSTRUCTIONS = {
 }
 _SHARED = "extern __shared__ __align__(1024) uint8_t storage[];"
 _FLAGS = (
-    "-x",
-    "c++",
     "-std=c++20",
     "-O2",
     "-w",
@@ -53,7 +51,7 @@ def emulated_sources(folder: Path) -> Path:
     for (name, function), code in _INSTRUCTIONS.items():
         path = folder / name
         path.write_text(_without_instruction(path.read_text(), function, code))
-    kernel = folder / "attention" / "decode_sm90.cu"
+    kernel = folder / "attention" / "decode" / "decode_sm90.cu"
     text = kernel.read_text()
     assert text.count(_SHARED) == 1
     here = "uint8_t* const storage = reinterpret_cast<uint8_t*>(emulator::shared);"
@@ -63,11 +61,21 @@ def emulated_sources(folder: Path) -> Path:
 
 
 def compile_decode(sources: Path, program: Path, defines: Mapping[str, str]) -> None:
-    """Compile the random calls of one decode kernel (`emulation/decode_cases.cpp`)."""
-    files = [sources / "decode_cases.cpp", sources / "emulator.cpp"]
+    """Compile the random calls of one decode kernel (`emulation/decode_cases.cpp`).
+
+    The emulator is compiled with the first kernel of a folder.
+    """
     macros = [f"-D{name}={value}" for name, value in defines.items()]
-    command = [str(require_nvcc().path), *_FLAGS, *macros, f"-I{sources}", *map(str, files)]
-    subprocess.run([*command, "-o", str(program)], check=True, timeout=250)
+    emulator, cases = sources / "emulator.o", Path(f"{program}.o")
+    if not emulator.exists():
+        _run_nvcc(sources, "-c", sources / "emulator.cpp", "-o", emulator)
+    _run_nvcc(sources, *macros, "-c", sources / "decode_cases.cpp", "-o", cases)
+    _run_nvcc(sources, cases, emulator, "-o", program)
+
+
+def _run_nvcc(sources: Path, *arguments: str | Path) -> None:
+    command = [require_nvcc().path, *_FLAGS, f"-I{sources}", *arguments]
+    subprocess.run(command, check=True, timeout=250)
 
 
 def _without_instruction(text: str, function: str, code: str) -> str:

@@ -13,15 +13,15 @@ from ostinato.jit.compiler import (
     plan,
 )
 from ostinato.jit.mode import BuildMode
-from ostinato.jit.variants import Variant
+from ostinato.jit.variant import Variant
 
 Kind = TypeVar("Kind", bound=Variant)
 
 
-def load(wanted: Sequence[tuple[Kind, BuildMode]]) -> dict[tuple[Kind, BuildMode], _C.W8A8Gemm]:
+def load(wanted: Sequence[tuple[Kind, BuildMode]]) -> dict[tuple[Kind, BuildMode], _C.Library]:
     """Return the libraries of these variants and modes, compiled and ready to be launched."""
     entries = build([plan(variant, mode) for variant, mode in wanted])
-    libraries = {key: _C.W8A8Gemm(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    libraries = {key: _C.Library(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
     return libraries
@@ -34,7 +34,7 @@ def random_codes(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def launch(
-    library: _C.W8A8Gemm,
+    library: _C.Library,
     x: torch.Tensor,
     w: ops.PackedWeight,
     x_scale: torch.Tensor,
@@ -66,7 +66,7 @@ def launch(
     )
 
 
-def multiply(library: _C.W8A8Gemm, x: torch.Tensor, w: torch.Tensor, **cut: int) -> torch.Tensor:
+def multiply(library: _C.Library, x: torch.Tensor, w: torch.Tensor, **cut: int) -> torch.Tensor:
     """Return the bf16 product of x and w (packed for it), with the scales and bias of `exact`.
 
     Args:

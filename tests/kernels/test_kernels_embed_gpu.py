@@ -9,10 +9,8 @@ import torch
 
 from ostinato import ops
 from ostinato.jit import compiler
-from ostinato.jit.variants import (
-    Embed,
-    Quantize,
-)
+from ostinato.ops.embed import Embed
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -1,8 +1,9 @@
 """Logits and greedy texts of tiny models: every family, weight format, dtype and RoPE type.
 
-Run as a script it prints or writes what `test_models_golden.py` compares with:
+Run before and after a change that must not change a bit, on one machine:
 
-    python tests/models/golden_logits.py [FILE]
+    python tests/models/golden_logits.py FILE           # writes digests and tokens
+    python tests/models/golden_logits.py --compare FILE  # exits with 1 where one differs
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ sys.path[:0] = [str(_TESTS), str(_TESTS / "checkpoint")]
 
 from hf_models import MODELS, TOKENS, random_model, save_plain  # noqa: E402
 from quantized_files import FORMATS, write_quantized  # noqa: E402
-from tiny import byte_tokenizer  # noqa: E402
 
 from ostinato.checkpoint import load_model  # noqa: E402
 from ostinato.engine import Engine, SamplingParams  # noqa: E402
 from ostinato.models import sequence_logits  # noqa: E402
+from tiny import byte_tokenizer  # noqa: E402
 
-FILE = Path(__file__).with_name("golden_logits.json")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Families whose quantised layers have biases, norms of q and k, and windows.
 QUANTIZED = ("llama", "llama-biases", "mistral-window", "qwen2", "qwen3")
@@ -85,13 +85,22 @@ def outcomes() -> dict[str, dict[str, Any]]:
         return {name: outcome(model) for name, model in models(Path(folder))}
 
 
-def main() -> None:
-    found = {"machine": machine(), "models": outcomes()}
+def main() -> int:
+    compares, file = sys.argv[1] == "--compare", Path(sys.argv[-1])
+    found: dict[str, Any] = {"machine": machine(), "models": outcomes()}
+    if compares:
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if before["machine"] != found["machine"]:
+            print(f"written on another machine: {before['machine']}")
+        differing = [n for n, row in before["models"].items() if row != found["models"].get(n)]
+        print(f"{len(before['models'])} models, {len(differing)} differ: {differing}")
+        return int(bool(differing))
     rows = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in found["models"].items()]
     text = f'{{"machine": {json.dumps(found["machine"])},\n"models": {{\n'
     text += ",\n".join(rows) + "\n}}\n"
-    (Path(sys.argv[1]) if sys.argv[1:] else FILE).write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

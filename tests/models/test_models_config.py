@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from ostinato.models import (
-    ModelConfig,
     RopeConfig,
     UnsupportedModelError,
+    read_config,
 )
 
 SIZES: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_two_rope_types_are_refused_however_they_are_spelt(spelling: str) -> Non
 def test_a_stretched_model_serves_longer_contexts(
     scaling: dict[str, Any] | None, longest: int
 ) -> None:
-    config = ModelConfig.from_hf(hf("llama", max_position_embeddings=64, rope_scaling=scaling))
+    config = read_config(hf("llama", max_position_embeddings=64, rope_scaling=scaling))
     assert config.context(None) == 64
     assert config.context(longest) == longest
     with pytest.raises(ValueError, match=f"max_context: got {longest + 1}, .* = {longest}"):
@@ -153,7 +153,7 @@ def test_a_stretched_model_serves_longer_contexts(
 
 
 def test_llama_defaults() -> None:
-    config = ModelConfig.from_hf(hf("llama", eos_token_id=2, torch_dtype="bfloat16"))
+    config = read_config(hf("llama", eos_token_id=2, torch_dtype="bfloat16"))
     assert config.head_dim == 8
     assert config.dtype == torch.bfloat16
     assert config.eos_token_ids == (2,)
@@ -162,14 +162,14 @@ def test_llama_defaults() -> None:
 
 
 def test_attention_bias_of_llama_covers_the_output_projection_but_not_in_qwen2() -> None:
-    llama = ModelConfig.from_hf(hf("llama", attention_bias=True, mlp_bias=True))
+    llama = read_config(hf("llama", attention_bias=True, mlp_bias=True))
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
-    qwen2 = ModelConfig.from_hf(hf("qwen2"))
+    qwen2 = read_config(hf("qwen2"))
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias) == (True, False, False)
 
 
 def test_qwen3_has_norms_of_q_and_k_and_its_own_head_dim() -> None:
-    config = ModelConfig.from_hf(hf("qwen3", head_dim=24))
+    config = read_config(hf("qwen3", head_dim=24))
     assert config.qk_norm
     assert (config.q_size, config.kv_size) == (96, 48)
 
@@ -199,7 +199,7 @@ def test_qwen3_has_norms_of_q_and_k_and_its_own_head_dim() -> None:
 def test_sliding_windows(
     family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert ModelConfig.from_hf(hf(family, **fields)).sliding_windows == windows
+    assert read_config(hf(family, **fields)).sliding_windows == windows
 
 
 @pytest.mark.parametrize("written", ["minimal", "by transformers"])
@@ -210,7 +210,7 @@ def test_defaults_are_those_of_transformers(kind: str, extra: dict[str, Any], wr
     fields = {**minimal(family), **(extra if "Qwen" in kind else {})}
     theirs = getattr(transformers, f"{kind}Config")(**fields)
     whole = written == "by transformers"
-    ours = ModelConfig.from_hf(theirs.to_dict() if whole else {"model_type": family, **fields})
+    ours = read_config(theirs.to_dict() if whole else {"model_type": family, **fields})
     assert ours.family == family
     assert ours.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None)
@@ -243,19 +243,19 @@ def test_what_has_no_common_default_must_be_written(family: str, name: str) -> N
         config |= {**WINDOW, "max_window_layers": 1}
     del config[name]
     with pytest.raises(UnsupportedModelError, match=rf"^config\.json: {name}: (got None|missing)"):
-        ModelConfig.from_hf(config)
+        read_config(config)
 
 
 @pytest.mark.parametrize("family", REQUIRED)
 def test_null_heads_are_as_many_as_query_heads(family: str) -> None:
-    assert ModelConfig.from_hf(hf(family, num_key_value_heads=None)).num_kv_heads == 4
+    assert read_config(hf(family, num_key_value_heads=None)).num_kv_heads == 4
 
 
 @pytest.mark.parametrize(
     ("ids", "expected"), [(None, ()), (3, (3,)), ([0, 63], (0, 63)), ([], ())], ids=str
 )
 def test_end_tokens_are_none_one_or_several(ids: Any, expected: tuple[int, ...]) -> None:
-    assert ModelConfig.from_hf(hf("llama", eos_token_id=ids)).eos_token_ids == expected
+    assert read_config(hf("llama", eos_token_id=ids)).eos_token_ids == expected
 
 
 YARN = {"type": "yarn", "factor": 4.0}
@@ -330,7 +330,7 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
 )
 def test_unsupported_and_malformed_fields_are_named(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"^config\.json: .*{match}|^{match}"):
-        ModelConfig.from_hf({**hf("llama"), **fields})
+        read_config({**hf("llama"), **fields})
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
@@ -338,7 +338,7 @@ def test_unsupported_and_malformed_fields_are_named(fields: dict[str, Any], matc
 def test_a_window_holds_at_least_one_key(family: str, window: Any) -> None:
     config = hf(family, **{**WINDOW, "sliding_window": window})
     with pytest.raises(UnsupportedModelError, match=f"sliding_window: got {window!r}, expected an"):
-        ModelConfig.from_hf(config)
+        read_config(config)
 
 
 @pytest.mark.parametrize(
@@ -356,9 +356,24 @@ def test_layer_types_are_known_one_per_layer_and_agree_with_the_window(
     family: str, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer_types: got \[.*\], expected 3 times"):
-        ModelConfig.from_hf(hf(family, **fields))
+        read_config(hf(family, **fields))
 
 
 def test_a_config_that_is_no_object_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^a\.json: got \[\], expected an object"):
-        ModelConfig.from_hf([], "a.json")  # type: ignore[arg-type]
+        read_config([], "a.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "extra"),
+    [
+        ("rope_parameters", {"llama_4_scaling_beta": 0.1}),
+        ("rope_scaling", {"mrope_section": [16, 24, 24]}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ],
+)
+def test_unknown_rope_fields_are_refused(spelling: str, extra: dict[str, object]) -> None:
+    fields = {"rope_type": "linear", "factor": 2.0, **extra}
+    (name,) = extra
+    with pytest.raises(UnsupportedModelError, match=f"{spelling}: {name}: got .* not supported"):
+        RopeConfig.from_hf({spelling: fields}, 4096)

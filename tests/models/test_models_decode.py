@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from ostinato.bench.shapes import SHAPES
-from ostinato.bench.weights import random_llama
+from ostinato.bench.weights import random_decoder
 from ostinato.engine.decode_step import (
     DecodeStep,
     SeenTokens,
 )
 from ostinato.graphs import GraphRunner, StaticBuffers
 from ostinato.models import (
-    Llama,
     ModelConfig,
     PagedKVCache,
     W8A8Linear,
+    read_config,
 )
+from ostinato.models.families.llama import Llama
 
 CONTEXT, MAX_BATCH, PAGE = 96, 16, 16
 BUCKETS = (1, 2, 4, 8, 16)
@@ -114,8 +115,8 @@ def test_greedy_tokens_are_the_references_in_every_bucket(
     precision: str, batch_invariant: bool
 ) -> None:
     """The error in fp32's eyes is at most twice that of torch's operators with the same dtypes."""
-    config = ModelConfig.from_hf(SMALL)
-    plain = random_llama(
+    config = read_config(SMALL)
+    plain = random_decoder(
         config,
         precision,
         CPU,
@@ -161,9 +162,7 @@ def test_greedy_tokens_are_the_references_in_every_bucket(
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_ten_thousand_replays_change_no_logit(n: int) -> None:
-    model = random_llama(
-        ModelConfig.from_hf(SMALL), "int8", torch.device("cuda"), max_context=CONTEXT
-    )
+    model = random_decoder(read_config(SMALL), "int8", torch.device("cuda"), max_context=CONTEXT)
     stored = torch.randn(cache_shape(model.config)).bfloat16()
     with runner_of(model, stored) as runner:
         inputs = {name: value.cuda() for name, value in inputs_of(n).items()}
@@ -182,9 +181,9 @@ def test_ten_thousand_replays_change_no_logit(n: int) -> None:
 def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
     """Greedy and random rows, with a penalty and without; up to 16 rows none is left out."""
     buckets = (16, 48)
-    config = ModelConfig.from_hf({**SMALL, "vocab_size": 32000})
+    config = read_config({**SMALL, "vocab_size": 32000})
     device = torch.device("cuda")
-    model = random_llama(config, precision, device, max_context=CONTEXT, lm_head=precision)
+    model = random_decoder(config, precision, device, max_context=CONTEXT, lm_head=precision)
     stored = torch.randn(cache_shape(config, max(buckets))).bfloat16()
     rows = torch.arange(max(buckets))
     outputs = []
@@ -207,9 +206,9 @@ def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
 def test_a_step_with_an_8_bit_projection_consists_of_our_kernels(
     precision: str, logits: bool
 ) -> None:
-    config = ModelConfig.from_hf(SMALL)
+    config = read_config(SMALL)
     device = torch.device("cuda")
-    model = random_llama(config, precision, device, max_context=CONTEXT, lm_head=precision)
+    model = random_decoder(config, precision, device, max_context=CONTEXT, lm_head=precision)
     buckets = (1, 8, 48)
     stored = torch.randn(cache_shape(config, max(buckets))).bfloat16()
     with runner_of(model, stored, buckets, logits=logits) as runner:

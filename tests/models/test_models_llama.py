@@ -7,10 +7,10 @@ import torch
 
 from ostinato.models import (
     AttentionInputs,
-    Llama,
     PagedKVCache,
     sequence_logits,
 )
+from ostinato.models.families.llama import Llama
 from tiny import CONFIG, tiny_llama
 
 TOKENS = [3, 250, 17, 99, 4, 4, 180, 31, 7, 66, 200, 1, 90, 12, 55, 43, 21, 8, 128, 77, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,30 @@ import torch
 from ostinato import ops
 from ostinato.checkpoint import load_model
 from ostinato.jit import loader
-from ostinato.jit.variants import (
-    AppendKV,
-    Embed,
-    L2Probe,
-    Quantize,
-    Sample,
-    Variant,
-)
+from ostinato.jit.variant import Variant
 from ostinato.models import (
     W8A8Linear,
     compile_kernels,
     required_kernels,
     sequence_logits,
 )
-from ostinato.ops import embed_cuda
 from ostinato.ops.attention import (
     append_kv_cuda,
     decode_cuda,
     prefill_cuda,
 )
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.l2_partition import L2Probe
+from ostinato.ops.embed import Embed
 from ostinato.ops.linear import (
     quantize_cuda,
     w8a8_gemm,
 )
+from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.sampling.sample_cuda import Sample
 from tiny import tiny_llama
+
+embed_module = import_module("ostinato.ops.embed")  # `ostinato.ops.embed` is the op
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-llama"
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -62,7 +62,7 @@ def test_a_packed_weight_serves_on_the_cpu_too() -> None:
 
 @pytest.mark.parametrize("scheme", DTYPES)
 def test_the_kernels_of_a_model(scheme: str) -> None:
-    found = required_kernels.kernels_of(tiny_llama(scheme=scheme))
+    found = tiny_llama(scheme=scheme).kernels()
     dtype = {"int8": "int8", "fp8": "e4m3"}[scheme]
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
@@ -76,11 +76,11 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     assert gate not in found
     assert all(variant.dtypes() == {dtype, "fp32"} for variant in found if variant not in plain)
     assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
-    assert set(required_kernels.kernels_of(tiny_llama(scheme="plain"))) == {*plain, gate}
+    assert set(tiny_llama(scheme="plain").kernels()) == {*plain, gate}
 
 
 def test_prompts_and_steps_of_16_bits_have_attention_kernels() -> None:
-    found = required_kernels.kernels_of(tiny_llama(dtype=torch.bfloat16, head_dim=16))
+    found = tiny_llama(dtype=torch.bfloat16, head_dim=16).kernels()
     families = [variant.family for variant in found]
     assert families.count("attention_decode") == families.count("attention_prefill") == 2
 
@@ -116,7 +116,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    modules = (append_kv_cuda, decode_cuda, embed_cuda, w8a8_gemm, prefill_cuda, quantize_cuda)
+    modules = (append_kv_cuda, decode_cuda, embed_module, w8a8_gemm, prefill_cuda, quantize_cuda)
     for module in modules:
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
@@ -125,7 +125,7 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
     for length in lengths:
         assert sequence_logits(model, [5] * length).isfinite().all()
     assert launched
-    assert launched <= set(required_kernels.kernels_of(model))
+    assert launched <= set(model.kernels())
 
 
 @pytest.mark.gpu

@@ -7,23 +7,19 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ostinato.jit.catalogue import (
-    APPEND_KV,
-    EMBED,
-    FUSED_LINEAR,
-    MERGE_STATES,
-    QUANTIZE,
-    SAMPLE,
-)
-from ostinato.jit.variants import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    SPLIT_TOKENS,
-    AttentionDecode,
-    AttentionPrefill,
-    Variant,
-)
+from ostinato.jit.compiler import Plan, plan
+from ostinato.jit.targets import target_named
+from ostinato.jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.decode_variants import SPLIT_TOKENS, AttentionDecode
+from ostinato.ops.attention.merge_states import MergeStates
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
+from ostinato.ops.catalogue import CATALOGUE
+from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
+from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.sampling.sample_cuda import Sample
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
 TOKENS = (
@@ -39,16 +35,30 @@ LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
 )
 
 
+# Of every family that needs nothing of Hopper.
+ROW_KERNELS = (
+    *(variant for variant in CATALOGUE if not variant.needs),
+    *(
+        replace(variant, weight_dtype="fp32")
+        for variant in CATALOGUE
+        if isinstance(variant, Quantize)
+        and (variant.kind, variant.weight_dtype) in (("rms_norm", "bf16"), ("rms_norm", "fp16"))
+    ),
+)
+
+
+def plans_of_earlier_gpus() -> Iterator[Plan]:
+    """Yield what tests compile as PTX: a GPU that stands in for an earlier one launches it."""
+    for name, variant in product(("compute_80", "compute_89"), ROW_KERNELS):
+        yield plan(variant, target=target_named(name))
+
+
 def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
     """Yield what the tests of the ops launch on a GPU of so many SMs, but for listed attention."""
-    yield from EMBED
-    yield from APPEND_KV
-    yield from MERGE_STATES
-    yield from SAMPLE
-    yield from FUSED_LINEAR
-    for variant in QUANTIZE:
-        yield variant
-        if variant.kind == "rms_norm":
+    for variant in CATALOGUE:
+        if isinstance(variant, (Embed, AppendKV, MergeStates, Sample, FusedLinear, Quantize)):
+            yield variant
+        if isinstance(variant, Quantize) and variant.kind == "rms_norm":
             yield replace(variant, weight_dtype="fp32")
     yield from _attention()
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from ostinato.jit.variants import Embed
-from ostinato.ops import embed_cuda
 from ostinato.ops.common.pdl import pdl
+from ostinato.ops.embed import Embed
+
+embed_module = import_module("ostinato.ops.embed")  # `ostinato.ops.embed` is the op
 
 STREAM = 77
 
@@ -30,9 +32,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         assert stream == STREAM
         return Library(variant)
 
-    monkeypatch.setattr(embed_cuda, "load", load)
-    monkeypatch.setattr(embed_cuda, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(embed_cuda, "on_device", lambda device: torch.no_grad())
+    monkeypatch.setattr(embed_module, "load", load)
+    monkeypatch.setattr(embed_module, "current_stream", lambda device: STREAM)
+    monkeypatch.setattr(embed_module, "on_device", lambda device: torch.no_grad())
     return found
 
 
@@ -41,7 +43,7 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
     table = torch.zeros(50, 24, dtype=torch.bfloat16)[:, :16]
     seen = torch.zeros(4, 60, dtype=torch.bool)[:, :50]
     n_active, out = torch.ones(1, dtype=torch.int32), torch.zeros(3, 2, 16).bfloat16()[:, 1]
-    embed_cuda.embed_rows(tokens, table, seen, rows, n_active, out)
+    embed_module.embed_rows(tokens, table, seen, rows, n_active, out)
     assert launches == [
         {
             "variant": Embed(dtype="bf16"),
@@ -72,7 +74,7 @@ def test_what_is_not_given_is_null(
 ) -> None:
     table = torch.zeros(50, 16, dtype=dtype)
     with pdl(False):
-        embed_cuda.embed_rows(torch.arange(3), table, None, None, None, table[:3])
+        embed_module.embed_rows(torch.arange(3), table, None, None, None, table[:3])
     (launch,) = launches
     assert launch["variant"] == Embed(dtype=name)
     for field in ("seen", "seen_stride", "seen_size", "seen_rows", "n_active", "pdl"):

@@ -13,10 +13,10 @@
 
 #include <cstdint>
 
-#include "attention/common/params.h"
 #include "common/check.h"
 #include "common/launch.cuh"
 #include "kernels.cuh"
+#include "params.h"
 
 namespace ostinato {
 namespace {
@@ -83,7 +83,7 @@ bool has_pointers(const AppendKVParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::AppendKVParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::AppendKVParams) {
   using namespace ostinato;
   const AppendKVParams& p = *params;
   if (!is_valid(p)) {

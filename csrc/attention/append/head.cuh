@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "attention/common/params.h"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
+#include "params.h"
 
 namespace ostinato {
 namespace {

@@ -3,14 +3,16 @@
 
 #include <cstdint>
 
-#include "attention/common/params.h"
 #include "common/launch.cuh"
 #include "head.cuh"
+#include "params.h"
 
 namespace ostinato {
 namespace {
 
 constexpr int kThreads = 128;
+// On an SM at least: 0 leaves it to the compiler, which for sm_100 and sm_120 spills to have more.
+constexpr int kLeastCtas = kTargets[0] < 1000 ? 0 : 1;
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
 // Over `lanes` neighbouring lanes, a power of two; all lanes of the warp must call it.
@@ -34,7 +36,7 @@ __device__ __forceinline__ float load_scale(const Target& target) {
 
 // A CTA has heads of the token blockIdx.x, each in the hands of 1 << log2_lanes lanes.
 template <bool kAligned, bool kNorm>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kLeastCtas)
     append_heads(const __grid_constant__ AppendKVParams p, const uint32_t log2_lanes,
                  const KnownDivisor count) {
   const uint32_t lanes = 1u << log2_lanes;
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
 // squares, the largest magnitude and the result. Every element is read and written by one lane, and
 // no lane writes before all have read for the sum: q_out may be q.
 template <bool kAligned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kLeastCtas)
     append_long_heads(const __grid_constant__ AppendKVParams p, const uint32_t chunks,
                       const KnownDivisor count) {
   const uint32_t lane = threadIdx.x % 32;

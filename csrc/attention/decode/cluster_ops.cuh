@@ -10,8 +10,8 @@ namespace ostinato::decode {
 __device__ __forceinline__ int rank_in_cluster() {
   return kClusterCtas == 1 ? 0 : static_cast<int>(blockIdx.x) % kClusterCtas;
 }
-// Where one of the CTA's blocks begins in a tile. With fixed cuts a CTA of a cluster has those that
-// a lone one's warp of its rank has.
+// Where one of the CTA's blocks begins in a tile. With fixed splits a CTA of a cluster has those
+// that a lone one's warp of its rank has.
 __device__ __forceinline__ int block_offset(int block) {
   return kChainPerCta ? block * kShareTokens + rank_in_cluster() * kBlockTokens
                       : rank_in_cluster() * kShareTokens + block * kBlockTokens;

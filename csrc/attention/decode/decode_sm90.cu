@@ -1,11 +1,11 @@
-// Attention of up to 64 rows (queries times heads of a group) to a paged cache: decode, and the
+// Mainloop of up to 64 rows (queries times heads of a group) to a paged cache: decode, and the
 // verification of speculated tokens. Cache bytes are read once, at memory speed.
 //
 // A grid of persistent CTAs, or of clusters of them ("CTA" stands for both); each reads all lengths
 // and finds its own share of the tiles (static_scheduler.cuh), so neither the host nor another
 // kernel plans anything, and no size of the launch depends on a length. In a CTA each team of warps
 // has rings of blocks of its own, refills what it has used itself, and shares nothing until the end
-// of a piece.
+// of a split.
 //
 // With params.pdl the predecessor may write any of the inputs: append_kv writes the cache. The
 // workspace must be zero before its first launch, and after a launch that was aborted; it serves
@@ -27,16 +27,17 @@
 namespace ostinato::decode {
 namespace {
 
-// Where what the end and the next piece need is found: between two pieces the rings are full, and
+// Where what the end and the next split need is found: between two splits the rings are full, and
 // memory waits; between the second tile and the third, a warp does.
-inline constexpr bool kLooksAheadWithin = kMayClaim && Attention::kFetchesAhead;
+inline constexpr bool kLooksAheadWithin = kMayScheduleDynamically && Mainloop::kFetchesAhead;
 
-// This warp's part of a piece. Within it, once, `look_ahead` is called.
-template <bool kSeveral, bool kPaced, class LookAhead>
-__device__ __forceinline__ void attend(SharedStorage& shared, Attention& attention, Loader& loader,
-                                       Claims& claims, Pace& pace, RingPosition& position,
-                                       const Sight& sight, const TileRange& range,
-                                       bool token_scales, const LookAhead& look_ahead) {
+// This warp's part of a split. Within it, once, `look_ahead` is called.
+template <bool kSeveral, bool kThrottled, class LookAhead>
+__device__ __forceinline__ void run_mainloop(SharedStorage& shared, Mainloop& mainloop,
+                                             KvLoader& kv_loader, DynamicScheduler& scheduler,
+                                             Throttle& throttle, RingPosition& position,
+                                             const Mask& mask, const TileRange& range,
+                                             bool token_scales, const LookAhead& look_ahead) {
   const int warp = warp_index(), team = team_of(warp);
   const int first_block = team * kTeamWarps;
   const int looks_ahead_at = max(range.begin, min(range.begin + 2, range.end - 1));
@@ -51,45 +52,45 @@ __device__ __forceinline__ void attend(SharedStorage& shared, Attention& attenti
     }
     const int stage = position.slot;
     if constexpr (kChainPerCta) {
-      attend_chain<kSeveral>(shared, attention, sight, position, tile);
+      run_serial_chain<kSeveral>(shared, mainloop, mask, position, tile);
     } else {
       wait(&shared.keys_arrived.full[stage][team], position.parity);
       OSTINATO_DELAY(decode_keys_load, warp == 1);
 #pragma unroll 1
       for (int block = first_block; block < first_block + kTeamWarps; ++block) {
         const int token = tile * kTileTokens + block_offset(block);
-        if (kTeamWarps > 1 && !sight.reaches(token)) {
+        if (kTeamWarps > 1 && !mask.reaches(token)) {
           continue;
         }
-        attention.multiply_keys(shared.keys.blocks[stage][block]);
+        mainloop.multiply_keys(shared.keys.blocks[stage][block]);
         const TokenScales scales =
             token_scales ? TokenScales(shared.scales[stage][block]) : TokenScales();
-        const bool hides_some = sight.hides_some(token);
-        attention.weigh(sight, token, hides_some, scales);
+        const bool hides_some = mask.hides_some(token);
+        mainloop.weigh(mask, token, hides_some, scales);
         wait(&shared.values_arrived.full[stage][team], position.parity);
         OSTINATO_DELAY(decode_values_load, warp == 2);
-        attention.multiply_values<kSeveral>(shared.values.blocks[stage][block], sight, token,
-                                            hides_some);
+        mainloop.multiply_values<kSeveral>(shared.values.blocks[stage][block], mask, token,
+                                           hides_some);
       }
     }
     OSTINATO_DELAY(decode_keys_release, threadIdx.x % 32 == 7);
     OSTINATO_DELAY(decode_values_release, warp == 3);
     sync_team(warp);
-    if constexpr (kPaced) {
-      pace.pass();
+    if constexpr (kThrottled) {
+      throttle.pass();
     }
     if (tile > range.begin) {  // before, it may not have come back
-      claims.publish();
+      scheduler.publish();
     }
-    loader.load(stage);
+    kv_loader.load(stage);
     position.advance(kStages);
   }
 }
 
-__device__ __forceinline__ void locate_queries(Attention& attention, const Arguments& params,
-                                               const Lengths& lengths, const Cuts::Piece& piece) {
-  attention.queries.locate(params, lengths.first_row(piece.sequence),
-                           lengths.queries(piece.sequence), piece.head);
+__device__ __forceinline__ void locate_queries(Mainloop& mainloop, const Arguments& params,
+                                               const Seqlens& seqlens, const Splits::Split& split) {
+  mainloop.queries.locate(params, seqlens.first_row(split.sequence),
+                          seqlens.queries(split.sequence), split.head);
 }
 
 // Into the L2 cache, what every CTA reads first: the lengths, and page ids by the line. Before the
@@ -106,8 +107,8 @@ __device__ __forceinline__ void prefetch_tables(const Arguments& params) {
   }
 }
 
-// kSeveral: sequences may have several queries. What only they need is felt by those of one, who
-// are in a hurry: as code between the code that runs.
+// kSeveral: sequences may have several queries. A separate instantiation: the extra code slows
+// single-query decode even when it is not taken.
 template <bool kSeveral>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     paged_decode(const __grid_constant__ Arguments params, const __grid_constant__ CacheMaps maps) {
@@ -121,143 +122,144 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     }
   }
   init_team(shared, params);
-  Exchanger exchanger(shared);
+  ClusterReduce cluster_reduce(shared);
 
-  // Lengths and page ids are guessed: read before the predecessor has ended, which may be writing
+  // Seqlens and page ids are guessed: read before the predecessor has ended, which may be writing
   // them. Whatever they are is safe to follow, and after the predecessor's end they are read once
   // more, beside the first blocks and queries. If a number has changed, all begins anew.
   bool guesses = kMayGuess && params.guesses != 0;
   if (!guesses) {
     wait_for_predecessor();
   }
-  Lengths lengths(shared, params);
-  if (by_halves(params) && threadIdx.x == kThreads - 1) {
-    lengths.take_number(&params.claims[kOfNumbers]);
+  Seqlens seqlens(shared, params);
+  if (by_l2_partition(params) && threadIdx.x == kThreads - 1) {
+    seqlens.take_number(&params.scheduler_counters[kOfNumbers]);
   }
-  Claims claims(shared, params, lengths);
-  Loader loader(shared, params, maps, lengths, claims);
-  Attention attention(params);
-  Cuts::Shares shares;
-  Turns turns;
-  Cuts::Piece piece;
+  DynamicScheduler scheduler(shared, params, seqlens);
+  KvLoader kv_loader(shared, params, maps, seqlens, scheduler);
+  Mainloop mainloop(params);
+  Splits::Shares shares;
+  CtaSplits cta_splits;
+  Splits::Split split;
   bool more;
 #pragma unroll 1
   while (true) {
-    const CtaPlan plan = read_lengths(shared, lengths, params, guesses);
+    const CtaPlan plan = read_seqlens(shared, seqlens, params, guesses);
     shares = plan.shares;
-    claims.begin(plan.claimed, Cuts::room(shares));
-    turns = Turns(claims, params, lengths, shares);
-    loader.begin(turns, guesses);
-    more = turns.next(claims, lengths, &piece);
+    scheduler.begin(plan.dynamic, Splits::room(shares));
+    cta_splits = CtaSplits(scheduler, params, seqlens, shares);
+    kv_loader.begin(cta_splits, guesses);
+    more = cta_splits.next(scheduler, seqlens, &split);
     if (more) {
-      locate_queries(attention, params, lengths, piece);
+      locate_queries(mainloop, params, seqlens, split);
     }
-    Lengths::Raw raw_lengths = {};
-    Loader::Ids ids = {};
+    Seqlens::Raw raw_seqlens = {};
+    KvLoader::Ids ids = {};
     if (guesses) {
       // Where few CTAs work, it only disturbs the last ones of the predecessor.
-      if (Cuts::crowded(params, lengths.start(params.batch) * params.line_heads, shares)) {
-        loader.prefetch();
+      if (Splits::crowded(params, seqlens.start(params.batch) * params.line_heads, shares)) {
+        kv_loader.prefetch();
       }
       wait_for_predecessor();
-      raw_lengths = lengths.read(params, false);
-      ids = loader.read_again();
+      raw_seqlens = seqlens.read(params, false);
+      ids = kv_loader.read_again();
     }
     if (more) {
-      loader.start();
+      kv_loader.start();
       // The first block needs the queries, which would wait behind the blocks of all stages.
-      attention.queries.fetch();
-      loader.fill();
+      mainloop.queries.fetch();
+      kv_loader.fill();
     }
     let_successor_start();
-    if (!guesses || !__syncthreads_or(ids.differ() || lengths.differ(params, raw_lengths))) {
+    if (!guesses || !__syncthreads_or(ids.differ() || seqlens.differ(params, raw_seqlens))) {
       break;
     }
-    loader.drop();
+    kv_loader.drop();
     guesses = false;
   }
-  Pace pace(params, lengths, shares);
+  Throttle throttle(params, seqlens, shares);
   if (!more) {
-    pace.end();
-    write_empty(params, lengths);
+    throttle.end();
+    write_empty(params, seqlens);
     return;
   }
 
   RingPosition position;
-  Parts parts;
-  // Twice: short pieces would feel what only paced ones need, as code between the code that runs.
-  const auto attend_pieces = [&](auto paced) {
+  Partials partials;
+  // Twice: short splits would feel what only paced ones need, as code between the code that runs.
+  const auto process_splits = [&](auto throttled) {
     for (bool first = true; more; first = false) {
-      exchanger.open();
-      claims.ask();
-      const Sight sight(params, lengths, piece.sequence);
-      const Visible visible = lengths.visible(piece.sequence);
-      const int first_tile = piece.begin, last_tile = piece.end;
-      const float key_scale = segment_scale(params, params.k_scale, piece.head);
+      cluster_reduce.open();
+      scheduler.ask();
+      const Mask mask(params, seqlens, split.sequence);
+      const Visible visible = seqlens.visible(split.sequence);
+      const int first_tile = split.begin, last_tile = split.end;
+      const float key_scale = kv_scale(params, params.k_scale, split.head);
       Rows rows;
-      float4* part;
+      float4* partial;
       const auto find_output = [&] {
-        rows = Rows(params, lengths, piece.sequence, piece.head);
-        part = parts.place(params, lengths, shares, piece);
+        rows = Rows(params, seqlens, split.sequence, split.head);
+        partial = partials.target(params, seqlens, shares, split);
       };
       const auto find_next = [&] {
-        more = turns.next(claims, lengths, &piece);
+        more = cta_splits.next(scheduler, seqlens, &split);
         if (more) {
-          locate_queries(attention, params, lengths, piece);
+          locate_queries(mainloop, params, seqlens, split);
         }
       };
       const auto fetch_next = [&] {
         if (more) {
-          attention.queries.fetch();
+          mainloop.queries.fetch();
         }
       };
-      PairPlaces places;
+      PairRows targets;
       const auto look_ahead = [&] {
         find_output();
-        places = PairPlaces(params, rows, threadIdx.x % 4);
+        targets = PairRows(params, rows, threadIdx.x % 4);
         find_next();
         fetch_next();
         if (!more) {
-          claims.leave();
+          scheduler.leave();
         }
       };
-      // What the end and the next piece need is found early if there are registers for it.
-      constexpr bool kLooksAheadFirst = Attention::kFetchesAhead && !kLooksAheadWithin;
+      // What the end and the next split need is found early if there are registers for it.
+      constexpr bool kLooksAheadFirst = Mainloop::kFetchesAhead && !kLooksAheadWithin;
       if constexpr (kLooksAheadFirst) {
         find_output();
         find_next();
       }
-      attention.begin(key_scale);
+      mainloop.begin(key_scale);
       if constexpr (kLooksAheadFirst) {
         fetch_next();
       }
       const TileRange range(visible, first_tile, last_tile, team_of(warp_index()));
-      attend<kSeveral, decltype(paced)::value>(shared, attention, loader, claims, pace, position,
-                                               sight, range, has_token_scales(params), look_ahead);
-      if constexpr (!Attention::kFetchesAhead) {
+      run_mainloop<kSeveral, decltype(throttled)::value>(shared, mainloop, kv_loader, scheduler,
+                                                         throttle, position, mask, range,
+                                                         has_token_scales(params), look_ahead);
+      if constexpr (!Mainloop::kFetchesAhead) {
         find_output();
       }
-      store_piece(shared, exchanger, params, attention, rows, part, first,
-                  kLooksAheadWithin ? &places : nullptr);
-      exchanger.receive(params, rows, part);
-      if constexpr (!Attention::kFetchesAhead) {
+      store_split(shared, cluster_reduce, params, mainloop, rows, partial, first,
+                  kLooksAheadWithin ? &targets : nullptr);
+      cluster_reduce.receive(params, rows, partial);
+      if constexpr (!Mainloop::kFetchesAhead) {
         find_next();
         fetch_next();
         if (!more) {
-          claims.leave();
+          scheduler.leave();
         }
       }
     }
   };
-  if (kMayPace && pace.used()) {
-    attend_pieces(std::bool_constant<kMayPace>());
+  if (kMayThrottle && throttle.used()) {
+    process_splits(std::bool_constant<kMayThrottle>());
   } else {
-    attend_pieces(std::false_type());
+    process_splits(std::false_type());
   }
-  claims.end();
-  pace.end();
-  parts.merge(params, lengths);
-  write_empty(params, lengths);
+  scheduler.end();
+  throttle.end();
+  partials.combine(params, seqlens);
+  write_empty(params, seqlens);
 }
 
 cudaError_t encode_map(CUtensorMap* map, const Slots& cache, const PagedDecodeParams& params) {
@@ -287,13 +289,13 @@ bool is_supported(const PagedDecodeParams& p) {
       (kCopyPages && p.page_size % kBlockTokens)) {
     return false;
   }
-  // Places on the line of segments are divided as numbers below 2^30, tiles as below 2^21.
+  // LineRange on the line of work tiles are divided as numbers below 2^30, tiles as below 2^21.
   const int64_t capacity = static_cast<int64_t>(p.max_pages) * p.page_size;
-  const int64_t places = int64_t{2} * p.batch * p.heads_kv * (capacity / kTileTokens + 2);
+  const int64_t targets = int64_t{2} * p.batch * p.heads_kv * (capacity / kTileTokens + 2);
   constexpr int kVector = 16 / kElementBytes;
   const int64_t strides = p.k_cache.page_stride | p.k_cache.stride | p.k_cache.head_stride |
                           p.v_cache.page_stride | p.v_cache.stride | p.v_cache.head_stride;
-  return capacity < (1 << 27) && places < (1 << 30) && strides % kVector == 0 &&
+  return capacity < (1 << 27) && targets < (1 << 30) && strides % kVector == 0 &&
          (p.q.stride | p.q.head_stride) % 2 == 0 && (p.out.stride | p.out.head_stride) % 4 == 0 &&
          is_aligned(p.q.data, 4) && is_aligned(p.k_cache.data, 16) &&
          is_aligned(p.v_cache.data, 16) && is_aligned(p.out.data, 8) && is_aligned(p.workspace, 16);
@@ -308,22 +310,21 @@ OSTINATO_EXPORT int ostinato_prepare() {
   return prepare(paged_decode<true>);
 }
 
-// What launches need beside their tensors if they have up to `rows` queries of a sequence times
-// heads of a group, `segments` sequences times KV heads, and `tokens` of a sequence, which are
-// max_pages * page_size. Without fixed cuts it depends on the device alone.
-OSTINATO_EXPORT int ostinato_workspace_bytes(int rows, int64_t segments, int64_t tokens,
-                                             int64_t* bytes) {
+// What launches need beside their tensors if none exceeds these capacities. Without fixed splits it
+// depends on the device alone.
+OSTINATO_WORKSPACE(ostinato::DecodeCapacities) {
   using namespace ostinato::decode;
-  if (rows < 1 || rows > kColumns || segments < 1 || tokens < 1) {
+  const ostinato::DecodeCapacities& most = *capacities;
+  if (most.rows < 1 || most.rows > kColumns || most.sequences < 1 || most.tokens < 1) {
     return cudaErrorInvalidValue;
   }
   Grid grid;
-  OSTINATO_RETURN_IF_ERROR(grid_size(&grid, segments, tokens));
-  *bytes = workspace_bytes(grid.sms, grid.ctas, segments, tokens);
+  OSTINATO_RETURN_IF_ERROR(grid_size(&grid, most.sequences, most.tokens));
+  *bytes = workspace_bytes(grid.sms, grid.ctas, most.sequences, most.tokens);
   return cudaSuccess;
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PagedDecodeParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::PagedDecodeParams) {
   using namespace ostinato::decode;
   if (!is_supported(*params)) {
     return cudaErrorInvalidValue;

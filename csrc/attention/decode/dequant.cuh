@@ -3,7 +3,7 @@
 // would be.
 //
 // Two 8-bit elements fill a 16-bit one of ldmatrix. Keys: a lane's four neighbours of the head dim
-// are where an MMA wants two pairs, so the query is loaded in that order (Attention::begin).
+// are where an MMA wants two pairs, so the query is loaded in that order (Mainloop::begin).
 // Values, transposed: a word holds two tokens times two neighbours d, d + 1, which become rows
 // lane / 4 and lane / 4 + 8 of the output.
 #pragma once
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t a, uint32_t b, uint32_
   return __byte_perm(a, b, selection);
 }
 
-__device__ __forceinline__ Pairs widen_e4m3(uint32_t word) {
+__device__ __forceinline__ Pairs dequantize_e4m3(uint32_t word) {
   Pairs pairs;
   asm("{\n"
       ".reg .b16 low, high;\n"
@@ -47,23 +47,23 @@ __device__ __forceinline__ uint32_t subtract_halves(uint32_t a, uint32_t b) {
 }
 
 // x + 128 as the low bits of 1024 + (x + 128), less 1152.
-__device__ __forceinline__ Pairs widen_int8(uint32_t word) {
+__device__ __forceinline__ Pairs dequantize_int8(uint32_t word) {
   const uint32_t shifted = word ^ 0x80808080u;
   return {subtract_halves(select_bytes(shifted, 0x64646464u, 0x4140), 0x64806480u),
           subtract_halves(select_bytes(shifted, 0x64646464u, 0x4342), 0x64806480u)};
 }
 
-__device__ __forceinline__ Pairs widen(uint32_t word) {
+__device__ __forceinline__ Pairs dequantize(uint32_t word) {
   if constexpr (std::is_same_v<Cache, Int8>) {
-    return widen_int8(word);
+    return dequantize_int8(word);
   } else {
-    return widen_e4m3(word);
+    return dequantize_e4m3(word);
   }
 }
 
 // Bytes 0 and 2, and 1 and 3.
-__device__ __forceinline__ Pairs widen_even_and_odd(uint32_t word) {
-  return widen(select_bytes(word, 0, 0x3120));
+__device__ __forceinline__ Pairs dequantize_even_and_odd(uint32_t word) {
+  return dequantize(select_bytes(word, 0, 0x3120));
 }
 
 // A power of two that brings a number near 1: FP16 has less range than BF16. 1 if there is none.
@@ -79,7 +79,7 @@ inline constexpr int kLoads = ceil_div(kSteps, kStepsPerLoad);
 __device__ __forceinline__ void key_operand(uint32_t (&keys)[4], const uint32_t (&words)[4],
                                             int half) {
   if constexpr (kQuantized) {
-    const Pairs upper = widen(words[2 * half]), lower = widen(words[2 * half + 1]);
+    const Pairs upper = dequantize(words[2 * half]), lower = dequantize(words[2 * half + 1]);
     keys[0] = upper.first, keys[1] = lower.first;
     keys[2] = upper.second, keys[3] = lower.second;
   } else {
@@ -90,7 +90,8 @@ __device__ __forceinline__ void key_operand(uint32_t (&keys)[4], const uint32_t 
 __device__ __forceinline__ void value_operand(uint32_t (&values)[4], const uint32_t (&words)[4],
                                               int half) {
   if constexpr (kQuantized) {
-    const Pairs low = widen_even_and_odd(words[half]), high = widen_even_and_odd(words[half + 2]);
+    const Pairs low = dequantize_even_and_odd(words[half]),
+                high = dequantize_even_and_odd(words[half + 2]);
     values[0] = low.first, values[1] = low.second;
     values[2] = high.first, values[3] = high.second;
   } else {

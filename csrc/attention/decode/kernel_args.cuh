@@ -1,4 +1,4 @@
-// What the kernel is given, beside the maps of the caches.
+// The kernel's arguments beside the tensor maps of the caches, computed from PagedDecodeParams.
 #pragma once
 
 #include "config.cuh"
@@ -43,8 +43,9 @@ struct Arguments {
         softcap(p.softcap),
         q(p.q),
         counters(static_cast<uint32_t*>(p.workspace)),
-        claims(counters + warp_counters(sms)),
-        parts(reinterpret_cast<float4*>(static_cast<uint8_t*>(p.workspace) + counter_bytes(sms))),
+        scheduler_counters(counters + warp_counters(sms)),
+        partials(
+            reinterpret_cast<float4*>(static_cast<uint8_t*>(p.workspace) + counter_bytes(sms))),
         out(p.out),
         sinks(p.sinks),
         lse(p.lse),
@@ -52,11 +53,11 @@ struct Arguments {
         v_scale(p.v_scale),
         k_cache(p.k_cache),
         v_cache(p.v_cache),
-        halves(p.halves) {
-    // Where free cuts have several heads on a line, its place decides how a head is cut.
-    const bool cuts_depend = !kFixedCuts && line_heads > 1;
-    if (!kMayKnowHalves || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
-        ctas % 2 != 0 || lines % 2 != 0 || cuts_depend) {
+        halves(p.l2_partition) {
+    // Where free splits have several heads on a line, its place decides how a head is cut.
+    const bool splits_depend = !kFixedSplits && line_heads > 1;
+    if (!kMayPartitionL2 || !divides_heads(halves, heads_kv) || batch <= kFewSequences ||
+        ctas % 2 != 0 || lines % 2 != 0 || splits_depend) {
       halves.heads = 0;
     }
   }
@@ -77,9 +78,9 @@ struct Arguments {
   float scale, softcap;
   Heads q;
   // The output.
-  uint32_t* counters;  // the workspace
-  uint32_t* claims;    // of them
-  float4* parts;
+  uint32_t* counters;            // the workspace
+  uint32_t* scheduler_counters;  // of them
+  float4* partials;
   Heads out;
   const float* sinks;
   Heads lse;
@@ -87,7 +88,7 @@ struct Arguments {
   Slots k_scale, v_scale;
   // Where threads copy.
   Slots k_cache, v_cache;
-  Halves halves;  // heads = 0 also where they change nothing
+  L2Partition halves;  // heads = 0 also where they change nothing
 };
 
 __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
@@ -95,8 +96,8 @@ __device__ __forceinline__ bool has_token_scales(const Arguments& params) {
 }
 
 // Whether the schedule's heads and CTAs are numbered by halves of the L2 (l2_partition.cuh).
-__device__ __forceinline__ bool by_halves(const Arguments& params) {
-  return kMayKnowHalves && params.halves.heads != 0;
+__device__ __forceinline__ bool by_l2_partition(const Arguments& params) {
+  return kMayPartitionL2 && params.halves.heads != 0;
 }
 
 // Reads what a predecessor may still be writing (`early`), or has written. Early, past the L1

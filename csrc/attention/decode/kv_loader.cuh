@@ -1,8 +1,8 @@
-// What a warp loads, block by block and ahead of its use: 16 tokens of each tile of the CTA, or of
-// the cluster.
+// The KV loader: each warp copies its blocks of keys and values ahead of their use, 16 tokens of
+// each tile of the CTA or cluster.
 //
-// Page ids are read up to 32 at a time, and always one batch of them (of this piece or the next)
-// before it is needed, since reading one takes as long as reading a block.
+// Page ids are read up to 32 at a time, one batch (of this split or the next) ahead of its use,
+// since reading an id takes as long as reading a block.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -17,7 +17,7 @@ struct CacheMaps {
   CUtensorMap keys, values;
 };
 
-// The tiles of a piece in which a team has a token to see.
+// The tiles of a split in which a team has a token to see.
 struct TileRange {
   int begin, end;
 
@@ -74,21 +74,21 @@ __device__ __forceinline__ void init_team(SharedStorage& shared, const Arguments
   sync_team(warp);
 }
 
-class Loader {
+class KvLoader {
  public:
-  __device__ Loader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
-                    const Lengths& lengths, Claims& claims)
+  __device__ KvLoader(SharedStorage& shared, const Arguments& params, const CacheMaps& maps,
+                      const Seqlens& seqlens, DynamicScheduler& scheduler)
       : shared_(shared),
         params_(params),
         maps_(maps),
-        lengths_(lengths),
-        claims_(claims),
+        seqlens_(seqlens),
+        scheduler_(scheduler),
         warp_(warp_index()),
         lane_(threadIdx.x % 32) {}
 
   // Reads the ids of the first pages of the turns, and of those after them.
-  __device__ __forceinline__ void begin(const Turns& turns, bool early) {
-    turns_ = turns;
+  __device__ __forceinline__ void begin(const CtaSplits& cta_splits, bool early) {
+    cta_splits_ = cta_splits;
     tile_ = end_ = 0;
     next_ = Batch();
 #pragma unroll 1
@@ -169,7 +169,7 @@ class Loader {
 
   // The next block's keys and values, if there is one, into a stage that the team has done with.
   __device__ __forceinline__ bool load(int stage) {
-    if constexpr (kMayClaim) {
+    if constexpr (kMayScheduleDynamically) {
       const bool goes_on = current_.left > 0;
       if (!goes_on) {
         if (next_.left == 0) {
@@ -179,7 +179,7 @@ class Loader {
       }
       load_next(stage);
       if (!goes_on) {
-        find_next(false);  // after the copy: it takes long at the end of every segment
+        find_next(false);  // after the copy: it takes long at the end of every work tile
       }
     } else {
       if (current_.left == 0 && next_.left > 0) {
@@ -203,7 +203,7 @@ class Loader {
     int left = 0;  // tiles
     int index = 0;
     int head;
-    // Of this lane's block (its first row: Sight::first_row) or token, or kUnseen.
+    // Of this lane's block (its first row: Mask::first_row) or token, or kUnseen.
     int page, slot;
     const int* entry;  // of the page table, where the page's id is
   };
@@ -232,17 +232,17 @@ class Loader {
     return &arrivals_of<What>(shared_).full[stage][arrival_of(warp_)];
   }
 
-  // The queries of a piece that is ahead, so that its start does not wait for memory.
-  __device__ __forceinline__ void prefetch_queries(const Cuts::Piece& piece) const {
+  // The queries of a split that is ahead, so that its start does not wait for memory.
+  __device__ __forceinline__ void prefetch_queries(const Splits::Split& split) const {
     constexpr int kLineBytes = 128;
     constexpr int kLines = ceil_div(kDim * static_cast<int>(sizeof(Type)), kLineBytes);
     const int group = params_.group;
-    const int64_t first_row = lengths_.first_row(piece.sequence);
-    for (int i = lane_; i < lengths_.queries(piece.sequence) * group * kLines; i += 32) {
+    const int64_t first_row = seqlens_.first_row(split.sequence);
+    for (int i = lane_; i < seqlens_.queries(split.sequence) * group * kLines; i += 32) {
       const int row = i / kLines, query = params_.by.group.divide(row);
       const Type* const q = static_cast<const Type*>(params_.q.data) +
                             (first_row + query) * params_.q.stride +
-                            (piece.head * group + row - query * group) * params_.q.head_stride;
+                            (split.head * group + row - query * group) * params_.q.head_stride;
       prefetch_line(reinterpret_cast<const uint8_t*>(q) + i % kLines * kLineBytes);
     }
   }
@@ -250,21 +250,21 @@ class Loader {
   // Reads the batch of page ids after the current one.
   __device__ __forceinline__ void find_next(bool early) {
     next_.left = 0;
-    Cuts::Piece ahead{-1};
+    Splits::Split ahead{-1};
     while (tile_ >= end_) {
-      if (!turns_.next(claims_, lengths_, &piece_)) {
+      if (!cta_splits_.next(scheduler_, seqlens_, &split_)) {
         return;
       }
-      const Visible visible = lengths_.visible(piece_.sequence);
-      const TileRange range(visible, piece_.begin, piece_.end, team_of(warp_));
+      const Visible visible = seqlens_.visible(split_.sequence);
+      const TileRange range(visible, split_.begin, split_.end, team_of(warp_));
       tile_ = range.begin;
       end_ = range.end;
       first_token_ = visible.begin;
       end_token_ = visible.end;
-      page_table_ = params_.page_table + piece_.sequence * params_.page_table_stride;
-      ahead = piece_;
+      page_table_ = params_.page_table + split_.sequence * params_.page_table_stride;
+      ahead = split_;
     }
-    next_.head = piece_.head;
+    next_.head = split_.head;
     next_.left = min(end_ - tile_, kBatch);
     next_.index = 0;
     const int block = (tile_ + lane_ / kLanesPerBlock) * kTileTokens + block_offset(warp_);
@@ -280,8 +280,8 @@ class Loader {
     next_.entry = page_table_ + page;
     next_.page = read_table(next_.entry, early);
     tile_ += next_.left;
-    // Where the first has claims to see to, the last.
-    if (warp_ == (kMayClaim ? kWarps - 1 : 0) && ahead.sequence >= 0) {
+    // By the last warp where the first one runs the dynamic scheduler.
+    if (warp_ == (kMayScheduleDynamically ? kWarps - 1 : 0) && ahead.sequence >= 0) {
       prefetch_queries(ahead);
     }
   }
@@ -385,10 +385,10 @@ class Loader {
   SharedStorage& shared_;
   const Arguments& params_;
   const CacheMaps& maps_;
-  const Lengths& lengths_;
-  Claims& claims_;
-  Turns turns_;
-  Cuts::Piece piece_;  // whose page ids are read
+  const Seqlens& seqlens_;
+  DynamicScheduler& scheduler_;
+  CtaSplits cta_splits_;
+  Splits::Split split_;  // whose page ids are read
   int warp_, lane_;
   Batch current_, next_;
   const int* page_table_ = nullptr;

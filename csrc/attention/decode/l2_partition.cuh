@@ -1,12 +1,12 @@
-// Who works on what where it is known which half of the L2 holds a page: what the half of the SM
-// holds. The other half's comes across the chip, which takes energy, by a way that is narrow
-// (docs/halves.md).
+// Maps heads and CTAs to L2 partitions, where the partition of each page is known: a CTA reads
+// pages from the partition of its own SM. Reading from the other partition takes more energy and a
+// narrow path across the chip (docs/halves.md).
 //
-// Both halves hold as many heads of a page. So the schedule's heads are places: the even ones are,
-// for each sequence, its heads in half 0 and the odd ones those in half 1. And its CTAs are
-// numbered so that those of half 0 have even numbers, and with them even lines and heads. A
-// sequence is taken to be where its first page is: where its pages are not, reading them costs
-// more, and nothing else changes.
+// Both partitions hold equally many heads of a page. So the scheduler's heads are indices: the even
+// ones are, for each sequence, its heads in partition 0, the odd ones those in partition 1. CTAs
+// are numbered so that those of partition 0 have even numbers, and with them even lines and heads.
+// A sequence counts as where its first page is: other pages elsewhere cost time, and change no
+// result.
 #pragma once
 
 #include <cstdint>
@@ -24,28 +24,30 @@ __host__ __device__ __forceinline__ uint32_t parity(uint32_t bits) {
 }
 
 // Whether as many of the heads are in one half as in the other, and are told by their number.
-inline bool divides_heads(const Halves& halves, int heads) {
+inline bool divides_heads(const L2Partition& halves, int heads) {
   const uint32_t lowest = halves.heads & -halves.heads;
   return lowest != 0 && lowest < (1u << 30) && heads % static_cast<int>(2 * lowest) == 0;
 }
 
 // The half that holds head 0 of a page.
-__host__ __device__ __forceinline__ uint32_t half_of_page(const Halves& halves, int page) {
+__host__ __device__ __forceinline__ uint32_t partition_of_page(const L2Partition& halves,
+                                                               int page) {
   return parity(static_cast<uint32_t>(page) & halves.pages);
 }
 
 // The head of a place, of a page whose head 0 is in the half `first`.
-__host__ __device__ __forceinline__ int head_of_place(const Halves& halves, int place,
-                                                      uint32_t first) {
+__host__ __device__ __forceinline__ int head_on_line(const L2Partition& halves, int line_head,
+                                                     uint32_t first) {
   const uint32_t lowest = halves.heads & -halves.heads;
-  const uint32_t index = static_cast<uint32_t>(place) / 2, half = place % 2;  // in that half
+  const uint32_t index = static_cast<uint32_t>(line_head) / 2,
+                 half = line_head % 2;  // in that half
   const uint32_t below = index & (lowest - 1);
   const uint32_t head = 2 * (index - below) + below;  // without the bit that tells
   return static_cast<int>(parity(head & halves.heads) == (first ^ half) ? head : head + lowest);
 }
 
 // What CTAs take one by one, each half its own: a count for each half.
-struct HalfTickets {
+struct PartitionTickets {
   static constexpr uint32_t kOne = 1 << 16;  // of half 1
 
   static __host__ __device__ __forceinline__ uint32_t step(uint32_t half) {

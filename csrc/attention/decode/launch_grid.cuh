@@ -69,8 +69,8 @@ cudaError_t prepare(Kernel* kernel) {
   return kClusterCtas > 1 ? active_clusters.ask(kernel) : cudaSuccess;
 }
 
-// For `segments` sequences times KV heads, of up to so many tokens.
-inline cudaError_t grid_size(Grid* grid, int64_t segments, int64_t tokens) {
+// For `work tiles` sequences times KV heads, of up to so many tokens.
+inline cudaError_t grid_size(Grid* grid, int64_t work_tiles, int64_t tokens) {
   OSTINATO_RETURN_IF_ERROR(count_sms(&grid->sms));
   grid->ctas = grid->sms * kCtasPerSm / kClusterCtas;
   if constexpr (kClusterCtas > 1) {
@@ -78,10 +78,11 @@ inline cudaError_t grid_size(Grid* grid, int64_t segments, int64_t tokens) {
     OSTINATO_RETURN_IF_ERROR(active_clusters.of_device(&clusters));
     grid->ctas = *clusters < grid->ctas ? *clusters : grid->ctas;
   }
-  // On a single line no segment has room for more CTAs than the longest has tiles, and the last
+  // On a single line no work tile has room for more CTAs than the longest has tiles, and the last
   // ones get nothing. Their start would be felt.
-  const int64_t tiles = segments * ((tokens + kTileTokens - 1) / kTileTokens);
-  grid->most = segments <= grid->ctas && tiles < grid->ctas ? static_cast<int>(tiles) : grid->ctas;
+  const int64_t tiles = work_tiles * ((tokens + kTileTokens - 1) / kTileTokens);
+  grid->most =
+      work_tiles <= grid->ctas && tiles < grid->ctas ? static_cast<int>(tiles) : grid->ctas;
   return cudaSuccess;
 }
 

@@ -1,4 +1,5 @@
-// A warp's attention to blocks of 16 tokens, online: S = K Q^T, P = 2^(S - max), O += V^T P.
+// The mainloop: a warp's attention to blocks of 16 tokens, with an online softmax:
+// S = K Q^T, P = 2^(S - max), O += V^T P.
 #pragma once
 
 #include <cmath>
@@ -9,13 +10,13 @@
 
 namespace ostinato::decode {
 
-class Attention {
+class Mainloop {
  public:
-  __device__ explicit Attention(const Arguments& params) : params_(params) {}
+  __device__ explicit Mainloop(const Arguments& params) : params_(params) {}
 
   Queries queries;
 
-  // Whether the queries of a segment are fetched while those of the one before are in use.
+  // Whether the queries of a work tile are fetched while those of the one before are in use.
   static constexpr bool kFetchesAhead = kColumnTiles == 1 && kDim <= 128;
 
   // Starts anew, with the fetched queries. `key_scale` is that of all keys.
@@ -78,11 +79,11 @@ class Attention {
 
   // The block's scores as powers of 2, with the exponents of the values' scales. `hides_some`: of
   // the block.
-  __device__ __forceinline__ Scores scale(const Sight& sight, int token, bool hides_some,
+  __device__ __forceinline__ Scores scale(const Mask& mask, int token, bool hides_some,
                                           const TokenScales& scales) {
     scale_scores(scales);
     if (hides_some) {
-      hide_scores(sight, token, sight.first_row(token) + static_cast<int>(threadIdx.x) % 32 / 4);
+      hide_scores(mask, token, mask.first_row(token) + static_cast<int>(threadIdx.x) % 32 / 4);
     }
     Scores shifted;
 #pragma unroll
@@ -97,9 +98,9 @@ class Attention {
   }
 
   // P of the block's scores, after all that came before.
-  __device__ __forceinline__ void weigh(const Sight& sight, int token, bool hides_some,
+  __device__ __forceinline__ void weigh(const Mask& mask, int token, bool hides_some,
                                         const TokenScales& scales) {
-    const Scores shifted = scale(sight, token, hides_some, scales);
+    const Scores shifted = scale(mask, token, hides_some, scales);
     bool rises = false;
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
@@ -180,16 +181,16 @@ class Attention {
 
   // `hides_some` as above. kSeveral: sequences may have several queries.
   template <bool kSeveral>
-  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Sight& sight,
-                                                  int token, bool hides_some) {
+  __device__ __forceinline__ void multiply_values(const uint8_t* block, const Mask& mask, int token,
+                                                  bool hides_some) {
     if (!hides_some) {
       add_values<Take::kAll>(block, {}, 0);
-    } else if (kSeveral && sight.queries > 1 && holds_no_number(block, sight, token)) {
-      add_values_by_query(block, sight, token);
+    } else if (kSeveral && mask.queries > 1 && holds_no_number(block, mask, token)) {
+      add_values_by_query(block, mask, token);
     } else {
       // What no query sees may be NaN, and 0 * NaN is no 0.
       add_values<Take::kMasked>(
-          block, {sight.first_own(token, sight.begin()), sight.length, sight.first_row(token)}, 0);
+          block, {mask.first_own(token, mask.begin()), mask.seqlen, mask.first_row(token)}, 0);
     }
   }
 
@@ -258,14 +259,13 @@ class Attention {
   }
 
   // Of a block, of which this lane has the tokens `own` and the one 8 later.
-  __device__ __forceinline__ void hide_scores(const Sight& sight, int token, int own) {
+  __device__ __forceinline__ void hide_scores(const Mask& mask, int token, int own) {
 #pragma unroll
     for (int t = 0; t < kColumnTiles; ++t) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = own + i / 2 * 8, query = query_of(t, i % 2);
-        const bool seen =
-            row >= sight.first_own(token, sight.first(query)) && row < sight.stop(query);
+        const bool seen = row >= mask.first_own(token, mask.first(query)) && row < mask.stop(query);
         score_.values[t][i] = seen ? score_.values[t][i] : -INFINITY;
       }
     }
@@ -273,9 +273,10 @@ class Attention {
 
   enum class Take { kAll, kMasked, kByOneQuery };
 
-  // O += V^T P: all of V, or what `mask` leaves, and that for the columns of one query or of all.
+  // O += V^T P: all of V, or what `value_mask` leaves, and that for the columns of one query or of
+  // all.
   template <Take kTake>
-  __device__ __forceinline__ void add_values(const uint8_t* block, const ValueMask& mask,
+  __device__ __forceinline__ void add_values(const uint8_t* block, const ValueMask& value_mask,
                                              int query) {
     const uint32_t base = shared_address(block) + value_offset_;
 #pragma unroll
@@ -291,7 +292,7 @@ class Attention {
         if (s < kHeldSteps) {
           value_operand(values, words, half);
           if constexpr (kTake != Take::kAll) {
-            mask.apply(values);
+            value_mask.apply(values);
           }
 #pragma unroll
           for (int t = 0; t < kColumnTiles; ++t) {
@@ -313,13 +314,13 @@ class Attention {
 
   // Where weights of 0 do not make up for what a query does not see: each query's columns with the
   // values that it sees (other warps' queries change nothing). Finite values give the usual bits.
-  __device__ __forceinline__ void add_values_by_query(const uint8_t* block, const Sight& sight,
+  __device__ __forceinline__ void add_values_by_query(const uint8_t* block, const Mask& mask,
                                                       int token) {
 #pragma unroll 1
-    for (int query = 0; query < sight.queries; ++query) {
-      const ValueMask mask(sight.first_own(token, sight.first(query)), sight.stop(query),
-                           sight.first_row(token));
-      add_values<Take::kByOneQuery>(block, mask, query);
+    for (int query = 0; query < mask.queries; ++query) {
+      const ValueMask value_mask(mask.first_own(token, mask.first(query)), mask.stop(query),
+                                 mask.first_row(token));
+      add_values<Take::kByOneQuery>(block, value_mask, query);
     }
   }
 

@@ -1,6 +1,6 @@
-// Values that are no numbers. A weight of 0 hides a value from a query only if the value is finite:
-// 0 * NaN is NaN. So what no query sees is replaced by zeros, and a block that holds NaN or an
-// infinity which some query does not see is multiplied query by query (Attention).
+// Non-finite values. A weight of 0 masks a value only if the value is finite: 0 * NaN is NaN. So
+// values that no query sees are replaced by zeros, and a block with a NaN or infinity that some
+// query does not see is multiplied query by query (Mainloop).
 #pragma once
 
 #include <cmath>
@@ -75,16 +75,15 @@ __device__ __forceinline__ uint32_t no_number_bits(uint32_t word) {
 }
 
 // Whether a block of values holds NaN or an infinity in a token that some query sees. By a warp.
-__device__ __forceinline__ bool holds_no_number(const uint8_t* block, const Sight& sight,
-                                                int token) {
+__device__ __forceinline__ bool holds_no_number(const uint8_t* block, const Mask& mask, int token) {
   if constexpr (std::is_same_v<Cache, Int8>) {
     return false;
   }
   constexpr int kVectors = kRowBytes / 16;
   const int lane = threadIdx.x % 32, row = lane % kBlockTokens;
-  const int first = sight.first_row(token), begin = sight.first_own(token, sight.begin());
+  const int first = mask.first_row(token), begin = mask.first_own(token, mask.begin());
   uint32_t found = 0;
-  if (first + row >= begin && first + row < sight.length) {
+  if (first + row >= begin && first + row < mask.seqlen) {
 #pragma unroll(kQuantized ? 1 : 2)
     for (int vector = lane / kBlockTokens; vector < kVectors; vector += 32 / kBlockTokens) {
       const uint4 words =

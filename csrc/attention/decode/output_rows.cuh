@@ -1,5 +1,5 @@
-// The rows of the output: results relative to a maximum, what becomes of them, and where parts of
-// them lie in the workspace.
+// Rows of the output: accumulators relative to a maximum, how they become final rows, and where
+// they are written.
 #pragma once
 
 #include "kv_loader.cuh"
@@ -9,16 +9,16 @@ namespace ostinato::decode {
 
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-// The rows of q and out that belong to a segment.
+// The rows of q and out that belong to a work tile.
 struct Rows {
   int first, head, group, count;
 
   Rows() = default;
-  __device__ Rows(const Arguments& params, const Lengths& lengths, int sequence, int head)
-      : first(lengths.first_row(sequence)),
+  __device__ Rows(const Arguments& params, const Seqlens& seqlens, int sequence, int head)
+      : first(seqlens.first_row(sequence)),
         head(head),
         group(params.group),
-        count(lengths.queries(sequence) * group) {}
+        count(seqlens.queries(sequence) * group) {}
 };
 
 // Of a row: outputs and sums are relative to 2^max.
@@ -59,7 +59,7 @@ struct PairOutputs {
 };
 
 // Adds up results that are relative to different maxima.
-struct Merger {
+struct Combiner {
   float highest[2] = {kNothing, kNothing};
 
   __device__ __forceinline__ void see(const PairWeights& weights) {
@@ -71,24 +71,23 @@ struct Merger {
   }
 };
 
-// Of all keys or values that a segment reads; what tokens have of their own is applied before.
-__device__ __forceinline__ float segment_scale(const Arguments& params, const Slots& scale,
-                                               int head) {
+// Of all keys or values that a work tile reads; what tokens have of their own is applied before.
+__device__ __forceinline__ float kv_scale(const Arguments& params, const Slots& scale, int head) {
   const float* const scales = static_cast<const float*>(scale.data);
   const int64_t offset = head * scale.head_stride;
   return !kQuantized || scales == nullptr || has_token_scales(params) ? 1.0f : scales[offset];
 }
 
 // Where a row's output goes, and what is known of it before its weights are.
-struct RowPlace {
+struct RowTarget {
   int64_t token;
   int head;
   Type* out;
   float sink;   // as a power of 2, where there are sinks
   float scale;  // of the values
 
-  RowPlace() = default;
-  __device__ __forceinline__ RowPlace(const Arguments& params, const Rows& rows, int row) {
+  RowTarget() = default;
+  __device__ __forceinline__ RowTarget(const Arguments& params, const Rows& rows, int row) {
     const int query = params.by.group.divide(row);
     head = rows.head * rows.group + row - query * rows.group;
     token = rows.first + query;
@@ -97,34 +96,34 @@ struct RowPlace {
     if (params.sinks != nullptr) {
       sink = params.sinks[head] * kLog2E;
     }
-    scale = segment_scale(params, params.v_scale, rows.head);
+    scale = kv_scale(params, params.v_scale, rows.head);
   }
 };
 
 // What a row becomes: its outputs times `factor`, and its LSE.
 struct FinalRow {
-  const RowPlace& place;
+  const RowTarget& target;
   float factor;
   Weight weight;  // with the sink
 
-  __device__ __forceinline__ FinalRow(const Arguments& params, const RowPlace& place,
+  __device__ __forceinline__ FinalRow(const Arguments& params, const RowTarget& target,
                                       const Weight& raw)
-      : place(place), factor(1), weight(raw) {
+      : target(target), factor(1), weight(raw) {
     if (params.sinks != nullptr && weight.sum != 0) {
-      const float top = fmaxf(weight.max, place.sink);
+      const float top = fmaxf(weight.max, target.sink);
       factor = power_of_2(weight.max - top);
-      weight = {top, weight.sum * factor + power_of_2(place.sink - top)};
+      weight = {top, weight.sum * factor + power_of_2(target.sink - top)};
     }
     factor = weight.sum == 0 ? 0.0f : __fdividef(factor, weight.sum);
     if constexpr (kQuantized) {
-      factor *= place.scale;
+      factor *= target.scale;
     }
   }
 
   __device__ __forceinline__ void write_lse(const Arguments& params) const {
     if (params.lse.data != nullptr) {
-      static_cast<float*>(
-          params.lse.data)[place.token * params.lse.stride + place.head * params.lse.head_stride] =
+      static_cast<float*>(params.lse.data)[target.token * params.lse.stride +
+                                           target.head * params.lse.head_stride] =
           weight.sum == 0 ? -INFINITY : (weight.max + log2f(weight.sum)) * kLn2;
     }
   }
@@ -133,14 +132,14 @@ struct FinalRow {
 // Writes what is at `part` (0 to 7) of a step of the head dim, of one of two columns.
 __device__ __forceinline__ void write_out(const FinalRow& row, int step, int part, float first,
                                           float second) {
-  Type* const out = row.place.out + step * 16;
+  Type* const out = row.target.out + step * 16;
   const uint32_t pair = pack_pair<Type>(first * row.factor, second * row.factor);
   if constexpr (kQuantized) {
-    *reinterpret_cast<uint32_t*>(out + Attention::dim_of(part, 0)) = pair;
+    *reinterpret_cast<uint32_t*>(out + Mainloop::dim_of(part, 0)) = pair;
   } else {
     uint16_t* const words = reinterpret_cast<uint16_t*>(out);
-    words[Attention::dim_of(part, 0)] = static_cast<uint16_t>(pair);
-    words[Attention::dim_of(part, 1)] = static_cast<uint16_t>(pair >> 16);
+    words[Mainloop::dim_of(part, 0)] = static_cast<uint16_t>(pair);
+    words[Mainloop::dim_of(part, 1)] = static_cast<uint16_t>(pair >> 16);
   }
 }
 
@@ -151,23 +150,23 @@ __device__ __forceinline__ int count_pairs(const Rows& rows) {
 }
 
 // Of the rows of one of this warp's pairs of columns.
-struct PairPlaces {
+struct PairRows {
   int rows;  // 1 or 2
-  RowPlace places[2];
+  RowTarget targets[2];
 
-  PairPlaces() = default;
-  __device__ __forceinline__ PairPlaces(const Arguments& params, const Rows& all, int pair) {
+  PairRows() = default;
+  __device__ __forceinline__ PairRows(const Arguments& params, const Rows& all, int pair) {
     const int column = Queries::first_column() + pair * 2;
     rows = min(all.count - column, 2);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      places[e] = RowPlace(params, all, min(column + e, all.count - 1));
+      targets[e] = RowTarget(params, all, min(column + e, all.count - 1));
     }
   }
 };
 
 // Writes what is at `vector` of what this CTA owns of a pair, and once the LSE.
-__device__ __forceinline__ void write_pair(const Arguments& params, const PairPlaces& pair,
+__device__ __forceinline__ void write_pair(const Arguments& params, const PairRows& pair,
                                            int vector, const PairOutputs& sum,
                                            const PairWeights& weights) {
   const int owned = rank_in_cluster() * kRankVectors + vector;
@@ -178,7 +177,7 @@ __device__ __forceinline__ void write_pair(const Arguments& params, const PairPl
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     if (e < pair.rows) {
-      const FinalRow row(params, pair.places[e], weights.columns[e]);
+      const FinalRow row(params, pair.targets[e], weights.columns[e]);
       write_out(row, step, part, sum.values[e], sum.values[e + 2]);
       if (step == 0 && part == 0) {
         row.write_lse(params);

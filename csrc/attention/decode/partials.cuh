@@ -1,4 +1,4 @@
-// Partial results in the workspace.
+// Where partial results lie in the workspace.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -6,15 +6,17 @@
 
 namespace ostinato::decode {
 
-// A warp's region of a CTA's partial result: of the segment that it begins, or of another.
-__device__ __forceinline__ float4* part_of(const Arguments& params, int cta, bool begins,
-                                           int warp) {
-  return params.parts + ((2 * cta + begins) * kPartVectors + region_of(warp) * kRegionVectors);
+// A warp's region of a CTA's partial result: of the work tile that it begins, or of another.
+__device__ __forceinline__ float4* partial_of(const Arguments& params, int cta, bool begins,
+                                              int warp) {
+  return params.partials +
+         ((2 * cta + begins) * kPartialVectors + region_of(warp) * kRegionVectors);
 }
 
-// A warp's region of a unit's result.
-__device__ __forceinline__ float4* part_of_unit(const Arguments& params, int place, int warp) {
-  return params.parts + static_cast<int64_t>(place) * kPartVectors +
+// A warp's region of a split's result.
+__device__ __forceinline__ float4* partial_of_split(const Arguments& params, int line_index,
+                                                    int warp) {
+  return params.partials + static_cast<int64_t>(line_index) * kPartialVectors +
          region_of(warp) * kRegionVectors;
 }
 

@@ -15,7 +15,7 @@ class Queries {
     return threadIdx.x / 32 % kColumnWarps * kWarpColumns;
   }
 
-  // Finds those of a segment.
+  // Finds those of a work tile.
   __device__ __forceinline__ void locate(const Arguments& params, int first_row, int queries,
                                          int head) {
     const int lane = threadIdx.x % 32;

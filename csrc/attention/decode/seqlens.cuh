@@ -1,4 +1,4 @@
-// The lengths of all sequences, read and summed up by every CTA for itself.
+// The lengths of all sequences, read from global memory and summed up by every CTA for itself.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -9,10 +9,10 @@
 namespace ostinato::decode {
 
 // What is known of each sequence once the lengths are read.
-class Lengths {
+class Seqlens {
  public:
   // The tables of this warp, or those of the CTA.
-  __device__ Lengths(SharedStorage& shared, const Arguments& params)
+  __device__ Seqlens(SharedStorage& shared, const Arguments& params)
       : shared_(shared),
         params_(params),
         cu_seqlens_q_(params.cu_seqlens_q),
@@ -23,9 +23,9 @@ class Lengths {
   static constexpr int kFew = kFewSequences;
 
   __device__ __forceinline__ int& start(int b) { return shared_.start[base_ + b]; }
-  __device__ __forceinline__ int& length(int b) { return shared_.length[base_ + b]; }
+  __device__ __forceinline__ int& seqlen(int b) { return shared_.seqlen[base_ + b]; }
   __device__ __forceinline__ int start(int b) const { return shared_.start[base_ + b]; }
-  __device__ __forceinline__ int length(int b) const { return shared_.length[base_ + b]; }
+  __device__ __forceinline__ int seqlen(int b) const { return shared_.seqlen[base_ + b]; }
   __device__ __forceinline__ int tiles(int b) const {
     return visible(b).tiles(kTileTokens, kFirstTileTokens);
   }
@@ -44,22 +44,22 @@ class Lengths {
 
   __device__ __forceinline__ Visible visible(int b) const {
     // Without a window the number of queries changes nothing; lengths are 0 where there is none.
-    return Visible(length(b), left_ < 0 ? 1 : queries(b), left_);
+    return Visible(seqlen(b), left_ < 0 ? 1 : queries(b), left_);
   }
 
   // Of a number in global memory; zero without queries.
-  __device__ __forceinline__ int length_of(const Arguments& params, int b, int raw) const {
+  __device__ __forceinline__ int seqlen_of(const Arguments& params, int b, int raw) const {
     const int capacity = params.max_pages * params.page_size;
     return queries(b) > 0 ? min(max(raw, 0), capacity) : 0;
   }
-  __device__ __forceinline__ int read_length(const Arguments& params, int b, bool early) const {
-    return length_of(params, b, read_table(params.seq_lens + b, early));
+  __device__ __forceinline__ int read_seqlen(const Arguments& params, int b, bool early) const {
+    return seqlen_of(params, b, read_table(params.seq_lens + b, early));
   }
 
   // Numbers in global memory: of the sequence of this thread's lane or, of many, of its share of
-  // them. Only kernels that may claim read all of those before they use any.
+  // them. Only kernels with a dynamic scheduler read all of those before they use any.
   struct Raw {
-    int of[kMayClaim ? kMaxBatch / kThreads : 1];
+    int of[kMayScheduleDynamically ? kMaxBatch / kThreads : 1];
     uint32_t halves;  // of their first pages, a bit each, where they are known
   };
   __device__ __forceinline__ Raw read(const Arguments& params, bool early) const {
@@ -71,7 +71,7 @@ class Lengths {
         raw.of[i] = read_table(params.seq_lens + b, early);
       }
     }
-    if (by_halves(params)) {
+    if (by_l2_partition(params)) {
       int pages[kReads] = {};
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
@@ -82,7 +82,7 @@ class Lengths {
       }
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
-        raw.halves |= half_of_page(params.halves, pages[i]) << i;
+        raw.halves |= partition_of_page(params.halves, pages[i]) << i;
       }
     }
     return raw;
@@ -93,10 +93,10 @@ class Lengths {
     for (int i = 0; i < kReads; ++i) {
       const int b = own(params, i);
       if (b < params.batch) {
-        length(b) = length_of(params, b, raw.of[i]);
+        seqlen(b) = seqlen_of(params, b, raw.of[i]);
       }
     }
-    if (by_halves(params)) {
+    if (by_l2_partition(params)) {
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
         const uint32_t bits = __ballot_sync(0xffffffff, raw.halves >> i & 1);
@@ -108,54 +108,55 @@ class Lengths {
   }
 
   // Of the schedule's heads.
-  __device__ __forceinline__ int head(int b, int place) const {
-    return by_halves(params_) ? head_of_place(params_.halves, place, half(b)) : place;
+  __device__ __forceinline__ int head(int b, int line_index) const {
+    return by_l2_partition(params_) ? head_on_line(params_.halves, line_index, half(b))
+                                    : line_index;
   }
   // The number of the CTA, or cluster, in the schedule.
   __device__ __forceinline__ int number() const {
-    return by_halves(params_) ? shared_.number : cluster_index();
+    return by_l2_partition(params_) ? shared_.number : cluster_index();
   }
   // The half that the SM is on.
-  __device__ __forceinline__ uint32_t own_half() const { return shared_.half; }
+  __device__ __forceinline__ uint32_t own_partition() const { return shared_.half; }
   // Takes that number, by one thread, before the predecessor has ended and before a barrier of the
   // CTA. The last CTA has the counter as it was: no successor starts before it has been here.
   __device__ __forceinline__ void take_number(uint32_t* counter) {
     const uint32_t sm = sm_index();
-    const uint32_t bits = sm < 32 * Halves::kSmWords ? params_.halves.sms[sm / 32] : 0;
+    const uint32_t bits = sm < 32 * L2Partition::kSmWords ? params_.halves.sms[sm / 32] : 0;
     const uint32_t half = bits >> sm % 32 & 1;
-    const uint32_t taken = atomicAdd(counter, HalfTickets::step(half));
-    if (HalfTickets::count(taken) == gridDim.x - 1) {
+    const uint32_t taken = atomicAdd(counter, PartitionTickets::step(half));
+    if (PartitionTickets::count(taken) == gridDim.x - 1) {
       *counter = 0;
       __threadfence();
     }
     shared_.half = half;
-    shared_.number = HalfTickets::number(taken, half, static_cast<int>(gridDim.x / 2));
+    shared_.number = PartitionTickets::number(taken, half, static_cast<int>(gridDim.x / 2));
   }
   // Whether one of them is not as it is in the table.
   __device__ __forceinline__ bool differ(const Arguments& params, const Raw& raw) const {
     bool some = false;
-    if (kMayClaim || params.batch <= kFew) {
+    if (kMayScheduleDynamically || params.batch <= kFew) {
 #pragma unroll
       for (int i = 0; i < kReads; ++i) {
         const int b = own(params, i);
-        some |= b < params.batch && length(b) != length_of(params, b, raw.of[i]);
-        some |= b < params.batch && by_halves(params) && half(b) != (raw.halves >> i & 1);
+        some |= b < params.batch && seqlen(b) != seqlen_of(params, b, raw.of[i]);
+        some |= b < params.batch && by_l2_partition(params) && half(b) != (raw.halves >> i & 1);
       }
       return some;
     }
 #pragma unroll 1
     for (int b = threadIdx.x; b < params.batch; b += kThreads) {
-      some |= length(b) != read_length(params, b, false);
+      some |= seqlen(b) != read_seqlen(params, b, false);
     }
     return some;
   }
 
  private:
-  static constexpr int kReads = kMayClaim ? kMaxBatch / kThreads : 1;
+  static constexpr int kReads = kMayScheduleDynamically ? kMaxBatch / kThreads : 1;
 
   // The i-th sequence that this thread reads.
   static __device__ __forceinline__ int own(const Arguments& params, int i) {
-    const bool by_lane = !kMayClaim || params.batch <= kFew;
+    const bool by_lane = !kMayScheduleDynamically || params.batch <= kFew;
     return static_cast<int>(by_lane ? threadIdx.x % 32 : threadIdx.x) + i * kThreads;
   }
 
@@ -183,11 +184,11 @@ __device__ __forceinline__ int add_lower_lanes(int value) {
 
 // The sequence of a place: the last one that starts at or before it. By a warp; at most 32 * 32
 // sequences.
-__device__ __forceinline__ int find_sequence(const Lengths& lengths, int batch, int place) {
+__device__ __forceinline__ int find_sequence(const Seqlens& seqlens, int batch, int line_index) {
   const int lane = threadIdx.x % 32;
   const int stride = ceil_div(batch, 32);
   const auto count_before = [&](int b, int last) {
-    return __popc(__ballot_sync(0xffffffff, b < last && lengths.start(b) <= place));
+    return __popc(__ballot_sync(0xffffffff, b < last && seqlens.start(b) <= line_index));
   };
   const int first = max(count_before(lane * stride, batch) - 1, 0) * stride;
   if (stride == 1) {

@@ -1,9 +1,9 @@
-// A tile of a CTA that takes one chain: four blocks, one after the other, as a warp of a lone CTA
-// takes them, bit by bit.
+// A tile of a CTA that processes one serial chain: four blocks, one after the other, with the bits
+// that one warp of a CTA outside a cluster gets.
 //
-// Only outputs wait for the block before: they fade as the maximum rises. The maximum after a block
-// is the highest of all up to it, so each warp weighs one block, once all know all tops; and adds
-// up its part of the head dim from all four.
+// Only outputs depend on the block before: they are rescaled when the maximum rises. The maximum
+// after a block is the highest up to it, so each warp computes the weights of one block once all
+// maxima are known, and then adds up its steps of the head dim from all four blocks.
 #pragma once
 
 #include "cluster_ops.cuh"
@@ -14,9 +14,9 @@
 namespace ostinato::decode {
 
 template <bool kSeveral, class Storage>
-__device__ __forceinline__ void attend_chain(Storage& shared, Attention& attention,
-                                             const Sight& sight, const RingPosition& position,
-                                             int tile) {
+__device__ __forceinline__ void run_serial_chain(Storage& shared, Mainloop& mainloop,
+                                                 const Mask& mask, const RingPosition& position,
+                                                 int tile) {
   auto& chain = shared.chain;
   const int warp = warp_index(), lane = threadIdx.x % 32, stage = position.slot;
   const int first_token = tile * kTileTokens + block_offset(0);
@@ -24,9 +24,8 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
   wait(&shared.keys_arrived.full[stage][warp], position.parity);
   OSTINATO_DELAY(decode_keys_load, warp == 1);
   // Keys of no token are whatever was there; their scores are hidden.
-  attention.multiply_keys(shared.keys.blocks[stage][warp]);
-  const Scores scores =
-      attention.scale(sight, own_token, sight.hides_some(own_token), TokenScales());
+  mainloop.multiply_keys(shared.keys.blocks[stage][warp]);
+  const Scores scores = mainloop.scale(mask, own_token, mask.hides_some(own_token), TokenScales());
   const Columns own_tops = highest(scores.values[0]);
   if (lane < 4) {
     chain.tops[warp][lane] = make_float2(own_tops.of[0], own_tops.of[1]);
@@ -34,7 +33,7 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
   OSTINATO_DELAY(decode_sums_store, warp == 1);
   sync_team(warp);
   OSTINATO_DELAY(decode_sums_load, warp == 2);
-  Columns maximum = attention.max(0);
+  Columns maximum = mainloop.max(0);
 #pragma unroll
   for (int block = 0; block < kWarps; ++block) {
     const float2 top = chain.tops[block][lane % 4];
@@ -43,8 +42,8 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
       maximum.of[1] = fmaxf(top.y, maximum.of[1]);
     }
   }
-  const Columns own_sums = attention.weigh_tile(0, maximum, scores.values[0], TokenScales());
-  const uint2 own_weights = attention.weights();
+  const Columns own_sums = mainloop.weigh_tile(0, maximum, scores.values[0], TokenScales());
+  const uint2 own_weights = mainloop.weights();
   chain.weights[warp][lane] =
       make_uint4(own_weights.x, own_weights.y, __float_as_uint(own_sums.of[0]),
                  __float_as_uint(own_sums.of[1]));
@@ -52,11 +51,11 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
   const auto add_block = [&](int block, bool hides_some) {
     const float2 top = chain.tops[block][lane % 4];
     const uint4 weights = chain.weights[block][lane];
-    attention.raise(0, {{top.x, top.y}});
-    attention.add_sums(0, {{__uint_as_float(weights.z), __uint_as_float(weights.w)}});
-    attention.set_weights({weights.x, weights.y});
-    attention.template multiply_values<kSeveral>(shared.values.blocks[stage][block], sight,
-                                                 first_token + block * kShareTokens, hides_some);
+    mainloop.raise(0, {{top.x, top.y}});
+    mainloop.add_sums(0, {{__uint_as_float(weights.z), __uint_as_float(weights.w)}});
+    mainloop.set_weights({weights.x, weights.y});
+    mainloop.template multiply_values<kSeveral>(shared.values.blocks[stage][block], mask,
+                                                first_token + block * kShareTokens, hides_some);
   };
 #pragma unroll
   for (int block = 0; block < kWarps; ++block) {
@@ -64,7 +63,7 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
   }
   OSTINATO_DELAY(decode_values_load, warp == 2);
   const int last_token = first_token + (kWarps - 1) * kShareTokens;
-  if (!sight.hides_some(first_token) && !sight.hides_some(last_token)) {
+  if (!mask.hides_some(first_token) && !mask.hides_some(last_token)) {
 #pragma unroll
     for (int block = 0; block < kWarps; ++block) {
       add_block(block, false);
@@ -75,8 +74,8 @@ __device__ __forceinline__ void attend_chain(Storage& shared, Attention& attenti
 #pragma unroll 1
   for (int block = 0; block < kWarps; ++block) {
     const int token = first_token + block * kShareTokens;
-    if (sight.reaches(token)) {
-      add_block(block, sight.hides_some(token));
+    if (mask.reaches(token)) {
+      add_block(block, mask.hides_some(token));
     }
   }
 }

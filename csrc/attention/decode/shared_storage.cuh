@@ -24,13 +24,13 @@ struct Arrivals {
 // What warps get from those of the cluster's CTAs that own the same, by rank: of each pair of
 // columns the vectors that are theirs, and the weights.
 template <int kCtas>
-struct Exchange {
+struct ClusterReduceStorage {
   float4 outputs[kWarps][kCtas][kWarpPairs][kRankVectors];
   float4 weights[kWarps][kCtas][kWarpPairs];
   uint64_t arrived[kWarps];
 };
 template <>
-struct Exchange<1> {};
+struct ClusterReduceStorage<1> {};
 
 // Where the warps of a chain hand what they have of their blocks to each other.
 template <bool kUsed>
@@ -41,15 +41,15 @@ struct Chain {
 template <>
 struct Chain<false> {};
 
-// What the CTA has claimed, by turns.
-inline constexpr int kTurns = 4;
+// What the CTA has scheduled dynamically, by turns.
+inline constexpr int kScheduledAhead = 4;
 template <bool kUsed>
-struct ClaimRing {
-  uint64_t published[kTurns];
-  int segment[kTurns];
+struct SchedulerRing {
+  uint64_t published[kScheduledAhead];
+  int work_tile[kScheduledAhead];
 };
 template <>
-struct ClaimRing<false> {};
+struct SchedulerRing<false> {};
 
 struct SharedStorage {
   Blocks<Keys> keys;
@@ -62,16 +62,16 @@ struct SharedStorage {
   // of each column the maximum and the sum of weights.
   float4 sums[kTeams][kTeams > 1 ? kTeams - 1 : 1][kTeamWarps][kTeams > 1 ? kOwnedSteps : 1][32];
   alignas(16) float2 weights[kTeams][kColumns];
-  Exchange<kClusterCtas> exchange;
+  ClusterReduceStorage<kClusterCtas> cluster_reduce;
   Chain<kChainPerCta> chain;
-  ClaimRing<kMayClaim> claims;
+  SchedulerRing<kMayScheduleDynamically> scheduler;
   // The lengths, once for the CTA or, if they are few, for each warp.
   int4 load[kWarps];
   int start[kMaxBatch + 1];
-  int length[kMaxBatch + 1];
+  int seqlen[kMaxBatch + 1];
   // Where halves of the L2 are known: those of first pages, a bit each, the CTA's number, and the
   // half of its SM.
-  uint32_t halves[kMayKnowHalves ? kMaxBatch / 32 : 1];
+  uint32_t halves[kMayPartitionL2 ? kMaxBatch / 32 : 1];
   int number;
   uint32_t half;
 };

@@ -1,13 +1,15 @@
-// Who works on what: a pure function of the lengths, computed by every CTA for itself.
+// The static scheduler of balanced splits: which tiles each CTA reads, a pure function of the
+// sequence lengths that every CTA computes for itself.
 //
-// A segment is the tiles of one sequence that one KV head reads. Segments are laid on lines,
-// sequence by sequence; CTA i of a line takes the places [i * quota, (i + 1) * quota). Each line
-// has some of the KV heads, one if possible, and as many CTAs as the others: then all heads of a
-// page are read at about the same time, which is how they lie in memory. Where lengths are alike,
-// each segment gets the same room on the line, a whole number of quotas (or a quota is a whole
-// number of segments): then no CTA has parts of two segments, fewest CTAs share one, and the places
-// that stay empty cost nothing. Where they differ, room would be time: the segments lie close, and
-// a CTA may end one, do others whole, and begin another.
+// A work tile is all tiles of one sequence that one KV head reads. Work tiles lie on lines,
+// sequence by sequence; CTA i of a line takes the tiles at positions [i * quota, (i + 1) * quota).
+// Each line has some of the KV heads, one if possible, and all lines have equally many CTAs: then
+// all heads of a page are read at about the same time, which is how they lie in memory. Where
+// lengths are similar, each work tile gets the same room on the line, a whole number of quotas (or
+// a quota is a whole number of work tiles): then no CTA has splits of two work tiles, fewest CTAs
+// share one, and empty positions cost nothing. Where lengths differ, empty positions would cost
+// time: the work tiles lie without gaps, and a CTA may end one, process others whole, and begin
+// another.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +42,8 @@ struct Divisors {
   Divisor lines, line_ctas, line_heads, group, page_size, batch;
 };
 
-// How many lines: one if segments get several CTAs, else the most that leave few CTAs without one.
+// How many lines: one if work tiles get several CTAs, else the most that leave few CTAs without
+// one.
 inline int count_lines(int grid, int batch, int heads_kv) {
   int lines = batch * heads_kv > grid ? heads_kv : 1;
   while (heads_kv % lines != 0 || lines > grid || grid % lines * 25 > grid) {
@@ -75,20 +78,20 @@ __host__ __device__ __forceinline__ int divide_up(int n, int d) { return divide(
 
 struct Shares {
   int quota;  // places of a CTA
-  int room;   // places of every segment with tiles; 0: as many as it has tiles
+  int room;   // places of every work tile with tiles; 0: as many as it has tiles
 };
 
 // What the choice depends on. All CTAs have the same.
 struct Load {
   int heads;         // KV heads of a line
-  int rows;          // of a segment: queries times heads of the group
+  int rows;          // of a work tile: queries times heads of the group
   int live;          // sequences with tiles
   int tiles;         // of all sequences, for one KV head
   int longest;       // tiles of the longest sequence
   int shortest = 0;  // of those that have some: tiles, whatever is counted above
 };
 
-// Costs, measured on an H200, of sharing a segment.
+// Costs, measured on an H200, of sharing a work tile.
 struct Costs {
   int sharing;  // at all: in sixteenths of the time of a tile in a CTA that has its SM to itself
   int row;      // and each part of it per row: in 32nds
@@ -99,7 +102,7 @@ __host__ __device__ constexpr Costs crowded_costs() { return {88, 2}; }
 __host__ __device__ constexpr Costs quiet_costs() { return {56, 1}; }
 
 // The fewest tiles of a CTA that are worth a part: about where the sum of both, n tiles and
-// tiles / n parts, is least. A power of two divides more lengths that are alike.
+// tiles / n splits, is least. A power of two divides more lengths that are alike.
 __host__ __device__ __forceinline__ int least_quota(int tiles, int rows, const Costs& costs) {
   const float square = static_cast<float>(tiles) * static_cast<float>(rows * costs.row) / 32;
   int quota = 1;
@@ -114,28 +117,28 @@ __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Di
   const int fair = by_ctas.divide(total + ctas - 1);
   const int least = least_quota(load.longest, load.rows, crowded_costs());
   const int equal = fair > least ? fair : least;
-  const int segments = load.live * load.heads;
+  const int work_tiles = load.live * load.heads;
   int aligned, room;
-  if (segments <= ctas) {
+  if (work_tiles <= ctas) {
     // As few as do it, each with as many tiles as the others.
-    int most = divide(ctas, segments);
+    int most = divide(ctas, work_tiles);
     int wanted = divide_up(load.longest, least);
     Costs costs = crowded_costs();
-    const int most_quiet = divide(ctas / 2, segments);
+    const int most_quiet = divide(ctas / 2, work_tiles);
     if ((most < wanted ? most : wanted) <= most_quiet) {
       costs = quiet_costs();
       most = most_quiet;
       wanted = divide_up(load.longest, least_quota(load.longest, load.rows, costs));
     }
-    const int parts = most < wanted ? most : wanted;
-    aligned = divide_up(load.longest, parts);
-    if (parts > 1 &&
-        16 * (load.longest - aligned) <= costs.sharing + parts * load.rows * costs.row / 2) {
+    const int splits = most < wanted ? most : wanted;
+    aligned = divide_up(load.longest, splits);
+    if (splits > 1 &&
+        16 * (load.longest - aligned) <= costs.sharing + splits * load.rows * costs.row / 2) {
       return Shares{load.longest, load.longest};  // nobody shares anything
     }
-    room = parts * aligned;
+    room = splits * aligned;
   } else {
-    aligned = by_ctas.divide(segments + ctas - 1) * load.longest;
+    aligned = by_ctas.divide(work_tiles + ctas - 1) * load.longest;
     room = load.longest;
   }
   // Memory is shared: when the CTAs with less to do have ended, the others are faster, at most
@@ -148,11 +151,11 @@ __host__ __device__ inline Shares share_out(const Load& load, int ctas, const Di
 struct Visible {
   int begin, end;
 
-  __host__ __device__ Visible(int length, int queries, int left)
-      : begin(0), end(queries > 0 ? length : 0) {
+  __host__ __device__ Visible(int seqlen, int queries, int left)
+      : begin(0), end(queries > 0 ? seqlen : 0) {
     // The first query is at length - queries, and sees `left` tokens before it.
-    if (left >= 0 && length - queries > left) {
-      begin = length - queries - left;
+    if (left >= 0 && seqlen - queries > left) {
+      begin = seqlen - queries - left;
     }
   }
 
@@ -165,24 +168,24 @@ struct Visible {
   }
 };
 
-// A part of a segment that one CTA works on.
-struct Piece {
+// A part of a work tile that one CTA works on.
+struct Split {
   int sequence, head;
   int begin, end;  // tiles, counted from the first visible one
-  int start;       // the segment's first place
-  int tiles;       // of the segment
+  int start;       // the work tile's first place
+  int tiles;       // of the work tile
 
   __host__ __device__ bool whole() const { return begin == 0 && end == tiles; }
 };
 
 // The places of a CTA.
-struct Places {
+struct LineRange {
   int begin, end;
 
-  Places() = default;
-  __host__ __device__ Places(int begin, int end) : begin(begin), end(end) {}
+  LineRange() = default;
+  __host__ __device__ LineRange(int begin, int end) : begin(begin), end(end) {}
   // Of the places that there are for all.
-  __host__ __device__ Places(int all, const Shares& shares, int cta) {
+  __host__ __device__ LineRange(int all, const Shares& shares, int cta) {
     // 64 bits: a CTA past the last place may be past 2^31, too.
     const int64_t first = static_cast<int64_t>(cta) * shares.quota;
     begin = static_cast<int>(first < all ? first : all);
@@ -206,7 +209,7 @@ struct LineHeads {
   }
 };
 
-// The pieces of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the places (of
+// The splits of a CTA, in order. A table has, by sequence, tiles(b) and start(b), the places (of
 // one KV head) before it.
 template <class Table>
 class Walk {
@@ -214,26 +217,26 @@ class Walk {
   Walk() = default;
   // `sequence` is that of the first place.
   __host__ __device__ Walk(const Table& table, int batch, const LineHeads& heads,
-                           const Shares& shares, const Places& places, int sequence)
-      : batch_(batch), heads_(heads), room_(shares.room), places_(places) {
-    if (places.empty()) {
-      start_ = places.end;
+                           const Shares& shares, const LineRange& line_range, int sequence)
+      : batch_(batch), heads_(heads), room_(shares.room), line_range_(line_range) {
+    if (line_range.empty()) {
+      start_ = line_range.end;
       return;
     }
     sequence_ = sequence;
     tiles_ = table.tiles(sequence);
     const int before = table.start(sequence) * heads.count;
-    const int head = divide(places.begin - before, segment_room());
+    const int head = divide(line_range.begin - before, work_tile_room());
     head_ = heads.first + head * heads.step;
-    start_ = before + head * segment_room();
+    start_ = before + head * work_tile_room();
   }
 
-  // The next piece; false at the end.
-  __host__ __device__ bool next(const Table& table, Piece* piece) {
-    while (start_ < places_.end) {
-      const int first = places_.begin > start_ ? places_.begin - start_ : 0;
-      const int last = places_.end - start_ < tiles_ ? places_.end - start_ : tiles_;
-      *piece = Piece{sequence_, head_, first, last, start_, tiles_};
+  // The next split; false at the end.
+  __host__ __device__ bool next(const Table& table, Split* split) {
+    while (start_ < line_range_.end) {
+      const int first = line_range_.begin > start_ ? line_range_.begin - start_ : 0;
+      const int last = line_range_.end - start_ < tiles_ ? line_range_.end - start_ : tiles_;
+      *split = Split{sequence_, head_, first, last, start_, tiles_};
       advance(table);
       if (first < last) {
         return true;
@@ -243,10 +246,10 @@ class Walk {
   }
 
  private:
-  __host__ __device__ int segment_room() const { return room_ > 0 ? room_ : tiles_; }
+  __host__ __device__ int work_tile_room() const { return room_ > 0 ? room_ : tiles_; }
 
   __host__ __device__ void advance(const Table& table) {
-    start_ += segment_room();
+    start_ += work_tile_room();
     if (heads_.advance(&head_)) {
       do {
         ++sequence_;
@@ -258,7 +261,7 @@ class Walk {
   int batch_;
   LineHeads heads_;
   int room_;
-  Places places_;
+  LineRange line_range_;
   int sequence_ = 0, head_ = 0, start_ = 0, tiles_ = 1;
 };
 

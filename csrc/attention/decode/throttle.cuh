@@ -1,10 +1,11 @@
-// Keeps warps abreast where each CTA has as many tiles as the others, and many of them.
+// The throttle: delays warps that are ahead, where each CTA has equally many tiles, and many of
+// them.
 //
-// SMs read at speeds that differ by a fifth, by where they are on the chip and by what their
-// neighbours do, and with equal shares the last of them end a launch alone. Memory is shared, and
-// its queues are long: what those who are ahead ask for later, others get earlier. So warps count
-// their tiles together, every few of them, and who is among the first waits. That changes when a
-// block is asked for, and nothing else.
+// SMs read at speeds that differ by a fifth, by their position on the chip and by the load of their
+// neighbours, and with equal shares the slowest SMs end a launch alone. Memory bandwidth is shared
+// and its queues are long: a request that a fast warp delays lets a slow warp's request complete
+// earlier. So warps count their tiles in a common counter, every few tiles, and a warp ahead of the
+// mean waits. That changes when a block is requested, and nothing else.
 #pragma once
 
 #include "split_kv.cuh"
@@ -12,19 +13,19 @@
 namespace ostinato::decode {
 
 template <bool kUsed>
-class PaceOf {
+class ThrottleOf {
  public:
   // By whole warps, once the lengths are known.
   template <class Shares>
-  __device__ PaceOf(const Arguments& params, const Lengths& lengths, const Shares& shares)
-      : counter_(params.claims) {
-    const int share = shares.quota, places = lengths.start(params.batch);  // of one KV head
-    if (share < kLeastTiles || !are_filled(params, lengths, places)) {
+  __device__ ThrottleOf(const Arguments& params, const Seqlens& seqlens, const Shares& shares)
+      : counter_(params.scheduler_counters) {
+    const int share = shares.quota, line_length = seqlens.start(params.batch);  // of one KV head
+    if (share < kLeastTiles || !are_filled(params, seqlens, line_length)) {
       return;
     }
     const int grid = gridDim.x;
     // CTAs that have work; the others count as those that have ended.
-    const int clusters = divide_up(places * params.line_heads, share) * params.lines;
+    const int clusters = divide_up(line_length * params.line_heads, share) * params.lines;
     const int ctas = min(clusters * kClusterCtas, grid);
     const int idle = (grid - ctas) * kWarps;
     counts_ = share / kEvery;
@@ -75,14 +76,14 @@ class PaceOf {
   static constexpr float kClocks = 5700, kMostClocks = 22800;  // for a tile, and at a time
 
   // Whether nearly all places are tiles. Or else some have less to do, and are not ahead.
-  static __device__ __forceinline__ bool are_filled(const Arguments& params, const Lengths& lengths,
-                                                    int places) {
+  static __device__ __forceinline__ bool are_filled(const Arguments& params, const Seqlens& seqlens,
+                                                    int line_length) {
     int tiles = 0;
 #pragma unroll 1
     for (int b = threadIdx.x % 32; b < params.batch; b += 32) {
-      tiles += lengths.tiles(b);
+      tiles += seqlens.tiles(b);
     }
-    return places - __reduce_add_sync(0xffffffff, tiles) <= places / 16;
+    return line_length - __reduce_add_sync(0xffffffff, tiles) <= line_length / 16;
   }
 
   // Counts, so far. The last is left to the end, where nobody is to wait.
@@ -107,16 +108,16 @@ class PaceOf {
 };
 
 template <>
-class PaceOf<false> {
+class ThrottleOf<false> {
  public:
   template <class Shares>
-  __device__ PaceOf(const Arguments& /*params*/, const Lengths& /*lengths*/,
-                    const Shares& /*shares*/) {}
+  __device__ ThrottleOf(const Arguments& /*params*/, const Seqlens& /*seqlens*/,
+                        const Shares& /*shares*/) {}
   __device__ __forceinline__ bool used() const { return false; }
   __device__ __forceinline__ void pass() {}
   __device__ __forceinline__ void end() const {}
 };
 
-using Pace = PaceOf<kMayPace>;
+using Throttle = ThrottleOf<kMayThrottle>;
 
 }  // namespace ostinato::decode

@@ -1,4 +1,4 @@
-// What only decode attention asks of the copy engine and of its barriers.
+// TMA and barrier instructions that only decode attention uses.
 // Names and semantics: PTX ISA, "cp.async.bulk.prefetch.tensor", "mbarrier.inval".
 #pragma once
 

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto lse_of = [&](const MergeLse& lse) {
     return lse.data + token * lse.stride + head * lse.head_stride;
   };
-  const auto output_of = [&](const MergeOutputs& o) {
+  const auto output_of = [&](const Heads& o) {
     return static_cast<Element*>(o.data) + token * o.stride + head * o.head_stride;
   };
   const Weights weights(*lse_of(p.lse_a), *lse_of(p.lse_b));
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool is_aligned(const MergeOutputs& o, const MergeStatesParams& p) {
+bool is_aligned(const Heads& o, const MergeStatesParams& p) {
   return reinterpret_cast<uintptr_t>(o.data) % 16 == 0 &&
          (p.tokens == 1 || o.stride % kVector == 0) &&
          (p.heads == 1 || o.head_stride % kVector == 0);
@@ -115,7 +115,7 @@ bool has_pointers(const MergeStatesParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::MergeStatesParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::MergeStatesParams) {
   using namespace ostinato;
   const MergeStatesParams& p = *params;
   const int64_t rows = int64_t{p.tokens} * p.heads;

@@ -1,33 +1,35 @@
-// The arguments of merging attention states, as a plain struct shared by the kernel and the loader
-// (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header, so that the host compiler
-// builds the loader alone. Strides count elements, sizes are logical, pointers are device pointers.
+// The arguments of merging attention states: plain C++, without a header of CUDA or torch. Strides
+// count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
-#include <cstdint>
+#include "attention/common/params.h"
+#include "common/fields.h"
 
 namespace ostinato {
 
-// Outputs of attention: [tokens, heads, dim], the elements of a head adjacent.
-struct MergeOutputs {
-  void* data;
+// The LSE of attention: [tokens, heads].
+struct MergeLse {
+  float* data;
   int64_t stride;  // from token to token
   int64_t head_stride;
 };
-
-// Their LSE: [tokens, heads].
-struct MergeLse {
-  float* data;
-  int64_t stride;
-  int64_t head_stride;
-};
+constexpr const char* kind_of(const MergeLse*) { return "pqq"; }
 
 // Two states of attention to different keys -> that of attention to all
 // (csrc/attention/merge/merge_states.cu).
 struct MergeStatesParams {
-  MergeOutputs o_a, o_b, out;  // out may be o_a or o_b
-  MergeLse lse_a, lse_b, out_lse;
-  int32_t tokens, heads, dim;
-  int32_t pdl;
+  OSTINATO_FIELDS_BEGIN(MergeStatesParams);
+  OSTINATO_FIELD(Heads, o_a);
+  OSTINATO_FIELD(Heads, o_b);
+  OSTINATO_FIELD(Heads, out);  // out may be o_a or o_b
+  OSTINATO_FIELD(MergeLse, lse_a);
+  OSTINATO_FIELD(MergeLse, lse_b);
+  OSTINATO_FIELD(MergeLse, out_lse);
+  OSTINATO_FIELD(int32_t, tokens);
+  OSTINATO_FIELD(int32_t, heads);
+  OSTINATO_FIELD(int32_t, dim);
+  OSTINATO_OPTIONAL(int32_t, pdl);
+  OSTINATO_FIELDS_END();
 };
 
 }  // namespace ostinato

@@ -29,7 +29,7 @@ using OutType = OSTINATO_OUT;
 inline constexpr int kElement = sizeof(Type);
 inline constexpr bool kFp8 = OSTINATO_BYTES != 0;
 static_assert(kFp8 == (kElement == 1), "the macros agree on the elements");
-using Params = std::conditional_t<kFp8, ScaledPrefillParams, PrefillParams>;
+using Params = PrefillParams;
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -51,7 +51,7 @@ static_assert(kConsumers == 2 || kConsumers == 3, "two or three warpgroups multi
 // A warpgroup has 64 rows: queries of one head, or of some heads of a group side by side.
 inline constexpr int kRows = 64;
 inline constexpr int kWarpgroup = 128;  // threads
-// Where an item has more queries than a tile keys, its last tiles may be behind all that a
+// Where an work tile has more queries than a tile keys, its last tiles may be behind all that a
 // warpgroup sees: it leaves them out.
 inline constexpr bool kLeavesOut = kConsumers * kRows > kKeys;
 inline constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
@@ -62,18 +62,18 @@ inline constexpr int kDimSteps = kDim / kMmaDepth;
 inline constexpr int kKeySteps = kKeys / kMmaDepth;
 // The products of a tile's 8-bit weights and values are added to the output in fp32, if registers
 // have room for both (consumer_fp8.cuh). Otherwise the output takes them at once; of 8 bits
-// for kSumTiles tiles, before it is put aside (promote_gmem.cuh). OSTINATO_PUTS_ASIDE is for asm
-// that names its registers.
-#define OSTINATO_PUTS_ASIDE \
-  (OSTINATO_BYTES != 0 &&   \
+// for kSumTiles tiles, before it is put aside (promote_gmem.cuh). OSTINATO_PROMOTES_TO_GMEM is for
+// asm that names its registers.
+#define OSTINATO_PROMOTES_TO_GMEM \
+  (OSTINATO_BYTES != 0 &&         \
    (OSTINATO_VALUE_DIM == 256 || (OSTINATO_VALUE_DIM == 128 && OSTINATO_CONSUMERS == 3)))
-inline constexpr bool kPutsAside = OSTINATO_PUTS_ASIDE;
+inline constexpr bool kPromotesToGmem = OSTINATO_PROMOTES_TO_GMEM;
 // Tiles whose products the tensor cores sum, and slices of the outputs, of which one is put aside
 // with each: of fewer they cut off less, and are slower (docs/prefill.md).
 inline constexpr int kSumTiles = 16;
 // The workspace: a counter, and what each CTA puts aside.
-inline constexpr int kCounterBytes = kPutsAside ? 256 : 8;
-inline constexpr int kAsideBytes = kPutsAside ? kOutputs * 4 * kConsumerThreads : 0;
+inline constexpr int kCounterBytes = kPromotesToGmem ? 256 : 8;
+inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsumerThreads : 0;
 
 // Of three warpgroups, those that multiply head dims up to 64 can spare some for warps that copy
 // pages.
@@ -84,7 +84,8 @@ struct Registers {
       kSpares ? RegisterSplit{56, 152} : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
-static_assert(kScores + kKeySteps * 4 + kOutputs + (kFp8 ? (kPutsAside ? 0 : kOutputs) + 20 : 32) <=
+static_assert(kScores + kKeySteps * 4 + kOutputs +
+                      (kFp8 ? (kPromotesToGmem ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,
               "scores, weights and outputs must fit in the registers");
 
@@ -125,8 +126,8 @@ inline constexpr int kStageBytes = kKeyBytes + kValueBytes + (kFp8 ? kCopiedValu
 inline constexpr int kMaxBatch = 512;
 inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 
-// With room for the queries of two items an item begins before the one before it has ended
-// (consumer.cuh). The output takes the place of its item's queries, unless these have a
+// With room for the queries of two work tiles an work tile begins before the one before it has
+// ended (consumer.cuh). The output takes the place of its work tile's queries, unless these have a
 // single place and it need not, or it is larger. (An output of 8-bit queries is: of head dim 256,
 // where nothing else has room for it, it takes their place in two passes.)
 inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes;
@@ -145,13 +146,13 @@ inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
 // What is left may have room for one more tile: of values, which are held for longer than keys, or
-// of keys where a warpgroup begins with the third of an item (docs/prefill.md). With 8 bits
+// of keys where a warpgroup begins with the third of an work tile (docs/prefill.md). With 8 bits
 // that gains something where three warpgroups take them at times of their own, and then for both.
 inline constexpr int kRoomLeft = kStages < kMaxStages ? kRingRoom - kStages * kStageBytes : 0;
-inline constexpr bool kHasSpareTile = (!kFp8 || kPutsAside) && kRoomLeft >= kValueBytes;
+inline constexpr bool kHasSpareTile = (!kFp8 || kPromotesToGmem) && kRoomLeft >= kValueBytes;
 inline constexpr bool kSpareIsKeys =
     !kFp8 && kHasSpareTile && kConsumers == 3 && kKeyBytes <= kValueBytes;
-inline constexpr bool kSparesBoth = kPutsAside && kRoomLeft >= kValueBytes + kKeyBytes;
+inline constexpr bool kSparesBoth = kPromotesToGmem && kRoomLeft >= kValueBytes + kKeyBytes;
 inline constexpr int kKeyStages = kStages + (kSpareIsKeys || kSparesBoth ? 1 : 0);
 inline constexpr int kValueStages = kStages + (kHasSpareTile && !kSpareIsKeys ? 1 : 0);
 static_assert(kStages >= 2, "one stage is loaded while another is multiplied");
@@ -160,12 +161,12 @@ static_assert(ceil_div((kConsumers - 1) * kRows, kKeys) <= kKeyStages,
 static_assert(kShareOutput ? kOutputFits : kPasses == 1, "the output must fit in its place");
 
 // Tiles of queries whose description is ready before they are.
-inline constexpr int kItems = 3;
-// Whether a warp of its own finds items and copies queries, and one each keys and values: for three
-// warpgroups. To find an item takes as long as to multiply a tile, and the keys that the first of
-// them begins with are the third of an item (docs/prefill.md).
+inline constexpr int kWorkTiles = 3;
+// Whether a warp of its own finds work tiles and copies queries, and one each keys and values: for
+// three warpgroups. To find an work tile takes as long as to multiply a tile, and the keys that the
+// first of them begins with are the third of an work tile (docs/prefill.md).
 inline constexpr bool kHasFinder = kSource != Source::Slots && !kFp8 && kConsumers == 3;
-// It also reads the ids of an item's first pages, which those that copy would wait for.
+// It also reads the ids of an work tile's first pages, which those that copy would wait for.
 inline constexpr bool kHandsOverBoxes = kHasFinder && kSource == Source::Pages;
 
 }  // namespace ostinato::prefill

@@ -1,6 +1,6 @@
-// What all consumer warpgroups have in common: whose turn it is, what has come, what is free again,
-// and the order of an item's steps. How tiles are multiplied and weighed is consumer.cuh's
-// business, or with 8 bits consumer_fp8.cuh's.
+// What both consumer warpgroups (consumer.cuh, consumer_fp8.cuh) share: waiting for tiles,
+// releasing them, the turns of warpgroups at the tensor cores, and the order of a work tile's
+// steps.
 #pragma once
 
 #include "common/ring.cuh"
@@ -17,37 +17,37 @@ class ConsumerBase {
         args_(args),
         warpgroup_(warp_index() / 4),
         softmax_(args),
-        output_(shared, args, out_map, warpgroup_) {}
+        epilogue_(shared, args, out_map, warpgroup_) {}
 
  protected:
-  // All items, by the steps of `self`: start(), continue_item() and finish(), which may start the
-  // next item.
+  // All work tiles, by the steps of `self`: start(), continue_item() and finish(), which may start
+  // the next work tile.
   template <class Self>
-  __device__ __forceinline__ void follow_items(Self& self) {
+  __device__ __forceinline__ void follow_work_tiles(Self& self) {
     if (warpgroup_ == kConsumers - 1) {
       give_turn();  // the first is warpgroup 0's
     }
     typename Self::Fragments fragments;
     RingPosition position;
     while (true) {
-      const Item* item = &await_item(position);
-      if (item->is_last()) {
+      const WorkTile* work_tile = &await_work_tile(position);
+      if (work_tile->is_last()) {
         break;
       }
-      if (!has_rows(*item) || item->tiles() == 0) {
-        pass(*item);
-        release_item(position);
+      if (!has_rows(*work_tile) || work_tile->tiles() == 0) {
+        pass(*work_tile);
+        release_work_tile(position);
         continue;
       }
-      self.start(*item, fragments);
+      self.start(*work_tile, fragments);
       bool more = true;
       while (more) {
-        const auto values = self.continue_item(*item, fragments);
+        const auto values = self.continue_work_tile(*work_tile, fragments);
         RingPosition after = position;
-        after.advance(kItems);
-        more = self.finish(*item, after, values, fragments);
-        release_item(position);
-        item = &shared_.items[position.slot];
+        after.advance(kWorkTiles);
+        more = self.finish(*work_tile, after, values, fragments);
+        release_work_tile(position);
+        work_tile = &shared_.work_tiles[position.slot];
       }
     }
     if (warpgroup_ == 0) {
@@ -58,24 +58,24 @@ class ConsumerBase {
     }
   }
 
-  __device__ __forceinline__ const Item& await_item(const RingPosition& position) {
-    wait(&shared_.item_full[position.slot], position.parity);
-    return shared_.items[position.slot];
+  __device__ __forceinline__ const WorkTile& await_work_tile(const RingPosition& position) {
+    wait(&shared_.work_tile_full[position.slot], position.parity);
+    return shared_.work_tiles[position.slot];
   }
-  __device__ __forceinline__ void release_item(RingPosition& position) {
-    OSTINATO_DELAY(prefill_item_release, warpgroup_ == 1);
+  __device__ __forceinline__ void release_work_tile(RingPosition& position) {
+    OSTINATO_DELAY(prefill_work_tile_release, warpgroup_ == 1);
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      arrive(&shared_.item_empty[position.slot]);
+      arrive(&shared_.work_tile_empty[position.slot]);
     }
-    position.advance(kItems);
+    position.advance(kWorkTiles);
   }
   __device__ __forceinline__ bool has_rows(const Queries& rows) const {
-    return warpgroup_ * args_.half_tokens < rows.queries;
+    return warpgroup_ * args_.warpgroup_tokens < rows.queries;
   }
 
-  // Turns go round: each warpgroup gives the next one its turn. With 8 bits nobody waits, nor do
-  // three warpgroups, of which one more or less has something to multiply (docs/prefill.md).
+  // Transposes go round: each warpgroup gives the next one its turn. With 8 bits nobody waits, nor
+  // do three warpgroups, of which one more or less has something to multiply (docs/prefill.md).
   static constexpr bool kTurns = !kFp8 && kConsumers == 2;
   __device__ __forceinline__ void take_turn() const {
     if constexpr (kTurns) {
@@ -125,15 +125,15 @@ class ConsumerBase {
     }
   }
 
-  // The item has no query for this warpgroup, or no key.
-  __device__ __forceinline__ void pass(const Item& item) {
-    if (item.tiles() == 0) {
-      if (has_rows(item)) {
-        output_.store_nothing(item);
+  // The work tile has no query for this warpgroup, or no key.
+  __device__ __forceinline__ void pass(const WorkTile& work_tile) {
+    if (work_tile.tiles() == 0) {
+      if (has_rows(work_tile)) {
+        epilogue_.store_nothing(work_tile);
       }
       return;
     }
-    for (int n = 0; n < item.tiles(); ++n) {
+    for (int n = 0; n < work_tile.tiles(); ++n) {
       leave_out<Keys>(1, keys_);
       pass_turns(1);
       leave_out<Values>(1, values_);
@@ -157,46 +157,49 @@ class ConsumerBase {
   // The place of the output that the copy engine was told to write last is free for queries again.
   __device__ __forceinline__ void release_output() {
     if constexpr (kShareOutput) {
-      output_.wait_read();
+      epilogue_.wait_read();
       release_queries(queries_.slot);
     }
     queries_.advance(kQueryBuffers);
   }
 
   __device__ __forceinline__ Seen find_seen(const Queries& rows) const {
-    const Sight sight{args_.params.left, args_.params.right, rows.length};
+    const Mask mask{args_.params.left, args_.params.right, rows.seqlen};
     Seen seen;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowOf row(args_, warpgroup_, row_of_thread(half));
       const int position = rows.position + min(row.query, rows.queries - 1);
-      seen.first[half] = sight.first(position);
-      seen.count[half] = static_cast<uint32_t>(max(sight.stop(position) - seen.first[half], 0));
+      seen.first[half] = mask.first(position);
+      seen.count[half] = static_cast<uint32_t>(max(mask.stop(position) - seen.first[half], 0));
     }
     return seen;
   }
 
   // The query of a row of the thread, or null.
-  __device__ __forceinline__ const Type* find_query(const Item& item, int half) const {
+  __device__ __forceinline__ const Type* find_query(const WorkTile& work_tile, int half) const {
     const Params& p = args_.params;
     const RowOf row(args_, warpgroup_, row_of_thread(half));
-    return row.query < item.queries ? static_cast<const Type*>(p.q.data) +
-                                          int64_t{item.first_row + row.query} * p.q.stride +
-                                          int64_t{item.first_head + row.head} * p.q.head_stride
-                                    : nullptr;
+    return row.query < work_tile.queries
+               ? static_cast<const Type*>(p.q.data) +
+                     int64_t{work_tile.first_row + row.query} * p.q.stride +
+                     int64_t{work_tile.first_head + row.head} * p.q.head_stride
+               : nullptr;
   }
 
-  __device__ __forceinline__ void mend(const Item& item, const Softmax& softmax,
-                                       float (&outputs)[kOutputs]) const {
-    if (__any_sync(0xffffffff, is_broken(outputs))) {
-      const Seen seen = find_seen(item);
-      mend_row<0>(args_, item, softmax, seen, outline_.hiding, find_query(item, 0), outputs);
-      mend_row<1>(args_, item, softmax, seen, outline_.hiding, find_query(item, 1), outputs);
+  __device__ __forceinline__ void repair(const WorkTile& work_tile, const Softmax& softmax,
+                                         float (&outputs)[kOutputs]) const {
+    if (__any_sync(0xffffffff, is_nonfinite(outputs))) {
+      const Seen seen = find_seen(work_tile);
+      repair_row<0>(args_, work_tile, softmax, seen, outline_.hiding, find_query(work_tile, 0),
+                    outputs);
+      repair_row<1>(args_, work_tile, softmax, seen, outline_.hiding, find_query(work_tile, 1),
+                    outputs);
     }
   }
 
-  // What is asked of an item again and again: its tiles from the first that the warpgroup sees on,
-  // and from the first that it sees wholly on.
+  // What is asked of an work tile again and again: its tiles from the first that the warpgroup sees
+  // on, and from the first that it sees wholly on.
   struct Outline {
     int tiles, first, hiding;
     int ragged;  // so many tiles may have keys that no query sees
@@ -205,7 +208,7 @@ class ConsumerBase {
     const int hiding = tiles.hiding_tiles() - rows.seen(warpgroup_);
     return {tiles.tiles(), rows.unseen(warpgroup_), hiding, rows.is_ragged() ? hiding : 0};
   }
-  // Whether the item may begin before the one before it has ended. With a single tile that is
+  // Whether the work tile may begin before the one before it has ended. With a single tile that is
   // slower.
   __device__ __forceinline__ bool begins_early(const Tiles& tiles, const Queries& rows) const {
     return !tiles.is_last() && has_rows(rows) && tiles.tiles() > 1;
@@ -215,7 +218,7 @@ class ConsumerBase {
   const Arguments& args_;
   const int warpgroup_;
   Softmax softmax_;
-  Output output_;
+  Epilogue epilogue_;
   RingPosition keys_, values_, queries_;
   Outline outline_;
 };

@@ -18,7 +18,7 @@ namespace ostinato::prefill {
 class Consumer : public ConsumerBase<Softmax> {
  public:
   using ConsumerBase::ConsumerBase;
-  __device__ __forceinline__ void run() { follow_items(*this); }
+  __device__ __forceinline__ void run() { follow_work_tiles(*this); }
 
  private:
   friend ConsumerBase;
@@ -32,10 +32,10 @@ class Consumer : public ConsumerBase<Softmax> {
   };
 
   // Which tile it is, is read only where it must be.
-  __device__ __forceinline__ void find_reference(const Item& item, int n, bool hiding,
+  __device__ __forceinline__ void find_reference(const WorkTile& work_tile, int n, bool hiding,
                                                  Fragments& r) {
-    softmax_.find_reference(r.scores, hiding,
-                            [&] { hide(r.scores, item.tile(n) * kKeys, find_seen(item)); });
+    softmax_.find_reference(
+        r.scores, hiding, [&] { hide(r.scores, work_tile.tile(n) * kKeys, find_seen(work_tile)); });
   }
 
   // While wgmma reads its operands, an answer from shared memory takes some hundred clocks: so
@@ -53,13 +53,13 @@ class Consumer : public ConsumerBase<Softmax> {
     return ring_of<What>(shared_).tiles[position.slot];
   }
 
-  // When the first product of an item has ended: its weights.
+  // When the first product of an work tile has ended: its weights.
   __device__ __forceinline__ void weigh_first(int tile, const Seen& seen, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
     keys_have_come_ = has_come<Keys>(keys_);
     values_have_come_ = has_come<Values>(values_);
-    if constexpr (kPutsAside) {
+    if constexpr (kPromotesToGmem) {
       float fade[2];  // there are no outputs yet
       softmax_.raise_reference<false>(
           r.scores, outline_.hiding > outline_.first, [&] { hide(r.scores, tile * kKeys, seen); },
@@ -74,13 +74,13 @@ class Consumer : public ConsumerBase<Softmax> {
     for (int i = 0; i < kOutputs; ++i) {
       r.outputs[i] = 0;
     }
-    aside_.begin(outline_.first, outline_.hiding, outline_.tiles);
+    promotion_.begin(outline_.first, outline_.hiding, outline_.tiles);
   }
 
-  __device__ __forceinline__ void start(const Item& item, Fragments& r) {
-    softmax_.begin(Softmax::read_scale(args_, item.kv_head));
-    aside_.find_place(args_);
-    outline_ = outline_of(item, item);
+  __device__ __forceinline__ void start(const WorkTile& work_tile, Fragments& r) {
+    softmax_.begin(Softmax::read_scale(args_, work_tile.kv_head));
+    promotion_.find_sums(args_);
+    outline_ = outline_of(work_tile, work_tile);
     const Operand queries = await_queries(queries_);
     leave_out<Keys>(outline_.first, keys_);
     const KeysOperand keys(await<Keys>(keys_));
@@ -88,19 +88,19 @@ class Consumer : public ConsumerBase<Softmax> {
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
     leave_out<Values>(outline_.first, values_);
-    const Seen seen = find_seen(item);
-    const int first = item.tile(outline_.first);
+    const Seen seen = find_seen(work_tile);
+    const int first = work_tile.tile(outline_.first);
     wait_multiplied<0>();
     weigh_first(first, seen, r);
   }
-  __device__ __forceinline__ float read_value_scale(const Item& item) const {
-    return args_.params.v_scale[item.kv_head * args_.params.v_scale_stride];
+  __device__ __forceinline__ float read_value_scale(const WorkTile& work_tile) const {
+    return args_.params.v_scale[work_tile.kv_head * args_.params.v_scale_stride];
   }
 
   // Begins the product of a tile's weights and values.
   __device__ __forceinline__ void begin_values(const ValuesOperand& values, Fragments& r) {
     pin(r.weights);
-    if constexpr (kPutsAside) {
+    if constexpr (kPromotesToGmem) {
       pin(r.outputs);
       begin_multiplying();
       multiply_values(r.weights, values, r.outputs, true);
@@ -114,7 +114,7 @@ class Consumer : public ConsumerBase<Softmax> {
   // When it has ended: to the outputs, which the tile before left relative to another reference.
   __device__ __forceinline__ void add_values(const float (&fade)[2], Fragments& r) {
     pin(r.weights);
-    if constexpr (kPutsAside) {
+    if constexpr (kPromotesToGmem) {
       pin(r.outputs);
     } else {
       pin(r.products);
@@ -149,22 +149,22 @@ class Consumer : public ConsumerBase<Softmax> {
   // scores that are direct, and from which on sums are put aside; these are many, and a loop of
   // their own, which does not ask. (Unrolled by slices they were slower: docs/prefill.md.)
   template <bool kExact>
-  __device__ __forceinline__ void multiply_tile(const Item& item, int n, const Operand& queries,
-                                                KeysOperand& keys, ValuesOperand& values,
-                                                Fragments& r) {
+  __device__ __forceinline__ void multiply_tile(const WorkTile& work_tile, int n,
+                                                const Operand& queries, KeysOperand& keys,
+                                                ValuesOperand& values, Fragments& r) {
     pin(r.scores);
     begin_multiplying();
     multiply_keys(queries, keys, r.scores);
     // While these products go on there is nothing else to do, and registers are free.
-    if (kExact || aside_.is_due(n)) {
-      aside_.put(r.outputs);
+    if (kExact || promotion_.is_due(n)) {
+      promotion_.promote(r.outputs);
     }
     begin_values(values, r);
     await_scores(r);
     float fade[2];
     const bool risen = softmax_.raise_reference<kExact>(
         r.scores, n < outline_.hiding,
-        [&] { hide(r.scores, item.tile(n) * kKeys, find_seen(item)); }, fade);
+        [&] { hide(r.scores, work_tile.tile(n) * kKeys, find_seen(work_tile)); }, fade);
     constexpr int kBeside = 8;  // more would take registers
     float sums[4];
     softmax_.exponentiate_some<0, kBeside>(r.scores, sums);
@@ -172,19 +172,20 @@ class Consumer : public ConsumerBase<Softmax> {
     release<Values>(values_);
     add_values(fade, r);
     if (__builtin_expect(risen, false)) {
-      aside_.fade(fade, r.outputs);
+      promotion_.fade(fade, r.outputs);
     }
     softmax_.exponentiate_some<kBeside, kScores>(r.scores, sums);
     softmax_.add_sums(sums);
     pack_weights(r.scores, r.weights);
     await_next(n, keys, values);
     if (!kExact && n == outline_.hiding) {
-      mend(item, softmax_, r.outputs);
+      repair(work_tile, softmax_, r.outputs);
     }
   }
 
   // The other tiles; their last one's values, which are returned, remain to be multiplied.
-  __device__ __forceinline__ ValuesOperand continue_item(const Item& item, Fragments& r) {
+  __device__ __forceinline__ ValuesOperand continue_work_tile(const WorkTile& work_tile,
+                                                              Fragments& r) {
     const int tiles = outline_.tiles, first = outline_.first, hiding = outline_.hiding;
     const Operand queries(shared_.queries[queries_.slot][warpgroup_]);
     ValuesOperand values(await<Values>(values_, values_have_come_));
@@ -192,16 +193,16 @@ class Consumer : public ConsumerBase<Softmax> {
       return values;
     }
     KeysOperand keys(await<Keys>(keys_, keys_have_come_));
-    if constexpr (kPutsAside) {
+    if constexpr (kPromotesToGmem) {
       int n = first + 1;
-      const int exact = softmax_.is_direct() ? min(aside_.begins(), tiles) : tiles;
+      const int exact = softmax_.is_direct() ? min(promotion_.begins(), tiles) : tiles;
 #pragma unroll 1
       for (; n < exact; ++n) {
-        multiply_tile<false>(item, n, queries, keys, values, r);
+        multiply_tile<false>(work_tile, n, queries, keys, values, r);
       }
 #pragma unroll 1
       for (; n < tiles; ++n) {
-        multiply_tile<true>(item, n, queries, keys, values, r);
+        multiply_tile<true>(work_tile, n, queries, keys, values, r);
       }
     } else {
 #pragma unroll 1
@@ -212,7 +213,7 @@ class Consumer : public ConsumerBase<Softmax> {
         multiply_keys(queries, keys, r.scores);
         begin_values(values, r);
         await_scores(r);
-        find_reference(item, n, n < hiding, r);
+        find_reference(work_tile, n, n < hiding, r);
         softmax_.exponentiate(r.scores);
         // ptxas makes this wait begin before most of the exponentials, and so it should be: where
         // they were kept before it, tiles took up to a tenth longer (docs/prefill.md).
@@ -223,71 +224,71 @@ class Consumer : public ConsumerBase<Softmax> {
         await_next(n, keys, values);
         if (n == hiding) {
           softmax_.fade_now(r.outputs);
-          mend(item, softmax_, r.outputs);
+          repair(work_tile, softmax_, r.outputs);
         }
       }
     }
     return values;
   }
 
-  // What follows an item's last values: the output.
-  __device__ __forceinline__ void end(const Item& item, float value_scale, Fragments& r) {
+  // What follows an work tile's last values: the output.
+  __device__ __forceinline__ void end(const WorkTile& work_tile, float value_scale, Fragments& r) {
     release<Values>(values_);
-    if (!kPutsAside && outline_.tiles == outline_.hiding) {
-      mend(item, softmax_, r.outputs);
+    if (!kPromotesToGmem && outline_.tiles == outline_.hiding) {
+      repair(work_tile, softmax_, r.outputs);
     }
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) {
       r.outputs[i] *= value_scale;
     }
-    output_.store(item, queries_.slot, softmax_, r.outputs);
+    epilogue_.store(work_tile, queries_.slot, softmax_, r.outputs);
   }
 
-  // What is left to do, while the products of the last values go on, with an item's sums, before
-  // the next item begins: registers have no room for both.
-  __device__ __forceinline__ void complete(const Item& item, Fragments& r) {
-    if (aside_.holds_some()) {
-      aside_.fetch(r.scores);
+  // What is left to do, while the products of the last values go on, with an work tile's sums,
+  // before the next work tile begins: registers have no room for both.
+  __device__ __forceinline__ void complete(const WorkTile& work_tile, Fragments& r) {
+    if (promotion_.holds_some()) {
+      promotion_.fetch(r.scores);
       wait_multiplied<0>();
       pin(r.outputs);
-      aside_.add(r.scores, r.outputs);
+      promotion_.add(r.scores, r.outputs);
     } else if (outline_.tiles == outline_.hiding) {
       wait_multiplied<0>();
       pin(r.outputs);
-      mend(item, softmax_, r.outputs);
+      repair(work_tile, softmax_, r.outputs);
     }
   }
 
-  // The values of an item's last tile, and the output; meanwhile the first tile of the next item,
-  // if that lies `after` it. Whether one has begun.
-  __device__ __forceinline__ bool finish(const Item& item, const RingPosition& after,
+  // The values of an work tile's last tile, and the output; meanwhile the first tile of the next
+  // work tile, if that lies `after` it. Whether one has begun.
+  __device__ __forceinline__ bool finish(const WorkTile& work_tile, const RingPosition& after,
                                          const ValuesOperand& values, Fragments& r) {
     if constexpr (!kShareOutput) {
       release_queries(queries_.slot);
     }
-    const float value_scale = read_value_scale(item);
+    const float value_scale = read_value_scale(work_tile);
     begin_values(values, r);
-    if constexpr (kPutsAside) {
-      complete(item, r);
+    if constexpr (kPromotesToGmem) {
+      complete(work_tile, r);
     }
     if constexpr (kQueryBuffers == 2) {
-      const Item& next = await_item(after);
+      const WorkTile& next = await_work_tile(after);
       const Tiles tiles = next;
       const Queries rows = next;
       if (begins_early(tiles, rows)) {
-        end_and_start(item, next, tiles, rows, value_scale, r);
+        end_and_start(work_tile, next, tiles, rows, value_scale, r);
         return true;
       }
     }
     wait_multiplied<0>();
     const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
     add_values(fade, r);
-    end(item, value_scale, r);
+    end(work_tile, value_scale, r);
     release_output();
     return false;
   }
 
-  __device__ __forceinline__ void end_and_start(const Item& item, const Item& next,
+  __device__ __forceinline__ void end_and_start(const WorkTile& work_tile, const WorkTile& next,
                                                 const Tiles& tiles, const Queries& rows,
                                                 float value_scale, Fragments& r) {
     RingPosition ahead = queries_;
@@ -304,7 +305,7 @@ class Consumer : public ConsumerBase<Softmax> {
     wait_multiplied<1>();
     const float fade[2] = {softmax_.fade(0), softmax_.fade(1)};
     add_values(fade, r);
-    end(item, value_scale, r);
+    end(work_tile, value_scale, r);
     leave_out<Values>(first, values_);
     softmax_.begin(scale);
     outline_ = outline_of(tiles, rows);
@@ -313,7 +314,7 @@ class Consumer : public ConsumerBase<Softmax> {
     release_output();
   }
 
-  std::conditional_t<kPutsAside, Aside, NoAside> aside_;
+  std::conditional_t<kPromotesToGmem, Promotion, NoPromotion> promotion_;
   bool keys_have_come_, values_have_come_;  // the next
 };
 

@@ -1,4 +1,4 @@
-// The end of a tile: rows of out and their LSE, through shared memory.
+// The epilogue of a work tile: writes rows of out through shared memory, and their LSE.
 #pragma once
 
 #include "common/pack_pair.cuh"
@@ -8,7 +8,7 @@
 
 namespace ostinato::prefill {
 
-// A row of a warpgroup's 64: which query of the item, and which of its heads.
+// A row of a warpgroup's 64: which query of the work tile, and which of its heads.
 struct RowOf {
   int query, head;
 
@@ -16,16 +16,16 @@ struct RowOf {
     const int token = row * args.reciprocal >> 16;
     head = row - token * args.pack;
     // Where heads do not divide the rows, some are left over.
-    query = token < args.half_tokens ? warpgroup * args.half_tokens + token : INT32_MAX;
+    query = token < args.warpgroup_tokens ? warpgroup * args.warpgroup_tokens + token : INT32_MAX;
   }
 };
 
 // What a row's outputs are multiplied with; writes its LSE.
-__device__ __forceinline__ float finish_row(const Arguments& args, const Item& item,
+__device__ __forceinline__ float finish_row(const Arguments& args, const WorkTile& work_tile,
                                             const RowOf& row, bool writes, float maximum,
                                             float total) {
   const Params& p = args.params;
-  const int head = item.first_head + row.head;
+  const int head = work_tile.first_head + row.head;
   float factor = 1;
   if (total == 0) {
     maximum = -INFINITY;
@@ -37,23 +37,23 @@ __device__ __forceinline__ float finish_row(const Arguments& args, const Item& i
     maximum = top;
   }
   if (writes && p.lse.data != nullptr) {
-    const int64_t token = item.first_row + row.query;
+    const int64_t token = work_tile.first_row + row.query;
     static_cast<float*>(p.lse.data)[token * p.lse.stride + head * p.lse.head_stride] =
         total == 0 ? -INFINITY : (maximum + log2f(total)) * kLn2;
   }
   return total == 0 ? 0.0f : __fdividef(factor, total);
 }
 
-class Output {
+class Epilogue {
  public:
-  __device__ Output(SharedStorage& shared, const Arguments& args, const CUtensorMap& map,
-                    int warpgroup)
+  __device__ Epilogue(SharedStorage& shared, const Arguments& args, const CUtensorMap& map,
+                      int warpgroup)
       : shared_(shared), args_(args), map_(map), warpgroup_(warpgroup) {}
 
-  // Writes the warpgroup's rows of the item, whose queries lie in `buffer`. Returns when they are
-  // on their way; wait_read() then says that they have left shared memory.
+  // Writes the warpgroup's rows of the work tile, whose queries lie in `buffer`. Returns when they
+  // are on their way; wait_read() then says that they have left shared memory.
   template <class Softmax>
-  __device__ __forceinline__ void store(const Item& item, int buffer, Softmax& softmax,
+  __device__ __forceinline__ void store(const WorkTile& work_tile, int buffer, Softmax& softmax,
                                         float (&outputs)[kOutputs]) {
     rows_ = output_of(shared_, buffer, warpgroup_);
     softmax.end();
@@ -61,36 +61,36 @@ class Output {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowOf row(args_, warpgroup_, row_of_thread(half));
-      const bool valid = row.query < item.queries;
+      const bool valid = row.query < work_tile.queries;
       factor[half] =
-          finish_row(args_, item, valid ? row : RowOf(args_, 0, 0), valid && threadIdx.x % 4 == 0,
-                     softmax.maximum(half), softmax.total(half));
+          finish_row(args_, work_tile, valid ? row : RowOf(args_, 0, 0),
+                     valid && threadIdx.x % 4 == 0, softmax.maximum(half), softmax.total(half));
     }
-    // In the place of queries nothing is left to be read: a turn has begun since the item's last
-    // scores (consumer.cuh), for which all threads of the warpgroup met.
+    // In the place of queries nothing is left to be read: a turn has begun since the work tile's
+    // last scores (consumer.cuh), for which all threads of the warpgroup met.
     if constexpr (!kShareOutput || kFp8) {
       wait_read();
       sync_warpgroup(warpgroup_);
     }
-    store_pass<0>(item, outputs, factor);
+    store_pass<0>(work_tile, outputs, factor);
     if constexpr (kPasses == 2) {
       wait_read();
       sync_warpgroup(warpgroup_);
-      store_pass<1>(item, outputs, factor);
+      store_pass<1>(work_tile, outputs, factor);
     }
   }
 
-  // The rows of an item whose queries see no key, directly: where output and queries share memory
-  // it may hold the next item's queries.
-  __device__ __forceinline__ void store_nothing(const Item& item) const {
+  // The rows of an work tile whose queries see no key, directly: where output and queries share
+  // memory it may hold the next work tile's queries.
+  __device__ __forceinline__ void store_nothing(const WorkTile& work_tile) const {
     constexpr int kVectors = kValueDim / 8;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpgroup; i < kRows * kVectors; i += kWarpgroup) {
       const RowOf row(args_, warpgroup_, i / kVectors);
-      if (row.query < item.queries) {
-        store_vector(item, row, i % kVectors, make_uint4(0, 0, 0, 0));
+      if (row.query < work_tile.queries) {
+        store_vector(work_tile, row, i % kVectors, make_uint4(0, 0, 0, 0));
         if (i % kVectors == 0) {
-          finish_row(args_, item, row, true, kNothing, 0);
+          finish_row(args_, work_tile, row, true, kNothing, 0);
         }
       }
     }
@@ -110,17 +110,18 @@ class Output {
   static_assert(kPasses <= 2 && kOutputStrips % kPasses == 0, "passes have whole strips");
 
   template <int kPass>
-  __device__ __forceinline__ void store_pass(const Item& item, const float (&outputs)[kOutputs],
+  __device__ __forceinline__ void store_pass(const WorkTile& work_tile,
+                                             const float (&outputs)[kOutputs],
                                              const float (&factor)[2]) const {
     write_rows<kPass>(outputs, factor);
     fence_shared_for_tma();
-    OSTINATO_DELAY(prefill_output_store, threadIdx.x % kWarpgroup / 32 == 1);
+    OSTINATO_DELAY(prefill_epilogue_store, threadIdx.x % kWarpgroup / 32 == 1);
     sync_warpgroup(warpgroup_);
-    const int first = warpgroup_ * args_.half_tokens;
-    if (first + args_.half_tokens <= item.queries) {
-      copy_rows<kPass>(item, first);
+    const int first = warpgroup_ * args_.warpgroup_tokens;
+    if (first + args_.warpgroup_tokens <= work_tile.queries) {
+      copy_rows<kPass>(work_tile, first);
     } else {
-      store_rows<kPass>(item);
+      store_rows<kPass>(work_tile);
       sync_warpgroup(warpgroup_);  // they have left shared memory
     }
   }
@@ -148,37 +149,37 @@ class Output {
 
   // All rows are queries.
   template <int kPass>
-  __device__ __forceinline__ void copy_rows(const Item& item, int first) const {
+  __device__ __forceinline__ void copy_rows(const WorkTile& work_tile, int first) const {
     if (threadIdx.x % kWarpgroup == 0) {
 #pragma unroll
       for (int strip = 0; strip < kPassStrips; ++strip) {
         tma_store(map_, rows_ + strip * kRowStrip, (kPass * kPassStrips + strip) * kOutputStripDim,
-                  item.first_head, item.first_row + first);
+                  work_tile.first_head, work_tile.first_row + first);
       }
       commit_stores();
     }
   }
 
-  __device__ __forceinline__ void store_vector(const Item& item, const RowOf& row, int vector,
-                                               const uint4& words) const {
+  __device__ __forceinline__ void store_vector(const WorkTile& work_tile, const RowOf& row,
+                                               int vector, const uint4& words) const {
     const Params& p = args_.params;
     OutType* const out = static_cast<OutType*>(p.out.data) +
-                         int64_t{item.first_row + row.query} * p.out.stride +
-                         int64_t{item.first_head + row.head} * p.out.head_stride;
+                         int64_t{work_tile.first_row + row.query} * p.out.stride +
+                         int64_t{work_tile.first_head + row.head} * p.out.head_stride;
     *reinterpret_cast<uint4*>(out + vector * 8) = words;
   }
 
   // Some are not: by threads, who write nothing beyond the last query.
   template <int kPass>
-  __device__ __forceinline__ void store_rows(const Item& item) const {
+  __device__ __forceinline__ void store_rows(const WorkTile& work_tile) const {
     constexpr int kVectors = kPassColumns / 8;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpgroup; i < kRows * kVectors; i += kWarpgroup) {
       const int in_half = i / kVectors, vector = i % kVectors;
       const RowOf row(args_, warpgroup_, in_half);
-      if (row.query < item.queries) {
+      if (row.query < work_tile.queries) {
         const uint8_t* const from = rows_ + vector / 8 * kRowStrip + in_half * kStripBytes;
-        store_vector(item, row, kPass * kVectors + vector,
+        store_vector(work_tile, row, kPass * kVectors + vector,
                      *reinterpret_cast<const uint4*>(from + (vector % 8 ^ in_half % 8) * 16));
       }
     }

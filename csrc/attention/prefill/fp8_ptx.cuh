@@ -7,9 +7,9 @@
 
 namespace ostinato::prefill {
 
-// Four 8 x 8 matrices of byte pairs from shared memory, turned; lane l says where row l % 8 of
+// Four 8 x 8 matrices of byte pairs from shared memory, transposed; lane l says where row l % 8 of
 // matrix l / 8 lies (PTX ISA, "ldmatrix").
-__device__ __forceinline__ void load_turned(const void* row, uint32_t (&words)[4]) {
+__device__ __forceinline__ void load_transposed(const void* row, uint32_t (&words)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared_address(row))

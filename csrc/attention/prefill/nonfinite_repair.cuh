@@ -1,10 +1,10 @@
-// Undoes what values that a query does not see may have done to its output.
+// Non-finite repair: recomputes output rows that masked non-finite values have turned into NaN.
 //
-// The weight of a hidden key is 0, but 0 * NaN and 0 * infinity are NaN. Values that no query of
-// the tile sees are cleared in shared memory. Those that some see and some do not lie in tiles that
-// come first: when their products are summed, a row that has become NaN is summed again, without
-// tensor cores and from what it sees alone. If that was the reason the row is a number again, and
-// if the query does see a NaN it is NaN. This is slow, and never happens to numbers.
+// The weight of a masked key is 0, but 0 * NaN and 0 * infinity are NaN. Values that no query of
+// the tile sees are cleared in shared memory. Values that only some queries see lie in tiles that
+// come first: when their products are summed, a row that has become NaN is summed again without
+// tensor cores, from the keys that it sees alone. A row that sees a NaN stays NaN. This is slow,
+// and finite values never cause it.
 #pragma once
 
 #include "kv_address.cuh"
@@ -33,13 +33,14 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
   return sum + __shfl_xor_sync(0xffffffff, sum, 2);
 }
 
-// Sums a row anew, over the keys of the item's first tiles. By a warp: for those lanes of it whose
-// row is `broken`, the others go along.
+// Sums a row anew, over the keys of the work tile's first tiles. By a warp: for those lanes of it
+// whose row is `broken`, the others go along.
 template <int kHalf, class Softmax>
-__device__ __forceinline__ void sum_again(const Arguments& args, const Item& item,
+__device__ __forceinline__ void sum_again(const Arguments& args, const WorkTile& work_tile,
                                           const Softmax& softmax, const Seen& seen, int tiles,
-                                          const Type* q, bool broken, float (&outputs)[kOutputs]) {
-  if (broken) {
+                                          const Type* q, bool nonfinite,
+                                          float (&outputs)[kOutputs]) {
+  if (nonfinite) {
 #pragma unroll
     for (int group = 0; group < kOutputs / 4; ++group) {
       outputs[output_index(kHalf, group, 0)] = 0;
@@ -48,16 +49,16 @@ __device__ __forceinline__ void sum_again(const Arguments& args, const Item& ite
   }
 #pragma unroll 1
   for (int n = 0; n < tiles * kKeys; ++n) {
-    const int key = item.tile(n / kKeys) * kKeys + n % kKeys;
-    if (key < item.visible_begin || key >= item.visible_end) {
+    const int key = work_tile.tile(n / kKeys) * kKeys + n % kKeys;
+    if (key < work_tile.visible_begin || key >= work_tile.visible_end) {
       continue;
     }
-    const Place place(args, item, key);
-    const Type* const k = place.key(args.params, item);
-    const Type* const v = place.value(args.params, item);
+    const KvAddress kv_address(args, work_tile, key);
+    const Type* const k = kv_address.key(args.params, work_tile);
+    const Type* const v = kv_address.value(args.params, work_tile);
     // As in the MMA, weights have the type of the values.
     const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
-    if (broken && seen.sees(kHalf, key)) {
+    if (nonfinite && seen.sees(kHalf, key)) {
 #pragma unroll
       for (int group = 0; group < kOutputs / 4; ++group) {
         const float2 pair = load_pair(v + first_column() + group * 8);
@@ -71,7 +72,7 @@ __device__ __forceinline__ void sum_again(const Arguments& args, const Item& ite
 }
 
 // Whether an output that this thread holds is no number.
-__device__ __forceinline__ bool is_broken(const float (&outputs)[kOutputs]) {
+__device__ __forceinline__ bool is_nonfinite(const float (&outputs)[kOutputs]) {
   float zero[4] = {};
 #pragma unroll
   for (int i = 0; i < kOutputs; ++i) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ bool is_broken(const float (&outputs)[kOutputs]) {
 
 // Likewise, of one row's.
 template <int kHalf>
-__device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) {
+__device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs]) {
   float zero = 0;
 #pragma unroll
   for (int group = 0; group < kOutputs / 4; ++group) {
@@ -92,22 +93,25 @@ __device__ __forceinline__ bool is_row_broken(const float (&outputs)[kOutputs]) 
   return zero != 0;
 }
 
-// By a warp. `rows` are the items' rows of the thread, if they are queries: q of each, else null.
+// By a warp. `rows` are the work tiles' rows of the thread, if they are queries: q of each, else
+// null.
 template <int kHalf, class Softmax>
-__device__ __forceinline__ void mend_row(const Arguments& args, const Item& item,
-                                         const Softmax& softmax, const Seen& seen, int tiles,
-                                         const Type* q, float (&outputs)[kOutputs]) {
+__device__ __forceinline__ void repair_row(const Arguments& args, const WorkTile& work_tile,
+                                           const Softmax& softmax, const Seen& seen, int tiles,
+                                           const Type* q, float (&outputs)[kOutputs]) {
   const int quad = threadIdx.x % 32 / 4 * 4;
-  const uint32_t found = __ballot_sync(0xffffffff, q != nullptr && is_row_broken<kHalf>(outputs));
+  const uint32_t found =
+      __ballot_sync(0xffffffff, q != nullptr && is_row_nonfinite<kHalf>(outputs));
   if (found == 0) {
     return;
   }
-  const bool broken = (found >> quad & 0xf) != 0;
+  const bool nonfinite = (found >> quad & 0xf) != 0;
   const Params& p = args.params;
   // Lanes without a query go along with what another one reads.
-  const Type* const some = static_cast<const Type*>(p.q.data) + item.first_row * p.q.stride +
-                           item.first_head * p.q.head_stride;
-  sum_again<kHalf>(args, item, softmax, seen, tiles, q == nullptr ? some : q, broken, outputs);
+  const Type* const some = static_cast<const Type*>(p.q.data) + work_tile.first_row * p.q.stride +
+                           work_tile.first_head * p.q.head_stride;
+  sum_again<kHalf>(args, work_tile, softmax, seen, tiles, q == nullptr ? some : q, nonfinite,
+                   outputs);
 }
 
 }  // namespace ostinato::prefill

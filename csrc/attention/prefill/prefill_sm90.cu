@@ -4,7 +4,7 @@
 // Persistent CTAs of one producer warpgroup, which copies, and two or three that multiply by wgmma,
 // each 64 rows of queries; weights stay in registers. Everything that depends on a length is found
 // on the device (tile_scheduler.cuh), the grid from capacities. No result depends on which CTA
-// computes it, or on other sequences. The pieces: config.cuh (macros, shared memory),
+// computes it, or on other sequences. Files: config.cuh (macros, shared memory),
 // work_tile.cuh (tiles and their order), producer.cuh, qkv_loader.cuh,
 // smem_operands.cuh, wgmma.cuh, softmax.cuh, consumer.cuh,
 // epilogue.cuh, nonfinite_repair.cuh; with 8 bits transpose_v.cuh,
@@ -41,13 +41,13 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     init_barrier(&shared.keys_barriers.empty[warp], kConsumers);
   }
   if (warp < kValueStages) {
-    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTurningWarps : filling(args));
+    init_barrier(&shared.values_barriers.full[warp], kFp8 ? kTransposeWarps : filling(args));
     init_barrier(&shared.values_barriers.empty[warp], kConsumers);
     if constexpr (kFp8) {
       auto& copied = barriers_of<CopiedValues>(shared);
       if (warp < kStages) {
         init_barrier(&copied.full[warp], filling(args));
-        init_barrier(&copied.empty[warp], kTurningWarps);
+        init_barrier(&copied.empty[warp], kTransposeWarps);
       }
     }
   }
@@ -57,10 +57,11 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
       init_barrier(&shared.queries_empty[buffer][warp - kValueStages], 1);
     }
   } else if (warp == kValueStages + kConsumers) {
-    init_barrier(&shared.item_wanted, 1);
-    for (int i = 0; i < kItems; ++i) {
-      init_barrier(&shared.item_full[i], 1);
-      init_barrier(&shared.item_empty[i], kConsumers * 4 + kProducerWarps - 1 + kTurningWarps);
+    init_barrier(&shared.work_tile_wanted, 1);
+    for (int i = 0; i < kWorkTiles; ++i) {
+      init_barrier(&shared.work_tile_full[i], 1);
+      init_barrier(&shared.work_tile_empty[i],
+                   kConsumers * 4 + kProducerWarps - 1 + kTransposeWarps);
     }
   }
   fence_barrier_init();
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   init_barriers(shared, args);
   wait_for_predecessor();
-  read_lengths(shared, args);  // and all threads meet
+  read_seqlens(shared, args);  // and all threads meet
   const int warp = warp_index();
   if (warp >= kConsumerThreads / 32) {
     give_up_registers<Registers::kSplit.producer>();
@@ -144,7 +145,8 @@ bool is_supported(const Params& p) {
   return strides * kElement % kVectorBytes == 0 &&
          out_strides * int64_t{sizeof(OutType)} % kVectorBytes == 0 && is_aligned(p.q.data, 16) &&
          is_aligned(p.k.data, 16) && is_aligned(p.v.data, 16) && is_aligned(p.out.data, 16) &&
-         is_aligned(p.workspace, kPutsAside ? 16 : 8) && (!kPutsAside || p.workspace != nullptr);
+         is_aligned(p.workspace, kPromotesToGmem ? 16 : 8) &&
+         (!kPromotesToGmem || p.workspace != nullptr);
 }
 
 template <class T>
@@ -159,7 +161,7 @@ cudaError_t encode_rows(CUtensorMap* map, const Heads& rows, int dim, const Argu
        static_cast<uint64_t>(p.tokens_q)},
       {0, map_step<T>(rows.head_stride, p.heads_q), map_step<T>(rows.stride, p.tokens_q)},
       {kStripBytes / sizeof(T), static_cast<uint32_t>(args.pack),
-       static_cast<uint32_t>(args.half_tokens)}};
+       static_cast<uint32_t>(args.warpgroup_tokens)}};
   return encode_tensor_map(map, rows.data, shape, CU_TENSOR_MAP_SWIZZLE_128B, kMapType<T>);
 }
 
@@ -223,8 +225,8 @@ Arguments make_arguments(const Params& params) {
   args.group = p.heads_q / p.heads_kv;
   args.pack = p.pack > 0 ? p.pack : choose_pack(args.group, p);
   args.reciprocal = ((1 << 16) + args.pack - 1) / args.pack;
-  args.half_tokens = kRows / args.pack;
-  args.tile_tokens = kConsumers * args.half_tokens;
+  args.warpgroup_tokens = kRows / args.pack;
+  args.tile_tokens = kConsumers * args.warpgroup_tokens;
   // Otherwise where tiles begin follows from the number of queries, and with longer tiles of keys
   // more of them are seen in part.
   args.from_first = p.pack > 0 || kRows % kKeys != 0 ? 1 : 0;
@@ -246,8 +248,8 @@ Arguments make_arguments(const Params& params) {
   return args;
 }
 
-// The most items that there can be, whatever the lengths.
-int64_t item_capacity(const Arguments& args) {
+// The most work tiles that there can be, whatever the lengths.
+int64_t work_tile_capacity(const Arguments& args) {
   const Params& p = args.params;
   const int64_t each = ceil_div(p.max_seqlen_q, args.tile_tokens);
   const int64_t all = p.tokens_q / args.tile_tokens + p.batch;
@@ -275,7 +277,7 @@ cudaError_t launch_prefill(const Params& params, cudaStream_t stream) {
   int sms = 0;
   OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(std::min<int64_t>(sms, item_capacity(args))));
+  config.grid = dim3(static_cast<unsigned>(std::min<int64_t>(sms, work_tile_capacity(args))));
   config.block = dim3(kThreads);
   config.dynamic_smem = sizeof(SharedStorage);
   config.pdl = p.pdl != 0;
@@ -291,16 +293,16 @@ OSTINATO_EXPORT int ostinato_prepare() {
 }
 
 // What a launch needs, whatever its shape.
-OSTINATO_EXPORT int ostinato_workspace_bytes(int64_t* bytes) {
+OSTINATO_WORKSPACE(ostinato::PrefillCapacities) {
   using namespace ostinato;
   int sms = 0;
-  if (prefill::kPutsAside) {
+  if (prefill::kPromotesToGmem) {
     OSTINATO_RETURN_IF_ERROR(count_sms(&sms));
   }
-  *bytes = prefill::kCounterBytes + int64_t{sms} * prefill::kAsideBytes;
+  *bytes = prefill::kCounterBytes + int64_t{sms} * prefill::kPromotionBytes;
   return cudaSuccess;
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::ScaledPrefillParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::PrefillParams) {
   return ostinato::prefill::launch_prefill(*params, static_cast<cudaStream_t>(stream));
 }

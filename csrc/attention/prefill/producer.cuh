@@ -1,10 +1,10 @@
-// The producer: finds items, and copies their queries and tiles of keys and values.
+// The producer: finds work tiles, and copies their queries and tiles of keys and values.
 //
-// Packed rows are copied by the copy engine; pages too, since a page is a copy (or one for each
-// strip), unless it holds whole tiles; slots of pages of any size by the threads of a warpgroup.
-// For three warpgroups (kHasFinder) one warp finds items, one copies keys and one values.
-// Otherwise the first warp finds the items, and copies: packed keys and values alone, those of
-// pages beside another for keys and two for values, slots with three others.
+// TMA copies packed rows; pages too, one box per page (or per strip), unless a page holds whole
+// tiles. The threads of a warpgroup copy slots of pages of any size. For three warpgroups
+// (kHasFinder) one warp finds work tiles, one copies keys and one values. Otherwise the first warp
+// finds the work tiles and copies: packed keys and values alone; pages with one other warp for keys
+// and two for values; slots with three others.
 #pragma once
 
 #include "qkv_loader.cuh"
@@ -13,49 +13,49 @@
 namespace ostinato::prefill {
 
 // The producer warpgroup's other warps turn 8-bit values (transpose_v.cuh).
-inline constexpr int kTurningWarps = kFp8 ? 4 - kProducerWarps : 0;
+inline constexpr int kTransposeWarps = kFp8 ? 4 - kProducerWarps : 0;
 
-class Producer : Copier {
+class Producer : QkvLoader {
  public:
-  using Copier::Copier;
+  using QkvLoader::QkvLoader;
 
   __device__ __forceinline__ void run() {
     if (warp_ == 0) {
-      find_items();
+      find_work_tiles();
     } else {
-      follow_items();
+      follow_work_tiles();
     }
   }
 
  private:
-  __device__ __forceinline__ void find_items() {
+  __device__ __forceinline__ void find_work_tiles() {
     RingPosition position;
     uint32_t wanted = 0;
-    int place = static_cast<int>(blockIdx.x);
-    publish_item(position, place);
+    int index = static_cast<int>(blockIdx.x);
+    publish_work_tile(position, index);
     while (true) {
       // Read from shared memory, since a producer has few registers.
-      const Item& item = shared_.items[position.slot];
-      if (item.is_last()) {
+      const WorkTile& work_tile = shared_.work_tiles[position.slot];
+      if (work_tile.is_last()) {
         break;
       }
       if constexpr (kHasFinder) {
-        if (item.tiles() > 0) {
-          copy_queries(item);
+        if (work_tile.tiles() > 0) {
+          copy_queries(work_tile);
         }
-        wait(&shared_.item_wanted, wanted);
+        wait(&shared_.work_tile_wanted, wanted);
         wanted ^= 1;
       }
-      const int next = lane_ == 0 ? next_place(args_, place) : 0;
-      position.advance(kItems);
+      const int next = lane_ == 0 ? next_index(args_, index) : 0;
+      position.advance(kWorkTiles);
       const auto publish_next = [&] {
-        place = __shfl_sync(0xffffffff, next, 0);
-        publish_item(position, place);
+        index = __shfl_sync(0xffffffff, next, 0);
+        publish_work_tile(position, index);
       };
       if constexpr (kHasFinder) {
         publish_next();
       } else {
-        copy_item(item, publish_next);
+        copy_work_tile(work_tile, publish_next);
       }
     }
     if (lane_ == 0) {
@@ -63,54 +63,54 @@ class Producer : Copier {
     }
   }
 
-  __device__ __forceinline__ void publish_item(const RingPosition& position, int place) {
-    wait(&shared_.item_empty[position.slot], position.parity ^ 1);
-    find_item(shared_, args_, place, shared_.items[position.slot]);
+  __device__ __forceinline__ void publish_work_tile(const RingPosition& position, int index) {
+    wait(&shared_.work_tile_empty[position.slot], position.parity ^ 1);
+    find_work_tile(shared_, args_, index, shared_.work_tiles[position.slot]);
     if constexpr (kHandsOverBoxes) {
       hand_over_boxes(position.slot);
     }
     if (lane_ == 0) {
-      OSTINATO_DELAY(prefill_item_publish, true);
-      arrive(&shared_.item_full[position.slot]);
+      OSTINATO_DELAY(prefill_work_tile_publish, true);
+      arrive(&shared_.work_tile_full[position.slot]);
     }
     __syncwarp();
   }
 
   __device__ __forceinline__ void hand_over_boxes(int slot) {
     __syncwarp();
-    const Item& item = shared_.items[slot];
-    if (!item.is_last()) {
-      shared_.first_boxes[slot][lane_] = read_boxes(item, 0);
+    const WorkTile& work_tile = shared_.work_tiles[slot];
+    if (!work_tile.is_last()) {
+      shared_.first_boxes[slot][lane_] = read_boxes(work_tile, 0);
     }
     __syncwarp();
   }
-  __device__ __forceinline__ Boxes first_boxes(const Item& item) const {
+  __device__ __forceinline__ Boxes first_boxes(const WorkTile& work_tile) const {
     if constexpr (kHandsOverBoxes) {
-      return shared_.first_boxes[&item - shared_.items][lane_];
+      return shared_.first_boxes[&work_tile - shared_.work_tiles][lane_];
     } else {
-      return read_boxes(item, 0);
+      return read_boxes(work_tile, 0);
     }
   }
 
   // The other warps that copy.
-  __device__ __forceinline__ void follow_items() {
+  __device__ __forceinline__ void follow_work_tiles() {
     RingPosition position;
     while (true) {
-      wait(&shared_.item_full[position.slot], position.parity);
-      const Item& item = shared_.items[position.slot];
-      if (item.is_last()) {
+      wait(&shared_.work_tile_full[position.slot], position.parity);
+      const WorkTile& work_tile = shared_.work_tiles[position.slot];
+      if (work_tile.is_last()) {
         break;
       }
-      copy_item(item, [&] {
+      copy_work_tile(work_tile, [&] {
         if (kHasFinder && copies_keys() && lane_ == 0) {
-          arrive(&shared_.item_wanted);
+          arrive(&shared_.work_tile_wanted);
         }
       });
       __syncwarp();
       if (lane_ == 0) {
-        arrive(&shared_.item_empty[position.slot]);
+        arrive(&shared_.work_tile_empty[position.slot]);
       }
-      position.advance(kItems);
+      position.advance(kWorkTiles);
     }
   }
 
@@ -118,25 +118,26 @@ class Producer : Copier {
     return kHasFinder ? warp_ == 1 : warp_ < kProducerWarps / 2;
   }
 
-  // Calls `then` when the next item is to be found, which is known before this one's tiles are all
-  // copied. A CTA that claims its next item long before leaves others without work at the end.
+  // Calls `then` when the next work tile is to be found, which is known before this one's tiles are
+  // all copied. A CTA that takes its next work tile long before leaves others without work at the
+  // end.
   template <class Then>
-  __device__ __forceinline__ void copy_item(const Item& item, Then then) {
-    if (item.tiles() == 0) {
+  __device__ __forceinline__ void copy_work_tile(const WorkTile& work_tile, Then then) {
+    if (work_tile.tiles() == 0) {
       then();
       return;
     }
     if (!kHasFinder && warp_ == 0) {
-      copy_queries(item);
+      copy_queries(work_tile);
     }
     if constexpr (kHasFinder || kSource == Source::Pages) {
       if (copies_keys()) {
-        copy_ring<Keys>(item, keys_, then);
+        copy_ring<Keys>(work_tile, keys_, then);
       } else {
-        copy_ring<Values>(item, values_, [] {});
+        copy_ring<Values>(work_tile, values_, [] {});
       }
     } else {
-      copy_tiles(item, then);
+      copy_tiles(work_tile, then);
     }
   }
 
@@ -147,47 +148,50 @@ class Producer : Copier {
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_ring(const Item& item, RingPosition& position, Then then) {
+  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, RingPosition& position,
+                                            Then then) {
     if constexpr (kSource == Source::Pages) {
-      copy_pages<What>(item, position, then);
+      copy_pages<What>(work_tile, position, then);
     } else {
-      const int tiles = item.tiles(), due = tile_of_next(tiles);
+      const int tiles = work_tile.tiles(), due = tile_of_next(tiles);
       for (int n = 0; n < tiles; ++n) {
         if (n == due) {
           then();
         }
-        copy_tile<What>(item, item.tile(n), Place{}, position);
+        copy_tile<What>(work_tile, work_tile.tile(n), KvSlot{}, position);
       }
     }
   }
 
   template <class Then>
-  __device__ __forceinline__ void copy_tiles(const Item& item, Then then) {
+  __device__ __forceinline__ void copy_tiles(const WorkTile& work_tile, Then then) {
     // Ids of pages are read one tile ahead.
-    Place place = find_slot(item, item.tile(0)), before = place;
-    for (int n = 0; n <= item.tiles(); ++n) {
-      const Place ahead = n + 1 < item.tiles() ? find_slot(item, item.tile(n + 1)) : place;
-      if (n < item.tiles()) {
-        copy_tile<Keys>(item, item.tile(n), place, keys_);
+    KvSlot kv_slot = find_slot(work_tile, work_tile.tile(0)), before = kv_slot;
+    for (int n = 0; n <= work_tile.tiles(); ++n) {
+      const KvSlot ahead =
+          n + 1 < work_tile.tiles() ? find_slot(work_tile, work_tile.tile(n + 1)) : kv_slot;
+      if (n < work_tile.tiles()) {
+        copy_tile<Keys>(work_tile, work_tile.tile(n), kv_slot, keys_);
       }
       if (n > 0) {
-        copy_tile<CopiedValues>(item, item.tile(n - 1), before, values_);
+        copy_tile<CopiedValues>(work_tile, work_tile.tile(n - 1), before, values_);
       }
       if (n == 1) {
         then();
       }
-      before = place;
-      place = ahead;
+      before = kv_slot;
+      kv_slot = ahead;
     }
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_pages(const Item& item, RingPosition& position, Then then) {
+  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, RingPosition& position,
+                                             Then then) {
     if (has_whole_tiles(args_) && warp_ % kPageWarps > 0) {
       return;
     }
-    const int tiles = item.tiles(), due = tile_of_next(tiles), head = item.kv_head;
-    Boxes boxes = first_boxes(item), ahead = {};
+    const int tiles = work_tile.tiles(), due = tile_of_next(tiles), head = work_tile.kv_head;
+    Boxes boxes = first_boxes(work_tile), ahead = {};
     int first = 0;  // of the tile
     for (int n = 0; n < tiles; ++n) {
       if (n == due) {
@@ -195,7 +199,7 @@ class Producer : Copier {
       }
       copy_boxes<What>(head, boxes, first, position);
       if (first == 0 && n + args_.tiles_ahead < tiles) {
-        ahead = read_boxes(item, n + args_.tiles_ahead);
+        ahead = read_boxes(work_tile, n + args_.tiles_ahead);
       }
       first += args_.boxes;
       if (first == args_.boxes * args_.tiles_ahead) {

@@ -1,11 +1,12 @@
-// The second level of sums of 8-bit products where registers have no room for it.
+// Two-level accumulation (promotion) of 8-bit products in global memory, where registers have no
+// room for a second set of accumulators.
 //
-// The tensor cores keep about 14 bits of a sum. So they add up no more than kSumTiles tiles, and at
-// first those that hide keys: with each tile a thread adds a slice of its outputs, one after the
-// other, to a place of its own in global memory, in fp32, and these start anew from 0. Nothing
-// waits for the additions, which the L2 carries out: each place is one thread's, whose accesses of
-// it take effect in their order. At an item's end what lies there is read back. Items of fewer
-// tiles put nothing aside.
+// The tensor cores keep about 14 bits of a sum. So they sum at most kSumTiles tiles, and first the
+// tiles with masked keys. With each tile a thread adds a slice of its accumulators in fp32 to its
+// own addresses in global memory, slice after slice, and clears it. The L2 carries out the
+// additions, and no thread waits for them: each address belongs to one thread, whose accesses take
+// effect in order. At the end of a work tile the sums are read back. Work tiles of fewer tiles are
+// not promoted.
 #pragma once
 
 #include "promote_gmem_ptx.cuh"
@@ -15,19 +16,20 @@
 
 namespace ostinato::prefill {
 
-class Aside {
+class Promotion {
  public:
   static constexpr int kFetched = kScores / 4 < kVectors ? kScores / 4 : kVectors;  // at once
 
   // So that 16 bytes of each lane lie side by side.
-  __device__ __forceinline__ void find_place(const Arguments& args) {
-    place_ = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.params.workspace) +
-                                       kCounterBytes + blockIdx.x * kAsideBytes) +
-             threadIdx.x;
+  __device__ __forceinline__ void find_sums(const Arguments& args) {
+    sums_ = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.params.workspace) + kCounterBytes +
+                                      blockIdx.x * kPromotionBytes) +
+            threadIdx.x;
   }
 
-  // The first of an item's tiles, how many of them hide some key from some query, and all. Those
-  // that do are mended (nonfinite_repair.cuh) before anything is put aside, so that it need not be.
+  // The first of an work tile's tiles, how many of them hide some key from some query, and all.
+  // Those that do are repaired (nonfinite_repair.cuh) before anything is put aside, so that it need
+  // not be.
   __device__ __forceinline__ void begin(int first, int hiding, int tiles) {
     begins_ = max(first, hiding) + 1;
     if (tiles - begins_ < kSumTiles) {
@@ -45,14 +47,14 @@ class Aside {
   // The next slice. What lies there is relative to a row's reference when the first was put there.
   // What is sent has registers of its own: it is read later, and a register that is written again
   // before that waits for it.
-  __device__ __forceinline__ void put(float (&outputs)[kOutputs]) {
+  __device__ __forceinline__ void promote(float (&outputs)[kOutputs]) {
     const bool holds_it = next_ >= kSumTiles;
     const int slice = holds_it ? next_ - kSumTiles : next_;
     float taken[4 * kSliceVectors];
     take_slice(outputs, slice, factor_, taken);
 #pragma unroll
     for (int i = 0; i < kSliceVectors; ++i) {
-      float4* const to = place_ + (slice * kSliceVectors + i) * kConsumerThreads;
+      float4* const to = sums_ + (slice * kSliceVectors + i) * kConsumerThreads;
       const float4 vector =
           make_float4(taken[4 * i], taken[4 * i + 1], taken[4 * i + 2], taken[4 * i + 3]);
       if (holds_it) {
@@ -125,7 +127,7 @@ class Aside {
   __device__ __forceinline__ void load(float (&scores)[kScores]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const float4 v = load_vector(place_ + (kFirst + i) * kConsumerThreads);
+      const float4 v = load_vector(sums_ + (kFirst + i) * kConsumerThreads);
       scores[4 * i] = v.x;
       scores[4 * i + 1] = v.y;
       scores[4 * i + 2] = v.z;
@@ -150,8 +152,8 @@ class Aside {
   __device__ __forceinline__ void rebase(const float (&factor)[2]) const {
 #pragma unroll 1
     for (int i = 0; i < kVectors; ++i) {
-      const float4 v = load_vector(place_ + i * kConsumerThreads);
-      store_vector(place_ + i * kConsumerThreads,
+      const float4 v = load_vector(sums_ + i * kConsumerThreads);
+      store_vector(sums_ + i * kConsumerThreads,
                    make_float4(v.x * factor[0], v.y * factor[0], v.z * factor[1], v.w * factor[1]));
     }
   }
@@ -159,17 +161,17 @@ class Aside {
   int begins_;
   int next_;         // slice; from kSumTiles on those that have been put there before
   float factor_[2];  // what is put there is multiplied with
-  float4* place_;
+  float4* sums_;
 };
 
 // What puts nothing aside.
-struct NoAside {
+struct NoPromotion {
   __device__ __forceinline__ void begin(int, int, int) {}
-  __device__ __forceinline__ void find_place(const Arguments&) {}
+  __device__ __forceinline__ void find_sums(const Arguments&) {}
   __device__ __forceinline__ int begins() const { return 0; }
   __device__ __forceinline__ bool is_due(int) const { return false; }
   __device__ __forceinline__ bool holds_some() const { return false; }
-  __device__ __forceinline__ void put(float (&)[kOutputs]) {}
+  __device__ __forceinline__ void promote(float (&)[kOutputs]) {}
   __device__ __forceinline__ void fade(const float (&)[2], float (&)[kOutputs]) {}
   __device__ __forceinline__ void fetch(float (&)[kScores]) const {}
   __device__ __forceinline__ void add(float (&)[kScores], float (&)[kOutputs]) const {}

@@ -7,9 +7,9 @@
 namespace ostinato::prefill {
 
 inline constexpr int kVectors = kOutputs / 4;  // of a thread, 16 bytes each
-inline constexpr int kSliceVectors = kPutsAside ? kVectors / kSumTiles : 1;
+inline constexpr int kSliceVectors = kPromotesToGmem ? kVectors / kSumTiles : 1;
 
-#if OSTINATO_PUTS_ASIDE
+#if OSTINATO_PROMOTES_TO_GMEM
 static_assert(kVectors == kSumTiles * kSliceVectors, "with each tile whole vectors are put aside");
 
 // The asm's operands are outputs, 16 registers for what is taken, the slice, and two factors. Four

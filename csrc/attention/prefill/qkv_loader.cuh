@@ -1,5 +1,5 @@
-// The copies that warps of the producer have made, or make: the queries of an item, and a tile of
-// keys or values, of packed rows, of pages or of slots.
+// The QKV loader: the copies that producer warps issue: the queries of a work tile, and tiles of
+// keys or values from packed rows, pages or slots.
 #pragma once
 
 #include "attention/common/ptx.cuh"
@@ -29,9 +29,9 @@ struct Maps {
   CUtensorMap out;  // value dim, heads, tokens
 };
 
-class Copier {
+class QkvLoader {
  public:
-  __device__ Copier(SharedStorage& shared, const Arguments& args, const Maps& maps)
+  __device__ QkvLoader(SharedStorage& shared, const Arguments& args, const Maps& maps)
       : shared_(shared),
         args_(args),
         maps_(maps),
@@ -39,8 +39,8 @@ class Copier {
         lane_(threadIdx.x % 32) {}
 
  protected:
-  __device__ __forceinline__ void copy_queries(const Item& item) {
-    const int rows = args_.half_tokens * args_.pack;
+  __device__ __forceinline__ void copy_queries(const WorkTile& work_tile) {
+    const int rows = args_.warpgroup_tokens * args_.pack;
     for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
       wait(&shared_.queries_empty[queries_.slot][warpgroup], queries_.parity ^ 1);
       if (elect_lane()) {
@@ -50,8 +50,8 @@ class Copier {
 #pragma unroll
         for (int strip = 0; strip < kStrips; ++strip) {
           tma_load(shared_.queries[queries_.slot][warpgroup] + strip * kRowStrip, maps_.queries,
-                   strip * kStripDim, item.first_head,
-                   item.first_row + warpgroup * args_.half_tokens, full);
+                   strip * kStripDim, work_tile.first_head,
+                   work_tile.first_row + warpgroup * args_.warpgroup_tokens, full);
         }
       }
       __syncwarp();
@@ -60,41 +60,44 @@ class Copier {
   }
 
   // Where a key lies, if it is to be copied.
-  struct Place {
+  struct KvSlot {
     int page, slot;
     bool seen;
   };
 
-  __device__ __forceinline__ void find_page(const Item& item, int key, Place& place) const {
+  __device__ __forceinline__ void find_page(const WorkTile& work_tile, int key,
+                                            KvSlot& kv_slot) const {
     const int index = args_.page_of(key);
-    place.slot = key - index * args_.params.page_size;
-    place.page = args_.params.page_table[item.first_key * args_.params.page_table_stride + index];
+    kv_slot.slot = key - index * args_.params.page_size;
+    kv_slot.page =
+        args_.params.page_table[work_tile.first_key * args_.params.page_table_stride + index];
   }
 
   // The thread's slot of a tile.
-  __device__ __forceinline__ Place find_slot(const Item& item, int tile) const {
-    Place place = {};
+  __device__ __forceinline__ KvSlot find_slot(const WorkTile& work_tile, int tile) const {
+    KvSlot kv_slot = {};
     if constexpr (kSource == Source::Slots) {
       const int in_tile = warp_ * 32 + lane_, key = tile * kKeys + in_tile;
-      place.seen = in_tile < kKeys && key < item.visible_end && key >= item.visible_begin;
-      if (place.seen) {
-        find_page(item, key, place);
+      kv_slot.seen =
+          in_tile < kKeys && key < work_tile.visible_end && key >= work_tile.visible_begin;
+      if (kv_slot.seen) {
+        find_page(work_tile, key, kv_slot);
       }
     }
-    return place;
+    return kv_slot;
   }
 
   template <class What>
-  __device__ __forceinline__ void copy_tile(const Item& item, int tile, const Place& place,
-                                            RingPosition& position) {
+  __device__ __forceinline__ void copy_tile(const WorkTile& work_tile, int tile,
+                                            const KvSlot& kv_slot, RingPosition& position) {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];
     wait(&barriers.empty[position.slot], position.parity ^ 1);
     if constexpr (kSource == Source::Packed) {
-      copy_rows<What>(item, tile, to, full);
+      copy_rows<What>(work_tile, tile, to, full);
     } else {
-      gather_slots<What>(item, place, to, full);
+      gather_slots<What>(work_tile, kv_slot, to, full);
     }
     position.advance(kStagesOf<What>);
   }
@@ -118,39 +121,40 @@ class Copier {
   }
 
   template <class What>
-  __device__ __forceinline__ void copy_rows(const Item& item, int tile, uint8_t* to,
+  __device__ __forceinline__ void copy_rows(const WorkTile& work_tile, int tile, uint8_t* to,
                                             uint64_t* full) const {
     if (elect_lane()) {
       OSTINATO_DELAY(prefill_tile_load, (std::is_same_v<What, Keys>));
       arrive_expecting(full, kTileBytes<What>);
-      const int row = item.first_key + tile * kKeys;
+      const int row = work_tile.first_key + tile * kKeys;
       if constexpr (kAreWhole<What>) {
-        tma_load(to, map_of<What>(), {0, row, 0, item.kv_head, 0}, full);
+        tma_load(to, map_of<What>(), {0, row, 0, work_tile.kv_head, 0}, full);
       } else {  // past the end of the row it reads zeros
 #pragma unroll
         for (int strip = 0; strip < kStripsOf<What>; ++strip) {
-          copy_strip<What>(to + strip * kKeyStrip, strip, row, item.kv_head, 0, full);
+          copy_strip<What>(to + strip * kKeyStrip, strip, row, work_tile.kv_head, 0, full);
         }
       }
     }
     __syncwarp();
   }
 
-  // Of the item's n-th tile and those after it the boxes that this warp copies, one for each lane.
-  // Pages are asked for long before their tiles are, since a place in the ring is free only shortly
-  // before it is due.
-  __device__ __forceinline__ Boxes read_boxes(const Item& item, int n) const {
+  // Of the work tile's n-th tile and those after it the boxes that this warp copies, one for each
+  // lane. Pages are asked for long before their tiles are, since a place in the ring is free only
+  // shortly before it is due.
+  __device__ __forceinline__ Boxes read_boxes(const WorkTile& work_tile, int n) const {
     const int tile = lane_ / args_.boxes;
     const int in_tile = box_in_tile(lane_ - tile * args_.boxes) * args_.box_tokens;
-    Place place = {};
-    if (tile < args_.tiles_ahead && n + tile < item.tiles() && in_tile < kKeys) {
-      const int key = item.tile(n + tile) * kKeys + in_tile;
-      place.seen = key < item.visible_end && key + args_.box_tokens > item.visible_begin;
-      if (place.seen) {
-        find_page(item, key, place);
+    KvSlot kv_slot = {};
+    if (tile < args_.tiles_ahead && n + tile < work_tile.tiles() && in_tile < kKeys) {
+      const int key = work_tile.tile(n + tile) * kKeys + in_tile;
+      kv_slot.seen =
+          key < work_tile.visible_end && key + args_.box_tokens > work_tile.visible_begin;
+      if (kv_slot.seen) {
+        find_page(work_tile, key, kv_slot);
       }
     }
-    return {place.seen ? place.page : -1, place.slot};
+    return {kv_slot.seen ? kv_slot.page : -1, kv_slot.slot};
   }
   // They go round the warps.
   __device__ __forceinline__ int box_in_tile(int own) const {
@@ -203,21 +207,21 @@ class Copier {
 
   // Each warp copies 32 rows.
   template <class What>
-  __device__ __forceinline__ void gather_slots(const Item& item, const Place& place, uint8_t* to,
-                                               uint64_t* full) const {
+  __device__ __forceinline__ void gather_slots(const WorkTile& work_tile, const KvSlot& kv_slot,
+                                               uint8_t* to, uint64_t* full) const {
     static_assert(kSource != Source::Slots || kKeys <= kWarpgroup, "a key for each thread");
     constexpr bool kIsKeys = std::is_same_v<What, Keys>;
     constexpr int kVectors = (kIsKeys ? kDim : kValueDim) * kElement / 16;
     const Params& p = args_.params;
     const Slots& slots = kIsKeys ? p.k : p.v;
     const Type* const from = static_cast<const Type*>(slots.data) +
-                             item.kv_head * slots.head_stride + place.page * slots.page_stride +
-                             place.slot * slots.stride;
+                             work_tile.kv_head * slots.head_stride +
+                             kv_slot.page * slots.page_stride + kv_slot.slot * slots.stride;
     OSTINATO_DELAY(prefill_tile_load, kIsKeys && warp_ == 2);
 #pragma unroll 2
     for (int i = 0; i < kVectors; ++i) {
       const int of_warp = (i * 32 + lane_) / kVectors, vector = (i * 32 + lane_) % kVectors;
-      const bool seen = __shfl_sync(0xffffffff, place.seen, of_warp);
+      const bool seen = __shfl_sync(0xffffffff, kv_slot.seen, of_warp);
       const Type* const row_from = reinterpret_cast<const Type*>(
           __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), of_warp));
       const int row = warp_ * 32 + of_warp;

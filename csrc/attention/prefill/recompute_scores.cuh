@@ -1,5 +1,5 @@
-// The scores of a warp's rows once more, where weights have overflowed: rare, and by instructions
-// of a warp alone.
+// Recomputes the scores of a warp's rows where weights have overflowed: rare, and with warp-wide
+// MMAs.
 #pragma once
 
 #include "kv_address.cuh"
@@ -9,11 +9,11 @@ namespace ostinato::prefill {
 
 // The scores of a tile, all of whose keys there are: of the thread's row `kHalf`.
 template <int kHalf>
-struct Rescore {
+struct RecomputedScores {
   static constexpr int kRow = kHalf;
 
   const Arguments& args;
-  const Item& item;
+  const WorkTile& work_tile;
   int n;
   const Type* q;  // or null
 
@@ -22,8 +22,8 @@ struct Rescore {
   // Of 8 keys the thread's two.
   __device__ __forceinline__ float2 scores(int group) const {
     const int lane = threadIdx.x % 32;
-    const Place place(args, item, item.tile(n) * kKeys + group * 8 + lane / 4);
-    const Type* const k = place.key(args.params, item) + lane % 4 * 2;
+    const KvAddress kv_address(args, work_tile, work_tile.tile(n) * kKeys + group * 8 + lane / 4);
+    const Type* const k = kv_address.key(args.params, work_tile) + lane % 4 * 2;
     float sums[4] = {};
 #pragma unroll 1
     for (int step = 0; step < kDimSteps; ++step) {

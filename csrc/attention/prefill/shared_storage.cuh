@@ -10,8 +10,8 @@ namespace ostinato::prefill {
 // multiplied in another.
 struct Keys {};
 struct Values {};
-struct ValuesToTurn {};
-using CopiedValues = std::conditional_t<kFp8, ValuesToTurn, Values>;
+struct ValuesToTranspose {};
+using CopiedValues = std::conditional_t<kFp8, ValuesToTranspose, Values>;
 
 template <class What>
 inline constexpr int kTileBytes = std::is_same_v<What, Keys>     ? kKeyBytes
@@ -34,9 +34,9 @@ struct RingBarriers {
   uint64_t empty[kStagesOf<What>];
 };
 
-// A sequence with what is counted before it on the line of items.
+// A sequence with what is counted before it on the line of work tiles.
 struct Sequence {
-  int first_row, queries, first_key, length;
+  int first_row, queries, first_key, seqlen;
 };
 
 // Of a page, what a lane has copied: tokens from `slot` on.
@@ -44,13 +44,13 @@ struct Boxes {
   int page, slot;  // page -1: nothing
 };
 
-struct TurningStorage {
-  Ring<ValuesToTurn> values_to_turn;
-  RingBarriers<ValuesToTurn> values_to_turn_barriers;
+struct TransposeStorage {
+  Ring<ValuesToTranspose> values_to_transpose;
+  RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
 struct NoStorage {};
 
-struct SharedStorage : std::conditional_t<kFp8, TurningStorage, NoStorage> {
+struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;
@@ -59,14 +59,15 @@ struct SharedStorage : std::conditional_t<kFp8, TurningStorage, NoStorage> {
   RingBarriers<Values> values_barriers;
   uint64_t queries_full[kQueryBuffers][kConsumers];
   uint64_t queries_empty[kQueryBuffers][kConsumers];
-  uint64_t item_full[kItems];
-  uint64_t item_empty[kItems];
-  uint64_t item_wanted;  // by the warp that copies keys (producer.cuh)
-  Item items[kItems];
-  Boxes first_boxes[kHandsOverBoxes ? kItems : 1][kHandsOverBoxes ? 32 : 1];  // of each item
+  uint64_t work_tile_full[kWorkTiles];
+  uint64_t work_tile_empty[kWorkTiles];
+  uint64_t work_tile_wanted;  // by the warp that copies keys (producer.cuh)
+  WorkTile work_tiles[kWorkTiles];
+  Boxes first_boxes[kHandsOverBoxes ? kWorkTiles : 1]
+                   [kHandsOverBoxes ? 32 : 1];  // of each work tile
   // By rank: sequences with long tiles come first.
   Sequence sequences[kMaxBatch];
-  int start[kMaxBatch + 1];  // items of all sequences before
+  int start[kMaxBatch + 1];  // work tiles of all sequences before
   int weight[kMaxBatch];     // by number
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024, "an SM has 227 KB for a CTA");
@@ -78,7 +79,7 @@ __device__ __forceinline__ Ring<What>& ring_of(Storage& shared) {
   } else if constexpr (std::is_same_v<What, Values>) {
     return shared.values;
   } else {
-    return shared.values_to_turn;
+    return shared.values_to_transpose;
   }
 }
 
@@ -89,7 +90,7 @@ __device__ __forceinline__ RingBarriers<What>& barriers_of(Storage& shared) {
   } else if constexpr (std::is_same_v<What, Values>) {
     return shared.values_barriers;
   } else {
-    return shared.values_to_turn_barriers;
+    return shared.values_to_transpose_barriers;
   }
 }
 

@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_keys(const Operand& queries, const Keys
 }
 
 // Enqueues products (+)= weights · values. Values have keys along the columns of their rows where
-// they have been turned, otherwise a row for each key.
+// they have been transposed, otherwise a row for each key.
 using ValuesOperand =
     std::conditional_t<kFp8, OperandOf<kValueRowBytes>, OperandOf<kStripBytes, kValueGroupStep>>;
 __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[kKeySteps][4],

@@ -20,7 +20,8 @@ class Softmax {
     }
   }
 
-  // Scores of the item's n-th tile become weights. Whether outputs so far must be faded (fade()).
+  // Scores of the work tile's n-th tile become weights. Whether outputs so far must be faded
+  // (fade()).
   template <class Find>
   __device__ __forceinline__ bool weigh(float (&scores)[kScores], int key, bool hiding,
                                         const Find& find_seen) {
@@ -55,8 +56,9 @@ class Softmax {
   // that is high beside those before tells that there was a far higher score. A sum is needed
   // anyway, a maximum takes a third of the instructions. `again` says scores again
   // (recompute_scores.cuh), for weights that are infinite.
-  template <class Again>
-  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const Again& again) {
+  template <class Recompute>
+  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores],
+                                                const Recompute& recompute) {
     take_logits(scores);
     float sum[2];
     exponentiate(scores, sum);
@@ -67,7 +69,7 @@ class Softmax {
     }
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
-      lower(scores, sum, high, again);
+      lower(scores, sum, high, recompute);
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
@@ -161,9 +163,9 @@ class Softmax {
 
   // Where a row's weights are too great: a greater maximum, and weights relative to it. Those that
   // are infinite are found again from the scores.
-  template <class Again>
+  template <class Recompute>
   __device__ __forceinline__ void lower(float (&scores)[kScores], float (&sum)[2],
-                                        const bool (&high)[2], const Again& again) {
+                                        const bool (&high)[2], const Recompute& recompute) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     bool lost[2];
 #pragma unroll
@@ -189,12 +191,13 @@ class Softmax {
     for (int i = 0; i < kScores; ++i) {
       scores[i] *= fade_[row_of(i)];
     }
-    find_lost(scores, sum[0], lost[0], again.template rows<0>());
-    find_lost(scores, sum[1], lost[1], again.template rows<1>());
+    find_lost(scores, sum[0], lost[0], recompute.template rows<0>());
+    find_lost(scores, sum[1], lost[1], recompute.template rows<1>());
   }
 
-  // Rows behind the item's last query may hold anything, whose weights would be lost tile by tile:
-  // beside an infinite maximum they are never great again, and nobody asks what becomes of them.
+  // Rows behind the work tile's last query may hold anything, whose weights would be lost tile by
+  // tile: beside an infinite maximum they are never great again, and nobody asks what becomes of
+  // them.
   template <class Rows>
   __device__ __forceinline__ void find_lost(float (&scores)[kScores], float& sum, bool lost,
                                             const Rows& rows) {
@@ -203,14 +206,14 @@ class Softmax {
       lost = false;
     }
     if (__any_sync(0xffffffff, lost)) {
-      weigh_again<Rows::kRow>(scores, sum, lost, rows);
+      recompute_weights<Rows::kRow>(scores, sum, lost, rows);
     }
   }
 
   // For rows that have lost their scores.
   template <int kHalf, class Rows>
-  __device__ __forceinline__ void weigh_again(float (&scores)[kScores], float& sum, bool lost,
-                                              const Rows& rows) {
+  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores], float& sum, bool lost,
+                                                    const Rows& rows) {
     float top = kNothing;
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {

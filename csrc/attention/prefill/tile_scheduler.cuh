@@ -1,9 +1,9 @@
-// Which tiles of queries there are, and in which order: a pure function of the lengths, computed by
-// every CTA for itself.
+// The tile scheduler: which work tiles there are and in which order, a pure function of the lengths
+// that every CTA computes for itself.
 //
 // Sequences with long tiles come first. Within a sequence, as many KV heads at a time as the L2
-// cache holds; of these, the tiles of the last queries first, which with a causal mask see most.
-// CTAs take the next item when they have done one: by a counter, or in turn.
+// cache holds; of these, the tiles of the last queries first, which with a causal mask see most
+// keys. A CTA takes the next work tile when it has finished one: from a counter, or round-robin.
 #pragma once
 
 #include "shared_storage.cuh"
@@ -22,10 +22,10 @@ __device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) 
   }
   if constexpr (kSource == Source::Packed) {
     sequence.first_key = p.cu_seqlens_k[b];
-    sequence.length = clamp(p.cu_seqlens_k[b + 1] - sequence.first_key, 0, p.max_seqlen_k);
+    sequence.seqlen = clamp(p.cu_seqlens_k[b + 1] - sequence.first_key, 0, p.max_seqlen_k);
   } else {
     sequence.first_key = b;
-    sequence.length = clamp(p.seq_lens[b], 0, p.max_pages * p.page_size);
+    sequence.seqlen = clamp(p.seq_lens[b], 0, p.max_pages * p.page_size);
   }
   if (int64_t{sequence.queries} * args.group < p.least_rows) {
     sequence.queries = 0;
@@ -37,7 +37,7 @@ __device__ __forceinline__ Sequence read_sequence(const Arguments& args, int b) 
 __device__ __forceinline__ int longest_tile(const Arguments& args, const Sequence& sequence) {
   const Params& p = args.params;
   const int span = p.left < 0 || p.right < 0 ? INT32_MAX : p.left + p.right + args.tile_tokens;
-  return sequence.queries == 0 ? -1 : min(sequence.length, span);
+  return sequence.queries == 0 ? -1 : min(sequence.seqlen, span);
 }
 
 __device__ __forceinline__ int query_tiles(const Arguments& args, const Sequence& sequence) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ int query_tiles(const Arguments& args, const Sequence
 }
 
 // Fills the tables. By all threads.
-__device__ __forceinline__ void read_lengths(SharedStorage& shared, const Arguments& args) {
+__device__ __forceinline__ void read_seqlens(SharedStorage& shared, const Arguments& args) {
   const int batch = args.params.batch;
   for (int b = threadIdx.x; b < batch; b += kThreads) {
     shared.weight[b] = longest_tile(args, read_sequence(args, b));
@@ -87,19 +87,19 @@ __device__ __forceinline__ void read_lengths(SharedStorage& shared, const Argume
 }
 
 // The same number, of which the compiler does not know that it is: what follows from it is not kept
-// in registers from item to item, of which a warp that copies has few.
+// in registers from work tile to work tile, of which a warp that copies has few.
 __device__ __forceinline__ int found_anew(int number) {
   asm volatile("" : "+r"(number));
   return number;
 }
 
-// The rank of the sequence that an item belongs to: the last one that starts at or before it, of at
-// most 32 * 32. By a warp.
-__device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch, int place) {
+// The rank of the sequence that an work tile belongs to: the last one that starts at or before it,
+// of at most 32 * 32. By a warp.
+__device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch, int index) {
   const int lane = threadIdx.x % 32;
   const int stride = ceil_div(batch, 32);
   const auto count_before = [&](int rank, int end) {
-    return __popc(__ballot_sync(0xffffffff, rank < end && shared.start[rank] <= place));
+    return __popc(__ballot_sync(0xffffffff, rank < end && shared.start[rank] <= index));
   };
   const int first = max(count_before(lane * stride, batch) - 1, 0) * stride;
   if (stride == 1) {
@@ -112,61 +112,62 @@ __device__ __forceinline__ int find_rank(const SharedStorage& shared, int batch,
 // on: 36 MB.
 inline constexpr int kSectionKeys = (36 << 20) / ((kDim + kValueDim) * kElement);
 
-// Describes the item at a place in the order, of the sequence of that rank.
-__device__ __forceinline__ void describe_item(const SharedStorage& shared, const Arguments& args,
-                                              int place, int rank, Item& item) {
+// Describes the work tile at a place in the order, of the sequence of that rank.
+__device__ __forceinline__ void describe_work_tile(const SharedStorage& shared,
+                                                   const Arguments& args, int index, int rank,
+                                                   WorkTile& work_tile) {
   const Params& p = args.params;
   const Sequence& sequence = shared.sequences[rank];
   const int tiles = query_tiles(args, sequence);
   const int units_of_head = args.group / args.pack;
   // KV heads of a section.
-  const int fitting = max(kSectionKeys / max(sequence.length, 1), 1);
+  const int fitting = max(kSectionKeys / max(sequence.seqlen, 1), 1);
   const int sections = (p.heads_kv + fitting - 1) / fitting;
   const int heads = (p.heads_kv + sections - 1) / sections;
-  const int section_items = tiles * heads * units_of_head;
-  const int in_sequence = place - shared.start[rank];
-  const int section = in_sequence / section_items;
-  const int in_section = in_sequence - section * section_items;
+  const int section_work_tiles = tiles * heads * units_of_head;
+  const int in_sequence = index - shared.start[rank];
+  const int section = in_sequence / section_work_tiles;
+  const int in_section = in_sequence - section * section_work_tiles;
   const int units = min(heads, p.heads_kv - section * heads) * units_of_head;
   const int before = in_section / units;
   const int unit = section * heads * units_of_head + in_section - before * units;
-  item.first_head = unit * args.pack;
-  item.kv_head = unit / units_of_head;
-  item.first_key = sequence.first_key;
+  work_tile.first_head = unit * args.pack;
+  work_tile.kv_head = unit / units_of_head;
+  work_tile.first_key = sequence.first_key;
   // Whole warpgroups that do not fill a tile are missing from the first, which has the fewest keys.
   const int rest = sequence.queries % args.tile_tokens;
   const int of_first = rest == 0 || args.from_first != 0
                            ? args.tile_tokens
-                           : ceil_div(rest, args.half_tokens) * args.half_tokens;
+                           : ceil_div(rest, args.warpgroup_tokens) * args.warpgroup_tokens;
   const int end = of_first + (tiles - 1 - before) * args.tile_tokens;
   const int first_query = max(end - args.tile_tokens, 0);
-  item.first_row = sequence.first_row + first_query;
-  item.queries = min(end, sequence.queries) - first_query;
-  item.length = sequence.length;
-  item.position = sequence.length - sequence.queries + first_query;
-  look(Sight{p.left, p.right, sequence.length}, args.half_tokens, item);
+  work_tile.first_row = sequence.first_row + first_query;
+  work_tile.queries = min(end, sequence.queries) - first_query;
+  work_tile.seqlen = sequence.seqlen;
+  work_tile.position = sequence.seqlen - sequence.queries + first_query;
+  find_visible(Mask{p.left, p.right, sequence.seqlen}, args.warpgroup_tokens, work_tile);
 }
 
-// Finds the item at a place in the order. By a warp, for which `item` is shared.
-__device__ __forceinline__ void find_item(const SharedStorage& shared, const Arguments& args,
-                                          int place, Item& item) {
+// Finds the work tile at a place in the order. By a warp, for which `work tile` is shared.
+__device__ __forceinline__ void find_work_tile(const SharedStorage& shared, const Arguments& args,
+                                               int index, WorkTile& work_tile) {
   const int batch = found_anew(args.params.batch);
-  const bool exists = place < shared.start[batch];
-  const int rank = exists ? find_rank(shared, batch, place) : 0;
+  const bool exists = index < shared.start[batch];
+  const int rank = exists ? find_rank(shared, batch, index) : 0;
   if (threadIdx.x % 32 == 0) {
     if (exists) {
-      describe_item(shared, args, place, rank, item);
+      describe_work_tile(shared, args, index, rank, work_tile);
     } else {
-      item.end = -1;
+      work_tile.end = -1;
     }
   }
 }
 
 // The next place in the order, for one thread: whoever comes first, or each CTA in turn.
-__device__ __forceinline__ int next_place(const Arguments& args, int place) {
+__device__ __forceinline__ int next_index(const Arguments& args, int index) {
   const int grid = static_cast<int>(gridDim.x);
   uint32_t* const counter = static_cast<uint32_t*>(args.params.workspace);
-  return counter == nullptr ? place + grid : grid + static_cast<int>(atomicAdd(counter, 1u));
+  return counter == nullptr ? index + grid : grid + static_cast<int>(atomicAdd(counter, 1u));
 }
 
 // When a CTA has been told that nothing is left: the last one leaves the counter as it was.

@@ -1,10 +1,9 @@
-// Turns tiles of 8-bit values: wgmma takes them only with keys along the row, and they come with a
-// row for each key.
+// Transposes tiles of 8-bit values: wgmma needs keys along the row, and copies have a row per key.
 //
-// Pairs of bytes are turned by ldmatrix, those within a pair by byte permutations, and stmatrix
-// writes them. The keys of 16 side by side come to lie as weights do (consumer_fp8.cuh):
-// byte 4c + 2h + e of a group holds key 8h + 2c + e, for what a thread has of scores is already
-// what the product takes. Values that no query of the item sees become 0.
+// ldmatrix transposes pairs of bytes, byte permutations those within a pair, and stmatrix writes
+// them. The keys of 16 lie in the order of the weights (consumer_fp8.cuh): byte 4c + 2h + e of a
+// group holds key 8h + 2c + e, so that a thread's scores are already the operand. Values that no
+// query of the work tile sees become 0.
 #pragma once
 
 #include "common/ring.cuh"
@@ -24,19 +23,19 @@ class Transposer {
   __device__ __forceinline__ void run() {
     RingPosition position;
     while (true) {
-      wait(&shared_.item_full[position.slot], position.parity);
-      const Item& item = shared_.items[position.slot];
-      if (item.is_last()) {
+      wait(&shared_.work_tile_full[position.slot], position.parity);
+      const WorkTile& work_tile = shared_.work_tiles[position.slot];
+      if (work_tile.is_last()) {
         break;
       }
-      for (int n = 0; n < item.tiles(); ++n) {
-        turn_tile(item, item.tile(n) * kKeys);
+      for (int n = 0; n < work_tile.tiles(); ++n) {
+        transpose_tile(work_tile, work_tile.tile(n) * kKeys);
       }
       __syncwarp();
       if (lane_ == 0) {
-        arrive(&shared_.item_empty[position.slot]);
+        arrive(&shared_.work_tile_empty[position.slot]);
       }
-      position.advance(kItems);
+      position.advance(kWorkTiles);
     }
   }
 
@@ -46,33 +45,33 @@ class Transposer {
   static constexpr int kBlocksOfStrip = kStripBytes / 16;
 
   // The tile whose first key is given. Each warp turns some blocks of the value dim.
-  __device__ __forceinline__ void turn_tile(const Item& item, int first) {
-    RingBarriers<ValuesToTurn>& from_barriers = barriers_of<ValuesToTurn>(shared_);
+  __device__ __forceinline__ void transpose_tile(const WorkTile& work_tile, int first) {
+    RingBarriers<ValuesToTranspose>& from_barriers = barriers_of<ValuesToTranspose>(shared_);
     RingBarriers<Values>& to_barriers = barriers_of<Values>(shared_);
     wait(&from_barriers.full[from_.slot], from_.parity);
     wait(&to_barriers.empty[to_.slot], to_.parity ^ 1);
-    const uint8_t* const from = ring_of<ValuesToTurn>(shared_).tiles[from_.slot];
+    const uint8_t* const from = ring_of<ValuesToTranspose>(shared_).tiles[from_.slot];
     uint8_t* const to = ring_of<Values>(shared_).tiles[to_.slot];
-    if (first >= item.visible_begin && first + kKeys <= item.visible_end) {
-      turn_blocks<false>(from, to, first, item);
+    if (first >= work_tile.visible_begin && first + kKeys <= work_tile.visible_end) {
+      transpose_blocks<false>(from, to, first, work_tile);
     } else {
-      turn_blocks<true>(from, to, first, item);
+      transpose_blocks<true>(from, to, first, work_tile);
     }
     fence_shared_for_tma();  // written by threads, read by tensor cores
-    OSTINATO_DELAY(prefill_turn, warp_ == 1);
+    OSTINATO_DELAY(prefill_transpose, warp_ == 1);
     __syncwarp();
     if (lane_ == 0) {
       arrive(&from_barriers.empty[from_.slot]);
       arrive(&to_barriers.full[to_.slot]);
     }
-    from_.advance(kStagesOf<ValuesToTurn>);
+    from_.advance(kStagesOf<ValuesToTranspose>);
     to_.advance(kStagesOf<Values>);
   }
 
-  // `kClears`: where no query of the item sees a key.
+  // `kClears`: where no query of the work tile sees a key.
   template <bool kClears>
-  __device__ __forceinline__ void turn_blocks(const uint8_t* from, uint8_t* to, int first,
-                                              const Item& item) const {
+  __device__ __forceinline__ void transpose_blocks(const uint8_t* from, uint8_t* to, int first,
+                                                   const WorkTile& work_tile) const {
     // Which row the lane names: of what is read, key `lane_` of 32; of what is written, one of the
     // 16 columns. Lanes of the lower and of the upper half of a warp swap the two bytes of a pair,
     // so that 8 rows written at once lie in different banks.
@@ -83,7 +82,7 @@ class Transposer {
     from += lane_ * kStripBytes;
     to += column * kValueRowBytes;
 #pragma unroll 1
-    for (int block = warp_; block < kBlocks; block += kTurningWarps) {
+    for (int block = warp_; block < kBlocks; block += kTransposeWarps) {
       const uint8_t* const block_from =
           from + block / kBlocksOfStrip * kKeyStrip + (block % kBlocksOfStrip ^ row) * 16;
       uint8_t* const block_to = to + block * 16 * kValueRowBytes;
@@ -91,15 +90,15 @@ class Transposer {
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           uint32_t pairs[4];
-          load_turned(block_from + group * 32 * kStripBytes, pairs);
-          clear(first + group * 32 + lane_ % 4 * 2, item, pairs);
+          load_transposed(block_from + group * 32 * kStripBytes, pairs);
+          clear(first + group * 32 + lane_ % 4 * 2, work_tile, pairs);
           store_keys(block_to + (group * 2 ^ swizzle) * 16, pairs, low, high);
         }
       } else {
         uint32_t pairs[kGroups][4];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
-          load_turned(block_from + group * 32 * kStripBytes, pairs[group]);
+          load_transposed(block_from + group * 32 * kStripBytes, pairs[group]);
         }
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -119,8 +118,11 @@ class Transposer {
   }
 
   // Word m holds keys 8m and 8m + 1 from `key` on.
-  __device__ __forceinline__ static void clear(int key, const Item& item, uint32_t (&words)[4]) {
-    const auto seen = [&](int k) { return k >= item.visible_begin && k < item.visible_end; };
+  __device__ __forceinline__ static void clear(int key, const WorkTile& work_tile,
+                                               uint32_t (&words)[4]) {
+    const auto seen = [&](int k) {
+      return k >= work_tile.visible_begin && k < work_tile.visible_end;
+    };
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const uint32_t first = seen(key + 8 * m) ? 0x0000ffff : 0;

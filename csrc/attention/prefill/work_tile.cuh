@@ -1,4 +1,4 @@
-// A tile of queries, and the order in which its tiles of keys are read.
+// A work tile: a tile of queries, the tiles of keys that it reads, and their order.
 #pragma once
 
 #include "config.cuh"
@@ -15,13 +15,13 @@ __device__ __forceinline__ int clamp(int value, int low, int high) {
 // What the launch is given.
 struct Arguments {
   Params params;
-  float logit_scale;  // of a score: the logit times log2(e), or what is capped
-  int direct;         // whether there is no cap, and a greater score is a greater logit
-  float factor;       // of what maxima are compared with: logit_scale where direct, otherwise 1
-  int group;          // query heads of a KV head
-  int pack;           // of them, those that share tiles
-  int reciprocal;     // 2^16 / pack, rounded up, with which rows are divided by pack
-  int half_tokens;    // queries of a warpgroup
+  float logit_scale;     // of a score: the logit times log2(e), or what is capped
+  int direct;            // whether there is no cap, and a greater score is a greater logit
+  float factor;          // of what maxima are compared with: logit_scale where direct, otherwise 1
+  int group;             // query heads of a KV head
+  int pack;              // of them, those that share tiles
+  int reciprocal;        // 2^16 / pack, rounded up, with which rows are divided by pack
+  int warpgroup_tokens;  // queries of a warpgroup
   int tile_tokens;
   int from_first;   // whether they begin at multiples of that, wherever the queries end
   int units;        // tiles side by side: query heads / pack
@@ -40,12 +40,12 @@ struct Arguments {
   }
 };
 
-// Tiles of keys that an item reads, counted from the sequence's first key. What consumers ask of an
-// item when they begin it is read from shared memory 16 bytes at a time: while tensor cores read
-// their operands there, every answer takes some hundred clocks.
+// Tiles of keys that an work tile reads, counted from the sequence's first key. What consumers ask
+// of an work tile when they begin it is read from shared memory 16 bytes at a time: while tensor
+// cores read their operands there, every answer takes some hundred clocks.
 struct alignas(16) Tiles {
   int begin,
-      end;                     // that some query sees; end < 0: no item is left
+      end;                     // that some query sees; end < 0: no work tile is left
   int whole_begin, whole_end;  // of them, those that all queries see wholly
 
   __device__ __forceinline__ bool is_last() const { return end < 0; }
@@ -69,12 +69,12 @@ struct alignas(16) Tiles {
 struct alignas(16) Queries {
   int position;  // of the first, among the keys
   int queries;
-  int length;  // keys of the sequence
+  int seqlen;  // keys of the sequence
   int marks;   // what mark() has found
 
   // Whether tiles have keys that no query sees.
   __device__ __forceinline__ bool is_ragged() const { return marks < 0; }
-  // Of the item's tiles, those at the front of which the warpgroup sees nothing.
+  // Of the work tile's tiles, those at the front of which the warpgroup sees nothing.
   __device__ __forceinline__ int unseen(int warpgroup) const {
     return kLeavesOut ? marks >> 8 * warpgroup & 0xf : 0;
   }
@@ -84,7 +84,7 @@ struct alignas(16) Queries {
   }
 };
 
-struct Item : Tiles, Queries {
+struct WorkTile : Tiles, Queries {
   int visible_begin, visible_end;  // keys that some query sees
   int first_row;                   // of q and out
   int first_head, kv_head;
@@ -92,53 +92,57 @@ struct Item : Tiles, Queries {
 };
 
 // Of the queries at these positions in a sequence, as far as there are any.
-struct Sight {
+struct Mask {
   int left, right;  // -1: no limit
-  int length;
+  int seqlen;
 
   __device__ __forceinline__ int first(int position) const {
-    return left < 0 ? 0 : min(max(position - left, 0), length);
+    return left < 0 ? 0 : min(max(position - left, 0), seqlen);
   }
   __device__ __forceinline__ int stop(int position) const {
-    return right < 0 ? length : min(max(position + right + 1, 0), length);
+    return right < 0 ? seqlen : min(max(position + right + 1, 0), seqlen);
   }
 };
 
 // What each warpgroup need not look at, four bits a number.
-__device__ __forceinline__ int mark(const Sight& sight, int half_tokens, const Item& item) {
-  int marks = item.visible_begin % kKeys != 0 || item.visible_end % kKeys != 0 ? INT32_MIN : 0;
-  const int last = item.position + item.queries - 1;
-  const bool sees_first = sight.first(last) <= item.begin * kKeys;
+__device__ __forceinline__ int mark(const Mask& mask, int warpgroup_tokens,
+                                    const WorkTile& work_tile) {
+  int marks =
+      work_tile.visible_begin % kKeys != 0 || work_tile.visible_end % kKeys != 0 ? INT32_MIN : 0;
+  const int last = work_tile.position + work_tile.queries - 1;
+  const bool sees_first = mask.first(last) <= work_tile.begin * kKeys;
 #pragma unroll
   for (int warpgroup = 0; kLeavesOut && warpgroup < kConsumers; ++warpgroup) {
-    const int first = item.position + warpgroup * half_tokens;
-    const int stop = sight.stop(min(first + half_tokens - 1, last));
+    const int first = work_tile.position + warpgroup * warpgroup_tokens;
+    const int stop = mask.stop(min(first + warpgroup_tokens - 1, last));
     // One tile is left for what is written of rows that see nothing.
-    const int unseen = item.end - max(ceil_div(stop, kKeys), item.begin + 1);
-    const int seen = sees_first ? sight.stop(min(first, last)) / kKeys - item.whole_end : 0;
+    const int unseen = work_tile.end - max(ceil_div(stop, kKeys), work_tile.begin + 1);
+    const int seen = sees_first ? mask.stop(min(first, last)) / kKeys - work_tile.whole_end : 0;
     marks |= clamp(unseen, 0, 15) << 8 * warpgroup;
-    marks |= clamp(min(seen, item.end - item.whole_end), 0, 15) << (8 * warpgroup + 4);
+    marks |= clamp(min(seen, work_tile.end - work_tile.whole_end), 0, 15) << (8 * warpgroup + 4);
   }
   return marks;
 }
 
-// Fills in which keys the item's queries see.
-__device__ __forceinline__ void look(const Sight& sight, int half_tokens, Item& item) {
-  const int last = item.position + item.queries - 1;
-  item.visible_begin = sight.first(item.position);
-  item.visible_end = sight.stop(last);
-  if (item.visible_begin >= item.visible_end) {
-    item.begin = item.end = item.whole_begin = item.whole_end = item.marks = 0;
+// Fills in which keys the work tile's queries see.
+__device__ __forceinline__ void find_visible(const Mask& mask, int warpgroup_tokens,
+                                             WorkTile& work_tile) {
+  const int last = work_tile.position + work_tile.queries - 1;
+  work_tile.visible_begin = mask.first(work_tile.position);
+  work_tile.visible_end = mask.stop(last);
+  if (work_tile.visible_begin >= work_tile.visible_end) {
+    work_tile.begin = work_tile.end = work_tile.whole_begin = work_tile.whole_end =
+        work_tile.marks = 0;
     return;
   }
-  item.begin = item.visible_begin / kKeys;
-  item.end = ceil_div(item.visible_end, kKeys);
-  item.whole_begin = max(ceil_div(sight.first(last), kKeys), item.begin);
-  item.whole_end = min(sight.stop(item.position) / kKeys, item.end);
-  if (item.whole_begin >= item.whole_end) {
-    item.whole_begin = item.whole_end = item.begin;
+  work_tile.begin = work_tile.visible_begin / kKeys;
+  work_tile.end = ceil_div(work_tile.visible_end, kKeys);
+  work_tile.whole_begin = max(ceil_div(mask.first(last), kKeys), work_tile.begin);
+  work_tile.whole_end = min(mask.stop(work_tile.position) / kKeys, work_tile.end);
+  if (work_tile.whole_begin >= work_tile.whole_end) {
+    work_tile.whole_begin = work_tile.whole_end = work_tile.begin;
   }
-  item.marks = mark(sight, half_tokens, item);
+  work_tile.marks = mark(mask, warpgroup_tokens, work_tile);
 }
 
 // The keys that the thread's rows see.

@@ -86,7 +86,7 @@ OSTINATO_EXPORT int ostinato_prepare() {
   return ostinato::allow_dynamic_smem(fused_linear, sizeof(SharedStorage));
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::FusedLinearParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::FusedLinearParams) {
   using namespace ostinato::fused_linear;
   if (!is_valid(*params)) {
     return cudaErrorInvalidValue;

@@ -1,28 +1,31 @@
-// The arguments of a linear layer that makes its 8-bit activations itself, as a plain struct shared
-// by the kernels and the loader (csrc/bindings/module.cpp). Plain C++: no CUDA and no torch header,
-// so that the host compiler builds the loader alone. Sizes are logical, pointers are device
-// pointers.
+// The arguments of a linear layer that makes its 8-bit activations itself: plain C++, without a
+// header of CUDA or torch. Strides count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
-#include <cstdint>
+#include "common/fields.h"
 
 namespace ostinato {
 
 // y[n] = s * (w_scale[n] * sum_k q[k] w[n][k]) + bias[n], where q is x (plus residual, normalised)
 // quantised with the scale s, for one token.
 struct FusedLinearParams {
-  const void* x;            // [k] 16-bit
-  const void* residual;     // [k] added to x before the norm (rms_norm only), or null
-  void* residual_out;       // [k] the sum, not x nor residual (with residual only)
-  const void* norm_weight;  // [k] of x's dtype (rms_norm only)
-  float eps;
-  const void* w;         // [n, k] 8-bit, packed (gemm_w8a8/packed.h)
-  const float* w_scale;  // [n] with stride 1 (per channel), or one element with stride 0
-  int32_t w_scale_stride;
-  const void* bias;  // [n] of the output dtype, or null
-  void* out;         // [n]
-  int32_t n, k;
-  int32_t pdl;  // 1: launched with programmatic stream serialization
+  OSTINATO_FIELDS_BEGIN(FusedLinearParams);
+  OSTINATO_FIELD(const void*, x);  // [k] 16-bit
+  // [k] added to x before the norm (rms_norm only), or null
+  OSTINATO_OPTIONAL(const void*, residual);
+  OSTINATO_OPTIONAL(void*, residual_out);  // [k] the sum, not x nor residual (with residual only)
+  OSTINATO_OPTIONAL(const void*, norm_weight);  // [k] of x's dtype (rms_norm only)
+  OSTINATO_OPTIONAL(float, eps);
+  OSTINATO_FIELD(const void*, w);  // [n, k] 8-bit, packed (gemm_w8a8/packed.h)
+  // [n] with stride 1 (per channel), or one element with stride 0
+  OSTINATO_FIELD(const float*, w_scale);
+  OSTINATO_FIELD(int32_t, w_scale_stride);
+  OSTINATO_OPTIONAL(const void*, bias);  // [n] of the output dtype, or null
+  OSTINATO_FIELD(void*, out);            // [n]
+  OSTINATO_FIELD(int32_t, n);
+  OSTINATO_FIELD(int32_t, k);
+  OSTINATO_OPTIONAL(int32_t, pdl);  // 1: launched with programmatic stream serialization
+  OSTINATO_FIELDS_END();
 };
 
 }  // namespace ostinato

@@ -1,10 +1,9 @@
 // The kernels: rows kept in registers, and rows of any length.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
+#include "common/cluster_group.cuh"
 #include "common/launch.cuh"
 #include "params.h"
 #include "rows.cuh"
@@ -21,7 +20,7 @@ constexpr bool kConstantWeights = kEncodes;
 
 // Asks how many rows are real. Inline, so that nothing waits for the answer before it is used: by
 // then x, which is asked for later, has not arrived, either.
-__device__ __forceinline__ int32_t rows_of(const PaddedQuantizeParams& p) {
+__device__ __forceinline__ int32_t rows_of(const QuantizeParams& p) {
   int32_t rows = p.m;
   if (p.n_active != nullptr) {
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(rows) : "l"(p.n_active));
@@ -41,7 +40,7 @@ struct Exchange {
 };
 
 __device__ __forceinline__ float cluster_max(float x, float& cta_maximum) {
-  const auto cluster = cooperative_groups::this_cluster();
+  const ClusterGroup cluster = this_cluster();
   OSTINATO_DELAY(quantize_cluster_store, cluster.block_rank() == 0);
   if (threadIdx.x == 0) {
     cta_maximum = x;
@@ -93,7 +92,7 @@ __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static
   if constexpr (kShare == Share::cluster) {
     if (!fixed.given) {
       // No CTA may end while another can still read its maximum.
-      cooperative_groups::this_cluster().barrier_wait();
+      this_cluster().barrier_wait();
     }
   }
 }
@@ -165,7 +164,7 @@ __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
 // Rows of up to kElements elements per thread: each is read once and kept in registers.
 template <int kElements, Share kShare, int kThreads, int kCtas, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kCtas)
-    quantize_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
+    quantize_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   constexpr int kVectors = kElements / kVectorSize;
   constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
   constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     thread = threadIdx.x % 32;
     index = index * (blockDim.x / 32) + threadIdx.x / 32;
   } else if constexpr (kShare == Share::cluster) {
-    const auto cluster = cooperative_groups::this_cluster();
+    const ClusterGroup cluster = this_cluster();
     threads = blockDim.x * cluster.num_blocks();
     thread = blockDim.x * cluster.block_rank() + threadIdx.x;
     index = blockIdx.x / cluster.num_blocks();
@@ -262,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 // made of it where it is no code.
 template <bool kAligned, typename Code = Out>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    quantize_long_rows(const __grid_constant__ PaddedQuantizeParams p, const KnownDivisor count) {
+    quantize_long_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   __shared__ float sums[kMaxWarps];
   __shared__ float maxima[kMaxWarps];
   const uint32_t k = static_cast<uint32_t>(p.k);

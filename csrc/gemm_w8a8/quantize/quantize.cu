@@ -27,7 +27,7 @@ constexpr int kWarpRowThreads = 128;  // of a CTA whose warps have a row each
 constexpr int kMaxCtasPerRow = 8;     // the largest portable cluster
 
 struct Plan {
-  void (*kernel)(PaddedQuantizeParams, KnownDivisor);
+  void (*kernel)(QuantizeParams, KnownDivisor);
   uint32_t threads;
   uint32_t rows_per_cta;
   uint32_t ctas_per_row;
@@ -40,10 +40,12 @@ Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
           threads, kShare == Share::warp ? threads / 32 : 1, ctas_per_row};
 }
 
-// With the registers of an SM for kCtas CTAs of kThreads.
+// With the registers of an SM for kCtas CTAs of kThreads. These are counts that were measured on
+// sm_90; the compilers for other GPUs need some registers more, so that there it is one CTA fewer.
 template <int kElements, int kThreads, int kCtas>
 Plan aligned_rows_plan(uint32_t threads) {
-  return {quantize_rows<kElements, Share::cta, kThreads, kCtas, true>, threads, 1, 1};
+  constexpr int kFitting = kTargets[0] == 900 || kCtas == 1 ? kCtas : kCtas - 1;
+  return {quantize_rows<kElements, Share::cta, kThreads, kFitting, true>, threads, 1, 1};
 }
 
 // Threads of each of `ctas` CTAs, in whole warps, for k elements.
@@ -97,7 +99,7 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   // each is left to one CTA that can hold it: the product that follows gains more from SMs without
   // a row. Rows without a scale have nothing to exchange, and the products behind them are not
   // ours.
-  if constexpr (kKind == Kind::silu_mul) {
+  if constexpr (kKind == Kind::silu_mul && kHasClusters) {
     const bool share = !kEncodes || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
                          : share && m <= kSms / 4 ? 4
@@ -123,7 +125,8 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (k <= 16 * kMaxThreads) {
     return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
   }
-  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2) {  // fp32 would spill
+  // fp32 would spill, and anything for sm_100 and sm_120.
+  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && kTargets[0] < 1000) {
     if (aligned && k <= 32 * kMaxThreads) {
       return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
     }
@@ -171,7 +174,7 @@ bool is_valid(const QuantizeParams& p) {
 
 OSTINATO_EXPORT int ostinato_prepare(void) { return cudaSuccess; }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::QuantizeParams) {
   using namespace ostinato;
   if (params->m < 0 || params->k <= 0) {
     return cudaErrorInvalidValue;
@@ -189,7 +192,7 @@ OSTINATO_EXPORT int ostinato_launch(const ostinato::PaddedQuantizeParams* params
   config.block = dim3(chosen.threads);
   config.cluster = dim3(chosen.ctas_per_row);
   config.pdl = params->pdl != 0;
-  PaddedQuantizeParams given = *params;
+  QuantizeParams given = *params;
   given.discard_x = given.discard_x != 0 && has_whole_lines(given);
   return launch(chosen.kernel, config, static_cast<cudaStream_t>(stream), given,
                 KnownDivisor(static_cast<float>(params->k)));

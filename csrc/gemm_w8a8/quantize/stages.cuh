@@ -7,7 +7,7 @@
 
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
-#include "gemm_w8a8/params.h"
+#include "gemm_w8a8/quantize/params.h"
 #include "silu_math.cuh"
 
 namespace ostinato {

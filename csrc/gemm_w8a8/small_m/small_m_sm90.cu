@@ -47,7 +47,7 @@ OSTINATO_EXPORT int ostinato_prepare() {
                                       sizeof(ostinato::small_m::SharedStorage));
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::W8A8GemmParams) {
   using namespace ostinato::small_m;
   if (params->m < 1 || params->m > kTokens || params->n < 1 || params->k < 1 ||
       params->best != nullptr || reinterpret_cast<uintptr_t>(params->w) % 16 != 0) {

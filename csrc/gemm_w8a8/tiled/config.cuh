@@ -44,8 +44,8 @@ inline constexpr bool kPingPong = OSTINATO_PINGPONG;
 inline constexpr bool kTokenRows = OSTINATO_TOKEN_ROWS;
 // So few tokens that a thread's results are stored as they are, and that one warpgroup has time for
 // all of a tile's channels: it waits for weights.
-#define OSTINATO_FEW_TOKENS (OSTINATO_TOKENS <= 16)
-inline constexpr bool kFewTokens = OSTINATO_FEW_TOKENS;
+#define OSTINATO_SMALL_M (OSTINATO_TOKENS <= 16)
+inline constexpr bool kSmallM = OSTINATO_SMALL_M;
 
 inline constexpr int kChannels = OSTINATO_CHANNELS;
 inline constexpr int kTokens = OSTINATO_TOKENS;
@@ -54,7 +54,7 @@ inline constexpr int kTileColumns = kTokenRows ? kChannels : kTokens;
 inline constexpr int kMmaRows = 64;
 inline constexpr int kMmaDepth = 32;
 inline constexpr int kWarpgroup = 128;  // threads
-inline constexpr int kConsumers = kPingPong || (kTileRows > kMmaRows && !kFewTokens) ? 2 : 1;
+inline constexpr int kConsumers = kPingPong || (kTileRows > kMmaRows && !kSmallM) ? 2 : 1;
 inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups of a tile
 __device__ __forceinline__ int part_of_tile(int warpgroup) { return kPingPong ? 0 : warpgroup; }
 inline constexpr int kBlocks = kTileRows / (kMmaRows * kSharers);  // of 64 rows, a warpgroup
@@ -80,8 +80,8 @@ inline constexpr int kMaxStages = 16;
 // Weights are asked for before x. Where tiles are small, launches are short and the kernels before
 // them, too: the whole ring is filled meanwhile, but with no more than this in flight, since x, and
 // what the kernel that makes x reads, are served after it.
-inline constexpr bool kPaced = kTokens <= 64;
-inline constexpr int kPacedBytes = 32 * 1024;
+inline constexpr bool kThrottled = kTokens <= 64;
+inline constexpr int kThrottledBytes = 32 * 1024;
 // Otherwise: weights that are asked for before x. More is not better, since x waits behind them.
 inline constexpr int kPrefillBytes = 32 * 1024;
 // Shared memory is swizzled in groups of 8 rows.
@@ -103,13 +103,12 @@ inline constexpr bool kDeferStores =
 inline constexpr int kStoredChannels = 16;
 // Whether the epilogue can find the best of each row's part: of few tokens that costs more than the
 // sampling saves, 16 bits are no logits, and ping-pong, which would spill, is for many tokens.
-inline constexpr bool kFindsBest = sizeof(Output) == 4 && !kFewTokens && !kPingPong;
+inline constexpr bool kFindsArgmax = sizeof(Output) == 4 && !kSmallM && !kPingPong;
 // Two CTAs can share the K of a tile where each is left with whole ones of these.
 inline constexpr int kStoredColumns = kTokenRows ? kStoredChannels : kChunkTokens;
-inline constexpr bool kCanSplit =
-    !kPingPong && !kFewTokens && kTileColumns / 2 % kStoredColumns == 0;
+inline constexpr bool kCanSplit = !kPingPong && !kSmallM && kTileColumns / 2 % kStoredColumns == 0;
 
-struct TurnedStorage {
+struct SwapAbStorage {
   uint8_t chunk[kConsumers][kChunks][kPieces][kChunkTokens][kPieceBytes];
   float x_scale[kConsumers][kTokens];
   int32_t x_zero_point[kConsumers][kTokens];
@@ -125,17 +124,17 @@ struct DirectStorage {
 
 struct alignas(1024) FixedStorage {
   std::conditional_t<kTokenRows, DirectStorage,
-                     std::conditional_t<kFewTokens, NoStorage, TurnedStorage>>
+                     std::conditional_t<kSmallM, NoStorage, SwapAbStorage>>
       epilogue;
-  uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kPaced
-  uint64_t full_tokens[kMaxStages];  // if kPaced
+  uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kThrottled
+  uint64_t full_tokens[kMaxStages];  // if kThrottled
   uint64_t empty[kMaxStages];
   uint64_t turn[2];    // ping-pong: the warpgroup may multiply
   uint64_t prefilled;  // the tokens' turn has come
 };
 
 // Sums of half the tile's columns, in fp32 or int32.
-inline constexpr int kExchangeBytes = kChannels * kTokens / 2 * 4;
+inline constexpr int kClusterReduceBytes = kChannels * kTokens / 2 * 4;
 
 inline constexpr int kSmemLimit = 227 * 1024;
 inline constexpr int kRingOffset = (sizeof(FixedStorage) + 1023) / 1024 * 1024;

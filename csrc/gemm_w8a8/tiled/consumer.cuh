@@ -6,7 +6,7 @@
 #include "common/ring.cuh"
 #if OSTINATO_TOKEN_ROWS
 #include "epilogue.cuh"
-#elif OSTINATO_FEW_TOKENS
+#elif OSTINATO_SMALL_M
 #include "epilogue_small_m.cuh"
 #else
 #include "epilogue_swap_ab.cuh"
@@ -36,23 +36,23 @@ class Consumer {
       first += clusters;
       position.advance(plan_.stages, plan_.depth_steps);
     }
-    for (int index = first; index < plan_.items; index += clusters * (kPingPong ? 2 : 1)) {
-      Item item = item_at(plan_, index, rank());
-      shared_ = item.shared;
-      epilogue.fetch_channels(item);
+    for (int index = first; index < plan_.work_tiles; index += clusters * (kPingPong ? 2 : 1)) {
+      WorkTile work_tile = work_tile_at(plan_, index, rank());
+      shared_ = work_tile.shared;
+      epilogue.fetch_channels(work_tile);
       wait_for_predecessor();  // returns at once when it has returned before
-      epilogue.fetch_tokens(item);
+      epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
       if constexpr (kPromote) {
-        sum_promoting(item.steps, sums, position);
+        sum_promoting(work_tile.steps, sums, position);
       } else {
-        sum(item.steps, sums, position, epilogue);
+        sum(work_tile.steps, sums, position, epilogue);
       }
-      if (!kFewTokens) {
+      if (!kSmallM) {
         // Computed again: while a tile is summed, every register is needed for sums.
-        item = item_at(plan_, forget(index), rank());
+        work_tile = work_tile_at(plan_, forget(index), rank());
       }
-      store(epilogue, item, sums);
+      store(epilogue, work_tile, sums);
       if (kPingPong) {
         position.advance(plan_.stages, plan_.depth_steps);
       }
@@ -71,17 +71,17 @@ class Consumer {
 
   // A template, so that an epilogue of tiles that are never shared need not store parts of them.
   template <class AnyEpilogue>
-  __device__ __forceinline__ void store(AnyEpilogue& epilogue, const Item& item,
+  __device__ __forceinline__ void store(AnyEpilogue& epilogue, const WorkTile& work_tile,
                                         Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kCanSplit) {
-      if (item.shared) {
+      if (work_tile.shared) {
         Sum half[kBlocks][kSums / 2];
-        exchange(sums, half);
-        epilogue.template store<kTileColumns / 2>(item, rank() * (kTileColumns / 2), half);
+        cluster_reduce(sums, half);
+        epilogue.template store<kTileColumns / 2>(work_tile, rank() * (kTileColumns / 2), half);
         return;
       }
     }
-    epilogue.store_tile(item, sums);
+    epilogue.store_tile(work_tile, sums);
   }
 
   // Where this warpgroup's channels and tokens of a stage begin.
@@ -97,7 +97,7 @@ class Consumer {
 
   __device__ __forceinline__ void wait_full(const RingPosition& position) {
     wait(&fixed_.full[position.slot], position.parity);
-    if (kPaced) {
+    if (kThrottled) {
       wait(&fixed_.full_tokens[position.slot], position.parity);
     }
   }
@@ -217,8 +217,8 @@ class Consumer {
 
   // Adds the partner's sums to ours, each for its half of the columns: `half` is ours. They travel
   // through the ring of the one who adds, which is idle when both have multiplied everything.
-  __device__ __forceinline__ void exchange(Sum (&sums)[kBlocks][kSums],
-                                           Sum (&half)[kBlocks][kSums / 2]) {
+  __device__ __forceinline__ void cluster_reduce(Sum (&sums)[kBlocks][kSums],
+                                                 Sum (&half)[kBlocks][kSums / 2]) {
     constexpr int kHalf = kSums / 2;
     constexpr int kVector = 4;
     const uint32_t mine =
@@ -241,7 +241,7 @@ class Consumer {
       }
       store_remote(theirs + i * kWarpgroup * sizeof(Sum), words);
     }
-    OSTINATO_DELAY(exchange, warpgroup_ == 0);
+    OSTINATO_DELAY(cluster_reduce, warpgroup_ == 0);
     sync_cluster();
 #pragma unroll
     for (int i = 0; i < kBlocks * kHalf; i += kVector) {

@@ -1,5 +1,5 @@
 // The epilogue of the tiled GEMM where tokens are the MMA's rows: four lanes hold neighbouring
-// channels of a token, and store them from registers. (What is computed: epilogue_math.cuh.)
+// channels of a token, and store them from registers. (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "epilogue_argmax.cuh"
@@ -23,11 +23,11 @@ class Epilogue {
 
   // Copies scales and sums of the tile's channels to shared memory, and asks for their bias: what
   // is asked for here arrives while the tile is summed.
-  __device__ __forceinline__ void fetch_channels(const Item& item) {
+  __device__ __forceinline__ void fetch_channels(const WorkTile& work_tile) {
 #pragma unroll
     for (int i = 0; i < kChannelsOfThread; ++i) {
       const int in_tile = thread_ + i * kWarpgroup;
-      const int channel = item.channel + in_tile;
+      const int channel = work_tile.channel + in_tile;
       const bool inside = in_tile < kChannels && channel < params_.n;
       if (in_tile < kChannels) {
         const int64_t offset = inside ? int64_t(channel) * params_.w_scale_stride : 0;
@@ -38,22 +38,22 @@ class Epilogue {
       }
       fetched_bias_[i] = inside && params_.bias != nullptr
                              ? static_cast<const Output*>(params_.bias)[channel]
-                             : Output(kFindsBest && !inside ? -INFINITY : 0.0F);
+                             : Output(kFindsArgmax && !inside ? -INFINITY : 0.0F);
     }
   }
 
   // Scales of the tokens whose sums this thread will hold, and whether their results are read: of
   // the same tokens the latter is not asked again, since the answer would be waited for.
-  __device__ __forceinline__ void fetch_tokens(const Item& item) {
-    const bool others = item.token != known_token_;
-    known_token_ = item.token;
+  __device__ __forceinline__ void fetch_tokens(const WorkTile& work_tile) {
+    const bool others = work_tile.token != known_token_;
+    known_token_ = work_tile.token;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int token = token_of_thread(item, block, half);
+        const int token = token_of_thread(work_tile, block, half);
         x_scale_[block][half] = x_scale_of(params_, token);
-        if (kFindsBest && others) {
+        if (kFindsArgmax && others) {
           read_[block][half] = is_read(params_, token);
         }
       }
@@ -62,7 +62,7 @@ class Epilogue {
 
   // Writes the sums of kCount channels from `first` on, counted in the tile.
   template <int kCount>
-  __device__ __forceinline__ void store(const Item& item, int first,
+  __device__ __forceinline__ void store(const WorkTile& work_tile, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
 #pragma unroll
     for (int i = 0; i < kChannelsOfThread; ++i) {
@@ -73,28 +73,28 @@ class Epilogue {
     wait_async_copies();
     sync_warpgroup();
     OSTINATO_DELAY(epilogue_store, thread_ / 32 == 1);
-    const int left = min(plan_.tile_channels, params_.n - item.channel);
-    const int tokens_end = min(params_.m, item.token + plan_.tile_tokens);
+    const int left = min(plan_.tile_channels, params_.n - work_tile.channel);
+    const int tokens_end = min(params_.m, work_tile.token + plan_.tile_tokens);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       Row rows[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int token = token_of_thread(item, block, half);
+        const int token = token_of_thread(work_tile, block, half);
         const bool inside = token < tokens_end;
-        rows[half].out =
-            static_cast<Output*>(params_.out) + int64_t(token) * params_.out_stride + item.channel;
-        rows[half].end = inside && (!kFindsBest || read_[block][half]) ? left : 0;
+        rows[half].out = static_cast<Output*>(params_.out) + int64_t(token) * params_.out_stride +
+                         work_tile.channel;
+        rows[half].end = inside && (!kFindsArgmax || read_[block][half]) ? left : 0;
         rows[half].scale = x_scale_[block][half];
         rows[half].zero_point =
             inside && has_zero_points()
                 ? params_.x_zero_point[int64_t(token) * params_.x_zero_point_stride]
                 : 0;
       }
-      if constexpr (kFindsBest) {
+      if constexpr (kFindsArgmax) {
         if (params_.best != nullptr) {
           if (left > 0) {  // the last cluster may have a tile too many
-            hand_over_best<kCount>(item, block, first, left, sums[block]);
+            hand_over_argmax<kCount>(work_tile, block, first, left, sums[block]);
           }
           if (__all_sync(0xffffffff, rows[0].end + rows[1].end == 0)) {
             continue;
@@ -114,8 +114,9 @@ class Epilogue {
     sync_warpgroup();
   }
 
-  __device__ __forceinline__ void store_tile(const Item& item, Sum (&sums)[kBlocks][kSums]) {
-    store<kTileColumns>(item, 0, sums);
+  __device__ __forceinline__ void store_tile(const WorkTile& work_tile,
+                                             Sum (&sums)[kBlocks][kSums]) {
+    store<kTileColumns>(work_tile, 0, sums);
   }
 
   // What is stored is stored at once.
@@ -127,9 +128,10 @@ class Epilogue {
   __device__ __forceinline__ void sync_warpgroup() { sync_named(1 + warpgroup_, kWarpgroup); }
 
   // Of the two tokens of a block whose sums the thread holds.
-  __device__ __forceinline__ int token_of_thread(const Item& item, int block, int half) const {
-    return item.token + (warpgroup_ * kBlocks + block) * kMmaRows + thread_ / 32 * 16 + half * 8 +
-           thread_ % 32 / 4;
+  __device__ __forceinline__ int token_of_thread(const WorkTile& work_tile, int block,
+                                                 int half) const {
+    return work_tile.token + (warpgroup_ * kBlocks + block) * kMmaRows + thread_ / 32 * 16 +
+           half * 8 + thread_ % 32 / 4;
   }
 
   // The first of two neighbouring channels, of 8, whose sums the thread holds.
@@ -200,11 +202,11 @@ class Epilogue {
   // Hands over the places of the best of two tokens' channels, from `first` of the tile on, each as
   // its part of the tile; as both parts where the channels are all of the tile's.
   template <int kCount>
-  __device__ __forceinline__ void hand_over_best(const Item& item, int block, int first, int left,
-                                                 const Sum (&sums)[kCount / 2]) const {
-    const int end = min(params_.m, item.token + plan_.tile_tokens);
+  __device__ __forceinline__ void hand_over_argmax(const WorkTile& work_tile, int block, int first,
+                                                   int left, const Sum (&sums)[kCount / 2]) const {
+    const int end = min(params_.m, work_tile.token + plan_.tile_tokens);
     const float scales[2] = {x_scale_[block][0], x_scale_[block][1]};
-    Best best[2] = {Best(first + lane_channel()), Best(first + lane_channel())};
+    Argmax best[2] = {Argmax(first + lane_channel()), Argmax(first + lane_channel())};
     for_each_result<kCount>(first, left, sums, scales,
                             [&](int half, int channel, float y) { best[half].see(y, channel); });
     if (isnan(best[0].unordered + best[1].unordered)) {
@@ -217,16 +219,16 @@ class Epilogue {
     __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int token = token_of_thread(item, block, half);
-      const Place place =
-          smallest_of_lanes<4>(place_of(best[half].logit, item.channel + best[half].channel));
+      const int token = token_of_thread(work_tile, block, half);
+      const ArgmaxKey key = smallest_of_lanes<4>(
+          argmax_key_of(best[half].logit, work_tile.channel + best[half].channel));
       if (thread_ % 4 == 0 && token < end) {
-        uint64_t* const out = best_of_tile(params_, plan_, item, token);
+        uint64_t* const out = argmax_of_tile(params_, plan_, work_tile, token);
         if (first == 0) {
-          out[0] = place;
+          out[0] = key;
         }
         if (first > 0 || kCount == kTileColumns) {
-          out[1] = place;
+          out[1] = key;
         }
       }
     }

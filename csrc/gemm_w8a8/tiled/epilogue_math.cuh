@@ -1,4 +1,4 @@
-// What the epilogues of the tiled GEMM are made of. They compute
+// Helpers shared by the epilogues of the tiled GEMM, which compute
 //   out = x_scale · (w_scale · (sum − x_zero_point · w_sum)) + bias
 // in fp32, and round once.
 #pragma once

@@ -1,6 +1,6 @@
-// The epilogue of the tiled GEMM for few tokens, where channels are the MMA's rows: a launch is
-// short, and what its last sums wait for counts. So results go from registers to out, past shared
-// memory, and no thread waits for another. (What is computed: epilogue_math.cuh.)
+// The small-M epilogue of the tiled GEMM, where channels are the MMA's rows and tokens are few: the
+// launch is short, so results go from registers to out, without shared memory and without barriers.
+// (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "epilogue_math.cuh"
@@ -18,12 +18,12 @@ class Epilogue {
       : params_(params), plan_(plan), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
   // Scales and bias of the channels whose sums this thread will hold.
-  __device__ __forceinline__ void fetch_channels(const Item& item) {
+  __device__ __forceinline__ void fetch_channels(const WorkTile& work_tile) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int channel = channel_of_thread(item, block, half);
+        const int channel = channel_of_thread(work_tile, block, half);
         w_scale_[block][half] = w_scale_of(params_, channel);
         bias_[block][half] = channel < params_.n && params_.bias != nullptr
                                  ? static_cast<const Output*>(params_.bias)[channel]
@@ -33,30 +33,31 @@ class Epilogue {
   }
 
   // Scales of its tokens.
-  __device__ __forceinline__ void fetch_tokens(const Item& item) {
+  __device__ __forceinline__ void fetch_tokens(const WorkTile& work_tile) {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        x_scale_[group][i] = x_scale_of(params_, token_of_thread(item, group) + i);
+        x_scale_[group][i] = x_scale_of(params_, token_of_thread(work_tile, group) + i);
       }
     }
   }
 
-  __device__ __forceinline__ void store_tile(const Item& item, Sum (&sums)[kBlocks][kSums]) {
-    const int tokens_end = min(params_.m, item.token + plan_.tile_tokens);
-    const int channels_end = min(params_.n, item.channel + plan_.tile_channels);
+  __device__ __forceinline__ void store_tile(const WorkTile& work_tile,
+                                             Sum (&sums)[kBlocks][kSums]) {
+    const int tokens_end = min(params_.m, work_tile.token + plan_.tile_tokens);
+    const int channels_end = min(params_.n, work_tile.channel + plan_.tile_channels);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      if (item.channel + block * kMmaRows >= channels_end) {
+      if (work_tile.channel + block * kMmaRows >= channels_end) {
         break;  // what lies there is not of this tile
       }
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        if (item.token + group * 8 < tokens_end) {
+        if (work_tile.token + group * 8 < tokens_end) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            store_pair(item, block, group, half, tokens_end, channels_end,
+            store_pair(work_tile, block, group, half, tokens_end, channels_end,
                        &sums[block][group * 4 + half * 2]);
           }
         }
@@ -71,22 +72,23 @@ class Epilogue {
 
  private:
   // Of the two channels of a block whose sums the thread holds.
-  __device__ __forceinline__ int channel_of_thread(const Item& item, int block, int half) const {
-    return item.channel + block * kMmaRows + warp_ * 16 + half * 8 + lane_ / 4;
+  __device__ __forceinline__ int channel_of_thread(const WorkTile& work_tile, int block,
+                                                   int half) const {
+    return work_tile.channel + block * kMmaRows + warp_ * 16 + half * 8 + lane_ / 4;
   }
 
   // The first of two neighbouring tokens.
-  __device__ __forceinline__ int token_of_thread(const Item& item, int group) const {
-    return item.token + group * 8 + lane_ % 4 * 2;
+  __device__ __forceinline__ int token_of_thread(const WorkTile& work_tile, int group) const {
+    return work_tile.token + group * 8 + lane_ % 4 * 2;
   }
 
   // Stores the results of a channel and two tokens: traded with the lane that has the neighbouring
   // channel, so that each has both channels of one of the tokens.
-  __device__ __forceinline__ void store_pair(const Item& item, int block, int group, int half,
-                                             int tokens_end, int channels_end,
+  __device__ __forceinline__ void store_pair(const WorkTile& work_tile, int block, int group,
+                                             int half, int tokens_end, int channels_end,
                                              const Sum* sums) const {
-    const int channel = channel_of_thread(item, block, half);
-    const int first_token = token_of_thread(item, group);
+    const int channel = channel_of_thread(work_tile, block, half);
+    const int first_token = token_of_thread(work_tile, group);
     float y[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,5 @@
-// The epilogue of the tiled GEMM where channels are the MMA's rows: results are turned into rows of
-// out. (What is computed: epilogue_math.cuh.)
+// The swap-AB epilogue of the tiled GEMM, where channels are the MMA's rows: results are transposed
+// in shared memory into rows of out. (The formula: epilogue_math.cuh.)
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -26,12 +26,12 @@ class Epilogue {
         thread_(threadIdx.x % kWarpgroup) {}
 
   // Scales and bias of the channels whose sums this thread will hold.
-  __device__ __forceinline__ void fetch_channels(const Item& item) {
+  __device__ __forceinline__ void fetch_channels(const WorkTile& work_tile) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int channel = channel_of_thread(item, block, half);
+        const int channel = channel_of_thread(work_tile, block, half);
         w_scale_[block][half] = w_scale_of(params_, channel);
         bias_[block][half] = channel < params_.n && params_.bias != nullptr
                                  ? to_float(static_cast<const Output*>(params_.bias)[channel])
@@ -41,13 +41,13 @@ class Epilogue {
   }
 
   // Copies the scales of the tile's tokens to shared memory while the tile is summed.
-  __device__ __forceinline__ void fetch_tokens(const Item& item) {
-    if (kFindsBest && params_.best != nullptr && item.token != known_token_) {
-      known_token_ = item.token;
-      read_chunks_ = chunks_read(params_, plan_, item);
+  __device__ __forceinline__ void fetch_tokens(const WorkTile& work_tile) {
+    if (kFindsArgmax && params_.best != nullptr && work_tile.token != known_token_) {
+      known_token_ = work_tile.token;
+      read_chunks_ = chunks_read(params_, plan_, work_tile);
     }
     for (int i = thread_; i < kTokens; i += kWarpgroup) {
-      const int token = item.token + i;
+      const int token = work_tile.token + i;
       const bool inside = token < params_.m;
       const int64_t offset = inside ? int64_t(token) * params_.x_scale_stride : 0;
       copy_word_async(&fixed_.epilogue.x_scale[warpgroup_][i], params_.x_scale + offset, inside);
@@ -56,9 +56,9 @@ class Epilogue {
 
   // Writes the sums of kCount tokens from `first` on, counted in the tile.
   template <int kCount>
-  __device__ __forceinline__ void store(const Item& item, int first,
+  __device__ __forceinline__ void store(const WorkTile& work_tile, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
-    begin<kCount>(item, first, sums);
+    begin<kCount>(work_tile, first, sums);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       if ((part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows >= plan_.tile_channels) {
@@ -72,19 +72,19 @@ class Epilogue {
         const int token = first + chunk * kChunkTokens;
         if (token < plan_.tile_tokens) {
           const int buffer = chunk % kChunks;
-          turn(buffer, token, block, &sums[block][chunk * kChunkSums]);
-          OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
-          if (!kFindsBest || read_chunks_ >> (token / kChunkTokens) & 1) {
-            write_chunk(buffer, item, token, block);
+          transpose(buffer, token, block, &sums[block][chunk * kChunkSums]);
+          OSTINATO_DELAY(epilogue_transpose, thread_ / 32 == 1);
+          if (!kFindsArgmax || read_chunks_ >> (token / kChunkTokens) & 1) {
+            write_chunk(buffer, work_tile, token, block);
           } else {
             free_chunks();
           }
           // The last cluster may have a tile too many.
-          if (kFindsBest && params_.best != nullptr && item.channel < params_.n) {
+          if (kFindsArgmax && params_.best != nullptr && work_tile.channel < params_.n) {
             const int part = part_of_tile(warpgroup_) * kBlocks + block;
-            hand_over_best(params_, plan_, item, part, token, thread_, [&](int row, int byte) {
-              return this->chunk(buffer) + chunk_offset(row, byte);
-            });
+            hand_over_argmax(
+                params_, plan_, work_tile, part, token, thread_,
+                [&](int row, int byte) { return this->chunk(buffer) + chunk_offset(row, byte); });
           }
         }
       }
@@ -94,15 +94,17 @@ class Epilogue {
 
   // Writes all sums of a tile, or keeps the results to be stored while the next tile is summed.
   template <bool kDefer = kDeferStores>
-  __device__ __forceinline__ void store_tile(const Item& item, Sum (&sums)[kBlocks][kSums]) {
+  __device__ __forceinline__ void store_tile(const WorkTile& work_tile,
+                                             Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kDefer) {
       // What TMA stores takes nobody's time.
-      if (plan_.whole_blocks && keeps_to_tile(item, round_up(plan_.tile_tokens, kChunkTokens))) {
-        defer<Output>(item, sums);
+      if (plan_.whole_blocks &&
+          keeps_to_tile(work_tile, round_up(plan_.tile_tokens, kChunkTokens))) {
+        defer<Output>(work_tile, sums);
         return;
       }
     }
-    store<kTileColumns>(item, 0, sums);
+    store<kTileColumns>(work_tile, 0, sums);
   }
 
   // While a tile is summed, stores the one before: a chunk every few steps, since TMA, which reads
@@ -161,8 +163,8 @@ class Epilogue {
 
   // Computes the results of a tile, and keeps them for store_deferred().
   template <class Out>
-  __device__ __forceinline__ void defer(const Item& item, Sum (&sums)[kBlocks][kSums]) {
-    begin<kTileColumns>(item, 0, sums);
+  __device__ __forceinline__ void defer(const WorkTile& work_tile, Sum (&sums)[kBlocks][kSums]) {
+    begin<kTileColumns>(work_tile, 0, sums);
 #pragma unroll
     for (int chunk = 0; chunk < kTileChunks; ++chunk) {
       pack<Out>(chunk * kChunkTokens, 0, &sums[0][chunk * kChunkSums],
@@ -170,8 +172,8 @@ class Epilogue {
     }
     const bool inside = part_of_tile(warpgroup_) * kMmaRows < plan_.tile_channels;
     deferred_chunks_ = inside ? ceil_div(plan_.tile_tokens, kChunkTokens) : 0;
-    deferred_channel_ = first_channel(item, 0);
-    deferred_token_ = item.token;
+    deferred_channel_ = first_channel(work_tile, 0);
+    deferred_token_ = work_tile.token;
     end();
   }
 
@@ -182,18 +184,18 @@ class Epilogue {
 
   __device__ __forceinline__ void store_deferred_chunk(int chunk) {
     const int buffer = chunk % kChunks;
-    place(buffer, &deferred_[chunk * kChunkPairs]);
-    OSTINATO_DELAY(epilogue_turn, thread_ / 32 == 1);
+    write_rows(buffer, &deferred_[chunk * kChunkPairs]);
+    OSTINATO_DELAY(epilogue_transpose, thread_ / 32 == 1);
     store_by_tma(buffer, deferred_channel_, deferred_token_ + chunk * kChunkTokens);
   }
 
   template <int kCount>
-  __device__ __forceinline__ void begin(const Item& item, int first,
+  __device__ __forceinline__ void begin(const WorkTile& work_tile, int first,
                                         Sum (&sums)[kBlocks][kCount / 2]) {
     wait_async_copies();
     free_chunks();
     if (kInt8 && params_.x_zero_point != nullptr) {
-      subtract_zero_points<kCount>(item, first, sums);
+      subtract_zero_points<kCount>(work_tile, first, sums);
     }
   }
 
@@ -201,26 +203,27 @@ class Epilogue {
   __device__ __forceinline__ void end() { sync_warpgroup(); }
 
   // Whether nothing before `end`, counted in the tile, is of the next tile.
-  __device__ __forceinline__ bool keeps_to_tile(const Item& item, int end) const {
-    return end <= plan_.tile_tokens || item.token + plan_.tile_tokens >= params_.m;
+  __device__ __forceinline__ bool keeps_to_tile(const WorkTile& work_tile, int end) const {
+    return end <= plan_.tile_tokens || work_tile.token + plan_.tile_tokens >= params_.m;
   }
 
-  __device__ __forceinline__ int first_channel(const Item& item, int block) const {
-    return item.channel + (part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows;
+  __device__ __forceinline__ int first_channel(const WorkTile& work_tile, int block) const {
+    return work_tile.channel + (part_of_tile(warpgroup_) * kBlocks + block) * kMmaRows;
   }
 
   // Of the two channels of a block whose sums the thread holds.
-  __device__ __forceinline__ int channel_of_thread(const Item& item, int block, int half) const {
-    return first_channel(item, block) + thread_ / 32 * 16 + half * 8 + thread_ % 32 / 4;
+  __device__ __forceinline__ int channel_of_thread(const WorkTile& work_tile, int block,
+                                                   int half) const {
+    return first_channel(work_tile, block) + thread_ / 32 * 16 + half * 8 + thread_ % 32 / 4;
   }
 
   // Not prefetched into registers as scales are: few calls have any, and all would pay.
   template <int kCount>
-  __device__ __forceinline__ void subtract_zero_points(const Item& item, int first,
+  __device__ __forceinline__ void subtract_zero_points(const WorkTile& work_tile, int first,
                                                        Sum (&sums)[kBlocks][kCount / 2]) {
     int32_t* const zero_points = fixed_.epilogue.x_zero_point[warpgroup_];
     for (int i = thread_; i < kTokens; i += kWarpgroup) {
-      const int token = item.token + i;
+      const int token = work_tile.token + i;
       zero_points[i] = token < params_.m
                            ? params_.x_zero_point[int64_t(token) * params_.x_zero_point_stride]
                            : 0;
@@ -231,7 +234,7 @@ class Epilogue {
       uint32_t w_sum[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int channel = channel_of_thread(item, block, half);
+        const int channel = channel_of_thread(work_tile, block, half);
         w_sum[half] = channel < params_.n ? params_.w_sum[channel] : 0;
       }
 #pragma unroll
@@ -282,7 +285,7 @@ class Epilogue {
   }
 
   // Puts a chunk into shared memory, a row per token.
-  __device__ __forceinline__ void place(int buffer, const uint32_t* packed) {
+  __device__ __forceinline__ void write_rows(int buffer, const uint32_t* packed) {
     const int lane = thread_ % 32;
     const uint32_t rows = shared_address(chunk(buffer));
     const int row = lane / 16 * 8 + lane % 8;
@@ -296,11 +299,11 @@ class Epilogue {
 
   // Both, and of results of 32 bits.
   template <class Out = Output>
-  __device__ __forceinline__ void turn(int buffer, int token, int block, const Sum* sums) {
+  __device__ __forceinline__ void transpose(int buffer, int token, int block, const Sum* sums) {
     if constexpr (sizeof(Out) == 2) {
       uint32_t packed[kChunkPairs];
       pack<Out>(token, block, sums, packed);
-      place(buffer, packed);
+      write_rows(buffer, packed);
     } else {
       const int lane = thread_ % 32;
       const int strip = thread_ / 32 * 16;  // the warp's 16 channels
@@ -322,12 +325,13 @@ class Epilogue {
 
   // TMA writes whole blocks of channels, as far as they lie within out; a chunk that ends beyond
   // the tile's tokens, in those of the next tile, is written by threads.
-  __device__ __forceinline__ void write_chunk(int buffer, const Item& item, int token, int block) {
-    if (plan_.whole_blocks && keeps_to_tile(item, token + kChunkTokens)) {
-      store_by_tma(buffer, first_channel(item, block), item.token + token);
+  __device__ __forceinline__ void write_chunk(int buffer, const WorkTile& work_tile, int token,
+                                              int block) {
+    if (plan_.whole_blocks && keeps_to_tile(work_tile, token + kChunkTokens)) {
+      store_by_tma(buffer, first_channel(work_tile, block), work_tile.token + token);
     } else {
       free_chunks();
-      copy_out(buffer, item, token, block);
+      copy_out(buffer, work_tile, token, block);
     }
   }
 
@@ -350,25 +354,25 @@ class Epilogue {
     }
   }
 
-  __device__ __forceinline__ void copy_out(int buffer, const Item& item, int first_token,
+  __device__ __forceinline__ void copy_out(int buffer, const WorkTile& work_tile, int first_token,
                                            int block) {
     constexpr int kVector = kVectorBytes / sizeof(Output);
     constexpr int kVectors = kMmaRows / kVector;  // of a row
-    const int tile_end = item.channel + plan_.tile_channels;
+    const int tile_end = work_tile.channel + plan_.tile_channels;
     const int channels = tile_end < params_.n ? tile_end : params_.n;
-    const int tokens_left = params_.m - item.token;
+    const int tokens_left = params_.m - work_tile.token;
     const int tokens = tokens_left < plan_.tile_tokens ? tokens_left : plan_.tile_tokens;
 #pragma unroll
     for (int i = 0; i < kChunkTokens * kVectors / kWarpgroup; ++i) {
       const int row = (i * kWarpgroup + thread_) / kVectors;
       const int vector = (i * kWarpgroup + thread_) % kVectors;
       const int token = first_token + row;
-      const int channel = first_channel(item, block) + vector * kVector;
+      const int channel = first_channel(work_tile, block) + vector * kVector;
       if (token >= tokens || channel >= channels) {
         continue;
       }
       Output* const out = static_cast<Output*>(params_.out) +
-                          int64_t(item.token + token) * params_.out_stride + channel;
+                          int64_t(work_tile.token + token) * params_.out_stride + channel;
       const auto* const from =
           reinterpret_cast<const Output*>(chunk(buffer) + chunk_offset(row, vector * kVectorBytes));
       if (plan_.aligned_out && channel + kVector <= channels) {

@@ -28,21 +28,21 @@ class Producer {
  protected:
   static constexpr uint16_t kBothCtas = 0b11;
 
-  // Calls copy(item, step, stage, full) for every stage of every item of this CTA, when the stage
-  // is empty; before it announce(full).
+  // Calls copy(work tile, step, stage, full) for every stage of every work tile of this CTA, when
+  // the stage is empty; before it announce(full).
   template <class Announce, class Copy>
   __device__ __forceinline__ void fill(Announce announce, Copy copy) {
     RingPosition position;
-    for (int index = blockIdx.x >> (plan_.cluster - 1); index < plan_.items;
+    for (int index = blockIdx.x >> (plan_.cluster - 1); index < plan_.work_tiles;
          index += plan_.clusters) {
-      const Item item = item_at(plan_, index, rank_);
-      const int end = item.first_step + item.steps;
+      const WorkTile work_tile = work_tile_at(plan_, index, rank_);
+      const int end = work_tile.first_step + work_tile.steps;
 #pragma unroll 1
-      for (int step = item.first_step; step < end; ++step) {
+      for (int step = work_tile.first_step; step < end; ++step) {
         uint64_t* const full = &full_[position.slot];
         wait(&fixed_.empty[position.slot], position.parity ^ 1);
         announce(full);
-        copy(item, step, ring_ + position.slot * plan_.stage_bytes, full);
+        copy(work_tile, step, ring_ + position.slot * plan_.stage_bytes, full);
         position.advance(plan_.stages);
       }
     }
@@ -81,7 +81,7 @@ class WeightProducer : Producer {
   __device__ WeightProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
                             FixedStorage& fixed)
       : Producer(plan, map, ring, fixed, fixed.full),
-        early_stages_(ceil_div(kPaced ? kPacedBytes : kPrefillBytes, plan.weight_bytes)) {}
+        early_stages_(ceil_div(kThrottled ? kThrottledBytes : kPrefillBytes, plan.weight_bytes)) {}
 
   // Weights are constants: the first are on their way before the predecessor, which may write x,
   // has ended.
@@ -97,38 +97,38 @@ class WeightProducer : Producer {
       }
       ++copied_;
       OSTINATO_DELAY(weights, true);
-      arrive_expecting(full, kPaced ? plan_.weight_bytes : plan_.stage_bytes);
+      arrive_expecting(full, kThrottled ? plan_.weight_bytes : plan_.stage_bytes);
     };
     // Each is read by one CTA, once: what the kernels around this one read shall stay in the L2.
     const bool once = packed && plan_.token_tiles == 1;
     if (once && plan_.share_weights) {
-      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        tma_load_multicast_once(stage + offset, map_, 0, item.channel / kPackedRows,
+      fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
+        tma_load_multicast_once(stage + offset, map_, 0, work_tile.channel / kPackedRows,
                                 step * kStageBlocks + first, full, kBothCtas);
       });
     } else if (once) {
-      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        tma_load_once(stage, map_, 0, item.channel / kPackedRows, step * kStageBlocks, full);
+      fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
+        tma_load_once(stage, map_, 0, work_tile.channel / kPackedRows, step * kStageBlocks, full);
       });
     } else if (packed && plan_.share_weights) {
-      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        tma_load_multicast(stage + offset, map_, 0, item.channel / kPackedRows,
+      fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
+        tma_load_multicast(stage + offset, map_, 0, work_tile.channel / kPackedRows,
                            step * kStageBlocks + first, full, kBothCtas);
       });
     } else if (packed) {
-      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        tma_load(stage, map_, 0, item.channel / kPackedRows, step * kStageBlocks, full);
+      fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
+        tma_load(stage, map_, 0, work_tile.channel / kPackedRows, step * kStageBlocks, full);
       });
     } else {
-      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+      fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
 #pragma unroll 1
         for (int block = first; block < first + blocks; ++block) {
           uint8_t* const to = stage + block * plan_.block_bytes;
           const int depth = (step * kStageBlocks + block) * kPackedDepth;
           if (plan_.share_weights) {
-            tma_load_multicast(to, map_, depth, item.channel, full, kBothCtas);
+            tma_load_multicast(to, map_, depth, work_tile.channel, full, kBothCtas);
           } else {
-            tma_load(to, map_, depth, item.channel, full);
+            tma_load(to, map_, depth, work_tile.channel, full);
           }
         }
       });
@@ -144,7 +144,7 @@ class WeightProducer : Producer {
     if (copied_ == early_stages_) {
       let_successor_start();
     }
-    if (!kPaced) {
+    if (!kThrottled) {
       wait(&fixed_.prefilled, 0);
       x_requested_ = true;
       return;
@@ -165,7 +165,7 @@ class TokenProducer : Producer {
  public:
   __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
                            FixedStorage& fixed)
-      : Producer(plan, map, ring, fixed, kPaced ? fixed.full_tokens : fixed.full) {}
+      : Producer(plan, map, ring, fixed, kThrottled ? fixed.full_tokens : fixed.full) {}
 
   // Each CTA of a cluster that shares tokens reads some of them for all, unless the CTAs share K.
   __device__ void run() {
@@ -177,7 +177,7 @@ class TokenProducer : Producer {
         waited = true;
       }
       OSTINATO_DELAY(tokens, true);
-      if (kPaced) {
+      if (kThrottled) {
         arrive_expecting(full, plan_.stage_bytes - plan_.weight_bytes);
       }
     };
@@ -193,22 +193,23 @@ class TokenProducer : Producer {
       }
     };
     if (plan_.cluster == 1 || plan_.share_weights) {
-      fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
-        copy_units(step, stage,
-                   [&](uint8_t* to, int depth) { tma_load(to, map_, depth, item.token, full); });
+      fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
+        copy_units(step, stage, [&](uint8_t* to, int depth) {
+          tma_load(to, map_, depth, work_tile.token, full);
+        });
       });
       return;
     }
     const int share = plan_.token_share;
-    fill(announce, [&](const Item& item, int step, uint8_t* stage, uint64_t* full) {
+    fill(announce, [&](const WorkTile& work_tile, int step, uint8_t* stage, uint64_t* full) {
       copy_units(step, stage, [&](uint8_t* to, int depth) {
-        if (!item.shared) {
+        if (!work_tile.shared) {
           const int first = rank_ * share;
-          tma_load_multicast(to + first * kUnitDepth, map_, depth, item.token + first, full,
+          tma_load_multicast(to + first * kUnitDepth, map_, depth, work_tile.token + first, full,
                              kBothCtas);
         } else {
-          tma_load(to, map_, depth, item.token, full);
-          tma_load(to + share * kUnitDepth, map_, depth, item.token + share, full);
+          tma_load(to, map_, depth, work_tile.token, full);
+          tma_load(to + share * kUnitDepth, map_, depth, work_tile.token + share, full);
         }
       });
     });

@@ -33,24 +33,24 @@ struct Plan {
   cutlass::FastDivmod of_band;      // by the groups of a band
   cutlass::FastDivmod of_width, of_last_width;  // by the channel groups of a band, of the last one
   int clusters;
-  int items;        // of work: whole groups, then tiles whose K the CTAs of a cluster share
-  int whole_items;  // items before this are whole groups
+  int work_tiles;        // of work: whole groups, then tiles whose K the CTAs of a cluster share
+  int whole_work_tiles;  // work tiles before this are whole groups
   int smem_bytes;
   bool aligned_out;   // rows of out begin at multiples of 16 bytes
   bool whole_blocks;  // a tile is whole blocks of 64 channels, and TMA can write rows of out
 };
 
 // What a CTA does at a time: a tile, and the stages of K that it sums.
-struct Item {
+struct WorkTile {
   int channel, token;  // first of the tile
   int first_step, steps;
   bool shared;  // with the other CTA of the cluster, which sums the other half of K
 };
 
-__device__ __forceinline__ Item item_at(const Plan& plan, int index, int rank) {
-  const bool shared = index >= plan.whole_items;
-  const int tail = index - plan.whole_items;
-  const int group = shared ? plan.whole_items + tail / 2 : index;
+__device__ __forceinline__ WorkTile work_tile_at(const Plan& plan, int index, int rank) {
+  const bool shared = index >= plan.whole_work_tiles;
+  const int tail = index - plan.whole_work_tiles;
+  const int group = shared ? plan.whole_work_tiles + tail / 2 : index;
   int band, within, token_tile, in_width;
   plan.of_band(band, within, group);
   const bool last = (band + 1) * plan.band > plan.channel_groups;
@@ -89,9 +89,9 @@ inline void fit_ring(Plan* plan) {
   plan->stages = (kSmemLimit - kRingOffset - spare) / plan->stage_bytes;
   plan->stages = plan->stages < kMaxStages ? plan->stages : kMaxStages;
   plan->smem_bytes = kRingOffset + plan->stages * plan->stage_bytes + spare;
-  const bool exchanges = plan->items > plan->whole_items;
-  if (exchanges && plan->smem_bytes < kRingOffset + kExchangeBytes) {
-    plan->smem_bytes = kRingOffset + kExchangeBytes;
+  const bool cluster_reduces = plan->work_tiles > plan->whole_work_tiles;
+  if (cluster_reduces && plan->smem_bytes < kRingOffset + kClusterReduceBytes) {
+    plan->smem_bytes = kRingOffset + kClusterReduceBytes;
   }
 }
 
@@ -103,16 +103,16 @@ inline bool share_out(int split_k, int sms, Plan* plan) {
   if (resident == 0 || groups > INT32_MAX - 2 * resident) {
     return false;
   }
-  plan->items = plan->whole_items = static_cast<int>(groups);
+  plan->work_tiles = plan->whole_work_tiles = static_cast<int>(groups);
   if (split_k > 1) {
-    const int left = plan->items % resident;
+    const int left = plan->work_tiles % resident;
     if (!kCanSplit || plan->cluster != 2 || 2 * left > resident) {
       return false;
     }
-    plan->whole_items -= left;
-    plan->items += left;
+    plan->whole_work_tiles -= left;
+    plan->work_tiles += left;
   }
-  plan->clusters = plan->items < resident ? plan->items : resident;
+  plan->clusters = plan->work_tiles < resident ? plan->work_tiles : resident;
   return true;
 }
 

@@ -2,9 +2,9 @@
 //
 // Tokens or channels feed the MMA's 64 rows, the others its columns. Two producers keep a ring of
 // stages full, one or two consumer warpgroups multiply. A tile may use less of both than what was
-// compiled, whence tiles fit the SMs and time grows evenly with m. The pieces: config.cuh
+// compiled, whence tiles fit the SMs and time grows evenly with m. Files: config.cuh
 // (macros, shared memory), tile_scheduler.cuh (tiles and their order), producer.cuh,
-// wgmma.cuh, consumer.cuh, tiled_epilogue_{direct,few,turned}.cuh, epilogue_math.cuh.
+// wgmma.cuh, consumer.cuh, epilogue{,_small_m,_swap_ab,_argmax,_math}.cuh.
 // docs/gemm_tiled.md has the reasons and the measurements.
 //
 // Any m, n and k. x has a base and row stride of whole 16 bytes (TMA); w is packed (w_stride 0), or
@@ -46,7 +46,7 @@ __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fi
   }
   for (int i = threadIdx.x / 32; i < plan.stages; i += kWarps) {
     init_barrier(&fixed.full[i], 1);
-    if (kPaced) {
+    if (kThrottled) {
       init_barrier(&fixed.full_tokens[i], 1);
     }
     init_barrier(&fixed.empty[i], kSharers * plan.cluster);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else if (producer == 1 && cute::elect_one_sync()) {
       TokenProducer(plan, x_map, ring, fixed).run();
     }
-    if (plan.whole_items + int(blockIdx.x >> (plan.cluster - 1)) < plan.items) {
+    if (plan.whole_work_tiles + int(blockIdx.x >> (plan.cluster - 1)) < plan.work_tiles) {
       // Consumers that share a tile exchange sums between these two.
       __syncwarp();
       sync_cluster();
@@ -115,7 +115,7 @@ bool implemented(const W8A8GemmParams& params) {
          aligned(params.w, params.w_stride) &&
          (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr)) &&
          (params.best == nullptr ||
-          (kFindsBest && params.temperature != nullptr && params.x_zero_point == nullptr));
+          (kFindsArgmax && params.temperature != nullptr && params.x_zero_point == nullptr));
 }
 
 cudaError_t encode_x(const W8A8GemmParams& params, const Plan& plan, CUtensorMap* map) {
@@ -190,6 +190,6 @@ OSTINATO_EXPORT int ostinato_prepare(void) {
   return ostinato::allow_dynamic_smem(tiled_gemm, kSmemLimit);
 }
 
-OSTINATO_EXPORT int ostinato_launch(const ostinato::W8A8GemmParams* params, void* stream) {
+OSTINATO_LAUNCH(ostinato::W8A8GemmParams) {
   return ostinato::tiled::launch_gemm(*params, static_cast<cudaStream_t>(stream));
 }

@@ -1,4 +1,4 @@
-"""Which decode steps of paged attention are timed, and how a case is spelt."""
+"""The decode steps of paged attention that are timed, and the spelling of a case."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ...ops.common.e4m3 import (
     as_bytes,
     to_float32,
 )
-from ..graphs.timing import num_sets
+from ..harness.rotation import num_sets
 from .cases import Case
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -20,8 +20,16 @@ _SCALES = {"fp8": 0.5, "int8": 1 / 40}
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Of a paged cache: tokens of a page, and the dtype, in `KV_DTYPES`."""
+
+    page: int
+    kv_dtype: str = "bf16"
+
+
+@dataclass(frozen=True)
 class Inputs:
-    """What one launch reads, and where ours writes; the arguments of `ops.paged_attention`."""
+    """Tensors of one launch, of which ours writes `out`; the arguments of `ops.paged_attention`."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -38,17 +46,17 @@ class Inputs:
         return self.k_cache.size(1)
 
 
-def random_inputs(case: Case, page: int, kv_dtype: str, device: torch.device) -> list[Inputs]:
+def random_inputs(case: Case, layout: Layout, device: torch.device) -> list[Inputs]:
     """Return sets of inputs with permuted pages; what follows a sequence's end holds NaN or -128.
 
     All have one page table and the same lengths, as the layers of a step do.
 
     Args:
         case: the sizes.
-        page: tokens of a page.
-        kv_dtype: in `KV_DTYPES`.
+        layout: of the cache.
         device: where they shall lie.
     """
+    page, kv_dtype = layout.page, layout.kv_dtype
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     pages_of = -(-lengths // page)
     total, widest = int(pages_of.sum()), int(pages_of.max())

@@ -1,4 +1,4 @@
-"""Which matrix products are timed, and how a case is spelt."""
+"""The matrix products that are timed, and the spelling of a case."""
 
 from __future__ import annotations
 

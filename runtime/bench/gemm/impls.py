@@ -1,71 +1,37 @@
-"""Who multiplies: our op, and the peers it is compared with."""
+"""Implementations of W8A8 products: our op, and torch's operators."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Mapping
+from functools import cache
 
 import torch
 
 from ... import ops
-from ...jit.variants import Variant
+from ...jit.variant import Variant
 from ...ops.common.device import (
     device_index,
     gpu,
 )
 from ...ops.common.pdl import pdl
 from ...ops.linear import tile_tuning
-from ..comparison import OURS
+from ..harness.benchmark import Implementation, each
+from ..harness.summary import OURS
 from .cases import Case
 from .inputs import (
     OUT_DTYPE,
     Inputs,
+    Layout,
 )
 
 DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
-SGL_LIBRARY = "OSTINATO_SGL_LIBRARY"
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """A way to multiply.
-
-    Args:
-        name: as the rows call it.
-        operand: dtype of x and w.
-        call: multiplies one set of inputs and returns the result [m, n].
-        scaled: whether the result is scaled by x_scale and w_scale.
-        min_m: the fewest tokens it takes.
-        prepare: makes it ready; raises `OSError` or `ImportError` where it is not installed.
-    """
-
-    name: str
-    operand: str
-    call: Callable[[Inputs], torch.Tensor]
-    scaled: bool = True
-    min_m: int = 1
-    prepare: Callable[[], object] = lambda: None
-
-    @property
-    def is_ours(self) -> bool:
-        return self.name.startswith(OURS)
-
-    def num_bytes(self, m: int, n: int, k: int) -> int:
-        """Unique bytes read and written."""
-        operand = 2 if self.operand == "bf16" else 1
-        result = 4 if self.name == "int_mm" else OUT_DTYPE.itemsize
-        return operand * (m * k + n * k) + result * m * n + (4 * (m + n) if self.scaled else 0)
-
-
-def ours(dtype: str, *, with_pdl: bool) -> Implementation:
+def ours(dtype: str, *, with_pdl: bool) -> Implementation[Case, Inputs]:
     """Return our op for a dtype in `DTYPES`, launched with or without PDL."""
     name = f"{OURS}{dtype}" if with_pdl else f"{OURS}{dtype}_nopdl"
-    return Implementation(name, DTYPES[dtype], _with_pdl if with_pdl else _without_pdl)
+    call = _with_pdl if with_pdl else _without_pdl
+    return Implementation(name, Layout(DTYPES[dtype]), each(call))
 
 
 def kernel(case: Case, operand: str, device: torch.device) -> Variant:
@@ -76,37 +42,6 @@ def kernel(case: Case, operand: str, device: torch.device) -> Variant:
     return choice.variant
 
 
-def peers(names: Sequence[str], sgl_library: Path | None = None) -> list[Implementation]:
-    """Return the peers of these names.
-
-    Args:
-        names: in `PEERS`.
-        sgl_library: file of sglang-kernel's ops; OSTINATO_SGL_LIBRARY, or else the installed
-            package, by default.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    for name in names:
-        if name not in PEERS:
-            raise ValueError(f"got {name!r}, expected all or none or {' or '.join(PEERS)}")
-    load = partial(_load_sgl, sgl_library or os.environ.get(SGL_LIBRARY))
-    known = (
-        Implementation("sgl_i8", "int8", _sgl_int8, prepare=load),
-        Implementation("sgl_f8", "e4m3", _sgl_fp8, prepare=load),
-        Implementation("smm_row", "e4m3", _scaled_mm_rowwise),
-        Implementation("smm_ten", "e4m3", _scaled_mm_tensorwise, scaled=False),
-        Implementation("int_mm", "int8", _int_mm, scaled=False, min_m=17),
-        Implementation("bf16", "bf16", _bf16, scaled=False),
-    )
-    return [peer for peer in known if peer.name in names]
-
-
-# Those that do what ours does; the other two are shown beside them.
-W8A8_PEERS = ("sgl_i8", "sgl_f8", "smm_row", "smm_ten")
-PEERS = (*W8A8_PEERS, "int_mm", "bf16")
-
-
 def _with_pdl(s: Inputs) -> torch.Tensor:
     return ops.w8a8_linear(s.x, s.packed, s.x_scale, s.weight.scale, out=s.out, fast_accum=True)
 
@@ -114,22 +49,6 @@ def _with_pdl(s: Inputs) -> torch.Tensor:
 def _without_pdl(s: Inputs) -> torch.Tensor:
     with pdl(False):
         return _with_pdl(s)
-
-
-def _sgl_int8(s: Inputs) -> torch.Tensor:
-    weight = s.weight
-    product: torch.Tensor = torch.ops.sgl_kernel.int8_scaled_mm(
-        s.x, weight.plain.t(), s.x_scale, weight.scale, OUT_DTYPE, None
-    )
-    return product
-
-
-def _sgl_fp8(s: Inputs) -> torch.Tensor:
-    weight = s.weight
-    product: torch.Tensor = torch.ops.sgl_kernel.fp8_scaled_mm(
-        s.x, weight.plain.t(), s.x_scale, weight.scale, OUT_DTYPE, None
-    )
-    return product
 
 
 def _scaled_mm_rowwise(s: Inputs) -> torch.Tensor:
@@ -163,17 +82,20 @@ def _one(device: torch.device) -> torch.Tensor:
     return torch.ones((), device=device)
 
 
-@cache
-def _load_sgl(library: str | Path | None) -> None:
-    if library is None:
-        importlib.import_module("sgl_kernel")
-        return
-    file = Path(library)
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file")
-    try:
-        ctypes.CDLL("libnuma.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError:
-        # A machine without the package may have the library beside the ops.
-        ctypes.CDLL(str(file.absolute().with_name("libnuma.so.1")), mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(str(file.absolute()))
+def _few_tokens(case: Case) -> str | None:
+    return None if case.m > 16 else f"got {case.m} tokens, expected more than 16"
+
+
+# Shown beside the others: they do not do what ours does.
+NOT_W8A8 = ("int_mm", "bf16")
+# In the order in which they are timed: torch's operators, and the adapters of others.
+PEERS: Mapping[str, Implementation[Case, Inputs] | str] = {
+    "sgl_i8": "sgl_kernel.py",
+    "sgl_f8": "sgl_kernel.py",
+    "smm_row": Implementation("smm_row", Layout("e4m3"), each(_scaled_mm_rowwise)),
+    "smm_ten": Implementation("smm_ten", Layout("e4m3", scaled=False), each(_scaled_mm_tensorwise)),
+    "int_mm": Implementation(
+        "int_mm", Layout("int8", scaled=False, out_bytes=4), each(_int_mm), refuses=_few_tokens
+    ),
+    "bf16": Implementation("bf16", Layout("bf16", scaled=False), each(_bf16)),
+}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from ... import ops
-from ..graphs.timing import num_sets
+from ..harness.rotation import num_sets
 from .cases import (
     Case,
     Shape,
@@ -18,6 +19,21 @@ OPERANDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloa
 OUT_DTYPE = torch.bfloat16
 # Codes of ±127 times these give e4m3 values that use most of its exponents.
 _X_STEP, _W_STEP = 0.02, 0.08
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The operands and the result of an implementation.
+
+    Args:
+        operand: dtype of x and w, in `OPERANDS`.
+        scaled: whether the result is scaled by x_scale and w_scale.
+        out_bytes: of an element of the result.
+    """
+
+    operand: str
+    scaled: bool = True
+    out_bytes: int = OUT_DTYPE.itemsize
 
 
 @dataclass(frozen=True)
@@ -31,7 +47,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one launch reads and where ours writes: x [m, k], x_scale [m] fp32, out [m, n]."""
+    """Tensors of one launch; ours writes `out`: x [m, k], x_scale [m] fp32, out [m, n]."""
 
     x: torch.Tensor
     x_scale: torch.Tensor
@@ -48,6 +64,38 @@ class Inputs:
         if self.weight.packed is None:
             raise ValueError(f"weight: got {self.weight.plain.dtype}, expected a packed one")
         return self.weight.packed
+
+
+def inputs(
+    cases: Sequence[Case], layouts: Sequence[Hashable], device: torch.device
+) -> Iterator[tuple[Case, Iterator[Mapping[Hashable, Sequence[Inputs]]]]]:
+    """Yield the cases, each with one group of inputs for all layouts.
+
+    Args:
+        cases: in the order of their shapes, whose weights are kept from one to the next.
+        layouts: of type `Layout`.
+        device: where the inputs shall lie.
+    """
+    by_layout: dict[Hashable, str] = {
+        layout: layout.operand for layout in layouts if isinstance(layout, Layout)
+    }
+    operands = dict.fromkeys(by_layout.values())
+    for shape, of_shape in groupby(cases, lambda case: case.shape):
+        weights = random_weights(shape, operands, device)
+        for case in of_shape:
+            yield case, _one_group(case, weights, by_layout)
+        del weights
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the pools of this shape's graphs
+
+
+def _one_group(
+    case: Case, weights: dict[str, list[Weight]], by_layout: Mapping[Hashable, str]
+) -> Iterator[Mapping[Hashable, Sequence[Inputs]]]:
+    sets = random_inputs(case, weights)
+    group = {layout: sets[operand] for layout, operand in by_layout.items()}
+    del sets
+    yield group
 
 
 def random_weights(

@@ -23,7 +23,7 @@ from ...engine.decode_step import (
     SeenTokens,
 )
 from ...models import (
-    Llama,
+    Decoder,
     ModelConfig,
     PagedKVCache,
 )
@@ -37,7 +37,7 @@ _MOVING = ("positions", "seq_lens", "counters")
 
 @dataclass(frozen=True)
 class BurstPlan:
-    """What to measure: every batch, with the host idle and loaded.
+    """The measurements to make: every batch, with the host idle and loaded.
 
     Args:
         batches: sequences decoded at once.
@@ -72,7 +72,7 @@ class BurstPlan:
 
 @dataclass(frozen=True)
 class BurstRow:
-    """How long a token of every sequence took, one way of making it.
+    """The time that a token of every sequence took, by one way of making it.
 
     Args:
         section: "burst".
@@ -102,7 +102,7 @@ class BurstRow:
         return self.us_p99 - self.us_p50
 
 
-def time_bursts(model: Llama, name: str, plan: BurstPlan) -> Iterator[BurstRow]:
+def time_bursts(model: Decoder, name: str, plan: BurstPlan) -> Iterator[BurstRow]:
     """Time the decode step in bursts and step by step, yielding rows as they are measured.
 
     Args:
@@ -279,7 +279,7 @@ def _loaded_host() -> Iterator[None]:
 
 
 def _first_inputs(
-    cache: PagedKVCache, model: Llama, buffers: StaticBuffers, batch: int, plan: BurstPlan
+    cache: PagedKVCache, model: Decoder, buffers: StaticBuffers, batch: int, plan: BurstPlan
 ) -> dict[str, torch.Tensor]:
     """Return the first step's inputs: random tokens at the end of sequences in the cache."""
     generator = torch.Generator().manual_seed(0)

@@ -21,9 +21,9 @@ from ...engine.decode_step import (
     SeenTokens,
 )
 from ...models import (
-    ModelConfig,
     PagedKVCache,
     compile_kernels,
+    read_config,
 )
 from ...ops.common.sizes import round_up
 from ..shapes import SHAPES
@@ -31,7 +31,7 @@ from ..step.run import (
     StepPlan,
     step_inputs,
 )
-from ..weights import random_llama
+from ..weights import random_decoder
 from .hugging_face import (
     Attention,
     random_hugging_face_llama,
@@ -88,7 +88,7 @@ def our_step(
     Raises:
         ValueError: for another shape or precision, or a context that the model does not have.
     """
-    model = random_llama(ModelConfig.from_hf(SHAPES[shape]), precision, device, max_context=context)
+    model = random_decoder(read_config(SHAPES[shape]), precision, device, max_context=context)
     compile_kernels(model)
     pages_each = -(-context // _PAGE_SIZE)
     cache = PagedKVCache.for_model(

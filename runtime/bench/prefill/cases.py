@@ -1,4 +1,4 @@
-"""Which attention of many queries is timed, and how a case is spelt."""
+"""The attention of many queries that is timed, and the spelling of a case."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from ..graphs.timing import num_sets
+from ..harness.rotation import num_sets
 from .cases import Case
 
 DTYPE = torch.bfloat16
@@ -18,7 +18,7 @@ CHECKED_ROWS = 64
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one launch reads, and where ours writes.
+    """Tensors of one launch; ours writes `out`.
 
     Args:
         q: [total_q, heads_q, dim].
@@ -52,7 +52,7 @@ class Inputs:
         return k, v
 
 
-def random_inputs(case: Case, device: torch.device, dtype: torch.dtype = DTYPE) -> list[Inputs]:
+def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Inputs]:
     """Return sets of inputs with permuted pages; what follows a sequence's end there is NaN.
 
     All have one table and the same lengths, as the layers of a model do.

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, kernel by kernel."""
+"""The time of a decode step, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass
 class KernelShare:
-    """What all launches of one kind take of one step.
+    """The time that all launches of one kind take of one step.
 
     With programmatic launches kernels overlap, and one runs while it waits for another: the times
     that they run sum up to more than the step. What each adds, from the end of the kernel that

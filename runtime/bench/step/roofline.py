@@ -1,4 +1,4 @@
-"""What a decode step takes at least: memory at its best speed, or tensor cores at theirs."""
+"""The roofline of a decode step: memory at its best speed, or tensor cores at theirs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...models import Llama
-from ...models.layers import AnyLinear
+from ...models import Decoder, Linear
 from .breakdown import (
     ATTENTION,
     LM_HEAD,
@@ -22,7 +21,7 @@ from .work import (
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a GPU does at its best.
+    """The peak rates of a GPU.
 
     Args:
         bytes_s: bytes read from device memory per second, as measured.
@@ -43,8 +42,8 @@ _ROOFLINES = {
 
 
 @dataclass(frozen=True)
-class Floor:
-    """The least of one kernel: what it has to read from device memory, and what that takes.
+class RooflineTime:
+    """The shortest time of one kernel: what it reads from device memory, and how long that takes.
 
     Args:
         seconds: the longer of reading and multiplying.
@@ -62,10 +61,10 @@ def roofline_of(device: torch.device) -> Roofline | None:
     return _ROOFLINES.get(torch.cuda.get_device_name(device))
 
 
-def kernel_floors(
-    model: Llama, batch: int, context: int, roofline: Roofline
-) -> dict[str, tuple[int, Floor]]:
-    """Return how often a step launches each kernel that reads weights or the cache, and its floor.
+def kernel_rooflines(
+    model: Decoder, batch: int, context: int, roofline: Roofline
+) -> dict[str, tuple[int, RooflineTime]]:
+    """Return the launches and the roofline of each kernel that reads weights or the cache.
 
     Args:
         model: the decoder.
@@ -76,28 +75,28 @@ def kernel_floors(
     Returns:
         By the names of `breakdown.sites_of`; attention is the mean of the layers.
     """
-    layers = model.layers
-    floors = {
-        name: (len(layers), _product(getattr(layers[0], name), batch, roofline))
-        for name in PRODUCTS
-    }
-    floors[LM_HEAD] = (1, _product(model.lm_head, batch, roofline))
-    num_bytes = kv_bytes(model.config, batch, context) / len(layers)
-    flops = attention_flops(model.config, batch, context) / len(layers)
+    layers = model.config.num_layers
+    first: dict[str, Linear] = {}
+    for use in model.linears():
+        first.setdefault(use.name, use.linear)
+    kernels = {name: (layers, _product(first[name], batch, roofline)) for name in PRODUCTS}
+    kernels[LM_HEAD] = (1, _product(first["lm_head"], batch, roofline))
+    num_bytes = kv_bytes(model.config, batch, context) / layers
+    flops = attention_flops(model.config, batch, context) / layers
     seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
-    floors[ATTENTION] = (len(layers), Floor(seconds, num_bytes))
-    return floors
+    kernels[ATTENTION] = (layers, RooflineTime(seconds, num_bytes))
+    return kernels
 
 
-def step_floor(floors: Mapping[str, tuple[int, Floor]]) -> float:
-    """Return the sum of the floors of a step's kernels, in seconds."""
-    return sum(count * floor.seconds for count, floor in floors.values())
+def step_roofline(kernels: Mapping[str, tuple[int, RooflineTime]]) -> float:
+    """Return the sum of the rooflines of a step's kernels, in seconds."""
+    return sum(count * kernel.seconds for count, kernel in kernels.values())
 
 
-def _product(linear: AnyLinear, batch: int, roofline: Roofline) -> Floor:
-    n, k = linear.weight.shape
-    width = linear.weight.dtype.itemsize
+def _product(linear: Linear, batch: int, roofline: Roofline) -> RooflineTime:
+    n, k = linear.shape
+    width = linear.weight_dtype.itemsize
     num_bytes = n * k * width
-    # fp32 weights multiply as two halves at best; no model here has them on a GPU.
+    # fp32 weights multiply as two bf16 numbers at best; no model here has them on a GPU.
     flop_s = roofline.flop_s[min(width, 2)]
-    return Floor(max(num_bytes / roofline.bytes_s, 2 * batch * n * k / flop_s), num_bytes)
+    return RooflineTime(max(num_bytes / roofline.bytes_s, 2 * batch * n * k / flop_s), num_bytes)

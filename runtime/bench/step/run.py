@@ -18,7 +18,7 @@ from ...engine.decode_step import (
     SeenTokens,
 )
 from ...models import (
-    Llama,
+    Decoder,
     ModelConfig,
     PagedKVCache,
     compile_kernels,
@@ -35,10 +35,10 @@ from .breakdown import (
     trace,
 )
 from .roofline import (
-    Floor,
-    kernel_floors,
+    RooflineTime,
+    kernel_rooflines,
     roofline_of,
-    step_floor,
+    step_roofline,
 )
 from .work import (
     kv_bytes,
@@ -49,7 +49,7 @@ from .work import (
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to measure: every batch at every context.
+    """The measurements to make: every batch at every context.
 
     Args:
         batches: sequences decoded at once.
@@ -86,16 +86,20 @@ class StepPlan:
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepRow(Row):
-    """A step's row, with the sum of its kernels' floors, in µs; None where no floor is known."""
+    """A step's row.
+
+    Args:
+        floor_us: sum of its kernels' rooflines; None where the GPU's roofline is not known.
+    """
 
     floor_us: float | None
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """What the kernels of one site take of a step.
+    """The time that the kernels of one site take of a step.
 
     Args:
         case, impl: of the step.
@@ -104,9 +108,9 @@ class KernelRow:
         us: added by all of them to the step, as the profiler saw it, which slows it down a little.
         share: of all that the step's kernels add.
         running_us: from the beginnings to the ends of the launches, which overlap.
-        floor_us: of all launches; None for what reads neither weights nor the cache, for what adds
-            nothing, and where no floor is known.
-        tb_s: bytes of the floor by `us`; None where `floor_us` is.
+        floor_us: roofline of all launches; None for kernels that read neither weights nor the
+            cache, for those that add nothing, and where the GPU's roofline is not known.
+        tb_s: bytes of the roofline by `us`; None where `floor_us` is.
     """
 
     case: str
@@ -145,7 +149,7 @@ class StepResult:
         return self.batch / self.row.us * 1e6
 
 
-def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
+def time_steps(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepResult]:
     """Time the decode step, yielding results as they are measured.
 
     A step is what the engine's runner does for one token of every sequence: inputs copied from the
@@ -168,7 +172,7 @@ def time_steps(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
     return _time_contexts(model, name, plan)
 
 
-def _time_contexts(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResult]:
+def _time_contexts(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepResult]:
     for context in sorted(set(plan.contexts)):
         yield from _time_context(model, name, plan, context)
         # A step and its runner refer to each other, and hold the cache.
@@ -176,7 +180,7 @@ def _time_contexts(model: Llama, name: str, plan: StepPlan) -> Iterator[StepResu
         free_unused()
 
 
-def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
+def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
     roofline = roofline_of(model.device)
     pages_each = -(-context // plan.page_size)
@@ -206,7 +210,7 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
             replay = partial(runner.run, batch, inputs)
             times = time_calls(replay, model.device, repeats=plan.repeats)
             case, impl = f"{name} b{batch} ctx{context}", implementation(model)
-            floors = kernel_floors(model, batch, context, roofline) if roofline else {}
+            rooflines = kernel_rooflines(model, batch, context, roofline) if roofline else {}
             measured = Row.of(
                 "step",
                 case,
@@ -215,21 +219,21 @@ def _time_context(model: Llama, name: str, plan: StepPlan, context: int) -> Iter
                 num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
                 flops=step_flops(model, batch, context),
             )
-            floor_us = round(step_floor(floors) * 1e6, 1) if floors else None
+            floor_us = round(step_roofline(rooflines) * 1e6, 1) if rooflines else None
             row = StepRow(**vars(measured), floor_us=floor_us)
             if not plan.breakdown:
                 yield StepResult(batch, row)
                 continue
             runs = trace(replay)
-            sites = sites_of([span.name for span in runs[0]], len(model.layers))
-            yield StepResult(batch, row, kernel_rows(row, runs, sites, floors), runs[-1], sites)
+            sites = sites_of([span.name for span in runs[0]], model.config.num_layers)
+            yield StepResult(batch, row, kernel_rows(row, runs, sites, rooflines), runs[-1], sites)
 
 
 def kernel_rows(
     row: StepRow,
     runs: Sequence[Sequence[Span]],
     sites: Sequence[str],
-    floors: Mapping[str, tuple[int, Floor]],
+    rooflines: Mapping[str, tuple[int, RooflineTime]],
 ) -> list[KernelRow]:
     """Return what the kernels of each site take of a step, the longest first.
 
@@ -237,13 +241,13 @@ def kernel_rows(
         row: of the step.
         runs: traces of it.
         sites: what each kernel does.
-        floors: by site, launches of a step and the floor of each.
+        rooflines: by site, launches of a step and the roofline of each.
     """
     shares = shares_of(runs, sites)
     total = sum(share.added_us for share in shares)
     rows = []
     for share in shares:
-        count, floor = floors.get(share.name, (0, Floor(0.0, 0.0)))
+        count, roofline = rooflines.get(share.name, (0, RooflineTime(0.0, 0.0)))
         known = count == share.launches and share.added_us > 0
         rows.append(
             KernelRow(
@@ -254,8 +258,8 @@ def kernel_rows(
                 us=round(share.added_us, 2),
                 share=round(share.added_us / total, 4),
                 running_us=round(share.running_us, 2),
-                floor_us=round(count * floor.seconds * 1e6, 2) if known else None,
-                tb_s=float(f"{count * floor.num_bytes / share.added_us / 1e6:.4g}")
+                floor_us=round(count * roofline.seconds * 1e6, 2) if known else None,
+                tb_s=float(f"{count * roofline.num_bytes / share.added_us / 1e6:.4g}")
                 if known
                 else None,
             )
@@ -277,16 +281,17 @@ def grown_pages(cache: PagedKVCache, batch: int, tokens: int) -> torch.Tensor:
     return pages
 
 
-def implementation(model: Llama) -> str:
+def implementation(model: Decoder) -> str:
     """Name what was timed: the layers' precision, then what is not as a checkpoint says it."""
     name = f"ostinato_{precision(model)}"
-    if model.lm_head.weight.dtype.itemsize == 1:
-        name += f"_lm_head_{dtype_name(model.lm_head.weight.dtype)}"
+    *_, head = model.linears()
+    if head.linear.weight_dtype.itemsize == 1:
+        name += f"_lm_head_{dtype_name(head.linear.weight_dtype)}"
     return name if model.batch_invariant else f"{name}_batch_variant"
 
 
 def step_inputs(
-    cache: PagedKVCache, model: Llama, batch: int, context: int, plan: StepPlan
+    cache: PagedKVCache, model: Decoder, batch: int, context: int, plan: StepPlan
 ) -> dict[str, torch.Tensor]:
     """Return the step's inputs: random tokens at the end of sequences in the cache's free pages."""
     generator = torch.Generator().manual_seed(0)

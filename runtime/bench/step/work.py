@@ -1,22 +1,18 @@
-"""What a decode step reads and computes."""
+"""Bytes that a decode step reads, and its operations."""
 
 from __future__ import annotations
 
 from ...models import (
-    Llama,
+    Decoder,
     ModelConfig,
 )
 
 
-def weight_bytes(model: Llama) -> int:
+def weight_bytes(model: Decoder) -> int:
     """Bytes of the weights that one step reads: not the tables of which it gathers a few rows."""
-    gathered = [model.cos_sin]
-    if model.lm_head.weight is not model.embedding:
-        gathered.append(model.embedding)
+    tables = model.tables()
     return sum(
-        tensor.nbytes
-        for tensor in model.tensors()
-        if not any(tensor is table for table in gathered)
+        tensor.nbytes for tensor in model.tensors() if not any(tensor is table for table in tables)
     )
 
 
@@ -25,26 +21,23 @@ def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
     return batch * _attended(config, context) * 2 * config.kv_size * config.dtype.itemsize
 
 
-def step_flops(model: Llama, batch: int, context: int) -> int:
+def step_flops(model: Decoder, batch: int, context: int) -> int:
     """Multiplications and additions of one step's linear layers and attention."""
-    weights = _layer_weights(model) + model.lm_head.weight.shape.numel()
-    return 2 * batch * weights + attention_flops(model.config, batch, context)
+    layers, head = _weights(model)
+    return 2 * batch * (layers + head) + attention_flops(model.config, batch, context)
 
 
-def prompt_flops(model: Llama, batch: int, prompt: int) -> int:
+def prompt_flops(model: Decoder, batch: int, prompt: int) -> int:
     """Multiplications and additions of as many prompts' layers and attention, and last logits."""
-    head = model.lm_head.weight.shape.numel()
+    layers, head = _weights(model)
     attention = sum(attention_flops(model.config, 1, end) for end in range(1, prompt + 1))
-    return batch * (2 * (prompt * _layer_weights(model) + head) + attention)
+    return batch * (2 * (prompt * layers + head) + attention)
 
 
-def _layer_weights(model: Llama) -> int:
-    linears = [
-        linear
-        for layer in model.layers
-        for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-    ]
-    return sum(linear.weight.shape.numel() for linear in linears)
+def _weights(model: Decoder) -> tuple[int, int]:
+    """Return how many weights the layers have, and the output projection."""
+    *layers, head = (n * k for n, k in (use.linear.shape for use in model.linears()))
+    return sum(layers), head
 
 
 def attention_flops(config: ModelConfig, batch: int, context: int) -> int:

@@ -1,13 +1,10 @@
-"""Which kernels and tiles are worth timing for a product: all that may be the fastest, few more."""
+"""The kernels and tiles to time for a product: all that may be the fastest, and few more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...jit.variants import (
-    GemmSmallM,
-    GemmTiled,
-)
+from ...ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ...ops.linear.tile_cost_model import (
     Cut,
     predictions,

@@ -10,16 +10,13 @@ from functools import partial
 
 import torch
 
-from ...jit.catalogue import (
-    GEMM_SMALL_M,
-    GEMM_TILED,
-)
 from ...jit.loader import load
 from ...ops.common.device import (
     current_stream,
     on_device,
 )
 from ...ops.linear import tile_table
+from ...ops.linear.gemm_variants import GEMM_SMALL_M, GEMM_TILED
 from ...ops.linear.tile_table import (
     Choice,
     GemmVariant,
@@ -28,16 +25,16 @@ from ..gemm.cases import (
     Case,
     Shape,
 )
+from ..gemm.check import (
+    difference,
+    product,
+)
 from ..gemm.inputs import (
     Inputs,
     random_inputs,
     random_weights,
 )
-from ..gemm.run import (
-    difference,
-    product,
-)
-from ..graphs.timing import (
+from ..harness.rotation import (
     Call,
     interleave,
     rotate,

@@ -60,14 +60,11 @@ def _run(args: argparse.Namespace) -> int:
         time_bursts,
     )
     from ...bench.report import Report
-    from ...bench.weights import random_llama
-    from ...models import (
-        ModelConfig,
-        compile_kernels,
-    )
+    from ...bench.weights import random_decoder
+    from ...models import compile_kernels, read_config
 
     plan = BurstPlan(args.batch, args.context, args.steps, args.repeats)
-    config = ModelConfig.from_hf(SHAPES[args.shape])
+    config = read_config(SHAPES[args.shape])
     with user_errors(ValueError, OSError):
         device = resolve_device(args.device)
         plan.check(config)
@@ -75,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     differ = False
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
-        model = random_llama(config, args.dtype, device, max_context=plan.context + plan.steps)
+        model = random_decoder(config, args.dtype, device, max_context=plan.context + plan.steps)
         compile_kernels(model)
         for row in time_bursts(model, f"{args.shape} {args.dtype}", plan):
             print(_line(row), flush=True)

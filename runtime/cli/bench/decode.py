@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...bench.decode.cases import (
     DEFAULT_BATCH,
@@ -17,24 +15,10 @@ from ...bench.decode.cases import (
     Case,
     cases,
 )
-from ..budget import Budget, add_budget_flag
-from ..command import Parser, UserError, user_errors
-from ..device import add_device_flag, resolve_device
-from .output import (
-    Output,
-    add_json_flag,
-    add_targets_flag,
-    check_json_flag,
-)
-from .run import (
-    measure,
-    ready_peers,
-)
+from ..command import Parser, UserError
+from .output import check_json_flag
+from .run import add_run_flags, run
 
-if TYPE_CHECKING:
-    from ...bench.decode.impls import Implementation
-
-_FAILED = 1
 _GB = 10**9
 
 
@@ -79,19 +63,11 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         metavar="GB",
         help="leave out cases with larger bf16 caches (default 40)",
     )
-    parser.add_argument(
-        "--peer",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="fa3, fa3m (flash_attn_interface or the file OSTINATO_SGL_FLASH_LIBRARY, without and "
-        "with its schedule made before), fi, xqa (flashinfer), all that are installed (default) or "
-        "none",
+    add_run_flags(
+        parser,
+        "fa3, fa3m (flash_attn_interface or the file OSTINATO_SGL_FLASH_LIBRARY, without and with "
+        "its schedule made before), fi, xqa (flashinfer)",
     )
-    add_targets_flag(parser)
-    add_budget_flag(parser, "case")
-    add_json_flag(parser)
-    add_device_flag(parser)
     parser.set_defaults(run=_run)
 
 
@@ -109,24 +85,13 @@ def _add_sizes(
 
 
 def _run(args: argparse.Namespace) -> int:
-    budget = Budget(args.budget_s, time.monotonic())
     chosen = _check(args)
 
-    import torch
+    from ...bench.decode.benchmark import BENCHMARK
+    from ...bench.decode.impls import ours, paged
 
-    from ...bench.comparison import read_targets
-    from ...bench.decode.run import time_cases
-    from ...bench.decode.summary import summary
-
-    with user_errors():
-        device = resolve_device(args.device)
-        targets = None if args.targets is None else read_targets(args.targets, "decode", Case.parse)
-    output = Output(args.json, device)
-    impls = _implementations(args, output)
-    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
-        left = measure(chosen, time_cases(chosen, impls, device), budget, output)
-    output.finish(Case.parse, summary, targets, left)
-    return _FAILED if output.failures else 0
+    mine = [ours(page, kv_dtype) for kv_dtype in args.kv_dtype for page in args.page]
+    return run(args, BENCHMARK, chosen, mine, expand=lambda peer: paged(peer, args.page))
 
 
 def _check(args: argparse.Namespace) -> list[Case]:
@@ -149,16 +114,3 @@ def _check(args: argparse.Namespace) -> list[Case]:
     if not chosen:
         raise UserError(f"--max-kv-gb: got {args.max_kv_gb:g}, expected room for a case")
     return chosen
-
-
-def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
-    """Return ours and the peers, less those that are not installed, unless asked for by name."""
-    from ...bench.decode.impls import (
-        PEERS,
-        ours,
-        peers,
-    )
-
-    impls = [ours(page, kv_dtype) for kv_dtype in args.kv_dtype for page in args.page]
-    found = ready_peers(args.peer, PEERS, lambda names: peers(names, args.page), output)
-    return impls + found

@@ -84,11 +84,11 @@ def _run(args: argparse.Namespace) -> int:
 
     from ...bench.engine import EnginePlan, TooShortError
     from ...bench.report import Report
-    from ...models import ModelConfig
+    from ...models import read_config
     from ...models.l2.partitioned_memory import free_unused
 
     plan = EnginePlan(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats)
-    config = ModelConfig.from_hf(SHAPES[args.shape])
+    config = read_config(SHAPES[args.shape])
     with user_errors(ValueError):
         device = resolve_device(args.device)
         plan.check(config)
@@ -114,11 +114,11 @@ def _measure(
 ) -> None:
     from ...bench.engine import EngineRow, StartUp, engine_for, time_engine
     from ...bench.step.run import implementation
-    from ...bench.weights import random_llama
+    from ...bench.weights import random_decoder
     from ...models import compile_kernels
 
     began = time.perf_counter()
-    model = random_llama(
+    model = random_decoder(
         config,
         dtype,
         device,

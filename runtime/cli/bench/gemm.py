@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import time
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,27 +16,15 @@ from ...bench.gemm.cases import (
     cases,
     parse_shapes,
 )
-from ..budget import Budget, add_budget_flag
-from ..command import Parser, UserError, user_errors
-from ..device import add_device_flag, resolve_device
+from ..command import Parser, UserError
 from ..gemm_flags import add_dtype_flag, check_tokens
-from .output import (
-    Output,
-    add_json_flag,
-    add_targets_flag,
-    check_json_flag,
-)
-from .run import (
-    measure,
-    ready_peers,
-)
+from .output import check_json_flag
+from .run import add_run_flags, run
 
 if TYPE_CHECKING:
     import torch
 
-    from ...bench.gemm.impls import Implementation
-
-_FAILED = 1
+_SGL_LIBRARY = "OSTINATO_SGL_LIBRARY"  # read by the adapter of sglang-kernel
 _PDL = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
@@ -72,15 +60,6 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help=f"these tokens as well: {' '.join(map(str, EDGE_M))}",
     )
     parser.add_argument(
-        "--peer",
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help="sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by "
-        "tensor), int_mm and bf16 (torch's, not W8A8: for reference), all that are installed "
-        "(default) or none",
-    )
-    parser.add_argument(
         "--sgl-library",
         type=Path,
         metavar="F",
@@ -98,40 +77,36 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         action="store_true",
         help="time what the power limit leaves of the clock after 160 ms, not a card at rest",
     )
-    add_targets_flag(parser)
-    add_budget_flag(parser, "case")
-    add_json_flag(parser)
-    add_device_flag(parser)
+    add_run_flags(
+        parser,
+        "sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by tensor), "
+        "int_mm and bf16 (torch's, not W8A8: for reference)",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    budget = Budget(args.budget_s, time.monotonic())
     chosen = _check(args)
 
-    import torch
+    from ...bench.gemm.benchmark import BENCHMARK
+    from ...bench.gemm.impls import ours
+    from ...bench.harness.rotation import RESTED, SUSTAINED
 
-    from ...bench.comparison import read_targets
-    from ...bench.gemm.run import time_cases
-    from ...bench.gemm.summary import summary
-    from ...bench.graphs.timing import (
-        RESTED,
-        SUSTAINED,
+    def compile_kernels(device: torch.device) -> None:
+        if device.type == "cuda":
+            _compile(chosen, args.dtype, device)
+
+    library = args.sgl_library
+    return run(
+        args,
+        BENCHMARK,
+        chosen,
+        [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]],
+        environ={**os.environ, _SGL_LIBRARY: str(library)} if library is not None else None,
+        required=library is not None,  # whoever names a library wants it timed
+        pace=SUSTAINED if args.sustained else RESTED,
+        prepare=compile_kernels,
     )
-
-    with user_errors():
-        device = resolve_device(args.device)
-        targets = None if args.targets is None else read_targets(args.targets, "gemm", Case.parse)
-    output = Output(args.json, device)
-    impls = _implementations(args, output)
-    if device.type == "cuda":
-        _compile(chosen, args.dtype, device)
-    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
-        pace = SUSTAINED if args.sustained else RESTED
-        results = time_cases(chosen, impls, device, pace=pace)
-        left = measure(chosen, results, budget, output)
-    output.finish(Case.parse, summary, targets, left)
-    return _FAILED if output.failures else 0
 
 
 def _check(args: argparse.Namespace) -> list[Case]:
@@ -142,27 +117,6 @@ def _check(args: argparse.Namespace) -> list[Case]:
         return cases(parse_shapes(args.shapes), tokens)
     except ValueError as error:
         raise UserError(f"--shapes: {error}") from error
-
-
-def _implementations(args: argparse.Namespace, output: Output) -> list[Implementation]:
-    """Return ours and the peers, less those that are not installed, unless asked for by name."""
-    from ...bench.gemm.impls import (
-        PEERS,
-        ours,
-        peers,
-    )
-
-    impls = [ours(dtype, with_pdl=pdl) for dtype in args.dtype for pdl in _PDL[args.pdl]]
-    library = args.sgl_library
-    found = ready_peers(
-        args.peer,
-        PEERS,
-        lambda names: peers(names, library),
-        output,
-        # Who names a library wants it timed.
-        required=library is not None,
-    )
-    return impls + found
 
 
 def _compile(chosen: Sequence[Case], dtypes: Sequence[str], device: torch.device) -> None:

@@ -1,9 +1,9 @@
-"""What `bench` prints of cases and peers, and the document that grows with every case."""
+"""The printed lines of `bench`, and the document that grows with every case."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from ..command import UserError, check_folder, user_errors
 if TYPE_CHECKING:
     import torch
 
-    from ...bench.results import CaseResult
+    from ...bench.harness.benchmark import Benchmark, Implementation
+    from ...bench.harness.results import CaseResult
 
 _NAMED = 20  # of what is listed in one line
 _PRINTED = ".txt"  # suffix of what is printed
@@ -31,7 +32,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json_flag(path: Path | None) -> None:
-    """Check that the file of --json can be made, and is not that of what is printed."""
+    """Check that the file of --json can be made, and is not that of the printed lines."""
     check_folder("--json", path)
     if path is not None and path.suffix == _PRINTED:
         raise UserError(
@@ -44,6 +45,17 @@ def add_targets_flag(parser: argparse.ArgumentParser) -> None:
     """Add --targets."""
     parser.add_argument(
         "--targets", type=Path, metavar="F", help="compare with the peers' times in this file, too"
+    )
+
+
+def add_peers_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --peers."""
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        metavar="DIR",
+        help="folder with the adapters of other libraries (default: OSTINATO_BENCH_PEERS, or "
+        "examples/bench_peers of the source tree that this package is imported from)",
     )
 
 
@@ -69,6 +81,11 @@ class Output:
         self._lines += lines
         print(*lines, sep="\n", flush=True)
 
+    def record(self, peer: Implementation) -> None:
+        """Note the version of a peer's package in the document."""
+        if peer.package is not None and peer.version is not None:
+            self._report.versions[peer.package] = peer.version
+
     def add(self, result: CaseResult[Any]) -> None:
         """Print what was found in a case, and write it."""
         times = " ".join(f"{row.impl} {row.us:.2f}" for row in result.rows)
@@ -83,26 +100,22 @@ class Output:
         if self._json is not None:
             self._report.write(self._json)
 
-    def finish(
-        self,
-        parse: Callable[[str], Any],
-        summary: Callable[[Times, Times], list[str]],
-        targets: Times | None,
-        left: Sequence[object],
-    ) -> None:
+    def finish(self, benchmark: Benchmark, targets: Times | None, left: Sequence[object]) -> None:
         """Print how our times compare with the peers', and write what was printed.
 
         Args:
-            parse: returns the case of a row.
-            summary: returns the lines for our times and the peers'.
+            benchmark: that was run.
             targets: the peers' published times.
             left: cases for which there was no time.
         """
-        from ...bench.comparison import times
+        from ...bench.harness.summary import times
         from ...bench.report import Row
         from ...jit.files import write_whole
 
-        measured = times([row for row in self._report.rows if isinstance(row, Row)], parse)
+        summary = benchmark.summary.lines
+        measured = times(
+            [row for row in self._report.rows if isinstance(row, Row)], benchmark.parse
+        )
         self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
         if targets is not None:
             self.say("", "== against the targets (µs)", *summary(measured, targets))

@@ -1,52 +1,125 @@
-"""How `bench` runs: the peers that it asks for, and cases for as long as there is time."""
+"""Runs a benchmark of the harness: its common flags, the peers, the cases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from ..command import UserError
+from ..budget import Budget, add_budget_flag
+from ..command import UserError, user_errors
+from ..device import add_device_flag, resolve_device
+from .output import Output, add_json_flag, add_peers_flag, add_targets_flag
 
 if TYPE_CHECKING:
-    from ...bench.results import CaseResult
-    from ..budget import Budget
-    from .output import Output
+    import torch
 
+    from ...bench.harness.benchmark import Benchmark, Implementation
+    from ...bench.harness.results import CaseResult
+    from ...bench.harness.rotation import Pace
 
-class _Peer(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def prepare(self) -> Callable[[], object]: ...
-
-
-_PeerT = TypeVar("_PeerT", bound=_Peer)
+_FAILED = 1
 _CaseT = TypeVar("_CaseT")
+
+
+def add_run_flags(parser: argparse.ArgumentParser, peers: str) -> None:
+    """Add the flags of every benchmark of the harness.
+
+    Args:
+        parser: of the section.
+        peers: names of the peers, and what each is, for --help.
+    """
+    parser.add_argument(
+        "--peer",
+        nargs="+",
+        default=["all"],
+        metavar="NAME",
+        help=f"{peers}; all that are installed (default) or none",
+    )
+    add_peers_flag(parser)
+    add_targets_flag(parser)
+    add_budget_flag(parser, "case")
+    add_json_flag(parser)
+    add_device_flag(parser)
+
+
+def run(
+    args: argparse.Namespace,
+    benchmark: Benchmark,
+    cases: Sequence[_CaseT],
+    ours: Sequence[Implementation],
+    *,
+    expand: Callable[[Implementation], Sequence[Implementation]] = lambda peer: [peer],
+    environ: Mapping[str, str] | None = None,
+    required: bool = False,
+    pace: Pace | None = None,
+    prepare: Callable[[torch.device], object] = lambda device: None,
+) -> int:
+    """Time ours and the peers in all cases, print and write the results; return the exit code.
+
+    Args:
+        args: with the flags of `add_run_flags`.
+        benchmark: what to run.
+        cases: what is computed.
+        ours: our implementations.
+        expand: returns the implementations of a peer that this run times.
+        environ: what adapters read instead of the process's environment.
+        required: whether each peer is needed, as if it were asked for by name.
+        pace: of the timing; that of a card at rest by default.
+        prepare: called with the device before anything is timed.
+    """
+    budget = Budget(args.budget_s, time.monotonic())
+
+    import torch
+
+    from ...bench.harness.peers import adapter_folder, find_peers
+    from ...bench.harness.rotation import RESTED
+    from ...bench.harness.runner import time_cases
+    from ...bench.harness.summary import read_targets
+
+    with user_errors():
+        device = resolve_device(args.device)
+        targets = None
+        if args.targets is not None:
+            targets = read_targets(args.targets, benchmark.section, benchmark.parse)
+    environ = os.environ if environ is None else environ
+    with user_errors(ValueError):
+        known = find_peers(benchmark, adapter_folder(args.peers, environ), environ, expand)
+    output = Output(args.json, device)
+    impls = [*ours, *ready_peers(args.peer, known, output, required=required)]
+    prepare(device)
+    with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
+        results = time_cases(benchmark, cases, impls, device, pace=pace or RESTED)
+        left = _measure(cases, results, budget, output)
+    output.finish(benchmark, targets, left)
+    return _FAILED if output.failures else 0
 
 
 def ready_peers(
     asked: Sequence[str],
-    known: Collection[str],
-    find: Callable[[Sequence[str]], Sequence[_PeerT]],
+    known: Mapping[str, list[Implementation]],
     output: Output,
     *,
     required: bool = False,
-) -> list[_PeerT]:
+) -> list[Implementation]:
     """Return the peers of --peer, less those that are not installed, unless asked for by name.
 
     Args:
         asked: names, or all or none.
-        known: the names of all.
-        find: returns the peers of some names; raises `ValueError` for an unknown one.
-        output: says which are not timed.
+        known: the implementations of every peer, by its name.
+        output: says which are not timed, and records the versions of the others.
         required: as if each were asked for by name.
 
     Raises:
         UserError: for an unknown name, and for a peer asked for by name that is not installed.
     """
+    from ...bench.harness.peers import select
+
     names = {"all": list(known), "none": []}.get(" ".join(asked), asked)
     try:
-        found = find(names)
+        found = select(names, known)
     except ValueError as error:
         raise UserError(f"--peer: {error}") from error
     ready = []
@@ -59,22 +132,26 @@ def ready_peers(
             output.say(f"{peer.name} is not timed: {error}")
         else:
             ready.append(peer)
+            output.record(peer)
     return ready
 
 
-def measure(
-    chosen: Sequence[_CaseT], results: Iterator[CaseResult[Any]], budget: Budget, output: Output
+def _measure(
+    cases: Sequence[_CaseT],
+    results: Iterator[CaseResult],
+    budget: Budget,
+    output: Output,
 ) -> Sequence[_CaseT]:
     """Take the results of the cases, and return those for which no time was left.
 
     Args:
-        chosen: the cases.
-        results: times the next one each time it is asked.
+        cases: what is computed.
+        results: times the next case each time it is asked.
         budget: of time.
         output: gets each result as it comes.
     """
-    for done in range(len(chosen)):
+    for done in range(len(cases)):
         if not budget.allows_another():
-            return chosen[done:]
+            return cases[done:]
         output.add(next(results))
     return []

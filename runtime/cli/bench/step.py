@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,18 +15,20 @@ from ...bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
 from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
+from .output import add_peers_flag
 
 if TYPE_CHECKING:
     import torch
 
+    from ...bench.report import AnyRow
     from ...bench.step.run import (
         StepPlan,
         StepResult,
     )
-    from ...models import Llama
+    from ...models import Decoder
 
 _HEADER = (
-    f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'floor µs':>12}{'of it':>8}"
+    f"{'case':<32}{'impl':<36}{'µs':>12}{'tokens/s':>12}{'TB/s':>10}{'roofline µs':>13}{'of it':>8}"
 )
 
 
@@ -37,8 +40,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="one decode step of a whole model",
         description="Time the engine's captured decode step: inputs into the static buffers, "
         "replay, one token per sequence sampled. TB/s counts the weights and the KV cache "
-        "read by a step. The floor, where it is known for the GPU, is the sum of what each kernel "
-        "takes at least, to read them or to multiply.",
+        "read by a step. The roofline, where it is known for the GPU, is the sum of each kernel's "
+        "shortest time to read them or to multiply.",
     )
     _add_flags(step)
     step.set_defaults(run=_run)
@@ -95,6 +98,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="time these in the same run, with --shape: transformers' Llama in bf16 with a static "
         "cache, as it is or compiled by torch",
     )
+    add_peers_flag(parser)
     parser.add_argument(
         "--timeline",
         type=Path,
@@ -121,11 +125,9 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from ...bench.harness.peers import adapter_folder, adapter_named
+    from ...bench.harness.summary import OURS
     from ...bench.report import Report
-    from ...bench.step.peers import (
-        check_peers,
-        time_peers,
-    )
     from ...bench.step.run import (
         StepPlan,
         time_steps,
@@ -142,11 +144,15 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag}: got device {device}, expected a CUDA device")
         models = _models(args, plan, device)
         with user_errors(ImportError):
-            check_peers(args.peer, args.shape)
+            peers = None
+            if args.peer:
+                folder = adapter_folder(args.peers, os.environ)
+                peers = adapter_named("hugging_face.py", folder)
+                peers.check_peers(args.peer, args.shape)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     ours = chain.from_iterable(time_steps(make(), name, plan) for name, make in models)
-    theirs = time_peers(args.peer, args.shape, device, plan) if args.peer else ()
+    theirs = peers.time_peers(args.peer, args.shape, device, plan) if peers is not None else ()
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for result in chain(ours, theirs):
             if isinstance(result, str):
@@ -154,6 +160,8 @@ def _run(args: argparse.Namespace) -> int:
                 continue
             print(_line(result), *_kernels(result), sep="\n", flush=True)
             report.rows += [result.row, *result.kernels]
+            if not result.row.impl.startswith(OURS):
+                report.rows = _with_peers(report.rows)
             if args.timeline is not None and result.run:
                 _draw(args.timeline, result)
             # After every row: what was measured before a Ctrl-C is worth keeping.
@@ -162,13 +170,22 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _with_peers(rows: Sequence[AnyRow]) -> list[AnyRow]:
+    """Return the rows, those of our steps with the fastest peer of the same case."""
+    from ...bench.harness.summary import OURS, with_peers
+    from ...bench.report import Row
+
+    steps = [row for row in rows if isinstance(row, Row)]
+    compared = iter(with_peers(steps, lambda ours, name: not name.startswith(OURS)))
+    return [next(compared) if isinstance(row, Row) else row for row in rows]
+
+
 def _models(
     args: argparse.Namespace, plan: StepPlan, device: torch.device
-) -> list[tuple[str, Callable[[], Llama]]]:
+) -> list[tuple[str, Callable[[], Decoder]]]:
     """Return the models' names and how to make them: one at a time, as two might not fit."""
-    from ...bench.weights import dtype_named, random_llama
+    from ...bench.weights import dtype_named, random_decoder
     from ...checkpoint import load_config, load_model
-    from ...models import ModelConfig
 
     max_context = max(args.context)
     if args.model is not None:
@@ -182,10 +199,12 @@ def _models(
             batch_invariant=args.batch_invariant,
         )
         return [(folder.resolve().name, lambda: model)]
-    config = ModelConfig.from_hf(SHAPES[args.shape])
+    from ...models import read_config
+
+    config = read_config(SHAPES[args.shape])
     plan.check(config)
     make = partial(
-        random_llama,
+        random_decoder,
         config,
         device=device,
         max_context=max_context,
@@ -208,12 +227,12 @@ def _kernels(result: StepResult) -> list[str]:
             f"runs{kernel.running_us / kernel.launches:8.2f} µs"
         )
         if kernel.floor_us is not None:
-            line += f", floor{kernel.floor_us / kernel.launches:8.2f} µs, {kernel.tb_s:.3g} TB/s"
+            line += f", roofline{kernel.floor_us / kernel.launches:8.2f} µs, {kernel.tb_s:.3g} TB/s"
         lines.append(line)
     total = sum(kernel.us for kernel in result.kernels)
     count = sum(kernel.launches for kernel in result.kernels)
-    floor = result.row.floor_us
-    known = "" if floor is None else f", their floors {floor:.1f} µs"
+    roofline = result.row.floor_us
+    known = "" if roofline is None else f", their rooflines {roofline:.1f} µs"
     layers = next((kernel.launches for kernel in result.kernels if kernel.kernel == ATTENTION), 0)
     per_layer = ""
     if layers > 1:
@@ -239,5 +258,5 @@ def _line(result: StepResult) -> str:
     return (
         line
         if row.floor_us is None
-        else f"{line}{row.floor_us:>12.1f}{row.floor_us / row.us:>8.1%}"
+        else f"{line}{row.floor_us:>13.1f}{row.floor_us / row.us:>8.1%}"
     )

@@ -1,10 +1,10 @@
-"""Memory of which it is known which half of a GPU's L2 holds what, and a cache's pages in it.
+"""Memory of which it is known which L2 partition of a GPU holds what, and a cache's pages in it.
 
-The half that holds a page of 2 MiB is up to the driver. So pages are asked for, told apart
-(`probe.py`), and mapped in such an order that the half is the parity of some bits of an
+The partition that holds a page of 2 MiB is up to the driver. So pages are asked for, told apart
+(`probe.py`), and mapped in such an order that the partition is the parity of some bits of an
 address, the same for every layer of a cache. They are asked for two by two, which takes half the
-time: most pairs have one page in each half, or on other days most have both in one. Where memory
-is short of pairs of the kind of most, single pages make up for them.
+time: most pairs have one page in each partition, or on other days most have both in one. Where
+memory is short of pairs of the kind of most, single pages make up for them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...interrupts import Uninterrupted, uninterrupted
-from ...ops.attention.l2_partition import L2Halves
+from ...ops.attention.l2_partition import L2Partition, L2Probe
 from ...ops.common.device import (
-    has_kernels,
     on_device,
+    runs,
 )
 from .probe import (
     BLOCK_BYTES,
@@ -37,9 +37,9 @@ from .probe import (
 )
 
 _PAIR_BYTES = 2 * PAGE_BYTES
-# Pairs of pages are mapped in turn, those that begin in half 0 and those that begin in half 1. So
-# these bits of an address tell, besides those within a page: where both pages of a pair are in one
-# half, and where they are not.
+# Pairs of pages are mapped in turn, those that begin in partition 0 and those that begin in
+# partition 1. So these bits of an address tell, besides those within a page: where both pages of a
+# pair are in one partition, and where they are not.
 _PAGE_BITS = (_PAIR_BYTES, _PAIR_BYTES | PAGE_BYTES)
 # A layer's keys begin where these are 0, so that they all have the same parities, and so do its
 # values. Where that would waste more than a fourth they lie anywhere.
@@ -53,10 +53,10 @@ _LEAST_AS_EXPECTED = 0.99
 _OUT_OF_MEMORY = 2  # CUresult
 
 
-def halved_storage(
+def partitioned_storage(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, L2Halves] | None:
-    """Return zeros for a paged cache, and which half of the L2 holds a head of a page.
+) -> tuple[torch.Tensor, L2Partition] | None:
+    """Return zeros for a paged cache, and which L2 partition holds a head of a page.
 
     Args:
         shape: [layers, 2, pages, page_size, heads_kv, dim].
@@ -64,7 +64,7 @@ def halved_storage(
         device: a GPU.
 
     Returns:
-        None where halves are not known: on other GPUs than Hopper's, or without cuda-python; for
+        None where partitions are not known: on other GPUs than Hopper's; without cuda-python; for
         small caches; where a head's keys in a page are more than 4096 bytes, or these and the
         heads are no powers of two; or for want of memory.
     """
@@ -82,7 +82,7 @@ def halved_storage(
     ):
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    cu = _driver(index) if has_kernels(index) else None
+    cu = _driver(index) if runs(L2Probe, index) else None
     l2 = None if cu is None else l2_map(index)
     if l2 is None:
         return None
@@ -97,7 +97,7 @@ def halved_storage(
     arrays = memory.view(dtype).view(layers, kinds, -1)
     used = arrays[:, :, : math.prod(shape[2:])]
     storage = used.unflatten(2, (pages, heads, page_size, dim)).transpose(3, 4)
-    return storage.zero_(), L2Halves(l2.sms, mask // page_bytes, in_heads)
+    return storage.zero_(), L2Partition(l2.sms, mask // page_bytes, in_heads)
 
 
 def rounding(layers: int, room: int) -> int:
@@ -186,7 +186,9 @@ _freeing = threading.Lock()
 
 @uninterrupted
 def _allocate(cu: Any, device: int, size: int, l2: L2Map) -> tuple[torch.Tensor, int] | None:
-    """Return bytes [size], a multiple of groups, and which bits of an offset tell their half."""
+    """Return bytes [size], a multiple of groups, and which bits of an offset tell their
+    partition.
+    """
     with on_device(device):
         torch.cuda.current_stream().synchronize()  # and the driver's context is torch's
         owned: list[_Memory] = []
@@ -234,13 +236,13 @@ def _map_in_order(
 def _in_order(
     cu: Any, device: int, pairs: int, l2: L2Map, owned: list[_Memory]
 ) -> tuple[list[_Memory], int] | None:
-    """Return memory for so many pairs of pages in turn, and whether a pair is of both halves.
+    """Return memory for so many pairs of pages in turn, and whether a pair is of both partitions.
 
     None where memory does not suffice. All that is asked for is in `owned`, until it is released.
     """
     each = pairs // 2
     pages: tuple[list[_Memory], list[_Memory]] = ([], [])
-    # By whether its pages are in two halves, and by the half of the first.
+    # By whether its pages are in two partitions, and by the partition of the first.
     by_kind: tuple[tuple[list[_Memory], list[_Memory]], ...] = (([], []), ([], []))
 
     def missing(kind: int) -> list[int]:
@@ -261,7 +263,7 @@ def _in_order(
         useless = [piece for piece in owned if id(piece) not in useful]
         owned[:] = [piece for piece in owned if id(piece) in useful]
         _release(cu, useless)
-        wanted = [0, 0]  # pages of either half
+        wanted = [0, 0]  # pages of either partition
         for first, count in enumerate(missing(apart)):
             wanted[first] += count
             wanted[first ^ apart] += count
@@ -283,7 +285,7 @@ def _in_order(
 def _singles(
     cu: Any, device: int, wanted: Sequence[int], l2: L2Map, owned: list[_Memory]
 ) -> tuple[list[_Memory], list[_Memory]] | None:
-    """Return so many pages of each half, or more; None where memory does not suffice."""
+    """Return so many pages of each partition, or more; None where memory does not suffice."""
     found: tuple[list[_Memory], list[_Memory]] = ([], [])
 
     def missing() -> int:
@@ -292,8 +294,8 @@ def _singles(
     for _ in range(_ROUNDS):
         count = 2 * missing() + _SPARE
         made = _create(cu, device, count, PAGE_BYTES, owned)
-        for page, (half,) in zip(made, _tell(cu, device, made, l2), strict=True):
-            found[half].append(page)
+        for page, (partition,) in zip(made, _tell(cu, device, made, l2), strict=True):
+            found[partition].append(page)
         if missing() <= 0:
             return found
         if len(made) < count:
@@ -302,25 +304,25 @@ def _singles(
 
 
 def _tell(cu: Any, device: int, pieces: list[_Memory], l2: L2Map) -> NDArray[np.int64]:
-    """Return the half of each page [pieces, pages of a piece]."""
+    """Return the partition of each page [pieces, pages of a piece]."""
     if not pieces:
         return np.empty((0, 1), dtype=np.int64)
     mapping = _Mapping(cu, device, pieces)
     try:
         places = np.arange(0, mapping.bytes, PAGE_BYTES)
-        halves = l2.halves(*probe(device, mapping.address, places, by_all=False))
+        partitions = l2.partitions(*probe(device, mapping.address, places, by_all=False))
     finally:
         torch.cuda.current_stream().synchronize()  # what was interrupted may be probing still
         mapping.unmap()
-    return halves.reshape(len(pieces), -1)
+    return partitions.reshape(len(pieces), -1)
 
 
 def _as_expected(device: int, mapping: _Mapping, l2: L2Map, mask: int) -> float:
-    """Return of how many of all pages a block is in the half where it should be."""
+    """Return of how many of all pages a block is in the partition where it should be."""
     offsets = np.arange(0, mapping.bytes, PAGE_BYTES)
     blocks = np.random.default_rng(0).integers(PAGE_BYTES // BLOCK_BYTES, size=len(offsets))
-    offsets += blocks * BLOCK_BYTES  # some of one half and some of the other
-    found = l2.halves(*probe(device, mapping.address, offsets, by_all=False))
+    offsets += blocks * BLOCK_BYTES  # some of one partition and some of the other
+    found = l2.partitions(*probe(device, mapping.address, offsets, by_all=False))
     return float((found == parity(offsets & mask)).mean())
 
 
@@ -350,7 +352,7 @@ def _reserve(cu: Any, device: int, size: int) -> int:
     """Return an address with room for that much behind it, near torch's memory if there is some.
 
     The driver would choose 0x302000000. Two small numbers side by side in a kernel's parameters
-    look like an address there, to who looks for those that are gone (`ostinato.graphs.audit`).
+    look like an address there, to who looks for those that are gone (the audit of graphs).
     """
     theirs = torch.empty(1, dtype=torch.uint8, device=f"cuda:{device}").data_ptr()
     step = size + _CLEARANCE_BYTES

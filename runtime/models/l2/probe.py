@@ -1,8 +1,8 @@
-"""Which half of a GPU's L2 holds an address, found out by how long SMs take to reach it.
+"""Which L2 partition of a GPU holds an address, found out by how long SMs take to reach it.
 
-docs/halves.md says what was measured. An SM reaches its own half in two thirds of the time that the
-other takes. Which half holds a block of 4096 bytes is the parity of some bits of its physical
-address: within a page of 2 MiB those of an offset, and one more for the whole page.
+docs/l2_partition.md says what was measured. An SM reaches its own partition in two thirds of the
+time that the other takes. Which partition holds a block of 4096 bytes is the parity of some bits of
+its physical address: within a page of 2 MiB those of an offset, and one more for the whole page.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from ...jit.loader import load
-from ...jit.variants import L2Probe
+from ...ops.attention.l2_partition import L2Probe
 from ...ops.common.device import (
     current_stream,
     on_device,
 )
 
 PAGE_BYTES = 2 << 20  # of the GPU's memory, the least that is mapped
-BLOCK_BYTES = 4096  # that one half holds
+BLOCK_BYTES = 4096  # that one partition holds
 _BLOCKS = PAGE_BYTES // BLOCK_BYTES
-# What must hold of clocks, or no halves are told apart: the other half is so much further away, and
-# so many of all are on the right side between both.
+# What must hold of clocks, or no partitions are told apart: the other partition is so much further
+# away, and so many of all are on the right side between both.
 _LEAST_RATIO, _LEAST_RIGHT = 1.1, 0.99
 _TRIES = 3  # since the GPU may be busy with something else
 
@@ -34,20 +34,21 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class L2Map:
-    """What tells halves of one GPU apart.
+    """What tells L2 partitions of one GPU apart.
 
     Args:
-        mask: bits of an offset within a page whose parity is the half, but for the page's own bit.
-        sms: by SM, the half that it is on.
-        between: by SM, clocks that are more than its own half takes and less than the other.
+        mask: bits of an offset within a page whose parity is the partition, but for the page's own
+            bit.
+        sms: by SM, the partition that it is on.
+        between: by SM, clocks that are more than its own partition takes and less than the other.
     """
 
     mask: int
     sms: tuple[int, ...]
     between: tuple[float, ...]
 
-    def halves(self, clocks: _Ints, sms: _Ints) -> _Ints:
-        """Return the half that holds each place, from the clocks of the SM that reached it."""
+    def partitions(self, clocks: _Ints, sms: _Ints) -> _Ints:
+        """Return the partition that holds each place, from the clocks of the SM that reached it."""
         own = np.asarray(self.sms)[sms]
         return np.where(clocks < np.asarray(self.between)[sms], own, 1 - own)
 
@@ -60,15 +61,15 @@ def parity(numbers: _Ints) -> _Ints:
     return (bits & np.uint64(1)).astype(np.int64)
 
 
-def tell_halves(clocks: _Ints, sms: _Ints) -> L2Map | None:
-    """Return how to tell halves by what every SM takes to each block of a page, in order.
+def find_partitions(clocks: _Ints, sms: _Ints) -> L2Map | None:
+    """Return how to tell partitions by what every SM takes to each block of a page, in order.
 
     Args:
         clocks: [SMs, blocks].
         sms: [SMs], who has a row.
 
     Returns:
-        None where the clocks are not those of two halves, or not of each SM once.
+        None where the clocks are not those of two partitions, or not of each SM once.
     """
     if sorted(sms.tolist()) != list(range(len(sms))):
         return None
@@ -130,12 +131,12 @@ def probe(device: int, base: int, offsets: _Ints, *, by_all: bool) -> tuple[_Int
 
 @cache
 def l2_map(device: int) -> L2Map | None:
-    """Return what tells the halves of a Hopper GPU's L2 apart, None where nothing does."""
+    """Return what tells the L2 partitions of a Hopper GPU apart, None where nothing does."""
     room = torch.zeros(2 * PAGE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     page = -room.data_ptr() % PAGE_BYTES
     offsets = page + np.arange(_BLOCKS) * BLOCK_BYTES
     for _ in range(_TRIES):
-        found = tell_halves(*probe(device, room.data_ptr(), offsets, by_all=True))
+        found = find_partitions(*probe(device, room.data_ptr(), offsets, by_all=True))
         if found is not None:
             return found
     return None

@@ -8,7 +8,7 @@ import torch
 
 from ..common import checks
 from ..common.batch_invariant_rows import mean_square
-from ..common.device import has_kernels
+from ..common.device import has_kernel
 from ..common.e4m3 import as_bytes
 from ..common.torch_library import register
 from ..linear.quantize import (
@@ -16,7 +16,7 @@ from ..linear.quantize import (
     encode,
 )
 from . import checks as attention_checks
-from .append_kv_cuda import append_heads
+from .append_kv_cuda import AppendKV, append_heads
 
 _MOST_HEADS = 4 * 65535  # a block of the launch has at least 4, and a grid so many blocks a token
 
@@ -88,8 +88,8 @@ def append_kv(
     Each head of q and k is divided by its root mean square if its norm weight is given, then
     rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), all
     in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of slot -1 is not
-    written, but its q is returned like any other's. No other slot may occur twice. On a Hopper GPU
-    all of it is one launch (docs/append.md).
+    written, but its q is returned like any other's. No other slot may occur twice. On a GPU, from
+    sm_80 on, all of it is one launch (docs/append.md).
 
     Args:
         k: [tokens, heads_kv, dim] bf16, fp16 or fp32.
@@ -241,7 +241,7 @@ def _append_kv(
         return
     if check_bounds or k.device.type == "cpu":
         _check_bounds(slot_mapping, k_cache, positions, cos_sin)
-    if k.device.type == "cuda" and has_kernels(k.get_device()):
+    if has_kernel(AppendKV, k):
         append_heads(
             k,
             v,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from ...jit.loader import load
-from ...jit.variants import AppendKV
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
@@ -17,6 +22,44 @@ from ..common.device import (
     on_device,
     slots_of,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AppendKV(Variant):
+    """Norm and rotation of q and k, and their way and that of v into the paged cache.
+
+    Args:
+        dtype: of q, k and v.
+        cache_dtype: of the cache: dtype, int8 or e4m3.
+    """
+
+    family: ClassVar[str] = "append_kv"
+    source: ClassVar[Path] = CSRC / "attention" / "append" / "append.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    dtype: str
+    cache_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        check("dtype", self.dtype, FLOAT_DTYPES)
+        if not self.cache_dtype:
+            object.__setattr__(self, "cache_dtype", self.dtype)
+        check("cache_dtype", self.cache_dtype, (self.dtype, *OPERAND_DTYPES))
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.dtype}-{self.cache_dtype}"
+
+    def defines(self) -> dict[str, str]:
+        return {"OSTINATO_DTYPE": self.dtype, "OSTINATO_CACHE_DTYPE": self.cache_dtype}
+
+
+_LISTED = tuple(
+    AppendKV(dtype=dtype, cache_dtype=cache_dtype)
+    for dtype in FLOAT_DTYPES
+    for cache_dtype in (dtype, *OPERAND_DTYPES)
+)
+register_family(AppendKV, _LISTED)
 
 
 @cache

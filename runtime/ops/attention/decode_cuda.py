@@ -11,24 +11,20 @@ import torch
 
 from ... import _C
 from ...jit.loader import load
-from ...jit.variants import (
-    SPLIT_TOKENS,
-    AttentionDecode,
-    DecodeLoad,
-    decode_cluster,
-)
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
     address_of,
     address_of_row,
     current_stream,
-    has_kernels,
+    has_kernel,
     heads_of,
     in_vectors,
     on_device,
     slots_of,
 )
+from .decode_variants import SPLIT_TOKENS, AttentionDecode, DecodeLoad, decode_cluster
+from .l2_partition import L2_WORDS
 from .softmax_torch import LogitRule
 
 _COLUMNS = (8, 16, 32, 64)
@@ -54,6 +50,8 @@ _LONG_TOKENS = 2048
 # smaller batch may ask.
 _LEAST_WORKSPACE, _SPLITS_MARGIN = 10 << 20, 1.2
 
+# Of an `L2Partition`, whose words the kernel takes: nothing is known.
+_NOT_KNOWN = (0,) * L2_WORDS
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
@@ -77,7 +75,7 @@ def variant(
         or v_cache.size(3) != dim
         or k_cache.dtype not in (q.dtype, torch.int8, torch.float8_e4m3fn)
         or not _within_limits(page_table, page_size, heads_kv)
-        or not has_kernels(q.get_device())
+        or not has_kernel(AttentionDecode, q)
         or not in_vectors(k_cache, _VECTOR_BYTES)
         or not in_vectors(v_cache, _VECTOR_BYTES)
         or not in_vectors(q, 4)
@@ -181,7 +179,7 @@ def attend(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
-    halves: Sequence[int],
+    l2_partition: Sequence[int],
 ) -> None:
     """Launch the kernel that `variant` chose on torch's current stream.
 
@@ -199,9 +197,9 @@ def attend(
         stream = current_stream(device)
         library = load(kernel, device=device, stream=stream)
         needed = library.workspace_bytes(
-            max_seqlen_q * (heads_q // heads_kv),
-            min(seq_lens.size(0), _MOST_SEQUENCES) * heads_kv,
-            page_table.size(1) * k_cache.size(1),
+            rows=max_seqlen_q * (heads_q // heads_kv),
+            sequences=min(seq_lens.size(0), _MOST_SEQUENCES) * heads_kv,
+            tokens=page_table.size(1) * k_cache.size(1),
         )
         if workspace is None:
             workspace = _own_workspace(device, stream, needed)
@@ -244,7 +242,7 @@ def attend(
                 k_scale=slots_of(k_scale),
                 v_scale=slots_of(v_scale),
                 pdl=pdl.enabled(),
-                halves=halves,
+                l2_partition=l2_partition or _NOT_KNOWN,
                 stream=stream,
             )
 

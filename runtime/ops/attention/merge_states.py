@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
 import torch
 
-from ..common import checks
-from ..common.device import has_kernels
+from ...jit.loader import load
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
+from ..common import checks, pdl
+from ..common.device import (
+    KERNEL_NAMES,
+    current_stream,
+    has_kernel,
+    heads_of,
+    on_device,
+)
 from ..common.torch_library import register
-from .merge_states_cuda import merge_on_device
 
 _LSE_SHAPE = ("tokens", "heads")
 _MOST_ROWS = 2**32 - 1  # the kernel counts them in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStates(OneDtypeVariant):
+    """The kernel: attention to some keys and attention to others, merged.
+
+    Args:
+        dtype: of the outputs.
+    """
+
+    family: ClassVar[str] = "merge_states"
+    source: ClassVar[Path] = CSRC / "attention" / "merge" / "merge_states.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+
+register_family(MergeStates, [MergeStates(dtype=dtype) for dtype in FLOAT_DTYPES])
 
 
 def merge_states(
@@ -32,7 +61,7 @@ def merge_states(
 
     A state with an LSE of -inf, of a query that saw no key, has no part in the result, whatever
     its output holds, NaN included; two of them merge into out = 0 and LSE = -inf. An LSE that is
-    NaN spreads. On a Hopper GPU all of it is one launch.
+    NaN spreads. On a GPU, from sm_80 on, all of it is one launch.
 
     Args:
         o_a: [tokens, heads, dim] bf16, fp16 or fp32.
@@ -83,7 +112,7 @@ def _merge_states(
     out: torch.Tensor,
     out_lse: torch.Tensor,
 ) -> None:
-    if o_a.device.type == "cuda" and has_kernels(o_a.get_device()):
+    if has_kernel(MergeStates, o_a):
         merge_on_device(o_a, lse_a, o_b, lse_b, out, out_lse)
         return
     top = torch.maximum(lse_a, lse_b)
@@ -98,6 +127,40 @@ def _merge_states(
         merged += torch.where(weight.unsqueeze(-1) == 0, 0.0, share * o.float())
     out.copy_(merged)
     out_lse.copy_(torch.where(total == 0, top, shift + total.log()))
+
+
+def merge_on_device(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    out: torch.Tensor,
+    out_lse: torch.Tensor,
+) -> None:
+    """Launch the kernel on torch's current stream; the arguments are those of the op, checked.
+
+    The kernel before it on the stream may still be writing any of these.
+    """
+    if o_a.size(0) == 0:
+        return
+    device = o_a.get_device()
+    tokens, heads, dim = o_a.shape
+    with on_device(device):
+        stream = current_stream(device)
+        variant = MergeStates(dtype=KERNEL_NAMES[o_a.dtype])
+        load(variant, device=device, stream=stream).launch(
+            o_a=heads_of(o_a),
+            lse_a=heads_of(lse_a),
+            o_b=heads_of(o_b),
+            lse_b=heads_of(lse_b),
+            out=heads_of(out),
+            out_lse=heads_of(out_lse),
+            tokens=tokens,
+            heads=heads,
+            dim=dim,
+            stream=stream,
+            pdl=pdl.enabled(),
+        )
 
 
 _merge_states_op = register(

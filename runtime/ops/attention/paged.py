@@ -23,7 +23,7 @@ from .batch_torch import (
     attend_live,
 )
 from .kv_view import PagedKV
-from .l2_partition import L2Halves
+from .l2_partition import L2Partition
 from .softmax_torch import LogitRule
 
 
@@ -49,7 +49,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     check_bounds: bool = False,
-    halves: L2Halves | None = None,
+    l2_partition: L2Partition | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor: ...
 @overload
@@ -74,7 +74,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     check_bounds: bool = False,
-    halves: L2Halves | None = None,
+    l2_partition: L2Partition | None = None,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def paged_attention(
@@ -98,7 +98,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     check_bounds: bool = False,
-    halves: L2Halves | None = None,
+    l2_partition: L2Partition | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys and values in a paged cache: decode, chunked prefill, or a mixed batch.
@@ -139,7 +139,7 @@ def paged_attention(
         out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
         workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
-            zero before its first use, and with `halves` before the kernel in front of that is
+            zero before its first use, and with `l2_partition` before the kernel in front of that is
             launched; one stream at a time may use it. None: one that is kept for
             the stream, made by the first call that is not captured, and made anew where a later one
             needs more: what a smaller batch needs may be more. A few MB, whatever the lengths; with
@@ -155,8 +155,8 @@ def paged_attention(
         check_bounds: check lengths, offsets and the page ids that are read, which the host must
             see for it. Without it offsets are checked on the CPU only, a page id out of range is an
             IndexError on the CPU, and on CUDA either is undefined.
-        halves: which half of the GPU's L2 holds the pages, as `PagedKVCache.halves` knows it of its
-            own. A hint: steps of many sequences read more cheaply by it, the result does not
+        l2_partition: which partition of the GPU's L2 holds which pages, as `PagedKVCache` knows it
+            of its own. A hint: steps of many sequences read more cheaply by it, the result does not
             depend on it. The first entry of each row of `page_table` is read then, whatever it is,
             and must not change meanwhile.
         stream: see `ostinato.ops`.
@@ -176,8 +176,10 @@ def paged_attention(
     )
     checks.flag("batch_invariant", batch_invariant)
     checks.flag("check_bounds", check_bounds)
-    if halves is not None and not isinstance(halves, L2Halves):
-        raise TypeError(f"halves: got {type(halves).__name__}, expected an L2Halves or None")
+    if l2_partition is not None and not isinstance(l2_partition, L2Partition):
+        raise TypeError(
+            f"l2_partition: got {type(l2_partition).__name__}, expected an L2Partition or None"
+        )
     with checks.launch_stream(stream, q.device):
         if out is None:
             out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
@@ -205,7 +207,7 @@ def paged_attention(
             out,
             lse,
             workspace,
-            [] if halves is None else halves.words,
+            [] if l2_partition is None else l2_partition.words,
         )
     return out if lse is None else (out, lse)
 
@@ -231,7 +233,7 @@ def _paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
-    halves: Sequence[int],
+    l2_partition: Sequence[int],
 ) -> None:
     max_seqlen_q = min(max_seqlen_q, q.size(0))
     kv = PagedKV(k_cache, v_cache, k_scale, v_scale, page_table)
@@ -257,7 +259,7 @@ def _paged_attention(
             q, k_cache, v_cache, page_table, max_seqlen_q, batch_invariant, out
         )
         if decode is not None:
-            decode_cuda.attend(decode, *given, k_scale, v_scale, out, lse, workspace, halves)
+            decode_cuda.attend(decode, *given, k_scale, v_scale, out, lse, workspace, l2_partition)
             return
     prefill = prefill_cuda.paged_variant(
         q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
@@ -277,7 +279,7 @@ _paged_attention_op = register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, "
     "Tensor? cu_seqlens_q, SymInt max_seqlen_q, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, bool batch_invariant, "
-    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, int[] halves) "
-    "-> ()",
+    "bool check_bounds, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
+    "int[] l2_partition) -> ()",
     _paged_attention,
 )

@@ -10,7 +10,6 @@ import torch
 
 from ... import _C
 from ...jit.loader import load
-from ...jit.variants import AttentionPrefill
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
@@ -18,12 +17,13 @@ from ..common.device import (
     address_of_row,
     current_stream,
     gpu,
-    has_kernels,
+    has_kernel,
     heads_of,
     in_vectors,
     on_device,
     slots_of,
 )
+from .prefill_variants import AttentionPrefill
 from .softmax_torch import LogitRule
 
 _PAGE = 16  # tokens; TMA copies pages of a multiple of it
@@ -329,7 +329,7 @@ def _launch(
 def _serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether our kernels run on the device and can copy these."""
     return (
-        has_kernels(q.get_device())
+        has_kernel(AttentionPrefill, q)
         and k.dtype == q.dtype
         and all(in_vectors(x, _VECTOR_BYTES) for x in (q, k, v, out))
     )
@@ -348,11 +348,14 @@ def _has_copied_heads(keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 def _scale_arguments(scales: Fp8Scales) -> dict[str, int]:
     """Return addresses and strides; the stride of a scalar is 0."""
-    arguments = {}
-    for name, scale in scales._asdict().items():
-        arguments[f"{name}_scale"] = scale.data_ptr()
-        arguments[f"{name}_scale_stride"] = int(scale.numel() > 1)
-    return arguments
+    return {
+        "q_scale": scales.q.data_ptr(),
+        "k_scale": scales.k.data_ptr(),
+        "v_scale": scales.v.data_ptr(),
+        "q_scale_stride": int(scales.q.numel() > 1),
+        "k_scale_stride": int(scales.k.numel() > 1),
+        "v_scale_stride": int(scales.v.numel() > 1),
+    }
 
 
 def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:

@@ -7,7 +7,10 @@ from functools import cache
 
 import torch
 
-# The names that `ostinato.jit.variants` gives to torch's dtypes.
+from ...jit.targets import capability_of
+from ...jit.variant import Variant
+
+# The names that `ostinato.jit.variant` gives to torch's dtypes.
 KERNEL_NAMES = {
     torch.int8: "int8",
     torch.float8_e4m3fn: "e4m3",
@@ -15,31 +18,25 @@ KERNEL_NAMES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
 }
-CAPABILITY = (9, 0)  # what the kernels are compiled for
 _AS_IT_IS = nullcontext()
 
 
 @cache
 def gpu(device: int) -> tuple[str, int]:
-    """Return the name of a GPU and how many multiprocessors it has.
-
-    Raises:
-        RuntimeError: when our kernels do not run on it.
-    """
+    """Return the name of a GPU and how many multiprocessors it has."""
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    if capability != CAPABILITY:
-        raise RuntimeError(
-            f"{properties.name}: got compute capability {capability[0]}.{capability[1]}, expected "
-            "9.0: the W8A8 kernels are for Hopper GPUs"
-        )
     return properties.name, properties.multi_processor_count
 
 
 @cache
-def has_kernels(device: int) -> bool:
-    """Return whether our kernels run on a GPU."""
-    return torch.cuda.get_device_capability(device) == CAPABILITY
+def runs(family: type[Variant], device: int) -> bool:
+    """Return whether a GPU runs kernels of a family; torch's operators serve where it does not."""
+    return family.supports(capability_of(device))
+
+
+def has_kernel(family: type[Variant], x: torch.Tensor) -> bool:
+    """Return whether kernels of a family run where a tensor is."""
+    return x.is_cuda and runs(family, x.get_device())
 
 
 def device_index(device: torch.device) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.torch_library import register
-from .fused_cuda import launch_fused
+from .fused_cuda import FusedLinear, launch_fused
 from .linear import (
     check_weight,
     multiply,
@@ -119,7 +120,9 @@ def _dynamic_w8a8_linear(
     batch_invariant: bool,
     out: torch.Tensor,
 ) -> None:
-    if x.is_cuda and launch_fused(x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None):
+    if has_kernel(FusedLinear, x) and launch_fused(
+        x, None, 0.0, None, w, w_scale, bias, batch_invariant, out, None
+    ):
         return
     codes, scale = codes_of(x, w)
     quantize_tokens(x, codes, scale, n_active)
@@ -140,7 +143,7 @@ def _rms_norm_w8a8_linear(
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
 ) -> None:
-    if x.is_cuda and launch_fused(
+    if has_kernel(FusedLinear, x) and launch_fused(
         x, weight, eps, residual, w, w_scale, bias, batch_invariant, out, residual_out
     ):
         return

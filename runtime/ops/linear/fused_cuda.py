@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import ClassVar
+
 import torch
 
 from ...jit.loader import load
-from ...jit.variants import (
-    FusedLinear,
-    GemmSmallM,
-)
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.targets import HOPPER
+from ...jit.variant import FLOAT_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
@@ -18,6 +23,55 @@ from ..common.device import (
     on_device,
 )
 from . import tile_tuning
+from .gemm_variants import GemmSmallM
+from .quantize_cuda import Quantize
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLinear(Variant):
+    """INT8 linear layer for one token that quantises its activations itself.
+
+    Args:
+        kind: per_token (x as it is) or rms_norm (with a residual added before, if given).
+        in_dtype: of x, the residual and the norm's weight: bf16 or fp16.
+        out_dtype: of the output and the bias.
+        max_k: the most input features, 4096 or 8192.
+    """
+
+    family: ClassVar[str] = "fused_linear"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "fused_linear_sm90.cu"
+    needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
+    dtype: ClassVar[str] = "int8"
+
+    kind: str
+    in_dtype: str
+    out_dtype: str
+    max_k: int
+
+    def __post_init__(self) -> None:
+        check("kind", self.kind, ("per_token", "rms_norm"))
+        check("in_dtype", self.in_dtype, ("bf16", "fp16"))
+        check("out_dtype", self.out_dtype, FLOAT_DTYPES)
+        check("max_k", self.max_k, (4096, 8192))
+
+    @property
+    def name(self) -> str:
+        dtypes = f"{self.in_dtype}-{self.dtype}-{self.out_dtype}"
+        return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}"
+
+    def defines(self) -> dict[str, str]:
+        product = GemmSmallM(out_dtype=self.out_dtype, max_m=8)
+        rows = Quantize(kind=self.kind, in_dtype=self.in_dtype, out_dtype=self.dtype)
+        return {**product.defines(), **rows.defines(), "OSTINATO_MAX_K": str(self.max_k)}
+
+
+# For one token of a 16-bit model, whose output projection may have fp32 results.
+_LISTED = tuple(
+    FusedLinear(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype, max_k=max_k)
+    for max_k, in_dtype in product((4096, 8192), ("bf16", "fp16"))
+    for kind, out_dtype in (("rms_norm", in_dtype), ("rms_norm", "fp32"), ("per_token", in_dtype))
+)
+register_family(FusedLinear, _LISTED)
 
 _MAX_K = (4096, 8192)
 _VECTOR = 16  # bytes

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from ...jit.targets import capability_of
 from ..common import checks
 from ..common.batch_invariant_rows import (
     alike_rows,
     in_row_blocks,
 )
+from ..common.device import has_kernel
 from ..common.e4m3 import to_float32
 from ..common.precision import full_precision
 from ..common.sizes import (
@@ -18,10 +20,15 @@ from ..common.sizes import (
 )
 from ..common.torch_library import register
 from . import packed_weight
+from .gemm_variants import GemmTiled
 from .packed_weight import PackedWeight
 from .w8a8_gemm import (
     ToSample,
     w8a8_gemm,
+)
+from .w8a8_torch import (
+    fp8_product,
+    int8_product,
 )
 
 _CACHE_LINE = 64  # bytes
@@ -87,8 +94,9 @@ def w8a8_linear(
     With `x_zero_point`, acc is x·wᵀ - x_zero_point · w_sum, for K of at most 65793. The epilogue is
     fp32, rounded once.
 
-    On CUDA this is one launch of a Hopper kernel, compiled on first use. It is at its fastest with
-    a `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
+    On a Hopper GPU this is one launch of a kernel, compiled on first use; other GPUs multiply by
+    torch's operators (`ostinato.ops.linear.w8a8_torch`). The kernel is at its fastest with a
+    `PackedWeight`: then w, w_scale, w_sum and bias are constants, which the kernel may read while
     kernels before it on the stream are still running, so none of those may write them. A plain w is
     read as it lies if it and its rows are aligned to 16 bytes, and otherwise packed for the call; x
     is copied if it or its rows are not so aligned.
@@ -253,25 +261,29 @@ def multiply(
 ) -> None:
     """Do `w8a8_linear` with checked arguments; w is [N, K] or the data of a `PackedWeight`.
 
-    `to_sample` is for CUDA alone.
+    `to_sample` is for GPUs with kernels alone.
     """
     if check_scales:
         checks.positive_scale("x_scale", x_scale, or_zero=True)
         checks.positive_scale("w_scale", w_scale, or_zero=True)
-    if x.device.type == "cuda":
+    if has_kernel(GemmTiled, x):
         how = (fast_accum, batch_invariant)
         operands = (x, w, x_scale, w_scale, bias, x_zero_point, w_sum, n_active)
         w8a8_gemm(*operands, *how, out, to_sample)
         return
+    if out.numel() == 0:
+        return
     if w.dim() == 4:
         w = packed_weight.unpack(w, out.size(1), x.size(1))
     if x.dtype is torch.int8:
-        acc = _int8_product_cpu(x, w)
+        acc = int8_product(x, w) if x.is_cuda else _int8_product_cpu(x, w)
         if x_zero_point is not None:
             if w_sum is None:
                 w_sum = packed_weight.channel_sums(w, out.size(1))
             acc = acc - x_zero_point.reshape(-1, 1) * w_sum
         acc = acc.float()
+    elif x.is_cuda:
+        acc = fp8_product(x, w, fast_accum, capability_of(x.get_device()))
     else:
         acc = torch.empty(out.shape, dtype=torch.float32, device=x.device)
         _float_product_cpu(to_float32(x), to_float32(w), None, acc)

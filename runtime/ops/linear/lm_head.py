@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from ..sampling.argmax_key import best_places
 from .fused import (
     codes_of,
     rms_norm_w8a8_linear,
 )
+from .gemm_variants import GemmTiled
 from .linear import (
     check_weight,
     multiply,
@@ -77,7 +79,7 @@ def rms_norm_w8a8_logits(
             "repetition_penalty", repetition_penalty, (torch.float32,), shape[:1], x.device
         )
     data = w.data if isinstance(w, PackedWeight) else w
-    parts = best_parts(x, shape[1], data, batch_invariant) if x.is_cuda else 0
+    parts = best_parts(x, shape[1], data, batch_invariant) if has_kernel(GemmTiled, x) else 0
     if parts == 0:
         logits, *_ = rms_norm_w8a8_linear(
             x,
@@ -134,7 +136,9 @@ def _rms_norm_w8a8_logits(
     outputs = (codes, scale, total)
     normalize_and_quantize(x, weight, eps, residual, None, None, False, *outputs, n_active)
     operands = (codes, w, scale, w_scale, bias, None, None, n_active)
-    to_sample = ToSample(best, temperature, repetition_penalty) if x.is_cuda else None
+    to_sample = None
+    if has_kernel(GemmTiled, x):
+        to_sample = ToSample(best, temperature, repetition_penalty)
     multiply(*operands, True, batch_invariant, False, out, to_sample)
     if to_sample is None:
         best.copy_(best_places(out))

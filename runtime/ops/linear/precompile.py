@@ -10,24 +10,24 @@ import torch
 from ...jit import compiler
 from ...jit.cache import cache_folder
 from ...jit.mode import BuildMode
+from ...jit.targets import target_for
 from ...jit.toolchain import (
     find_cutlass,
     find_nvcc,
 )
-from ...jit.variants import (
-    GemmSmallM,
-    Variant,
-)
+from ...jit.variant import Variant
 from ..common.device import (
     KERNEL_NAMES,
     device_index,
     gpu,
+    runs,
 )
 from . import (
     tile_table,
     tile_tuning,
 )
 from .fused_cuda import fused_kernel
+from .gemm_variants import GemmSmallM
 from .quantize_cuda import quantize_kernel
 
 __all__ = ["Variant", "layer_kernels", "precompile"]
@@ -70,21 +70,32 @@ def layer_kernels(
     return found
 
 
-def precompile(variants: Iterable[Variant]) -> None:
+def precompile(variants: Iterable[Variant], device: torch.device | None = None) -> None:
     """Compile side by side those of the variants that are not compiled yet, with one line said.
 
     Where nothing may or can be compiled nothing is done: then the first launch of a variant that is
     missing says what to do.
 
+    Args:
+        variants: which; those that a GPU runs no kernels of are left out.
+        device: the GPU, None for the current one.
+
     Raises:
         KernelBuildError: when compiling fails.
-        ValueError: when OSTINATO_DELAY_SITE names no site of any kernel.
+        ValueError: when OSTINATO_DELAY_SITE names no site of any kernel, or OSTINATO_CAPABILITY
+            what the device can not stand in for.
     """
     if not compiler.jit_enabled() or find_nvcc() is None:
         return
     mode = BuildMode.from_environment()
     mode.check("OSTINATO_DELAY_SITE")
-    plans = [compiler.plan(variant, mode) for variant in dict.fromkeys(variants)]
+    index = torch.cuda.current_device() if device is None else device_index(device)
+    target = target_for(index)
+    plans = [
+        compiler.plan(variant, mode, target)
+        for variant in dict.fromkeys(variants)
+        if runs(type(variant), index)
+    ]
     if find_cutlass() is None:
         plans = [plan for plan in plans if not plan.sources.uses_cutlass]
     missing = [plan for plan in plans if compiler.find(plan) is None]

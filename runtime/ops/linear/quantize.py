@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.torch_library import register
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 # The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
 # the grid is symmetric.
@@ -182,7 +183,7 @@ def quantize_tokens(
     n_active: torch.Tensor | None = None,
 ) -> None:
     """Do `quantize_per_token` with checked arguments, into `out` and `scale_out`."""
-    if x.device.type == "cuda":
+    if has_kernel(Quantize, x):
         quantize_rows("per_token", x, None, None, out, scale_out, n_active=n_active)
     else:
         quantize_into(x.float(), None, None, out, scale_out)
@@ -198,7 +199,7 @@ def _quantize_per_tensor(
 ) -> None:
     if check_scales:
         checks.positive_scale("scale", scale)
-    if x.device.type == "cuda":
+    if has_kernel(Quantize, x):
         quantize_rows("per_token", x, scale, zero_point, out, None, n_active=n_active)
     else:
         quantize_into(x.float(), scale, zero_point, out, None)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from ...jit.loader import load
-from ...jit.variants import Quantize
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
@@ -15,6 +21,66 @@ from ..common.device import (
     current_stream,
     on_device,
 )
+
+QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Variant):
+    """Rows of 16/32-bit values to 8-bit rows and scales, after an optional norm or activation.
+
+    A norm or activation may also be all there is: then rows keep their dtype.
+
+    Args:
+        kind: per_token (as they are), rms_norm (with a residual added before, if given) or
+            silu_mul (of [gate | up]).
+        in_dtype: of x and the residual.
+        out_dtype: int8 or e4m3, or in_dtype (not per_token).
+        weight_dtype: of the norm's weight: in_dtype, or fp32.
+    """
+
+    family: ClassVar[str] = "quantize"
+    source: ClassVar[Path] = CSRC / "gemm_w8a8" / "quantize" / "quantize.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    name_pattern: ClassVar[str] = (
+        r"(?P<kind>\w+)-(?P<in_dtype>\w+)-(?P<out_dtype>\w+)(-(?P<weight_dtype>\w+)_weight)?"
+    )
+
+    kind: str
+    in_dtype: str
+    out_dtype: str
+    weight_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        check("kind", self.kind, QUANTIZE_KINDS)
+        check("in_dtype", self.in_dtype, FLOAT_DTYPES)
+        results = OPERAND_DTYPES if self.kind == "per_token" else (*OPERAND_DTYPES, self.in_dtype)
+        check("out_dtype", self.out_dtype, results)
+        if not self.weight_dtype:
+            object.__setattr__(self, "weight_dtype", self.in_dtype)
+        others = ("fp32",) if self.kind == "rms_norm" else ()
+        check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
+
+    @property
+    def name(self) -> str:
+        weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
+        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}"
+
+    def defines(self) -> dict[str, str]:
+        return {
+            "OSTINATO_KIND": self.kind,
+            "OSTINATO_IN_DTYPE": self.in_dtype,
+            "OSTINATO_OUT_DTYPE": self.out_dtype,
+            "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
+        }
+
+
+_LISTED = tuple(
+    Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
+    for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
+    for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,)))
+)
+register_family(Quantize, _LISTED)
 
 
 @cache

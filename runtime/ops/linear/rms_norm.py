@@ -8,13 +8,13 @@ import torch
 
 from ..common import checks
 from ..common.batch_invariant_rows import mean_square
-from ..common.device import has_kernels
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from .quantize import (
     check_static,
     quantize_into,
 )
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 
 @overload
@@ -51,7 +51,7 @@ def rms_norm(
     With `residual`, the row is first x + residual, rounded to x's dtype (Zhang and Sennrich, "Root
     Mean Square Layer Normalization", 2019, in the pre-norm residual block).
 
-    On a Hopper GPU this is one launch.
+    On a GPU, from sm_80 on, this is one launch.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
@@ -163,7 +163,7 @@ def _rms_norm(
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
 ) -> None:
-    if x.device.type == "cuda" and has_kernels(x.get_device()):
+    if has_kernel(Quantize, x):
         quantize_rows(
             "rms_norm",
             x,
@@ -196,7 +196,7 @@ def normalize_and_quantize(
     """Do `rms_norm_quantize` with checked arguments, into `out`, `scale_out`, `residual_out`."""
     if check_scales:
         checks.positive_scale("scale", scale)
-    if x.device.type == "cuda":
+    if has_kernel(Quantize, x):
         quantize_rows(
             "rms_norm",
             x,

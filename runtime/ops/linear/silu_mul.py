@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from ..common import checks
-from ..common.device import has_kernels
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from .quantize import (
     check_static,
     quantize_into,
 )
-from .quantize_cuda import quantize_rows
+from .quantize_cuda import Quantize, quantize_rows
 
 
 def silu_mul(
@@ -21,8 +21,8 @@ def silu_mul(
 ) -> torch.Tensor:
     """Gate: silu(gate) · up, where x = [gate | up] and silu(g) = g / (1 + exp(-g)).
 
-    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020. On a Hopper GPU this is
-    one launch.
+    Source: the SwiGLU of Shazeer, "GLU Variants Improve Transformer", 2020. On a GPU, from sm_80
+    on, this is one launch.
 
     Args:
         x: [M, 2·I] bf16, fp16 or fp32.
@@ -109,7 +109,7 @@ def _gated(x: torch.Tensor) -> torch.Tensor:
 
 
 def _silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
-    if x.device.type == "cuda" and has_kernels(x.get_device()):
+    if has_kernel(Quantize, x):
         quantize_rows("silu_mul", x, None, None, out, None)
     else:
         out.copy_(_gated(x))
@@ -128,7 +128,7 @@ def _silu_mul_quantize(
 ) -> None:
     if check_scales:
         checks.positive_scale("scale", scale)
-    if x.device.type == "cuda":
+    if has_kernel(Quantize, x):
         quantize_rows(
             "silu_mul",
             x,

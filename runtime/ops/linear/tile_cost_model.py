@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...jit.variants import GemmTiled
 from ..common.sizes import ceil_div
+from .gemm_variants import GemmTiled
 from .packed_weight import TILE_CHANNELS
 
 _GHZ = 1.515

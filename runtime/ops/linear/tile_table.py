@@ -11,21 +11,14 @@ from collections.abc import Container
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, lru_cache
 
-from ...jit.catalogue import (
-    GEMM_SMALL_M,
-    GEMM_TILED,
-)
-from ...jit.variants import (
-    OPERAND_DTYPES,
-    GemmSmallM,
-    GemmTiled,
-)
+from ...jit.variant import OPERAND_DTYPES
 from ..common import checks
 from ..common.sizes import (
     ceil_div,
     round_up,
 )
 from . import tile_cost_model
+from .gemm_variants import GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
 from .packed_weight import TILE_CHANNELS
 
 GemmVariant = GemmSmallM | GemmTiled

@@ -27,20 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from ...jit.cache import cache_folder
-from ...jit.catalogue import (
-    GEMM_SMALL_M,
-    GEMM_TILED,
-)
 from ...jit.sources import (
     digest,
     read_sources,
 )
-from ...jit.variants import (
-    OPERAND_DTYPES,
-    GemmSmallM,
-    GemmTiled,
-)
+from ...jit.variant import OPERAND_DTYPES
 from . import tile_table
+from .gemm_variants import GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
 from .packed_weight import TILE_CHANNELS
 from .tile_table import (
     CUT,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from ...jit.loader import load
-from ...jit.variants import GemmTiled
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
@@ -21,6 +20,7 @@ from . import (
     packed_weight,
     tile_tuning,
 )
+from .gemm_variants import GemmTiled
 from .tile_table import Choice
 
 _ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows

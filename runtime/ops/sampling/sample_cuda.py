@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
 import torch
 
 from ...jit.loader import load
-from ...jit.variants import Sample
+from ...jit.registry import register_family
+from ...jit.sources import CSRC
+from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
 from ..common import pdl
 from ..common.device import (
     KERNEL_NAMES,
     address_of,
     current_stream,
-    has_kernels,
+    has_kernel,
     on_device,
 )
 
 # csrc/sampling/sample_row.cuh: sums of so many probabilities fit in 64 bits.
 _MAX_VOCABULARY = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(OneDtypeVariant):
+    """Tokens from logits: greedy, or drawn after temperature, top-k, top-p and min-p.
+
+    Args:
+        dtype: of the logits.
+    """
+
+    family: ClassVar[str] = "sample"
+    source: ClassVar[Path] = CSRC / "sampling" / "sample.cu"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+
+register_family(Sample, [Sample(dtype=dtype) for dtype in FLOAT_DTYPES])
 
 
 def sample_kernel(dtype: torch.dtype) -> Sample:
@@ -26,7 +48,7 @@ def sample_kernel(dtype: torch.dtype) -> Sample:
 
 def serves(logits: torch.Tensor) -> bool:
     """Return whether the kernel takes these logits [B, V]."""
-    return logits.is_cuda and logits.size(1) <= _MAX_VOCABULARY and has_kernels(logits.get_device())
+    return logits.size(1) <= _MAX_VOCABULARY and has_kernel(Sample, logits)
 
 
 def sample(

@@ -4,8 +4,7 @@ import pytest
 import torch
 from graphs_toys import SPECS
 
-from ostinato import _C
-from ostinato.graphs import GraphRunner, StaticBuffers
+from ostinato.graphs import GraphRunner, StaticBuffers, _native
 from ostinato.graphs.backends.launch import Launch
 
 EXECUTABLE, STREAM = 0x7F00_1234_5678, 0x7F00_8765_4321  # more than 32 bits
@@ -49,7 +48,7 @@ def make(monkeypatch):
         monkeypatch.setattr(
             torch._C, "_cuda_getCurrentRawStream", lambda index: driver.stream, raising=False
         )
-        monkeypatch.setattr(_C, "launch_graph", driver.launch_graph)
+        monkeypatch.setattr(_native, "launch_graph", driver.launch_graph)
         return Launch(driver, torch.device("cuda", 0))
 
     return launch_of
@@ -118,7 +117,7 @@ def test_a_torch_that_does_not_tell_the_executable_replays(make, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 def test_without_a_driver_a_graph_is_refused():
     with pytest.raises(RuntimeError, match=r"libcuda\.so\.1 with cuGraphLaunch: got none"):
-        _C.launch_graph(EXECUTABLE, STREAM)
+        _native.launch_graph(EXECUTABLE, STREAM)
 
 
 @pytest.mark.gpu

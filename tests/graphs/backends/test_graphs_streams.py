@@ -6,7 +6,7 @@ from graphs_toys import SPECS, toy_inputs
 
 from ostinato.graphs import BufferSpec, BurstRules, Feed, GraphRunner, Misses, StaticBuffers
 from ostinato.graphs.backends.streams import CallerOrder
-from ostinato.graphs.guards import Turn
+from ostinato.graphs.guards import RunLock
 
 
 class FakeStream:
@@ -29,8 +29,8 @@ class FakeStream:
 
 
 def test_a_new_stream_with_the_handle_of_one_that_is_gone_waits(monkeypatch):
-    turn = Turn()
-    order = CallerOrder(torch.device("cuda", 0), turn)
+    run_lock = RunLock()
+    order = CallerOrder(torch.device("cuda", 0), run_lock)
     current = FakeStream()
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: current.handle, raising=False
@@ -38,7 +38,7 @@ def test_a_new_stream_with_the_handle_of_one_that_is_gone_waits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     assert order.follow()
     order.passed()
-    event = turn.last_event
+    event = run_lock.last_event
     current = FakeStream()
     assert order.follow()
     assert current.waited == [event]
@@ -48,7 +48,7 @@ def test_a_new_stream_with_the_handle_of_one_that_is_gone_waits(monkeypatch):
 def passed(monkeypatch):
     """Count how often a foreign stream's call has passed, of runners made on the CPU."""
     calls = []
-    backend = "ostinato.graphs.backends.base.CpuBackend"
+    backend = "ostinato.graphs.backends.cpu.CpuBackend"
     monkeypatch.setattr(f"{backend}.follow", lambda self: True)
     monkeypatch.setattr(f"{backend}.passed", lambda self: calls.append(1))
     return calls

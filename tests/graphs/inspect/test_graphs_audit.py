@@ -15,15 +15,15 @@ from ostinato.graphs import (
     NotCapturedError,
     StaticBuffers,
 )
-from ostinato.graphs.audit import Finding, summarize
 from ostinato.graphs.inspect.allocations import (
     Allocation,
     State,
 )
+from ostinato.graphs.inspect.audit import Finding, summarize
 from ostinato.graphs.inspect.nodes import (
     Edge,
+    GraphNodes,
     Node,
-    Recording,
     Word,
 )
 
@@ -54,7 +54,7 @@ def make(monkeypatch):
     """Make a runner whose every graph consists of the given nodes, and its backend."""
 
     def make(*nodes, edges=(), **options):
-        backend = RecordingBackend(Recording(nodes, edges))
+        backend = RecordingBackend(GraphNodes(nodes, edges))
         backend.present, backend.foreign = list(PRESENT), list(KNOWN_TO_DRIVER)
         monkeypatch.setattr("ostinato.graphs.runner.backend_for", lambda *a: backend)
         runner = GraphRunner(ToyStep(), StaticBuffers(SPECS, 8, "cpu"), **options)
@@ -171,7 +171,7 @@ def test_static_buffers_are_known(make):
     addresses = [buffers.view(1)[name].data_ptr() for name in SPECS]
     addresses.append(buffers.n_active.data_ptr())
     backend.present.append(Allocation(min(addresses), 1 << 30, "all", State.FREED))
-    backend.recorded = Recording([copy(address, POOL) for address in addresses], [])
+    backend.recorded = GraphNodes([copy(address, POOL) for address in addresses], [])
     assert problems(runner.capture([2])) == []
 
 
@@ -227,7 +227,7 @@ def test_weights_may_move_between_captures(make):
         weights.bias = torch.nn.Parameter(torch.zeros(4))
         address = weights.bias.data_ptr()
         backend.present = [Allocation(address, 16, "torch", State.LIVE), *PRESENT]
-        backend.recorded = Recording([copy(address, POOL)], [])
+        backend.recorded = GraphNodes([copy(address, POOL)], [])
         assert problems(runner.capture([2])) == []
 
 

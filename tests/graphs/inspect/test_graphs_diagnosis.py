@@ -10,17 +10,10 @@ from graphs_fakes import RecordingBackend
 from graphs_toys import SPECS, ToyStep, toy_inputs
 
 from ostinato.graphs import AuditError, CaptureError, GraphRunner, StaticBuffers, VerificationError
-from ostinato.graphs.inspect.diagnosis import (
-    Call,
-    Diagnosis,
-    Failure,
-    Line,
-    Trace,
-    diagnose,
-    find_remedy,
-)
+from ostinato.graphs.failures import Call, Diagnosis, Failure, Line, Trace
+from ostinato.graphs.inspect.diagnosis import diagnose, find_remedy
 from ostinato.graphs.inspect.driver_log import DriverLog
-from ostinato.graphs.inspect.nodes import Recording
+from ostinato.graphs.inspect.nodes import GraphNodes
 from ostinato.graphs.inspect.op_trace import OperatorWatch
 
 HERE = Line("model.py", 12, "forward", "x = y.item()")
@@ -34,7 +27,7 @@ def line_number_of(text):
 
 @pytest.fixture
 def backend(monkeypatch):
-    backend = RecordingBackend(Recording([], []))
+    backend = RecordingBackend(GraphNodes([], []))
     monkeypatch.setattr("ostinato.graphs.runner.backend_for", lambda *a: backend)
     return backend
 

@@ -25,20 +25,20 @@ def read(cuda, *nodes, edges=()):
 
 def words_of(*parameters, **options):
     cuda = FakeCuda()
-    recording = read(cuda, FakeNode("kernel", b"k", parameters, **options))
-    return recording.nodes[0].words
+    nodes = read(cuda, FakeNode("kernel", b"k", parameters, **options))
+    return nodes.nodes[0].words
 
 
 def test_nodes_of_all_kinds_are_named():
-    recording = read(FakeCuda(), *(FakeNode(kind) for kind in ("empty", "host", "free", "host")))
-    assert [node.kind for node in recording.nodes] == ["empty", "host", "free", "host"]
-    assert recording.kinds() == {"host": 2, "empty": 1, "free": 1}
-    assert recording.kernels() == {}
+    nodes = read(FakeCuda(), *(FakeNode(kind) for kind in ("empty", "host", "free", "host")))
+    assert [node.kind for node in nodes.nodes] == ["empty", "host", "free", "host"]
+    assert nodes.kinds() == {"host": 2, "empty": 1, "free": 1}
+    assert nodes.kernels() == {}
 
 
 def test_an_empty_graph():
-    recording = read(FakeCuda())
-    assert (recording.nodes, recording.edges) == ([], [])
+    nodes = read(FakeCuda())
+    assert (nodes.nodes, nodes.edges) == ([], [])
 
 
 def test_a_kernel_has_its_name_as_in_the_source_and_its_launch():
@@ -51,9 +51,9 @@ def test_a_kernel_has_its_name_as_in_the_source_and_its_launch():
 
 def test_edges_know_which_launches_overlap():
     nodes = [FakeNode("kernel", b"k") for _ in range(3)]
-    recording = read(FakeCuda(), *nodes, edges=[(0, 1, True), (1, 2, False)])
-    assert recording.edges == [Edge(0, 1, True), Edge(1, 2)]
-    assert recording.programmatic_edges() == 1
+    nodes = read(FakeCuda(), *nodes, edges=[(0, 1, True), (1, 2, False)])
+    assert nodes.edges == [Edge(0, 1, True), Edge(1, 2)]
+    assert nodes.programmatic_edges() == 1
 
 
 @pytest.mark.parametrize("as_buffer", [False, True])
@@ -107,23 +107,23 @@ def test_copies_have_two_ends(copy, expected):
 
 
 def test_memset_and_conditional_nodes():
-    recording = read(FakeCuda(), FakeNode("memset", destination=A), FakeNode("conditional"))
-    memset, conditional = recording.nodes
+    nodes = read(FakeCuda(), FakeNode("memset", destination=A), FakeNode("conditional"))
+    memset, conditional = nodes.nodes
     assert memset.words == [Word(A, "destination", is_address=True)]
     assert conditional.unread == "the graphs in its body are not read"
 
 
 def test_child_graphs_are_read_too():
     child = FakeGraph([FakeNode("kernel", b"inner"), FakeNode("empty")], [(0, 1, False)])
-    recording = read(
+    nodes = read(
         FakeCuda(),
         *(FakeNode("child graph", child=child), FakeNode("kernel", b"outer")),
         edges=[(0, 1, False)],
     )
-    assert [node.name or node.kind for node in recording.nodes] == [
+    assert [node.name or node.kind for node in nodes.nodes] == [
         *("child graph", "outer", "inner", "empty")
     ]
-    assert recording.edges == [Edge(0, 1), Edge(2, 3)]
+    assert nodes.edges == [Edge(0, 1), Edge(2, 3)]
 
 
 def test_a_kernels_handle_may_be_another_ones_in_the_next_graph():
@@ -132,9 +132,9 @@ def test_a_kernels_handle_may_be_another_ones_in_the_next_graph():
     reader, handle = cuda.reader(), cuda.handle(FakeGraph([node] * 3))
     assert reader.read(handle).kernels() == {"unloaded": 3}
     node.name, node.parameters = b"loaded since", [(0, struct.pack("<iiQ", 1, 0, B))]
-    recording = reader.read(handle)
-    assert recording.kernels() == {"loaded since": 3}
-    assert recording.nodes[0].words == [Word(B, "parameter 0, byte 8")]
+    nodes = reader.read(handle)
+    assert nodes.kernels() == {"loaded since": 3}
+    assert nodes.nodes[0].words == [Word(B, "parameter 0, byte 8")]
     assert cuda.calls.count("name") == 2  # once a graph
 
 

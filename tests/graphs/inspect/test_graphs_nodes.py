@@ -19,8 +19,8 @@ from ostinato.graphs.inspect.dot import (
 )
 from ostinato.graphs.inspect.nodes import (
     Edge,
+    GraphNodes,
     Node,
-    Recording,
     aligned_words,
 )
 
@@ -116,7 +116,7 @@ def test_short_names(name, expected):
 
 def test_a_drawing_has_every_node_and_edge():
     nodes = [Node("kernel", 'void f<"a">(int)', (2, 1, 1), (64, 1, 1)), Node("memset")]
-    text = to_dot(Recording(nodes, [Edge(0, 1), Edge(0, 1, True)]), 'batch "1"')
+    text = to_dot(GraphNodes(nodes, [Edge(0, 1), Edge(0, 1, True)]), 'batch "1"')
     assert text == (
         'digraph "batch \\"1\\"" {\n'
         "  node [shape=box];\n"

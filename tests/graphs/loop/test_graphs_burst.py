@@ -35,8 +35,8 @@ from ostinato.graphs import (
     StaticBuffers,
 )
 from ostinato.graphs.inspect.nodes import (
+    GraphNodes,
     Node,
-    Recording,
     Word,
 )
 from ostinato.graphs.loop.cuda import check_body
@@ -459,8 +459,8 @@ PAGEABLE = Node("memcpy", words=[Word(4096, "source", True), Word(8192, "destina
 )
 def test_a_step_that_no_loop_can_hold_is_refused_by_name(node, message):
     with pytest.raises(BurstError, match=message):
-        check_body(Recording([KERNEL, node], []), lambda address: address == 4096)
-    check_body(Recording([KERNEL, PAGEABLE], []), lambda address: False)
+        check_body(GraphNodes([KERNEL, node], []), lambda address: address == 4096)
+    check_body(GraphNodes([KERNEL, PAGEABLE], []), lambda address: False)
 
 
 def test_what_the_backend_refuses_ends_the_capture():
@@ -469,7 +469,7 @@ def test_what_the_backend_refuses_ends_the_capture():
             raise BurstError("node 3, host")
 
     runner = GraphRunner(CountingStep("cpu"), StaticBuffers(SPECS, 2, "cpu"), burst=RULES)
-    runner._bursts._backend = Refusing(Recording([], []))
+    runner._bursts._backend = Refusing(GraphNodes([], []))
     with pytest.raises(BurstError, match="node 3"):
         runner.capture([1, 2], verify=False, audit="off")
     assert runner.batch_sizes == ()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_graphs_guards import in_a_fork
 
+import ostinato.graphs
 from ostinato.graphs import (
     BufferSpec,
     BurstRules,
@@ -224,7 +225,7 @@ def test_a_burst_whose_launch_is_interrupted_leaves_the_runner_free(runner, monk
 
 
 def test_a_burst_that_is_interrupted_as_it_begins_leaves_nothing_behind(step):
-    package = str(Path(burst_module.__file__).parent)
+    package = str(Path(ostinato.graphs.__file__).parent)
     for target in itertools.count(1):
         calls, kept = 0, None
 

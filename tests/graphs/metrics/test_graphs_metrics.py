@@ -21,7 +21,7 @@ from ostinato.graphs.metrics.prometheus import (
     Metric,
     to_text,
 )
-from ostinato.graphs.replay_observer import Observer
+from ostinato.graphs.metrics.replay_observer import ReplayObserver
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)$')
 
@@ -66,7 +66,7 @@ def test_replays_that_cannot_be_timed_are_counted_as_missed():
     replayed = []
     graph = SimpleNamespace(replay=lambda: replayed.append(1))
     timer = SimpleNamespace(replay=lambda graph: graph.replay(), finished=list)
-    observer = Observer(timer, nvtx=False)
+    observer = ReplayObserver(timer, nvtx=False)
     observer.replay(Key(1), graph)
     assert replayed == [1]
     assert observer.replay_us() == Histogram(missed=1)
@@ -85,7 +85,7 @@ def test_a_signal_handler_may_ask_for_the_times_while_they_are_collected(outer):
                 seen.append(observer.replay_us())  # as a handler does, in the same thread
             return [times.pop() for _ in range(len(times))]
 
-    observer = Observer(Timer(), nvtx=False)
+    observer = ReplayObserver(Timer(), nvtx=False)
     calls = {"stats": observer.replay_us, "replay": lambda: observer.replay(Key(1), None)}
     thread = threading.Thread(target=calls[outer], daemon=True)
     thread.start()
@@ -125,7 +125,7 @@ def test_a_replay_does_not_wait_for_who_asks_for_statistics():
         return []
 
     timer = SimpleNamespace(replay=lambda graph: True, finished=finished)
-    observer = Observer(timer, nvtx=False)
+    observer = ReplayObserver(timer, nvtx=False)
     thread = threading.Thread(target=observer.replay_us)
     thread.start()
     assert asked.wait(30)

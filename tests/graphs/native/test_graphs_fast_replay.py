@@ -1,4 +1,4 @@
-"""Runs like one before, which `_C.Repeat` makes without a frame of Python, and what ends that."""
+"""Runs that `FastReplay` makes without a frame of Python, and what ends that."""
 
 import gc
 import os
@@ -12,7 +12,6 @@ import torch
 from graphs_toys import SPECS, ToyStep, toy_inputs
 from test_graphs_guards import in_a_fork
 
-from ostinato import _C
 from ostinato.graphs import (
     AsleepError,
     BusyError,
@@ -24,9 +23,10 @@ from ostinato.graphs import (
     NotCapturedError,
     StaticBuffers,
     Variant,
+    _native,
 )
-from ostinato.graphs.backends.base import CpuBackend
-from ostinato.graphs.guards import Turn
+from ostinato.graphs.backends.cpu import CpuBackend
+from ostinato.graphs.guards import RunLock
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 
@@ -39,7 +39,7 @@ def fast(monkeypatch):
         def refuse(what, *_args, **_options):
             raise AssertionError(f"{what} was not repeated")
 
-        monkeypatch.setattr(runner._gate, "exclusively", refuse)
+        monkeypatch.setattr(runner._lifecycle, "exclusively", refuse)
 
     yield only_repeat
     monkeypatch.undo()  # so that the runners can be closed
@@ -176,10 +176,10 @@ def test_a_capture_that_fails_leaves_nothing_to_repeat(step):
 
 def test_nothing_is_repeated_while_a_runner_of_the_pool_waits_to_be_closed(step):
     runner = known_runner(step)
-    with _C.Closing(runner._backend.turn):  # of another runner
-        assert runner._repeat.run(runner, 1, ONE_ROW, Variant()) is None
+    with _native.PendingCloses(runner._backend.run_lock):  # of another runner
+        assert runner._fast_replay.run(runner, 1, ONE_ROW, Variant()) is None
         assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
-    assert runner._repeat.run(runner, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
+    assert runner._fast_replay.run(runner, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
 
 
 def test_a_fork_repeats_nothing(step):
@@ -190,7 +190,7 @@ def test_a_fork_repeats_nothing(step):
     def child():
         own = known_runner(ToyStep())
         assert own.run(1, ONE_ROW)["tokens"].tolist() == [3]
-        assert own._repeat.run(own, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
+        assert own._fast_replay.run(own, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
 
     assert in_a_fork(child) == "nothing"
 
@@ -211,8 +211,8 @@ def test_calls_from_inside_a_known_run_are_refused(step):
 
 
 def test_runners_of_a_pool_may_take_turns_without_forgetting(step, monkeypatch, fast):
-    shared = Turn()
-    monkeypatch.setattr("ostinato.graphs.backends.base.Turn", lambda: shared)
+    shared = RunLock()
+    monkeypatch.setattr("ostinato.graphs.backends.cpu.RunLock", lambda: shared)
     runners = [cpu_runner(step) for _ in range(2)]
     for runner in runners:
         runner.capture([2])
@@ -220,7 +220,7 @@ def test_runners_of_a_pool_may_take_turns_without_forgetting(step, monkeypatch, 
         runner.run(1, ONE_ROW)
     with pytest.MonkeyPatch.context() as patch:
         for runner in runners:
-            patch.setattr(runner._gate, "exclusively", None)
+            patch.setattr(runner._lifecycle, "exclusively", None)
         for runner in runners * 2:
             assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
     runners[0].check_memory()  # anything else makes all forget
@@ -248,7 +248,7 @@ def test_few_tensors_are_looked_at_by_every_run(step, fast):
     places = [torch.zeros(4), torch.zeros(4)]
     runner = known_runner(step, memory={"cache": places})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._gate, "exclusively", None)
+        patch.setattr(runner._lifecycle, "exclusively", None)
         for _ in range(20):
             runner.run(1, ONE_ROW)
     places[1].resize_(1 << 16)
@@ -310,13 +310,15 @@ class Machine:
         self.stream, self.device = 16, 0
         several = (lambda: self.device) if devices > 1 else None
         monkeypatch.setattr(
-            CpuBackend, "repeat", lambda _: _C.Repeat(lambda _index: self.stream, 0, several)
+            CpuBackend,
+            "fast_replay",
+            lambda _: _native.FastReplay(lambda _index: self.stream, 0, several),
         )
         self.followed = []
 
         def follow(backend):
             self.followed.append(self.stream)
-            backend.turn.last_stream = self.stream
+            backend.run_lock.last_stream = self.stream
             return False
 
         monkeypatch.setattr(CpuBackend, "follow", follow)
@@ -336,7 +338,7 @@ def test_a_stream_that_may_be_gone_repeats_nothing(step, monkeypatch):
     machine = Machine(monkeypatch)
     runner = known_runner(step)
     machine.followed.clear()
-    runner._backend.turn.last_stream = -1
+    runner._backend.run_lock.last_stream = -1
     runner.run(1, ONE_ROW)
     assert machine.followed == [16]
 
@@ -395,9 +397,9 @@ def test_threads_that_run_at_once_get_their_own_rows_or_are_refused():
 
 
 def test_what_is_learnt_is_checked():
-    repeat, turn, counts = _C.Repeat(), Turn(), _C.RunCounts()
+    repeat, run_lock, counts = _native.FastReplay(), RunLock(), _native.RunCounts()
     known = {
-        "turn": turn,
+        "run_lock": run_lock,
         "n": 1,
         "variant": Variant(),
         "batch_size": 2,
@@ -413,19 +415,19 @@ def test_what_is_learnt_is_checked():
     for change, error in (
         ({"n": 0}, ValueError),
         ({"counts": object()}, TypeError),
-        ({"turn": object()}, TypeError),
+        ({"run_lock": object()}, TypeError),
         ({"rows": []}, TypeError),
     ):
         with pytest.raises(error):
             repeat.learn(**{**known, **change})
     repeat.learn(**known)
-    with pytest.raises(ValueError, match="another turn"):
-        repeat.learn(**{**known, "turn": Turn()})
+    with pytest.raises(ValueError, match="another run lock"):
+        repeat.learn(**{**known, "run_lock": RunLock()})
     with pytest.raises(TypeError, match="got 1 arguments, expected 4"):
         repeat.run(1)
     with pytest.raises(AttributeError, match="stage"):
         repeat.run(None, 1, {}, Variant())
-    assert turn.take(None, "test")  # which the failed run has given back
+    assert run_lock.take(None, "test")  # which the failed run has given back
     assert counts.read() == (0, 0, 0)
 
 
@@ -449,7 +451,7 @@ def test_references_are_given_back(step):
 
 _LAST_REFERENCE = """
 import gc
-from ostinato import _C
+from ostinato.graphs import _native
 
 class Buffers:
     def stage(self, *_):
@@ -460,19 +462,20 @@ def nothing():
 
 gc.disable()
 for _ in range(20):
-    turn, repeat, buffers, counts = _C.Turn(), _C.Repeat(), Buffers(), _C.RunCounts()
+    run_lock, repeat = _native.RunLock(), _native.FastReplay()
+    buffers, counts = Buffers(), _native.RunCounts()
 
     def replay(held=repeat):
         pass
 
     for n in range(1, 100):
         repeat.learn(
-            turn=turn, n=n, variant=("v", n), batch_size=n, stager=buffers, executable=0,
+            run_lock=run_lock, n=n, variant=("v", n), batch_size=n, stager=buffers, executable=0,
             replay=replay, counts=counts, look=nothing, runs_per_look=1, rows=(None, []),
             remake=nothing,
         )
     del replay, repeat
-    turn.forget()
+    run_lock.forget()
 """
 
 

@@ -1,4 +1,4 @@
-"""What each process of the tests of `Ranks` does, in a module that a spawned process can import."""
+"""What each process of the tests of `CaptureGroup` does, for spawned processes to import."""
 
 import multiprocessing
 import os
@@ -213,8 +213,12 @@ def work_on_gpus(rank, size, port, names, results):
 
 
 def run_ranks(target, size, *arguments, seconds=120.0):
-    """Start `size` processes as torchrun does, and return what they put: {name: {rank: result}}."""
-    spawning = multiprocessing.get_context("spawn")
+    """Start `size` processes as torchrun does, and return what they put: {name: {rank: result}}.
+
+    They are forks of a process that has imported the package once, and done nothing else.
+    """
+    spawning = multiprocessing.get_context("forkserver")
+    spawning.set_forkserver_preload(["ostinato.graphs", "torch.distributed"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = spawning.SimpleQueue()  # written to at once, also by a process that then dies
     processes = [

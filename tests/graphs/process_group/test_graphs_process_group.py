@@ -1,6 +1,7 @@
 """Captures in several processes: all succeed or all fail, and nobody hangs."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,23 @@ from graphs_process_group import FAILING, SCENARIOS, run_ranks, work
 
 from ostinato.graphs.backends.cuda import CudaBackend
 from ostinato.graphs.errors import RankError
-from ostinato.graphs.process_group import Ranks
+from ostinato.graphs.process_group import CaptureGroup
+
+SIZES = [2, 4]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def told(request):
+@pytest.fixture(scope="module")
+def told_by_size():
+    """The reports of groups of each size; both wait most of the time, so they run side by side."""
+    with ThreadPoolExecutor(len(SIZES)) as pool:
+        running = {size: pool.submit(run_ranks, work, size, list(SCENARIOS)) for size in SIZES}
+        return {size: future.result() for size, future in running.items()}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def told(request, told_by_size):
     """What every rank reports of every scenario, by name; processes start once for all."""
-    results = run_ranks(work, request.param, list(SCENARIOS))
+    results = told_by_size[request.param]
     assert not [r for ranks in results.values() for r in ranks.values() if "crashed" in r]
     return request.param, results
 
@@ -122,26 +133,26 @@ def test_a_device_that_waits_for_a_failed_rank_is_freed_by_an_abort(monkeypatch)
     monkeypatch.setattr("ostinato.graphs.process_group._IDLE_S", 0.0)
     monkeypatch.setattr("ostinato.graphs.process_group._ABORT_S", 0.0)
     monkeypatch.setattr("ostinato.graphs.process_group._LINGER_S", 0.0)
-    group = Two()
-    ranks = Ranks(group, 1.0)
-    assert ranks.failed(RankError("rank 1 failed"), lambda: hasattr(group, "aborted")) == (
+    torchs = Two()
+    group = CaptureGroup(torchs, 1.0)
+    assert group.failed(RankError("rank 1 failed"), lambda: hasattr(torchs, "aborted")) == (
         None,
         True,
     )
-    assert group.aborted
+    assert torchs.aborted
     with pytest.raises(RankError, match="aborted"):
-        ranks.agree("the next capture")
-    assert Ranks(Two(), 1.0).failed(ValueError("here"), lambda: False) == (None, False)
+        group.agree("the next capture")
+    assert CaptureGroup(Two(), 1.0).failed(ValueError("here"), lambda: False) == (None, False)
 
 
 def test_a_store_that_fails_is_an_error_of_ranks(monkeypatch):
     def broken(*_):
         raise RuntimeError("connection reset")
 
-    ranks = Ranks(Two(), 1.0)
-    monkeypatch.setattr(ranks, "_posted", broken)
+    group = CaptureGroup(Two(), 1.0)
+    monkeypatch.setattr(group, "_posted", broken)
     with pytest.raises(RankError, match="connection reset"):
-        ranks.agree("the start")
+        group.agree("the start")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +160,7 @@ def test_a_store_that_fails_is_an_error_of_ranks(monkeypatch):
 )
 def test_a_timeout_that_is_none_is_refused(timeout, error):
     with pytest.raises(error, match="group_timeout_s: got"):
-        Ranks(None, timeout)
+        CaptureGroup(None, timeout)
 
 
 @pytest.mark.parametrize("microseconds", [1.0, 4_999.0, 20_000.0])
@@ -171,9 +182,9 @@ def test_all_ranks_time_as_many_replays_and_meet_before_they_wait(size, microsec
             return microseconds / 1e3
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    ranks = SimpleNamespace(size=size, agree=lambda at: did.append("meet"))
+    group = SimpleNamespace(size=size, agree=lambda at: did.append("meet"))
     graph = SimpleNamespace(replay=lambda: did.append("replay"))
-    median = CudaBackend.replay_us(SimpleNamespace(_stream=None), graph, ranks)
+    median = CudaBackend.replay_us(SimpleNamespace(_stream=None), graph, group)
     assert median == pytest.approx(microseconds)
     if size > 1:  # whatever a rank's own times are: a replay's all-reduce needs all of them
         assert did == ["replay"] * 4 + ["meet", "wait"]

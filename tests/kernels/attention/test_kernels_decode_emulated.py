@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from kernels_emulation import compile_decode, emulated_sources
 
-from ostinato.jit.variants import AttentionDecode
+from effort import effort
+from ostinato.ops.attention.decode_variants import AttentionDecode
 
 pytestmark = pytest.mark.nvcc
 
-_CASES = 12
+_CASES = effort(6, 12)
 
 
 def _variant(**fields: int | bool) -> AttentionDecode:
@@ -35,13 +38,20 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emulated_sources(tmp_path_factory.mktemp("emulated") / "csrc")
 
 
+@functools.cache
+def _program(sources: Path, variant: AttentionDecode) -> Path:
+    """Compile the random calls of a kernel, once for all tests."""
+    program = sources / variant.name
+    compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
+    return program
+
+
 def _run(
     sources: Path, variant: AttentionDecode, folder: Path, loads: str | None = None
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Run random calls of a kernel; return how that ended and where their results are."""
-    program, results = folder / variant.name, folder / f"{variant.name}.bin"
-    compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
-    command = [program, "0", str(_CASES), results, *filter(None, [loads])]
+    results = folder / f"{variant.name}.bin"
+    command = [_program(sources, variant), "0", str(_CASES), results, *filter(None, [loads])]
     return subprocess.run(command, capture_output=True, text=True, timeout=280), results
 
 
@@ -59,9 +69,7 @@ def test_every_schedule_gives_the_right_rows(
     assert _results(sources, variant, tmp_path)
 
 
-def test_whoever_works_on_the_chains_of_a_split_gives_the_same_bits(
-    sources: Path, tmp_path: Path
-) -> None:
+def test_clusters_and_single_ctas_give_the_same_bits(sources: Path, tmp_path: Path) -> None:
     results = {name: _results(sources, variant, tmp_path) for name, variant in _INVARIANT.items()}
     assert results["cluster"] == results["alone"]
 
@@ -69,30 +77,28 @@ def test_whoever_works_on_the_chains_of_a_split_gives_the_same_bits(
 @pytest.mark.parametrize(
     "variant", [_variant(), _INVARIANT["alone"]], ids=lambda variant: variant.name
 )
-def test_whoever_claims_a_segment_finds_the_right_rows(
+def test_dynamic_scheduling_gives_the_right_rows(
     sources: Path, variant: AttentionDecode, tmp_path: Path
 ) -> None:
-    done, _ = _run(sources, variant, tmp_path, "claimed")
+    done, _ = _run(sources, variant, tmp_path, "dynamic")
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_warps_that_wait_for_each_other_find_the_right_rows(
-    sources: Path, head_dim: int, tmp_path: Path
-) -> None:
+def test_throttled_warps_give_the_right_rows(sources: Path, head_dim: int, tmp_path: Path) -> None:
     variant = AttentionDecode(head_dim=head_dim, dtype="bf16", cluster=2)
-    done, _ = _run(sources, variant, tmp_path, "paced")
+    done, _ = _run(sources, variant, tmp_path, "throttled")
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_a_claim_that_is_not_awaited_is_found(tmp_path: Path) -> None:
-    sources = emulated_sources(tmp_path / "csrc")
-    path = sources / "attention" / "attention/decode/dynamic_scheduler.cuh"
+def test_a_missing_wait_of_the_scheduler_is_found(sources: Path, tmp_path: Path) -> None:
+    sources = shutil.copytree(sources, tmp_path / "csrc")
+    path = sources / "attention" / "decode" / "dynamic_scheduler.cuh"
     text = path.read_text()
-    awaited = "    wait(&ring_.published[slot], claim / kTurns % 2);\n"
+    awaited = "    wait(&ring_.published[slot], claim / kScheduledAhead % 2);\n"
     assert text.count(awaited) == 1
     path.write_text(text.replace(awaited, ""))
-    done, _ = _run(sources, _variant(), tmp_path, "claimed")
+    done, _ = _run(sources, _variant(), tmp_path, "dynamic")
     assert done.returncode != 0
 
 
@@ -103,13 +109,13 @@ def test_a_claim_that_is_not_awaited_is_found(tmp_path: Path) -> None:
             "attention/decode/epilogue.cuh",
             "__syncthreads();\n      OSTINATO_DELAY(decode_sums_load",
         ),
-        ("attention/decode/cluster_reduce.cuh", "wait(&exchange_.arrived[warp], parity_);"),
+        ("attention/decode/cluster_reduce.cuh", "wait(&storage_.arrived[warp], parity_);"),
     ],
     ids=["of a CTA", "of a cluster's stores"],
 )
-def test_a_missing_barrier_is_found(tmp_path: Path, file: str, barrier: str) -> None:
-    sources = emulated_sources(tmp_path / "csrc")
-    path = sources / "attention" / file
+def test_a_missing_barrier_is_found(sources: Path, tmp_path: Path, file: str, barrier: str) -> None:
+    sources = shutil.copytree(sources, tmp_path / "csrc")
+    path = sources / file
     text = path.read_text()
     assert text.count(barrier) == 1
     call = barrier.split(";")[0] + ";"

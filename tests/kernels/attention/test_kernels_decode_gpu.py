@@ -16,7 +16,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import AttentionDecode
+from ostinato.ops.attention.decode_variants import AttentionDecode
 from ostinato.ops.common.device import (
     heads_of,
     slots_of,
@@ -26,10 +26,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
     *("decode_keys_load", "decode_keys_release", "decode_values_load", "decode_values_release"),
-    *("decode_sums_store", "decode_sums_load", "decode_part_store"),
+    *("decode_sums_store", "decode_sums_load", "decode_partial_store"),
 )
-_SITES_OF_SHARES = ("decode_shares_store", "decode_shares_load")
-_SITES_OF_CLAIMS = ("decode_claim_store", "decode_claim_load")
+_SITES_OF_CLUSTERS = ("decode_cluster_reduce_store", "decode_cluster_reduce_load")
+_SITES_OF_SCHEDULER = ("decode_schedule_store", "decode_schedule_load")
 # A warp's own columns, and teams of warps; copied and gathered pages.
 _ALONE = tuple(
     AttentionDecode(
@@ -54,8 +54,8 @@ _DELAYED = tuple(
     for variant in _VARIANTS
     for site in (
         *_SITES,
-        *(_SITES_OF_SHARES if variant in _SHARED else ()),
-        *(_SITES_OF_CLAIMS if variant in _CLAIMING else ()),
+        *(_SITES_OF_CLUSTERS if variant in _SHARED else ()),
+        *(_SITES_OF_SCHEDULER if variant in _CLAIMING else ()),
     )
 )
 # The last ones are enough for segments to be claimed.
@@ -72,9 +72,7 @@ def launch() -> Launch:
     """Give a function of variant, mode and lengths that returns out, from the same inputs."""
     wanted = [(v, RELEASE) for v in _VARIANTS] + [(v, _delayed(site)) for v, site in _DELAYED]
     entries = build([plan(variant, mode) for variant, mode in wanted])
-    libraries = {
-        key: _C.PagedDecode(str(e.library)) for key, e in zip(wanted, entries, strict=True)
-    }
+    libraries = {key: _C.Library(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
     pages, page, heads_kv, dim, rows = 800, 16, 4, 128, 64
@@ -96,7 +94,9 @@ def launch() -> Launch:
         out = torch.full_like(q, torch.nan)
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
         numbers = torch.cat([seq_lens, table[:batch].flatten()])
-        size = library.workspace_bytes(variant.columns, batch * heads_kv, table.size(1) * page)
+        size = library.workspace_bytes(
+            rows=variant.columns, sequences=batch * heads_kv, tokens=table.size(1) * page
+        )
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         if predecessor is not None:
             predecessor(numbers, batch)
@@ -117,6 +117,8 @@ def launch() -> Launch:
             max_pages=table.size(1),
             max_seqlen_q=1,
             scale=dim**-0.5,
+            left=-1,
+            right=0,
             pdl=True,
             stream=torch.cuda.current_stream().cuda_stream,
         )

@@ -19,7 +19,7 @@ from ostinato.jit.sources import CSRC
 _CAPACITY = 1 << 16
 
 
-class Piece(NamedTuple):
+class Split(NamedTuple):
     cta: int
     sequence: int
     head: int
@@ -28,21 +28,21 @@ class Piece(NamedTuple):
     whole: int
 
 
-class Unit(NamedTuple):
+class FixedSplit(NamedTuple):
     cta: int
     sequence: int
     head: int
     begin: int
     end: int
-    place: int
+    line_index: int
     whole: int
     ends: int
     first_cta: int
     ctas: int
 
 
-Schedule = Callable[..., list[Piece]]
-FixedSchedule = Callable[[list[int], int, int, int], list[Unit]]
+Schedule = Callable[..., list[Split]]
+FixedSchedule = Callable[[list[int], int, int, int], list[FixedSplit]]
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +56,30 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def schedule(shim: ctypes.CDLL) -> Schedule:
-    """Give a function of tiles, KV heads, rows and grid that returns all pieces, line by line."""
+    """Give a function of tiles, KV heads, rows and grid that returns all splits, line by line."""
 
-    def run(tiles: list[int], heads_kv: int, rows: int = 4, grid: int = 264) -> list[Piece]:
+    def run(tiles: list[int], heads_kv: int, rows: int = 4, grid: int = 264) -> list[Split]:
         numbers = (ctypes.c_int * (6 * _CAPACITY))()
         given_tiles = (ctypes.c_int * len(tiles))(*tiles)
         count = shim.schedule(given_tiles, len(tiles), heads_kv, rows, grid, numbers, _CAPACITY)
         assert count >= 0
-        return sorted(Piece(*numbers[i * 6 : i * 6 + 6]) for i in range(count))
+        return sorted(Split(*numbers[i * 6 : i * 6 + 6]) for i in range(count))
 
     return run
 
 
 @pytest.fixture(scope="module")
 def fixed_schedule(shim: ctypes.CDLL) -> FixedSchedule:
-    """Give a function of tiles, KV heads, grid and split, in tiles, that returns all units."""
+    """Give a function of tiles, KV heads, grid and split, in tiles, that returns all splits."""
 
-    def run(tiles: list[int], heads_kv: int, grid: int, split: int) -> list[Unit]:
+    def run(tiles: list[int], heads_kv: int, grid: int, split: int) -> list[FixedSplit]:
         most = heads_kv * sum(-(-n // split) for n in tiles)
         numbers = (ctypes.c_int * (10 * most + 1))()
         given_tiles = (ctypes.c_int * len(tiles))(*tiles)
         count = shim.fixed_schedule(given_tiles, len(tiles), heads_kv, grid, split, numbers, most)
         assert count == most
-        units = [Unit(*numbers[i * 10 : i * 10 + 10]) for i in range(count)]
-        return sorted(units, key=lambda unit: unit.place)
+        splits = [FixedSplit(*numbers[i * 10 : i * 10 + 10]) for i in range(count)]
+        return sorted(splits, key=lambda part: part.line_index)
 
     return run
 
@@ -114,79 +114,79 @@ def test_lines_take_nearly_all_ctas(shim: ctypes.CDLL) -> None:
 
 @settings(max_examples=200)
 @given(load=loads())
-def test_every_tile_is_somebodys_once(
+def test_every_tile_belongs_to_one_split(
     schedule: Schedule, load: tuple[list[int], int, int, int]
 ) -> None:
     tiles, heads_kv, rows, grid = load
-    segments: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    work_tiles: dict[tuple[int, int], list[Split]] = defaultdict(list)
     parts: dict[tuple[int, bool], int] = defaultdict(int)
-    for piece in schedule(tiles, heads_kv, rows, grid):
-        segments[piece.sequence, piece.head].append(piece)
-        assert piece.whole == (piece.begin == 0 and piece.end == tiles[piece.sequence])
-        if not piece.whole:
-            parts[piece.cta, piece.begin == 0] += 1
+    for part in schedule(tiles, heads_kv, rows, grid):
+        work_tiles[part.sequence, part.head].append(part)
+        assert part.whole == (part.begin == 0 and part.end == tiles[part.sequence])
+        if not part.whole:
+            parts[part.cta, part.begin == 0] += 1
     live = {(b, h) for b, n in enumerate(tiles) if n for h in range(heads_kv)}
-    assert set(segments) == live
-    for (sequence, _), pieces in segments.items():
-        ends = [0, *(piece.end for piece in pieces)]
-        assert [piece.begin for piece in pieces] == ends[:-1]
+    assert set(work_tiles) == live
+    for (sequence, _), splits in work_tiles.items():
+        ends = [0, *(part.end for part in splits)]
+        assert [part.begin for part in splits] == ends[:-1]
         assert ends[-1] == tiles[sequence]
-        # CTAs side by side, so that whoever merges knows where the parts are.
-        first = pieces[0].cta
-        assert [piece.cta for piece in pieces] == list(range(first, first + len(pieces)))
-    # The workspace has two places for each CTA: one of a segment it begins, one of another.
+        # CTAs side by side, so that the combine step knows where the partials are.
+        first = splits[0].cta
+        assert [part.cta for part in splits] == list(range(first, first + len(splits)))
+    # The workspace has two places for each CTA: one of a work tile it begins, one of another.
     assert all(count == 1 for count in parts.values())
-    # On one line, a launch has no more CTAs than the segments could have tiles.
+    # On one line, a launch has no more CTAs than the work tiles could have tiles.
     if live and len(tiles) * heads_kv <= grid:
-        last = max(piece.cta for pieces in segments.values() for piece in pieces)
+        last = max(part.cta for splits in work_tiles.values() for part in splits)
         assert last < len(live) * max(tiles)
 
 
 @settings(max_examples=200)
 @given(load=loads(), split=st.sampled_from([1, 2, 5, 32, 1000]))
-def test_fixed_cuts_are_the_sequences_own(
+def test_fixed_splits_depend_on_their_sequence_alone(
     shim: ctypes.CDLL,
     fixed_schedule: FixedSchedule,
     load: tuple[list[int], int, int, int],
     split: int,
 ) -> None:
     tiles, heads_kv, _, grid = load
-    units = fixed_schedule(tiles, heads_kv, grid, split)
-    # Whatever the grid, the same units, each at a place of its own, those of a segment in order.
+    splits = fixed_schedule(tiles, heads_kv, grid, split)
+    # The splits do not depend on the grid; each has one position, in order within a work tile.
     wanted = [
         (b, h, begin, min(begin + split, n))
         for b, n in enumerate(tiles)
         for h in range(heads_kv)
         for begin in range(0, n, split)
     ]
-    assert sorted((u.sequence, u.head, u.begin, u.end) for u in units) == wanted
-    assert [u.place for u in units] == list(range(len(units)))
+    assert sorted((u.sequence, u.head, u.begin, u.end) for u in splits) == wanted
+    assert [u.line_index for u in splits] == list(range(len(splits)))
     of_cta: dict[int, int] = defaultdict(int)
-    segments: dict[tuple[int, int], list[Unit]] = defaultdict(list)
-    for unit in units:
-        of_cta[unit.cta] += 1
-        segments[unit.sequence, unit.head].append(unit)
+    work_tiles: dict[tuple[int, int], list[FixedSplit]] = defaultdict(list)
+    for part in splits:
+        of_cta[part.cta] += 1
+        work_tiles[part.sequence, part.head].append(part)
     lines = (ctypes.c_int * 2)()
     shim.lines(grid, len(tiles), heads_kv, lines)
-    assert max(of_cta.values(), default=0) <= -(-len(units) // (lines[0] * lines[1]))
+    assert max(of_cta.values(), default=0) <= -(-len(splits) // (lines[0] * lines[1]))
     if lines[0] == 1:  # those with work come first
         assert set(of_cta) == set(range(len(of_cta)))
     counters = []
-    for (sequence, _), own in segments.items():
-        first = own[0].place
-        assert [(u.begin, u.place) for u in own] == [
+    for (sequence, _), own in work_tiles.items():
+        first = own[0].line_index
+        assert [(u.begin, u.line_index) for u in own] == [
             (i * split, first + i) for i in range(len(own))
         ]
         ctas = sorted({u.cta for u in own})
         assert all(u.whole == (tiles[sequence] <= split) for u in own)
-        # Each CTA of the segment arrives once, after its last unit of it.
+        # Each CTA of the work tile arrives once, after its last split of it.
         assert [u.cta for u in own if u.ends] == ctas
         assert all(not u.ends or u.cta != v.cta for u, v in pairwise(own))
         assert ctas == list(range(own[0].first_cta, own[0].first_cta + own[0].ctas))
         assert len({(u.first_cta, u.ctas) for u in own}) == 1
         if own[0].ctas > 1:
             counters.append(own[0].first_cta)
-    # No two segments have the same counter.
+    # No two work tiles have the same counter.
     assert len(set(counters)) == len(counters)
 
 
@@ -195,8 +195,8 @@ def test_fixed_cuts_are_the_sequences_own(
 )
 def test_no_cta_has_much_more_than_its_share(schedule: Schedule, tiles: list[int]) -> None:
     of_cta: dict[int, int] = defaultdict(int)
-    for piece in schedule(tiles, heads_kv=8):
-        of_cta[piece.cta] += piece.end - piece.begin
+    for part in schedule(tiles, heads_kv=8):
+        of_cta[part.cta] += part.end - part.begin
     fair = sum(tiles) * 8 / 264
     assert max(of_cta.values()) <= max(2.5 * fair, 8)
 
@@ -208,17 +208,17 @@ def test_no_cta_has_much_more_than_its_share(schedule: Schedule, tiles: list[int
         ([8], 8, 8, 8),
         ([128], 1, 8, 32),
         ([32] * 8, 1, 8, 16),
-        # ... where the other half would be needed, too.
+        # ... where the other partition would be needed, too.
         ([128], 8, 4, 32),
         ([8] * 8, 8, 4, 1),
         ([32] * 32, 1, 8, 8),
     ],
     ids=str,
 )
-def test_parts_are_finer_where_half_of_the_ctas_are_free(
+def test_splits_are_finer_where_half_of_the_ctas_are_free(
     schedule: Schedule, tiles: list[int], heads_kv: int, rows: int, parts: int
 ) -> None:
-    pieces: dict[tuple[int, int], int] = defaultdict(int)
-    for piece in schedule(tiles, heads_kv, rows):
-        pieces[piece.sequence, piece.head] += 1
-    assert set(pieces.values()) == {parts}
+    splits: dict[tuple[int, int], int] = defaultdict(int)
+    for part in schedule(tiles, heads_kv, rows):
+        splits[part.sequence, part.head] += 1
+    assert set(splits.values()) == {parts}

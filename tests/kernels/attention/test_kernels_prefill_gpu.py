@@ -17,7 +17,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import AttentionPrefill
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.common.device import (
     heads_of,
     slots_of,
@@ -26,8 +26,13 @@ from ostinato.ops.common.device import (
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
-    *("prefill_queries_load", "prefill_tile_load", "prefill_item_publish", "prefill_item_release"),
-    *("prefill_release", "prefill_output_store"),
+    *(
+        "prefill_queries_load",
+        "prefill_tile_load",
+        "prefill_work_tile_publish",
+        "prefill_work_tile_release",
+    ),
+    *("prefill_release", "prefill_epilogue_store"),
 )
 _COPIED = ("packed", "pages")
 # Items that overlap and those that do not; three warpgroups; copied and gathered pages; outputs
@@ -46,7 +51,10 @@ _VARIANTS = (
 _CASES = [
     (variant, site)
     for variant in _VARIANTS
-    for site in (*_SITES, "prefill_turn" if variant.dtype == "e4m3" else "prefill_values_clear")
+    for site in (
+        *_SITES,
+        "prefill_transpose" if variant.dtype == "e4m3" else "prefill_values_clear",
+    )
 ]
 # The longest is long enough for sums that are put aside.
 _LENGTHS = ([2400], [1, 0, 64, 300], [129] * 12)
@@ -63,7 +71,7 @@ def launch() -> Launch:
         *((variant, _delayed(site)) for variant, site in _CASES),
     ]
     entries = build([plan(variant, mode) for variant, mode in wanted])
-    libraries = {key: _C.Prefill(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    libraries = {key: _C.Library(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
     tokens = max(map(sum, _LENGTHS))
@@ -108,6 +116,8 @@ def launch() -> Launch:
             out=heads_of(out),
             batch=len(lengths),
             heads_q=_HEADS_Q,
+            left=-1,
+            right=0,
             heads_kv=_HEADS_KV,
             tokens_q=q.size(0),
             max_seqlen_q=max(lengths),

@@ -1,7 +1,7 @@
 // Random calls of one decode kernel against attention in fp64: program FIRST COUNT RESULTS, and
-// "claimed" for loads whose segments are claimed, "paced" for shares so large that warps wait for
-// each other. Writes what the calls return to RESULTS, so that
-// kernels can be compared; exit code 1 if any is wrong.
+// "dynamic" for loads whose work tiles are scheduled dynamically, "throttled" for shares so large
+// that warps wait for each other. Writes what the calls return to RESULTS, so that kernels can be
+// compared; exit code 1 if any is wrong.
 //
 // First, since it takes CUDA's own words away from what follows.
 #include "emulator.h"
@@ -23,15 +23,15 @@ constexpr int kChoices = static_cast<int>(std::size(kLengths));
 constexpr int kShortLengths = 15;  // of these; for many sequences
 constexpr int kLongOfMany = 2;     // of them are long
 constexpr int kFirstLong = 20;
-constexpr int kFirstClaimed = 9;    // where segments may be claimed
-constexpr int kPacedTokens = 8000;  // at most
+constexpr int kFirstDynamic = 9;        // where work tiles may be scheduled dynamically
+constexpr int kThrottledTokens = 8000;  // at most
 
-enum class Loads { kAny, kClaimed, kPaced };
+enum class Loads { kAny, kDynamic, kThrottled };
 
 struct Case {
   int batch, heads_kv, group, queries, left, page, max_pages, pages;
   bool pdl;
-  ostinato::Halves halves;
+  ostinato::L2Partition halves;
   std::vector<int> lengths, table;
   std::vector<Type> q, keys, values;
 
@@ -43,14 +43,14 @@ struct Case {
 };
 
 Case make_case(std::mt19937_64& random, Loads loads) {
-  const bool claimed = loads == Loads::kClaimed, paced = loads == Loads::kPaced;
+  const bool dynamic = loads == Loads::kDynamic, throttled = loads == Loads::kThrottled;
   const auto draw = [&](int low, int high) {
     return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
   };
   std::normal_distribution<float> normal;
   Case made = {};
-  const bool many = claimed || draw(0, 3) == 0;
-  made.batch = many && !paced ? draw(33, 40) : draw(1, 5);
+  const bool many = dynamic || draw(0, 3) == 0;
+  made.batch = many && !throttled ? draw(33, 40) : draw(1, 5);
   made.heads_kv = made.batch > kFewSequences ? 1 << draw(0, 2) : draw(1, 2);
   if (draw(0, 3) != 0) {  // a hint, right or wrong
     made.halves.sms[0] = static_cast<uint32_t>(random()) & (draw(0, 5) == 0 ? 0 : ~0u);
@@ -59,16 +59,18 @@ Case make_case(std::mt19937_64& random, Loads loads) {
   }
   made.queries = draw(0, 3) == 0 ? 2 : 1;
   made.group = draw(1, kColumns / made.queries);
-  made.left = !claimed && draw(0, 3) == 0 ? draw(0, 600) : -1;
+  made.left = !dynamic && draw(0, 3) == 0 ? draw(0, 600) : -1;
   made.page = kCopyPages ? 16 * draw(1, 4) : draw(1, 40);
   made.pdl = draw(0, 1) != 0;
-  const int first = claimed ? kFirstClaimed : 0;
+  const int first = dynamic ? kFirstDynamic : 0;
   for (int b = 0; b < made.batch; ++b) {
-    const bool many_tokens = made.batch > 5 && b < kLongOfMany && !claimed;
+    const bool many_tokens = made.batch > 5 && b < kLongOfMany && !dynamic;
     const int choices = made.batch <= 5 || many_tokens ? kChoices : kShortLengths;
     const bool empty = loads != Loads::kAny && draw(0, 7) == 0;
     const int some = kLengths[draw(many_tokens ? kFirstLong : first, choices - 1)];
-    made.lengths.push_back(empty ? 0 : paced ? draw(kPacedTokens / 2, kPacedTokens) : some);
+    made.lengths.push_back(empty       ? 0
+                           : throttled ? draw(kThrottledTokens / 2, kThrottledTokens)
+                                       : some);
     made.pages += ostinato::ceil_div(made.lengths[b], made.page);
   }
   const int longest = *std::max_element(made.lengths.begin(), made.lengths.end());
@@ -132,15 +134,25 @@ std::vector<double> exact(const Case& of, int sequence, int query, int head) {
   return out;
 }
 
-// How many rows are wrong.
-int count_wrong(const Case& of, const std::vector<Type>& out, const std::vector<float>& lse) {
-  int wrong = 0;
+// Of all rows.
+std::vector<std::vector<double>> exact_rows(const Case& of) {
+  std::vector<std::vector<double>> rows;
   for (int row = 0; row < of.batch * of.queries * of.heads_q(); ++row) {
     const int token = row / of.heads_q();
-    const auto expected = exact(of, token / of.queries, token % of.queries, row % of.heads_q());
+    rows.push_back(exact(of, token / of.queries, token % of.queries, row % of.heads_q()));
+  }
+  return rows;
+}
+
+// How many rows are wrong.
+int count_wrong(const std::vector<std::vector<double>>& all_expected, const std::vector<Type>& out,
+                const std::vector<float>& lse) {
+  int wrong = 0;
+  for (size_t row = 0; row < all_expected.size(); ++row) {
+    const std::vector<double>& expected = all_expected[row];
     double error = 0, norm = 0;
     for (int d = 0; d < kDim; ++d) {
-      const double difference = static_cast<float>(out[size_t{1} * row * kDim + d]) - expected[d];
+      const double difference = static_cast<float>(out[row * kDim + d]) - expected[d];
       error += difference * difference;
       norm += expected[d] * expected[d];
     }
@@ -164,7 +176,7 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   std::mt19937_64 random(seed * 7919 + 1);
   const Case made = make_case(random, loads);
   emulator::seed(seed * 31 + kClusterCtas);
-  emulator::clusters = 1 + seed * 5 % (loads == Loads::kPaced ? 3 : 7);
+  emulator::clusters = 1 + seed * 5 % (loads == Loads::kThrottled ? 3 : 7);
   emulator::sms = ostinato::ceil_div(emulator::clusters * kClusterCtas, kCtasPerSm);
   ostinato_prepare();
   Type* const q = aligned_copy(made.q);
@@ -194,10 +206,12 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
   params.left = made.left;
   params.scale = 1 / std::sqrt(static_cast<float>(kDim));
   params.pdl = made.pdl;
-  params.halves = made.halves;
+  params.l2_partition = made.halves;
   int64_t bytes = 0;
-  ostinato_workspace_bytes(made.queries * made.group, int64_t{1} * made.batch * made.heads_kv,
-                           int64_t{1} * made.max_pages * made.page, &bytes);
+  const ostinato::DecodeCapacities most = {made.queries * made.group,
+                                           int64_t{1} * made.batch * made.heads_kv,
+                                           int64_t{1} * made.max_pages * made.page};
+  ostinato_workspace_bytes(&most, &bytes);
   char* const workspace = aligned_copy(std::vector<char>(bytes));
   params.workspace = workspace;
 
@@ -205,15 +219,16 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
               made.batch, made.heads_q(), made.heads_kv, made.queries, made.left, made.page);
   std::fflush(stdout);
   int wrong = 0;
+  const std::vector<std::vector<double>> expected = exact_rows(made);
   // The second launch finds the counters of the first; the third has no hint, and the same bits.
   std::vector<Type> hinted;
   std::vector<float> hinted_lse;
-  const int launches = kMayKnowHalves && made.halves.heads != 0 ? 3 : 2;
+  const int launches = kMayPartitionL2 && made.halves.heads != 0 ? 3 : 2;
   for (int launch = 0; launch < launches; ++launch) {
     if (launch == 2) {
       hinted = out;
       hinted_lse = lse;
-      params.halves = {};
+      params.l2_partition = {};
     }
     std::fill(out_data, out_data + out.size(), Type(NAN));
     std::fill(lse.begin(), lse.end(), NAN);
@@ -222,7 +237,7 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
       return false;
     }
     std::copy(out_data, out_data + out.size(), out.begin());
-    wrong += count_wrong(made, out, lse);
+    wrong += count_wrong(expected, out, lse);
     const auto counters = counter_bytes(emulator::sms);
     wrong += std::any_of(workspace, workspace + counters, [](char byte) { return byte != 0; });
   }
@@ -246,11 +261,11 @@ bool run_case(int seed, Loads loads, std::FILE* results) {
 int main(int argc, char** argv) {
   Loads loads = Loads::kAny;
   if (argc == 5) {
-    loads = std::strcmp(argv[4], "claimed") == 0 ? Loads::kClaimed : loads;
-    loads = std::strcmp(argv[4], "paced") == 0 ? Loads::kPaced : loads;
+    loads = std::strcmp(argv[4], "dynamic") == 0 ? Loads::kDynamic : loads;
+    loads = std::strcmp(argv[4], "throttled") == 0 ? Loads::kThrottled : loads;
   }
   if (argc != (loads == Loads::kAny ? 4 : 5)) {
-    std::fprintf(stderr, "got %d arguments, expected FIRST COUNT RESULTS [claimed|paced]\n",
+    std::fprintf(stderr, "got %d arguments, expected FIRST COUNT RESULTS [dynamic|throttled]\n",
                  argc - 1);
     return 2;
   }

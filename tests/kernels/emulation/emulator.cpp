@@ -14,11 +14,13 @@ namespace emulator {
 
 int rank;
 char* shared;
+char* const shared_arena =
+    static_cast<char*>(std::aligned_alloc(4096, size_t{kSharedBytes} * kMostClusterCtas));
 
 namespace {
 
-constexpr int kMostClusterCtas = 8, kNamedBarriers = 16;
-constexpr size_t kStackBytes = 1 << 17;
+constexpr int kNamedBarriers = 16;
+constexpr size_t kStackBytes = 1 << 17, kStackSkew = 9 * 64;
 constexpr long kPatience = 400000;  // steps without progress
 
 struct Fiber {
@@ -58,6 +60,7 @@ asm(".text\n.globl emulator_switch\nemulator_switch:\n"
     "mov %rsp,(%rdi)\nmov %rsi,%rsp\n"
     "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n");
 
+// Before a fiber runs, and goes on.
 void enter(Fiber* fiber) {
   current = fiber;
   threadIdx.x = fiber->x;
@@ -79,7 +82,8 @@ void reset_fiber(Fiber& fiber, int index) {
   fiber.stack = stack;
   fiber.x = index % cta_threads;
   fiber.rank = index / cta_threads;
-  void** top = reinterpret_cast<void**>(stack + kStackBytes) - 8;
+  // Stacks that end at the same distance from a page would share few lines of the host's caches.
+  void** top = reinterpret_cast<void**>(stack + kStackBytes - index % 64 * kStackSkew) - 8;
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(run_fiber);
   top -= 6;  // the registers that a switch restores
@@ -154,12 +158,6 @@ void run_cluster(int cluster) {
 
 }  // namespace
 
-char* shared_of(int of_rank) {
-  static char* const arena =
-      static_cast<char*>(std::aligned_alloc(4096, size_t{kSharedBytes} * kMostClusterCtas));
-  return arena + static_cast<size_t>(of_rank) * kSharedBytes;
-}
-
 void seed(uint64_t value) { generator.seed(value); }
 uint64_t random_number() { return generator(); }
 void progress() { last_progress = steps; }
@@ -175,7 +173,6 @@ void yield(const char* where, uint64_t what) {
   fiber->where = where;
   fiber->what = what;
   emulator_switch(&fiber->stack_pointer, scheduler);
-  enter(fiber);
 }
 
 const Words* exchange(const Words& words) {

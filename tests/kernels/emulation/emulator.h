@@ -37,6 +37,7 @@ namespace emulator {
 
 constexpr int kLanes = 32;
 constexpr int kSharedBytes = 228 * 1024;
+constexpr int kMostClusterCtas = 8;
 
 struct Index {
   int x;
@@ -44,9 +45,11 @@ struct Index {
 extern int rank;      // of the CTA in its cluster
 extern char* shared;  // its shared memory
 
-using Words = uint32_t[4];
+using Words = uint32_t[6];
 
-char* shared_of(int rank);
+extern char* const shared_arena;  // of all CTAs of a cluster
+
+inline char* shared_of(int rank) { return shared_arena + static_cast<size_t>(rank) * kSharedBytes; }
 uint64_t random_number();
 // Lets other threads run. `where` and `what` are shown if nobody ever can.
 void yield(const char* where, uint64_t what = 0);

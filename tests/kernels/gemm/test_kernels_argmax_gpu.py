@@ -13,7 +13,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import GemmTiled
+from ostinato.ops.linear.gemm_variants import GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -22,7 +22,7 @@ _VARIANTS = {
     tile: GemmTiled(dtype="int8", out_dtype="fp32", channels=tile[0], tokens=tile[1])
     for tile in _TILES
 }
-_LATE = BuildMode(delay_site="epilogue_store"), BuildMode(delay_site="epilogue_turn")
+_LATE = BuildMode(delay_site="epilogue_store"), BuildMode(delay_site="epilogue_transpose")
 _LATE_TILES = (128, 32), (96, 128)
 _CUTS: tuple[dict[str, int], ...] = (
     {},
@@ -35,7 +35,7 @@ _CUTS: tuple[dict[str, int], ...] = (
 )
 _TOKEN = 0xFFFFFFFF
 
-Library = Callable[..., _C.W8A8Gemm]
+Library = Callable[..., _C.Library]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def library() -> Library:
 
 
 def check(
-    kernel: _C.W8A8Gemm, variant: GemmTiled, m: int, n: int, k: int, cut: dict[str, int]
+    kernel: _C.Library, variant: GemmTiled, m: int, n: int, k: int, cut: dict[str, int]
 ) -> None:
     """See that the best are those of the logits, which are stored where they are sampled from."""
     x, w = random_codes(m, n, k)

@@ -14,7 +14,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import FusedLinear
+from ostinato.ops.linear.fused_cuda import FusedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -29,7 +29,7 @@ _VARIANTS = tuple(
     for kind in ("rms_norm", "per_token")
 )
 
-Libraries = dict[tuple[FusedLinear, BuildMode], _C.FusedLinear]
+Libraries = dict[tuple[FusedLinear, BuildMode], _C.Library]
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def libraries() -> Libraries:
     entries = build([plan(*item) for item in wanted])
     loaded = {}
     for item, entry in zip(wanted, entries, strict=True):
-        loaded[item] = _C.FusedLinear(str(entry.library))
+        loaded[item] = _C.Library(str(entry.library))
         loaded[item].prepare()
     return loaded
 
 
-def _launch(library: _C.FusedLinear, variant: FusedLinear, n: int, k: int) -> torch.Tensor:
+def _launch(library: _C.Library, variant: FusedLinear, n: int, k: int) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(n + k)
 
     def randn(*shape: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import Quantize
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -55,7 +55,7 @@ def run() -> Run:
         for kind, dtype, mode in wanted
     ]
     entries = build(plans)
-    libraries = {key: _C.Quantize(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
+    libraries = {key: _C.Library(str(e.library)) for key, e in zip(wanted, entries, strict=True)}
     for library in libraries.values():
         library.prepare()
 
@@ -200,7 +200,7 @@ def test_a_launch_says_when_scales_do_not_go_with_its_results() -> None:
     for dtype, scale in (("bf16", 1), ("int8", 0)):
         variant = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype=dtype)
         (entry,) = build([plan(variant)])
-        library = _C.Quantize(str(entry.library))
+        library = _C.Library(str(entry.library))
         with pytest.raises(RuntimeError, match="invalid argument"):
             library.launch(
                 x=x.data_ptr(),

@@ -8,12 +8,11 @@ import pytest
 import torch
 from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato.jit.catalogue import GEMM_SMALL_M
 from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import GemmSmallM
+from ostinato.ops.linear.gemm_variants import GEMM_SMALL_M, GemmSmallM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

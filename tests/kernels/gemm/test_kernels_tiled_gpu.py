@@ -12,18 +12,17 @@ import pytest
 import torch
 from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato.jit.catalogue import GEMM_TILED
 from ostinato.jit.mode import (
     RELEASE,
     BuildMode,
 )
-from ostinato.jit.variants import GemmTiled
+from ostinato.ops.linear.gemm_variants import GEMM_TILED, GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _SITES = (
-    *("tokens", "weights", "consumer", "release", "exchange"),
-    *("epilogue_turn", "epilogue_store"),
+    *("tokens", "weights", "consumer", "release", "cluster_reduce"),
+    *("epilogue_transpose", "epilogue_store"),
 )
 _LATE = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=128)
 _PINGPONG = (128, 128, True)

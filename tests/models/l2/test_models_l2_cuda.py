@@ -14,12 +14,12 @@ import torch
 from ostinato import ops
 from ostinato.bench.engine import number_tokenizer
 from ostinato.bench.shapes import SHAPES
-from ostinato.bench.weights import random_llama
+from ostinato.bench.weights import random_decoder
 from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs.inspect.driver import GraphDriver
 from ostinato.models import (
-    ModelConfig,
     PagedKVCache,
+    read_config,
 )
 from ostinato.models.l2 import partitioned_memory
 from ostinato.models.l2.probe import (
@@ -42,7 +42,7 @@ def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
 @pytest.fixture(scope="module")
 def cache() -> PagedKVCache:
     made = _cache()
-    if made.halves is None:
+    if made.partitions is None:
         pytest.skip("this GPU's partitioned_memory are not told apart")
     return made
 
@@ -61,7 +61,7 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     cache: PagedKVCache, other: dict[str, int | torch.dtype]
 ) -> None:
     made = _cache(**other)
-    assert made.halves is not None
+    assert made.partitions is not None
     l2 = l2_map(0)
     assert l2 is not None
     random = np.random.default_rng(3)
@@ -70,9 +70,9 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     steps = np.array(made.storage.stride())
     # By 4 bytes, whose atomics they are.
     at = (np.stack(picks) * steps[:, None]).sum(0) * made.storage.element_size() // 4 * 4
-    found = l2.halves(*probe(0, made.storage.data_ptr(), at, by_all=False))
-    of_page = np.array([made.halves.half_of_page(int(page)) for page in picks[2]])
-    of_head = np.array([(int(h) & made.halves.heads).bit_count() % 2 for h in picks[4]])
+    found = l2.partitions(*probe(0, made.storage.data_ptr(), at, by_all=False))
+    of_page = np.array([made.partitions.partition_of_page(int(page)) for page in picks[2]])
+    of_head = np.array([(int(h) & made.partitions.heads).bit_count() % 2 for h in picks[4]])
     assert (found == of_page ^ of_head).mean() > 0.999
     assert 0.4 < found.mean() < 0.6
     assert not made.storage.view(torch.uint8).any()
@@ -81,7 +81,7 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
 @pytest.mark.parametrize(
     "other",
     [
-        {"by_halves": False},
+        {"l2_partitioned": False},
         {"num_pages": 40},  # waste
         {"page_size": 32, "num_pages": 550},  # a head's page in both partitioned_memory
         {"num_kv_heads": 6, "num_pages": 1500},
@@ -91,18 +91,18 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
 )
 def test_other_caches_lie_as_they_come(other: dict[str, int]) -> None:
     made = _cache(**other)
-    assert made.halves is None
+    assert made.partitions is None
     assert made.storage.is_contiguous()
 
 
 def test_sequences_keep_to_one_half_each_and_share_both(cache: PagedKVCache) -> None:
-    assert cache.halves is not None
+    assert cache.l2_partition is not None
     counts = [0, 0]
     for sequence in range(20):
         cache.add(sequence)
         for length in (5, 100, 16 * 17):
             cache.reserve(sequence, length)
-        found = {cache.halves.half_of_page(page) for page in cache.pages(sequence)}
+        found = {cache.l2_partition.partition_of_page(page) for page in cache.pages(sequence)}
         assert len(found) == 1
         counts[found.pop()] += 1
     assert counts == [10, 10]
@@ -116,7 +116,7 @@ def test_memory_of_caches_that_are_gone_is_given_back(cache: PagedKVCache) -> No
     addresses = []
     for _ in range(3):
         made = _cache()
-        assert made.halves is not None
+        assert made.partitions is not None
         view = made.storage[1, 0, 5:7]
         view.fill_(1)
         addresses.append(made.storage.data_ptr())
@@ -147,13 +147,13 @@ def test_single_pages_make_up_for_pairs_that_are_missing(
     made = _cache(num_layers=2)
     # Where there are fewer than asked for, there is no memory for more.
     assert asked[:2] == [2 * partitioned_memory.PAGE_BYTES, partitioned_memory.PAGE_BYTES]
-    assert made.halves is not None
+    assert made.partitions is not None
     l2 = l2_map(0)
     assert l2 is not None
     pages = np.arange(made.storage.size(2))
     at = pages * made.storage.stride(2) * 2
-    found = l2.halves(*probe(0, made.storage.data_ptr(), at, by_all=False))
-    assert found.tolist() == [made.halves.half_of_page(int(page)) for page in pages]
+    found = l2.partitions(*probe(0, made.storage.data_ptr(), at, by_all=False))
+    assert found.tolist() == [made.partitions.partition_of_page(int(page)) for page in pages]
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -169,20 +169,20 @@ def test_without_memory_for_it_a_cache_lies_as_it_comes(
 
     monkeypatch.setattr(partitioned_memory, "_create", none)
     made = _cache()
-    assert made.halves is None
+    assert made.partitions is None
     assert made.storage.is_contiguous()
 
 
 def _attend(
     cache: PagedKVCache, layer: int, inputs: tuple[torch.Tensor, ...], invariant: bool
-) -> Callable[[ops.L2Halves | None], torch.Tensor]:
+) -> Callable[[ops.L2Partition | None], torch.Tensor]:
     q, table, lens = inputs
     k, v = cache.layer(layer)
 
-    def run(hint: ops.L2Halves | None) -> torch.Tensor:
+    def run(hint: ops.L2Partition | None) -> torch.Tensor:
         out = torch.full_like(q, torch.nan)
         return ops.paged_attention(
-            q, k, v, table, lens, batch_invariant=invariant, halves=hint, out=out
+            q, k, v, table, lens, batch_invariant=invariant, l2_partition=hint, out=out
         )
 
     return run
@@ -191,7 +191,7 @@ def _attend(
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("lengths", ["full", "mixed", "some empty", "short", "long"])
 def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: str) -> None:
-    known = cache.halves
+    known = cache.l2_partition
     assert known is not None
     torch.manual_seed(0)
     batch, pages = (130, 5) if lengths != "long" else (40, 17)
@@ -211,15 +211,15 @@ def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: st
     run = _attend(cache, 1, inputs, invariant)
     expected = run(None)
     assert bool((expected.isnan().any(dim=-1).any(dim=-1).cpu() == torch.zeros(batch)).all())
-    wrong = ops.L2Halves([1 - half for half in known.sms], known.pages, known.heads)
+    wrong = ops.L2Partition([1 - partition for partition in known.sms], known.pages, known.heads)
     hints = [
         known,
         wrong,
-        ops.L2Halves([0] * len(known.sms), known.pages, known.heads),
-        ops.L2Halves([1] + [0] * 131, known.pages, known.heads),
-        ops.L2Halves(known.sms, 0xFFFF, 0b110),
-        ops.L2Halves(known.sms, 0, 0b100),
-        ops.L2Halves(known.sms, 3, 0b1000),  # no KV head has that bit: as if not given
+        ops.L2Partition([0] * len(known.sms), known.pages, known.heads),
+        ops.L2Partition([1] + [0] * 131, known.pages, known.heads),
+        ops.L2Partition(known.sms, 0xFFFF, 0b110),
+        ops.L2Partition(known.sms, 0, 0b100),
+        ops.L2Partition(known.sms, 3, 0b1000),  # no KV head has that bit: as if not given
     ]
     for hint in hints * 3:
         assert torch.equal(run(hint), expected), hint
@@ -230,7 +230,7 @@ def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: st
 def test_nor_of_sequences_that_ctas_share(invariant: bool, batch: int, most: int) -> None:
     pages = -(-most // 16)
     long = _cache(num_layers=1, num_pages=1 + batch * pages)
-    assert long.halves is not None
+    assert long.partitions is not None
     torch.manual_seed(batch)
     long.storage.normal_()
     q = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=CUDA)
@@ -239,14 +239,14 @@ def test_nor_of_sequences_that_ctas_share(invariant: bool, batch: int, most: int
         lens = torch.randint(least, most + 1, (batch,))
         run = _attend(long, 0, (q, table.int().to(CUDA), lens.int().to(CUDA)), invariant)
         expected = run(None)
-        wrong = ops.L2Halves(long.halves.sms, 0b1011, 0b101)
-        for hint in (long.halves, wrong) * 3:
+        wrong = ops.L2Partition(long.partitions.sms, 0b1011, 0b101)
+        for hint in (long.partitions, wrong) * 3:
             assert torch.equal(run(hint), expected)
 
 
 def test_one_graph_over_many_lengths_and_tables(cache: PagedKVCache) -> None:
     """Claims and tickets of a launch start from what the one before it has left."""
-    known = cache.halves
+    known = cache.l2_partition
     assert known is not None
     torch.manual_seed(1)
     batch, pages = 160, 4
@@ -274,29 +274,29 @@ def test_one_graph_over_many_lengths_and_tables(cache: PagedKVCache) -> None:
 
 
 def test_texts_do_not_depend_on_halves(cache: PagedKVCache) -> None:
-    """Of 64 requests at once that come and go, over pages that may run short in a half."""
+    """Of 64 requests at once that come and go, over pages that may run short in a partition."""
     assert _texts(CUDA, True) == _texts(CUDA, False)
 
 
-def _texts(device: torch.device, by_halves: bool) -> list[list[int]]:
+def _texts(device: torch.device, l2_partitioned: bool) -> list[list[int]]:
     config = replace(
-        ModelConfig.from_hf(SHAPES["llama-3.1-8b"]),
+        read_config(SHAPES["llama-3.1-8b"]),
         num_layers=2,
         sliding_windows=(None, None),
         hidden_size=1024,
         intermediate_size=1024,
         vocab_size=512,
     )
-    model = random_llama(config, "int8", device, max_context=1024)
+    model = random_decoder(config, "int8", device, max_context=1024)
     engine = Engine(
         model,
         number_tokenizer(config.vocab_size),
         max_batch=64,
         max_context=400,
         num_pages=_PAGES,
-        by_halves=by_halves,
+        l2_partitioned=l2_partitioned,
     )
-    assert (engine.cache.halves is not None) == (by_halves and device.type == "cuda")
+    assert (engine.cache.l2_partition is not None) == (l2_partitioned and device.type == "cuda")
     random = torch.Generator().manual_seed(0)
 
     def length(most: int) -> int:

@@ -1,4 +1,4 @@
-"""Memory by halves of the L2, over a driver that is made up: what is mapped, and what is kept."""
+"""Memory by L2 partitions, over a driver that is made up: what is mapped, and what is kept."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TORCHS = 0x7FD6_D280_0000  # where torch's memory is
 
 
 class Driver:
-    """Pages of one half or the other, as CUDA's driver hands them out and maps them.
+    """Pages of one partition or the other, as CUDA's driver hands them out and maps them.
 
     Args:
-        alike: how many of all pairs have both pages in one half.
+        alike: how many of all pairs have both pages in one partition.
         room: bytes that there are.
     """
 
@@ -163,7 +163,7 @@ def test_addresses_tell_their_half(alike: float, use: Callable[[Driver], Driver]
     size = owner.__cuda_array_interface__["shape"][0]
     assert size == 20 * 2 * _PAIR == driver.used
     offsets = np.arange(0, size, PAGE_BYTES // 8)
-    found = _L2.halves(*driver.probe(0, address, offsets, by_all=False))
+    found = _L2.partitions(*driver.probe(0, address, offsets, by_all=False))
     assert (found == parity(offsets & mask)).all()
     assert address % (2 * _PAIR) == 0
     assert 0 < _TORCHS - (address + size) < 1 << 40

@@ -17,14 +17,14 @@ from ostinato.models import (
 from ostinato.models.l2.probe import (
     BLOCK_BYTES,
     L2Map,
+    find_partitions,
     parity,
-    tell_halves,
 )
 from ostinato.models.pages import (
     DUMMY_PAGE,
     PagePool,
 )
-from ostinato.ops import L2Halves
+from ostinato.ops import L2Partition
 
 _BLOCKS = 512
 _H200 = 0xAB000
@@ -33,7 +33,7 @@ _H200 = 0xAB000
 def _clocks(
     mask: int, sm_halves: np.ndarray, *, near: float = 300, far: float = 500, noise: float = 25
 ) -> np.ndarray:
-    """Return what each SM would take to each block, if block 0 is in half 0."""
+    """Return what each SM would take to each block, if block 0 is in partition 0."""
     random = np.random.default_rng(0)
     blocks = parity(np.arange(_BLOCKS) * BLOCK_BYTES & mask)
     own = sm_halves[:, None] == blocks
@@ -42,23 +42,29 @@ def _clocks(
     return clocks.astype(np.int64)
 
 
+def _both(partitions: list[int]) -> bool:
+    return len(set(partitions)) == 2
+
+
 @given(
     mask=st.integers(1, _BLOCKS - 1).map(lambda bits: bits * BLOCK_BYTES),
-    halves=st.lists(st.integers(0, 1), min_size=4, max_size=40).filter(lambda h: len(set(h)) == 2),
+    partitions=st.lists(st.integers(0, 1), min_size=4, max_size=40).filter(
+        lambda h: len(set(h)) == 2
+    ),
     data=st.data(),
 )
 def test_clocks_tell_which_half_an_sm_and_a_block_are_in(
-    mask: int, halves: list[int], data: st.DataObject
+    mask: int, partitions: list[int], data: st.DataObject
 ) -> None:
-    sms = np.array(data.draw(st.permutations(range(len(halves)))))
-    found = tell_halves(_clocks(mask, np.array(halves)), sms)
+    sms = np.array(data.draw(st.permutations(range(len(partitions)))))
+    found = find_partitions(_clocks(mask, np.array(partitions)), sms)
     assert found is not None
     assert found.mask == mask
-    # Which half is called 0 is free.
+    # Which partition is called 0 is free.
     by_sm = np.array(found.sms)[sms]
-    assert (by_sm == np.array(halves) ^ halves[0]).all()
-    again = found.halves(_clocks(mask, np.array(halves))[:, 1], sms)
-    expected = int(parity(np.array([BLOCK_BYTES & mask]))[0]) ^ halves[0]
+    assert (by_sm == np.array(partitions) ^ partitions[0]).all()
+    again = found.partitions(_clocks(mask, np.array(partitions))[:, 1], sms)
+    expected = int(parity(np.array([BLOCK_BYTES & mask]))[0]) ^ partitions[0]
     assert (again == expected).mean() > 0.9
 
 
@@ -66,27 +72,27 @@ def test_clocks_tell_which_half_an_sm_and_a_block_are_in(
     "clocks",
     [
         np.full((8, _BLOCKS), 300),
-        _clocks(_H200, np.zeros(8, dtype=np.int64)),  # all SMs in one half
-        _clocks(0, np.arange(8) % 2),  # all blocks in one half
+        _clocks(_H200, np.zeros(8, dtype=np.int64)),  # all SMs in one partition
+        _clocks(0, np.arange(8) % 2),  # all blocks in one partition
         _clocks(_H200, np.arange(8) % 2, far=305),  # no further away than noise
         np.random.default_rng(1).integers(250, 550, (8, _BLOCKS)),
     ],
-    ids=["equal", "one half of SMs", "one half of blocks", "too near", "noise"],
+    ids=["equal", "one partition of SMs", "one partition of blocks", "too near", "noise"],
 )
 def test_what_is_not_two_halves_is_not_taken_for_them(clocks: np.ndarray) -> None:
-    assert tell_halves(clocks, np.arange(8)) is None
+    assert find_partitions(clocks, np.arange(8)) is None
 
 
 def test_a_block_whose_half_no_parity_explains_is_not_accepted() -> None:
     clocks = _clocks(_H200, np.arange(8) % 2)
     clocks[:, [4, 5]] = clocks[:, [5, 4]]
-    assert tell_halves(clocks, np.arange(8)) is None
+    assert find_partitions(clocks, np.arange(8)) is None
 
 
 def test_halves_by_clocks_of_the_sm_that_took_them() -> None:
     found = L2Map(_H200, sms=(0, 1), between=(400.0, 500.0))
     clocks, sms = np.array([390, 410, 450, 510]), np.array([0, 0, 1, 1])
-    assert found.halves(clocks, sms).tolist() == [0, 1, 1, 0]
+    assert found.partitions(clocks, sms).tolist() == [0, 1, 1, 0]
 
 
 @given(st.lists(st.integers(0, 2**62), min_size=1))
@@ -95,19 +101,19 @@ def test_parity(numbers: list[int]) -> None:
 
 
 @given(
-    halves=st.lists(st.integers(0, 1), min_size=1, max_size=256),
+    partitions=st.lists(st.integers(0, 1), min_size=1, max_size=256),
     pages=st.integers(0, 2**32 - 1),
     heads=st.integers(1, 2**32 - 1),
     page=st.integers(0, 2**31 - 1),
 )
 def test_words_are_as_the_kernel_takes_them(
-    halves: list[int], pages: int, heads: int, page: int
+    partitions: list[int], pages: int, heads: int, page: int
 ) -> None:
-    made = L2Halves(halves, pages, heads)
-    assert made.words[:2] == [pages, heads]
-    assert [made.words[2 + sm // 32] >> sm % 32 & 1 for sm in range(len(halves))] == halves
+    made = L2Partition(partitions, pages, heads)
+    assert made.words[8:] == [pages, heads]
+    assert [made.words[sm // 32] >> sm % 32 & 1 for sm in range(len(partitions))] == partitions
     assert len(made.words) == 10
-    assert made.half_of_page(page) == (page & pages).bit_count() % 2
+    assert made.partition_of_page(page) == (page & pages).bit_count() % 2
 
 
 @pytest.mark.parametrize(
@@ -122,10 +128,10 @@ def test_words_are_as_the_kernel_takes_them(
 )
 def test_bad_halves(fields: tuple[list[int], int, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        L2Halves(*fields)
+        L2Partition(*fields)
 
 
-def _half(page: int) -> int:
+def _partition(page: int) -> int:
     return (page & 0b10101).bit_count() % 2
 
 
@@ -137,21 +143,21 @@ def _half(page: int) -> int:
 def test_a_sequence_keeps_to_its_half_as_long_as_there_are_pages(
     num_pages: int, counts: list[int], returned: set[int]
 ) -> None:
-    pool = PagePool(num_pages, _half)
+    pool = PagePool(num_pages, _partition)
     free = set(range(num_pages)) - {DUMMY_PAGE}
     held: list[list[int]] = []
     for count in counts:
-        by_half = [sum(_half(page) == half for page in free) for half in (0, 1)]
+        by_half = [sum(_partition(page) == partition for page in free) for partition in (0, 1)]
         if count > len(free):
             with pytest.raises(OutOfPagesError):
                 pool.take(count)
             continue
         pages = pool.take(min(count, 1))
         if pages:
-            assert by_half[_half(pages[0])] == max(by_half)
+            assert by_half[_partition(pages[0])] == max(by_half)
             pages += pool.take(count - 1, like=pages[0])
-            mine = [page for page in pages if _half(page) == _half(pages[0])]
-            assert len(mine) == min(count, by_half[_half(pages[0])])
+            mine = [page for page in pages if _partition(page) == _partition(pages[0])]
+            assert len(mine) == min(count, by_half[_partition(pages[0])])
         assert len(set(pages)) == len(pages) == count
         assert set(pages) <= free
         free -= set(pages)
@@ -166,29 +172,29 @@ def test_a_sequence_keeps_to_its_half_as_long_as_there_are_pages(
 
 def test_each_sm_must_have_been_there_once() -> None:
     clocks = _clocks(_H200, np.arange(8) % 2)
-    assert tell_halves(clocks, np.array([0, 1, 2, 3, 4, 5, 6, 6])) is None
-    assert tell_halves(clocks, np.array([0, 1, 2, 3, 4, 5, 6, 8])) is None
+    assert find_partitions(clocks, np.array([0, 1, 2, 3, 4, 5, 6, 6])) is None
+    assert find_partitions(clocks, np.array([0, 1, 2, 3, 4, 5, 6, 8])) is None
 
 
 def test_halves_are_integers_of_any_kind() -> None:
-    made = L2Halves(np.array([0, 1, 1] * 20, dtype=np.int32), np.int64(5), np.uint8(3))
-    assert made == L2Halves([0, 1, 1] * 20, 5, 3)
-    assert made.words == L2Halves([0, 1, 1] * 20, 5, 3).words
-    assert hash(made) == hash(L2Halves([0, 1, 1] * 20, 5, 3))
+    made = L2Partition(np.array([0, 1, 1] * 20, dtype=np.int32), np.int64(5), np.uint8(3))
+    assert made == L2Partition([0, 1, 1] * 20, 5, 3)
+    assert made.words == L2Partition([0, 1, 1] * 20, 5, 3).words
+    assert hash(made) == hash(L2Partition([0, 1, 1] * 20, 5, 3))
     with pytest.raises(TypeError):
-        L2Halves([0, 1], 1.0, 1)  # type: ignore[arg-type]
+        L2Partition([0, 1], 1.0, 1)  # type: ignore[arg-type]
 
 
 def test_a_half_gives_up_its_own_prefixes_before_it_takes_the_others_pages() -> None:
-    pool = PagePool(33, _half)
+    pool = PagePool(33, _partition)
     pages = pool.take(32)
     pool.publish(pages, list(range(32 * 4)), 4)
     pool.release(pages)
     first = pool.take(1)
     taken = first + pool.take(7, like=first[0])
-    assert {_half(page) for page in taken} == {_half(first[0])}
-    # Least recently used first, of its half: the ends of the prefix.
-    own = [page for page in pages if _half(page) == _half(first[0])]
+    assert {_partition(page) for page in taken} == {_partition(first[0])}
+    # Least recently used first, of its partition: the ends of the prefix.
+    own = [page for page in pages if _partition(page) == _partition(first[0])]
     assert taken == own[:-9:-1]
     kept = set(pool.match(list(range(32 * 4)), 4))
     assert not kept & set(taken)
@@ -205,5 +211,5 @@ def test_caches_on_the_cpu_can_be_copied() -> None:
         device="cpu",
     )
     again = pickle.loads(pickle.dumps(cache))
-    assert again.halves is None
+    assert again.partitions is None
     assert torch.equal(again.storage, cache.storage)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ops_cases import E4M3, int32
 
-from ostinato.jit.variants import AppendKV
 from ostinato.ops.attention import append_kv_cuda
+from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.common.pdl import pdl
 
 STREAM = 77

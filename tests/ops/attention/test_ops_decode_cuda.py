@@ -8,16 +8,16 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from ostinato.jit.variants import (
-    SPLIT_TOKENS,
-    AttentionDecode,
-    DecodeLoad,
-    decode_cluster,
-)
 from ostinato.ops.attention import decode_cuda
 from ostinato.ops.attention.decode_cuda import (
     decode_kernels,
     kernel_for,
+)
+from ostinato.ops.attention.decode_variants import (
+    SPLIT_TOKENS,
+    AttentionDecode,
+    DecodeLoad,
+    decode_cluster,
 )
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -50,7 +50,7 @@ def test_there_is_no_kernel_for_others(dtype: torch.dtype, dim: int, rows: int) 
 def test_values_of_another_dim_are_not_for_decode_kernels(
     monkeypatch: pytest.MonkeyPatch, value_dim: int, served: bool
 ) -> None:
-    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernel", lambda family, x: True)
     q, out = torch.empty(4, 2, 128, dtype=BF16), torch.empty(4, 2, value_dim, dtype=BF16)
     k_cache, v_cache = (torch.empty(3, 16, 2, dim, dtype=BF16) for dim in (128, value_dim))
     table = torch.zeros(4, 3, dtype=torch.int32)
@@ -59,7 +59,7 @@ def test_values_of_another_dim_are_not_for_decode_kernels(
 
 
 def test_lengths_of_prompts_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernel", lambda family, x: True)
     cache, table = torch.empty(3, 16, 2, 128, dtype=BF16), torch.zeros(1, 3, dtype=torch.int32)
     before = kernel_for.cache_info().currsize
     for tokens in range(100, 110):
@@ -72,7 +72,7 @@ def test_lengths_of_prompts_are_not_remembered(monkeypatch: pytest.MonkeyPatch) 
 def test_heads_that_share_memory_are_not_for_kernels(
     monkeypatch: pytest.MonkeyPatch, expand: str
 ) -> None:
-    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernel", lambda family, x: True)
     tensors = {name: torch.empty(4, 2, 128, dtype=BF16) for name in ("q", "out")}
     tensors |= {x: torch.empty(3, 16, 2, 128, dtype=BF16) for x in ("k_cache", "v_cache")}
     table = torch.zeros(4, 3, dtype=torch.int32)
@@ -172,7 +172,7 @@ def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
     split: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_cuda, "has_kernels", lambda device: True)
+    monkeypatch.setattr(decode_cuda, "has_kernel", lambda family, x: True)
     q = torch.empty(batch, 4 * heads_kv, 128, dtype=BF16)
     cache = torch.empty(1, 16, heads_kv, 128, dtype=BF16)
     table = torch.zeros(batch, tokens // 16, dtype=torch.int32)

@@ -27,7 +27,7 @@ BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_cuda, "has_kernels", lambda device: True)
+    monkeypatch.setattr(prefill_cuda, "has_kernel", lambda family, x: True)
     monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 132))
 
 

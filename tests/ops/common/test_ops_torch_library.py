@@ -38,7 +38,7 @@ def attention_arguments(device: torch.device, draw: int) -> list[Any]:
         torch.zeros(6, 4, 16, device=device),
         torch.zeros(6, 4, device=device),
         None,
-        ops.L2Halves([0, 1], 3, 1).words,
+        ops.L2Partition([0, 1], 3, 1).words,
     ]
 
 

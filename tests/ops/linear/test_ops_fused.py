@@ -10,10 +10,7 @@ from ops_cases import E4M3, assert_same_bits, quantized_randn
 
 from ostinato import ops
 from ostinato.jit import loader
-from ostinato.jit.variants import (
-    FusedLinear,
-    Variant,
-)
+from ostinato.jit.variant import Variant
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear import (
     fused_cuda,
@@ -21,6 +18,7 @@ from ostinato.ops.linear import (
     quantize_cuda,
     w8a8_gemm,
 )
+from ostinato.ops.linear.fused_cuda import FusedLinear
 
 BF16 = torch.bfloat16
 DTYPES = (torch.int8, E4M3)

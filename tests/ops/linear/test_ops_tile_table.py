@@ -13,15 +13,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from ostinato.jit.catalogue import CATALOGUE
-from ostinato.jit.variants import (
-    GemmSmallM,
-    GemmTiled,
-)
+from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.linear import (
     tile_table,
     tile_tuning,
 )
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.tile_table import (
     Choice,
     choose,

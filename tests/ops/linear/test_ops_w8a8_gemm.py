@@ -10,11 +10,6 @@ import torch
 from ops_cases import E4M3, assert_same_bits, quantized_randn
 
 from ostinato import ops
-from ostinato.jit.variants import (
-    GemmSmallM,
-    GemmTiled,
-    Quantize,
-)
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear import (
     packed_weight,
@@ -22,6 +17,8 @@ from ostinato.ops.linear import (
     tile_table,
     w8a8_gemm,
 )
+from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ostinato.ops.linear.quantize_cuda import Quantize
 
 STREAM = 77
 

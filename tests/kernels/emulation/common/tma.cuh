@@ -42,16 +42,19 @@ inline void tma_load(void* to, const CUtensorMap& map, const int (&place)[5], ui
     char* const shared = emulator::shared_of(rank);
     const auto& [size, stride, box] = from.shape;
     uint32_t bytes = 0;
-    for (uint32_t i = 0; i < box[4] * box[3] * box[2] * box[1] * box[0]; ++i, ++bytes) {
-      uint32_t rest = i;
+    for (uint32_t row = 0; row < box[4] * box[3] * box[2] * box[1]; ++row) {
+      uint32_t rest = row;
       int64_t offset = 0;
       bool inside = true;
-      for (int d = 0; d < 5; rest /= box[d], ++d) {
+      for (int d = 1; d < 5; rest /= box[d], ++d) {
         const int64_t x = at[d] + static_cast<int64_t>(rest % box[d]);
         inside &= x >= 0 && x < static_cast<int64_t>(size[d]);
         offset += x * static_cast<int64_t>(stride[d]);
       }
-      shared[swizzled(address + i)] = inside ? from.data[offset] : 0;
+      for (int64_t x = at[0]; x < at[0] + static_cast<int64_t>(box[0]); ++x, ++bytes) {
+        const bool exists = inside && x >= 0 && x < static_cast<int64_t>(size[0]);
+        shared[swizzled(address + bytes)] = exists ? from.data[offset + x] : 0;
+      }
     }
     tell_barrier(rank, barrier_address, 0, -static_cast<long>(bytes));
   });

@@ -34,19 +34,26 @@ float half_of(uint32_t word, int half) {
 
 template <class T>
 void multiply_by_warp(float (&sums)[4], const uint32_t (&rows)[4], const uint32_t (&columns)[2]) {
-  uint32_t all_rows[emulator::kLanes][4];
-  std::memcpy(all_rows, emulator::exchange(rows), sizeof(all_rows));
-  const emulator::Words* const all_columns = emulator::exchange({columns[0], columns[1]});
+  const emulator::Words* const all =
+      emulator::exchange({rows[0], rows[1], rows[2], rows[3], columns[0], columns[1]});
   const int lane = emulator::lane();
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+  float a[2][16], b[2][16];  // of this lane's two rows and two columns
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 16
     for (int k = 0; k < 16; ++k) {
-      const uint32_t a = all_rows[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-      const uint32_t b = all_columns[column * 4 + k % 8 / 2][k / 8];
-      sums[i] += half_of<T>(a, k % 2) * half_of<T>(b, k % 2);
+      const int at = k % 8 / 2;
+      a[half][k] = half_of<T>(all[lane / 4 * 4 + at][half + k / 8 * 2], k % 2);
+      b[half][k] = half_of<T>(all[(lane % 4 * 2 + half) * 4 + at][4 + k / 8], k % 2);
     }
   }
-  __syncwarp();
+#pragma GCC unroll 16
+  for (int k = 0; k < 16; ++k) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      sums[i] += a[i / 2][k] * b[i % 2][k];
+    }
+  }
 }
 
 }  // namespace ostinato

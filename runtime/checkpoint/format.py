@@ -1,0 +1,36 @@
+"""What a weight format is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .section import Section
+from .storage.base import StoredScheme
+
+# Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
+StoredSchemeOf = Callable[[str], StoredScheme]
+
+
+def nowhere_else(_config: Section, _folder: Path) -> Section | None:
+    """Return None: the format is described in `quantization_config` alone."""
+    return None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A weight format. Each file in `formats/` has one, in a variable FORMAT.
+
+    Args:
+        method: `quant_method` of the configuration.
+        parse: reads the configuration; returns how each linear module is stored. It raises
+            CheckpointError when the configuration is malformed, UnsupportedCheckpointError, naming
+            the field, for what is not implemented.
+        find: returns the configuration of a folder where it is not in `quantization_config`, None
+            where there is none; it is given config.json and the folder.
+    """
+
+    method: str
+    parse: Callable[[Section], StoredSchemeOf]
+    find: Callable[[Section, Path], Section | None] = nowhere_else

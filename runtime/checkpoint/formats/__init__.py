@@ -1,0 +1,1 @@
+"""One file per weight format; `quantization.py` finds them by itself."""

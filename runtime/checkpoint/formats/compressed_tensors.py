@@ -1,0 +1,199 @@
+"""The compressed-tensors format: which modules its configuration quantises, and how.
+
+Field names and matching rules are those of the compressed-tensors package, see its
+`quantization/quant_args.py`, `quantization/quant_scheme.py` and `utils/match.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError, UnsupportedCheckpointError
+from ..format import Format, StoredSchemeOf
+from ..patterns import match_regex
+from ..section import Section
+from ..storage.base import StoredScheme
+from ..storage.dense import DENSE
+from ..storage.w8a8 import W8A8Scheme
+
+# Class name of every module that can be quantised, as targets and ignore lists spell it.
+_CLASS = "Linear"
+_REGEX = "re:"
+
+_DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
+_FORMAT_TYPES = {
+    "int-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+}
+_PER_GROUP = "mixed-precision"
+
+# Fields without a meaning for inference: observers belong to calibration, and the dtypes of
+# scales and zero points are those of the tensors in the file.
+_HARMLESS_FIELDS = ("global_compression_ratio", "quant_method", "run_compressed", "version")
+_HARMLESS_ARGUMENTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+
+
+def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
+    """Return the scheme of every linear module under a compressed-tensors configuration.
+
+    Raises:
+        CheckpointError: when the configuration is malformed.
+        UnsupportedCheckpointError: naming the field, when it asks for anything but INT8 or FP8
+            weights (symmetric, per tensor or channel) with activations of the same type.
+    """
+    if config.get("quantization_config"):  # wrapped, as some versions of transformers wrote it
+        inner = config.child("quantization_config")
+        _require_dense(config)
+        config.reject_others(*_HARMLESS_FIELDS)
+        config = inner
+    config.choice("kv_cache_scheme", None)
+    _require_dense(config)
+    config.choice("quantization_status", "compressed", "frozen", default="compressed")
+    file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
+    ignore = config.strings("ignore")
+    groups = config.child("config_groups")
+    schemes: dict[str, W8A8Scheme] = {}
+    for name in groups.fields:
+        targets, scheme = _group(
+            groups.child(name), None if file_format == _PER_GROUP else file_format
+        )
+        schemes.update(dict.fromkeys(targets, scheme))
+    config.reject_others(*_HARMLESS_FIELDS)
+    for pattern in (*schemes, *ignore):
+        matches(pattern, "", config.where)  # a malformed one is refused now, not in mid-load
+    ordered = sorted(schemes, key=_specificity)
+
+    def scheme_of(module: str) -> StoredScheme:
+        if any(matches(pattern, module, config.where) for pattern in ignore):
+            return DENSE
+        for target in ordered:
+            if matches(target, module, config.where):
+                return schemes[target]
+        return DENSE
+
+    return scheme_of
+
+
+def matches(pattern: str, module: str, where: str) -> bool:
+    """Return whether a target or ignore entry means a linear module.
+
+    Args:
+        pattern: the class name "Linear", a module's full name, or "re:" and a regular
+            expression that matches from the name's beginning.
+        module: the module's full name.
+        where: what the pattern comes from, for the message.
+
+    Raises:
+        CheckpointError: when the regular expression is malformed.
+    """
+    if pattern.startswith(_REGEX):
+        return match_regex(pattern.removeprefix(_REGEX), module, where)
+    return pattern in (module, _CLASS)
+
+
+def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
+    """Return the configuration of a checkpoint whose linear modules all have `scheme`.
+
+    Only what the quantiser writes: per-channel weights, dynamic per-token activations.
+    """
+    kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
+    common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": [_CLASS],
+                "weights": {**common, "strategy": "channel", "dynamic": False},
+                "input_activations": {**common, "strategy": "token", "dynamic": True},
+                "output_activations": None,
+            }
+        },
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+
+
+def _specificity(target: str) -> tuple[bool, bool, str]:
+    """Sort key of targets: modules' names come first, then patterns, then the class."""
+    return target == _CLASS, target.startswith(_REGEX), target
+
+
+def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], W8A8Scheme]:
+    """Return (targets, scheme)."""
+    targets = group.strings("targets")
+    if not targets:
+        raise CheckpointError(f"{group.where}: targets: got none, expected at least one")
+    for name in ("weights", "input_activations"):
+        if group.get(name) is None:
+            raise UnsupportedCheckpointError(
+                f"{group.where}: {name}: not quantised; only 8-bit weights together with 8-bit "
+                "activations are supported"
+            )
+    file_format = group.choice("format", *_FORMAT_TYPES, default=default_format)
+    kind, per_channel = _weights(group.child("weights"), _FORMAT_TYPES[file_format])
+    static, symmetric = _activations(group.child("input_activations"), kind)
+    group.choice("output_activations", None)
+    group.reject_others()
+    return targets, W8A8Scheme(_DTYPES[kind], per_channel, static, symmetric)
+
+
+def _weights(arguments: Section, kinds: Sequence[str]) -> tuple[str, bool]:
+    """Return (type, per channel)."""
+    kind = _eight_bits(arguments, kinds)
+    implied = "tensor" if arguments.choice("group_size", None, -1) is None else "channel"
+    strategy = arguments.choice("strategy", "channel", "tensor", default=implied)
+    arguments.choice("symmetric", True, default=True)
+    arguments.choice("dynamic", False, default=False)
+    arguments.reject_others(*_HARMLESS_ARGUMENTS)
+    return kind, strategy == "channel"
+
+
+def _require_dense(config: Section) -> None:
+    """Check that a configuration of sparsity, which dense weights may have as well, says so."""
+    if config.get("sparsity_config"):
+        config.child("sparsity_config").choice("format", "dense")
+
+
+def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
+    """Return (static, symmetric)."""
+    _eight_bits(arguments, (kind,))
+    dynamic: bool = arguments.choice("dynamic", False, True, default=False)
+    strategies: tuple[str, ...]
+    if not dynamic:
+        strategies = ("tensor",)
+    elif kind == "int":
+        strategies = ("token",)
+    else:
+        # One dynamic scale for a whole batch would make a row's result depend on its
+        # neighbours; FP8 files that ask for it get one per token, which is never coarser.
+        strategies = ("token", "tensor")
+    arguments.choice("strategy", *strategies, default="tensor")
+    arguments.choice("group_size", None)
+    asymmetric = (False,) if kind == "int" and not dynamic else ()
+    symmetric: bool = arguments.choice("symmetric", True, *asymmetric, default=True)
+    arguments.reject_others(*_HARMLESS_ARGUMENTS)
+    return not dynamic, symmetric
+
+
+def _eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
+    """Check what weights and activations have in common; return the type."""
+    arguments.choice("num_bits", 8, default=8)
+    # The other orders of calibration leave columns where they are, too, unlike "group".
+    arguments.choice("actorder", None, False, "weight", "static")
+    arguments.choice("block_structure", None)
+    kind: str = arguments.choice("type", *kinds, default="int")
+    return kind
+
+
+def _find(config: Section, folder: Path) -> Section | None:
+    """Return the configuration as the package's first versions wrote it, None without one."""
+    return config.child("compression_config") if config.get("compression_config") else None
+
+
+FORMAT = Format("compressed-tensors", parse_compressed_tensors, _find)

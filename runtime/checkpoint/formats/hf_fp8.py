@@ -1,0 +1,61 @@
+"""Hugging Face's `fp8`: one weight scale per tensor."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from ..errors import UnsupportedCheckpointError
+from ..format import Format, StoredSchemeOf
+from ..patterns import match_regex
+from ..section import Section
+from ..storage.base import StoredScheme
+from ..storage.dense import DENSE
+from ..storage.w8a8 import W8A8Scheme
+
+# The output projection is in 16 bits whether or not the configuration lists it.
+_OUTPUT = "lm_head"
+
+
+def parse_hf_fp8(config: Section) -> StoredSchemeOf:
+    """Return the scheme of every linear module under `quant_method` "fp8".
+
+    Weights have one scale per tensor, activations a static one or none; with none they are
+    quantised per token. An entry of `ignored_layers` or `modules_to_not_convert` means a module,
+    everything inside it, and every module whose name ends with it, and may be a regular
+    expression, as in transformers.
+
+    Raises:
+        CheckpointError: when the configuration is malformed.
+        UnsupportedCheckpointError: naming the field, for block scales or another extension.
+    """
+    if config.get("weight_block_size") is not None:
+        raise UnsupportedCheckpointError(
+            f"{config.where}: weight_block_size: got {config.get('weight_block_size')!r}: "
+            "block FP8 is not supported, only one weight scale per tensor"
+        )
+    static = config.choice("activation_scheme", "static", "dynamic") == "static"
+    config.choice("fmt", "e4m3", default="e4m3")
+    config.choice("scale_fmt", "float", default="float")
+    config.choice("kv_cache_scheme", None)
+    ignored = config.strings("ignored_layers", "modules_to_not_convert")
+    config.reject_others("quant_method", "expert_dtype")
+    ignore = [_regex(entry) for entry in ignored]
+    scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
+    for pattern in ignore:
+        match_regex(pattern, "", config.where)
+
+    def scheme_of(module: str) -> StoredScheme:
+        ignored = any(match_regex(pattern, module, config.where) for pattern in ignore)
+        return DENSE if ignored or module == _OUTPUT else scheme
+
+    return scheme_of
+
+
+def _regex(entry: str) -> str:
+    entry = entry.removeprefix("re:")
+    return rf"(?:{entry})(?:(?<=\.)|(?=\.|$))|.*{re.escape(entry)}$"
+
+
+FORMAT = Format("fp8", parse_hf_fp8)

@@ -1,0 +1,57 @@
+"""NVIDIA ModelOpt's FP8: static scales per tensor."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from ..format import Format, StoredSchemeOf
+from ..section import Section
+from ..storage.base import StoredScheme
+from ..storage.dense import DENSE
+from ..storage.w8a8 import W8A8Scheme
+
+_FILE = "hf_quant_config.json"
+# The output projection is in 16 bits whether or not the configuration lists it.
+_OUTPUT = "lm_head"
+
+
+def parse_modelopt(config: Section) -> StoredSchemeOf:
+    """Return the scheme of every linear module under a ModelOpt configuration.
+
+    Args:
+        config: `quantization_config` of config.json, or `quantization` of hf_quant_config.json.
+
+    Raises:
+        CheckpointError: when the configuration is malformed.
+        UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
+            per tensor) and for a quantised KV cache.
+    """
+    config.choice("quant_algo", "FP8")
+    config.choice("kv_cache_quant_algo", None)
+    config.choice("kv_cache_scheme", None)
+    ignore = config.strings("exclude_modules", "ignore")
+    config.reject_others("quant_method", "config_groups", "producer")
+    scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
+
+    def scheme_of(module: str) -> StoredScheme:
+        ignored = any(_excludes(entry, module) for entry in ignore)
+        return DENSE if ignored or module == _OUTPUT else scheme
+
+    return scheme_of
+
+
+def _excludes(entry: str, module: str) -> bool:
+    """Return whether a ModelOpt wildcard, or the name of a parent, means `module`."""
+    return fnmatchcase(module, entry) or f".{entry}." in f".{module}."
+
+
+def _find(config: Section, folder: Path) -> Section | None:
+    """Return the configuration in a file of its own, None without one."""
+    file = folder / _FILE
+    return Section.read(file).child("quantization") if file.exists() else None
+
+
+FORMAT = Format("modelopt", parse_modelopt, _find)

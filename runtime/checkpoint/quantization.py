@@ -1,0 +1,52 @@
+"""Finds out in which format a checkpoint folder's linear layers are stored."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from .format import Format, StoredSchemeOf
+from .section import CONFIG_FILE, Section
+from .storage.dense import unquantized
+
+
+def load_quantization(folder: Path) -> StoredSchemeOf:
+    """Read how each linear module of a checkpoint is stored, without reading any weight.
+
+    Raises:
+        CheckpointError: when a configuration file is missing or malformed.
+        UnsupportedCheckpointError: naming the field, for a format that is not implemented.
+    """
+    config = quantization_config(folder)
+    if config is None:
+        return unquantized
+    known = formats()
+    return known[config.choice("quant_method", *known)].parse(config)
+
+
+def quantization_config(folder: Path) -> Section | None:
+    """Return the object that describes a checkpoint's quantisation, None when it is plain.
+
+    Raises:
+        CheckpointError: when a configuration file is missing or malformed.
+    """
+    config = Section.read(folder / CONFIG_FILE)
+    if config.get("quantization_config"):
+        return config.child("quantization_config")
+    for name, known in formats().items():
+        found = known.find(config, folder)
+        if found is not None:
+            return Section(found.where, {"quant_method": name, **found.fields})
+    return None
+
+
+@cache
+def formats() -> Mapping[str, Format]:
+    """Return all formats by their `quant_method`."""
+    package = importlib.import_module(".formats", __package__)
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    found = [importlib.import_module(f"{package.__name__}.{name}").FORMAT for name in names]
+    return {item.method: item for item in found}

@@ -1,0 +1,1 @@
+"""How linear modules are stored: what the weight formats have in common."""

@@ -1,0 +1,102 @@
+"""What a weight format says of a module, and what it reads modules with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ...models.layers import Linear
+from ...models.parts import Module, Scheme, TensorSpec
+from ..errors import CheckpointError
+from ..finite import is_finite
+from ..reader import CheckpointReader, require_finite
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a layer is loaded to.
+
+    Args:
+        device: of its tensors.
+        dtype: of unquantised weights, biases and outputs.
+        batch_invariant: as of `load_model`.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch_invariant: bool
+
+
+class StoredScheme(Scheme, Protocol):
+    """A `Scheme` that can be read."""
+
+    def build(self, reader: CheckpointReader, modules: Sequence[Module], target: Target) -> Linear:
+        """Return the layer whose rows are those of the modules, one after another.
+
+        Raises:
+            CheckpointError: naming the file and the tensor, for values that are no numbers.
+        """
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of a checkpoint, and which rows and columns of it are kept; None is all."""
+
+    spec: TensorSpec
+    rows: slice | None = None
+    columns: slice | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is kept."""
+        kept = (self.rows, self.columns)
+        return tuple(
+            size if part is None else part.stop - part.start
+            for size, part in zip(self.spec.shape, (*kept, *(None,) * 2), strict=False)
+        )
+
+    def read(self, reader: CheckpointReader) -> torch.Tensor:
+        """Return it, backed by the file."""
+        stored = reader.read(self.spec)
+        if self.rows is not None:
+            stored = stored[self.rows]
+        return stored if self.columns is None else stored[:, self.columns]
+
+
+def stack(
+    reader: CheckpointReader, parts: Sequence[Kept], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return tensors one under another, in memory of their own.
+
+    Raises:
+        CheckpointError: naming the file and the tensor, for NaN, an infinity, or numbers beyond
+            the range of `dtype`.
+    """
+    sizes = [part.shape[0] for part in parts]
+    stacked = torch.empty((sum(sizes), *parts[0].shape[1:]), dtype=dtype, device=device)
+    for part, rows in zip(parts, stacked.split(sizes), strict=True):
+        stored = part.read(reader)
+        rows.copy_(stored)
+        if not is_finite(rows):
+            require_finite(reader, part.spec)
+            raise CheckpointError(
+                f"{reader.where(part.spec)}: holds numbers beyond the range of {dtype}; "
+                f"load it as {stored.dtype}"
+            )
+    return stacked
+
+
+def biases(
+    reader: CheckpointReader, modules: Sequence[Module], target: Target
+) -> torch.Tensor | None:
+    """Return the biases of modules one after another, None where there are none."""
+    kept = [Kept(m.bias, m.kept_rows) for m in modules if m.bias is not None and m.keeps_bias]
+    return stack(reader, kept, target.dtype, target.device) if kept else None
+
+
+def weight_of(module: Module, spec: TensorSpec) -> Kept:
+    """Return a weight [rows, columns] of a module, as far as it is kept."""
+    return Kept(spec, module.kept_rows, module.kept_columns)

@@ -1,0 +1,61 @@
+"""Weights in 16 or 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...jit.variant import Variant
+from ...models.layers import DenseLinear, InputKind, dense_kernels
+from ...models.parts import Module, TensorSpec
+from ..reader import CheckpointReader
+from .base import Target, biases, stack, weight_of
+
+
+@dataclass(frozen=True)
+class DenseScheme:
+    """A weight in 16 or 32 bits, as it is."""
+
+    def __str__(self) -> str:
+        """Return what messages say of it."""
+        return "not quantised"
+
+    def weight(self, module: Module) -> TensorSpec:
+        """Return the weight of a module."""
+        return TensorSpec((f"{module.name}.weight",), ((module.rows, module.columns),))
+
+    def tensors(self, module: Module) -> Iterator[TensorSpec]:
+        """Yield weight and bias."""
+        yield self.weight(module)
+        if module.bias is not None:
+            yield module.bias
+
+    def kernels(
+        self,
+        kind: InputKind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool,
+        device: torch.device | None,
+    ) -> list[Variant]:
+        """Return the norm or gate before the layer."""
+        return dense_kernels(kind, dtype)
+
+    def build(
+        self, reader: CheckpointReader, modules: Sequence[Module], target: Target
+    ) -> DenseLinear:
+        """Return the layer in the target's dtype."""
+        weights = [weight_of(module, self.weight(module)) for module in modules]
+        bias = biases(reader, modules, target)
+        return DenseLinear(stack(reader, weights, target.dtype, target.device), bias)
+
+
+DENSE = DenseScheme()
+
+
+def unquantized(_module: str) -> DenseScheme:
+    """Return how every module of a plain checkpoint is stored."""
+    return DENSE

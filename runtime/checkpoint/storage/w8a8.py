@@ -1,0 +1,155 @@
+"""8-bit weights with a scale per output row or tensor, and 8-bit activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...jit.variant import Variant
+from ...models.layers import InputKind, W8A8Linear
+from ...models.parts import Module, TensorSpec
+from ...ops.linear.precompile import layer_kernels
+from ..reader import CheckpointReader
+from ..scales import merge_asymmetric, read_scale, read_zero_point, require_zero
+from .base import Target, biases, stack, weight_of
+
+_ZERO_POINT_DTYPES = (torch.int8, torch.int32)
+# Scalars are stored as [] or [1] by one writer or another, channel scales as [N, 1] or [N].
+_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((1,), ())
+
+
+@dataclass(frozen=True)
+class W8A8Scheme:
+    """W8A8 storage of one linear module.
+
+    `dtype` of the weight is int8 or float8_e4m3fn; its scale is per output row (`per_channel`)
+    or one for the tensor. Activations are quantised per token at run time, or with the file's
+    `static_input` scale, and zero point unless `symmetric_input`.
+    """
+
+    dtype: torch.dtype
+    per_channel: bool
+    static_input: bool
+    symmetric_input: bool = True
+
+    def weight(self, module: Module) -> TensorSpec:
+        """Return the weight [rows, columns]."""
+        shape = (module.rows, module.columns)
+        return TensorSpec((f"{module.name}.weight",), (shape,), (self.dtype,))
+
+    def weight_scale(self, module: Module) -> TensorSpec:
+        """Return the scale of each row, or of the tensor."""
+        per_channel = ((module.rows, 1), (module.rows,))
+        # The second spelling is that of transformers' own FP8; both are factors, not divisors.
+        names = (f"{module.name}.weight_scale", f"{module.name}.weight_scale_inv")
+        return TensorSpec(names, per_channel if self.per_channel else _SCALAR_SHAPES)
+
+    def input_scale(self, module: Module) -> TensorSpec | None:
+        """Return the scale of activations, None where they are quantised per token."""
+        if not self.static_input:
+            return None
+        names = (f"{module.name}.input_scale", f"{module.name}.activation_scale")
+        return TensorSpec(names, _SCALAR_SHAPES)
+
+    def input_zero_point(self, module: Module) -> TensorSpec | None:
+        """Return the zero point of activations, None where there is none."""
+        if self.symmetric_input:
+            return None
+        return _zero_point(module, "input_zero_point", _SCALAR_SHAPES, required=True)
+
+    def unused_zero_points(self, module: Module) -> Iterator[TensorSpec]:
+        """Yield zero points of symmetric quantisation, which some writers store: all of them 0."""
+        if self.dtype is not torch.int8:
+            return
+        shapes = (*_SCALAR_SHAPES, (module.rows, 1), (module.rows,))
+        yield _zero_point(module, "weight_zero_point", shapes, required=False)
+        if self.static_input and self.symmetric_input:
+            yield _zero_point(module, "input_zero_point", _SCALAR_SHAPES, required=False)
+
+    def tensors(self, module: Module) -> Iterator[TensorSpec]:
+        """Yield every tensor of the module; the weight is the first."""
+        single = (
+            self.weight(module),
+            self.weight_scale(module),
+            self.input_scale(module),
+            self.input_zero_point(module),
+            module.bias,
+        )
+        yield from (spec for spec in single if spec is not None)
+        yield from self.unused_zero_points(module)
+
+    def kernels(
+        self,
+        kind: InputKind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool,
+        device: torch.device | None,
+    ) -> list[Variant]:
+        """Return what quantises the layer's input and multiplies it."""
+        return layer_kernels(
+            kind,
+            shape,
+            self.dtype,
+            dtype,
+            out_dtype=dtype,
+            batch_invariant=batch_invariant,
+            device=device,
+        )
+
+    def build(
+        self, reader: CheckpointReader, modules: Sequence[Module], target: Target
+    ) -> W8A8Linear:
+        """Return the layer: each row keeps its scale; inputs get one scale that serves all."""
+        for module in modules:
+            for spec in self.unused_zero_points(module):
+                require_zero(reader, spec)
+        bias = biases(reader, modules, target)
+        weights = [weight_of(module, self.weight(module)) for module in modules]
+        weight = stack(reader, weights, self.dtype, target.device)
+        input_scale, zero_point = self._input_quantization(reader, modules, target.device)
+        scales = [self._row_scales(reader, module) for module in modules]
+        return W8A8Linear(
+            weight=weight,
+            weight_scale=torch.cat(scales).to(target.device),
+            out_dtype=target.dtype,
+            bias=bias,
+            input_scale=input_scale,
+            input_zero_point=zero_point,
+            weight_sum=None if zero_point is None else weight.sum(1, dtype=torch.int32),
+            batch_invariant=target.batch_invariant,
+        )
+
+    def _row_scales(self, reader: CheckpointReader, module: Module) -> torch.Tensor:
+        scales = read_scale(reader, self.weight_scale(module)).expand(module.rows)
+        return scales if module.kept_rows is None else scales[module.kept_rows]
+
+    def _input_quantization(
+        self, reader: CheckpointReader, modules: Sequence[Module], device: torch.device
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the fp32 scale and int32 zero point that serve all modules, None where absent."""
+        scales = [
+            read_scale(reader, spec, positive=True)
+            for module in modules
+            if (spec := self.input_scale(module)) is not None
+        ]
+        zero_points = [
+            read_zero_point(reader, spec)
+            for module in modules
+            if (spec := self.input_zero_point(module)) is not None
+        ]
+        if not scales:
+            return None, None
+        if not zero_points:
+            return torch.cat(scales).max().to(device), None
+        scale, zero_point = merge_asymmetric(torch.cat(scales), torch.cat(zero_points))
+        return scale.to(device), zero_point.to(device)
+
+
+def _zero_point(
+    module: Module, suffix: str, shapes: tuple[tuple[int, ...], ...], *, required: bool
+) -> TensorSpec:
+    return TensorSpec((f"{module.name}.{suffix}",), shapes, _ZERO_POINT_DTYPES, required)

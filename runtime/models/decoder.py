@@ -1,0 +1,151 @@
+"""What the engine, the cache and the benchmarks know of a model: the `Decoder` protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .. import ops
+from ..jit.variant import Variant
+from .cache import PagedKVCache
+from .config import ModelConfig
+from .layers import InputKind, Linear, Sampling
+
+
+@dataclass
+class AttentionInputs:
+    """Where this call's tokens sit in the paged KV cache; all tensors on the model's device.
+
+    `slot_mapping` [T] int64: cache slot (page * page_size + offset) of each token, -1 to skip.
+    `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
+    `cu_seqlens_q` [B + 1] int32: row offsets of the sequences; None when every sequence has
+    exactly `max_seqlen_q` tokens, as in decode.
+    """
+
+    slot_mapping: torch.Tensor
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    max_seqlen_q: int = 1
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """Where this call's tokens are noted as seen, on the model's device.
+
+    `mask` [S, vocab_size] bool, `rows` [T] int64: which row of `mask` is each token's.
+    """
+
+    mask: torch.Tensor
+    rows: torch.Tensor
+
+
+class LinearUse(NamedTuple):
+    """A linear layer of a decoder, and how it is used.
+
+    Attributes:
+        name: of the part of a decoder layer, such as "qkv", or "lm_head".
+        kind: what comes before it.
+        linear: the layer.
+    """
+
+    name: str
+    kind: InputKind
+    linear: Linear
+
+
+class Decoder(Protocol):
+    """A decoder over a paged KV cache. It holds weights and no state between calls.
+
+    Attributes:
+        config: its shape.
+        max_context: the longest sequence served.
+        batch_invariant: whether a sequence gets the same bits whatever is served beside it.
+    """
+
+    config: ModelConfig
+    max_context: int
+    batch_invariant: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor the model owns once, tied weights included once."""
+
+    def tables(self) -> Sequence[torch.Tensor]:
+        """Return the tensors of which a step gathers a few rows: it does not read the rest."""
+
+    def linears(self) -> Iterator[LinearUse]:
+        """Yield every linear layer, layer by layer; the output projection is the last."""
+
+    def kernels(self) -> list[Variant]:
+        """Return the kernels the model launches for any number of tokens, on its GPU or an H200.
+
+        Some may be named more than once.
+        """
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+        *,
+        n_active: torch.Tensor | None = None,
+        seen: SeenRows | None = None,
+    ) -> torch.Tensor:
+        """Append the tokens' keys and values to `cache` and return next-token logits.
+
+        Args:
+            tokens: [T] int64 ids, the sequences one after another.
+            positions: [T] int32 position of each token in its sequence.
+            attention: where the sequences sit in the cache.
+            cache: keys and values of the sequences so far.
+            n_active: int32 [1] on the device, how many of the first rows are real; the others are
+                padding, whose logits mean nothing. All by default.
+            seen: where to note the tokens, before anything else is done with them.
+
+        Returns:
+            logits [T, vocab_size] fp32.
+        """
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+        *,
+        n_active: torch.Tensor | None = None,
+        seen: SeenRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do as a call, up to the last layer's output and the residual to add to it.
+
+        Both are [T, hidden_size] of the model's dtype.
+        """
+
+    def logits(
+        self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return next-token logits [R, vocab_size] fp32 of R rows of what `hidden` returned."""
+
+    def logits_to_sample(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        cache: PagedKVCache,
+        sampling: Sampling,
+        *,
+        n_active: torch.Tensor | None = None,
+        seen: SeenRows | None = None,
+    ) -> ops.Logits:
+        """Do as a call, and return what `ops.sample` chooses the same tokens from.
+
+        `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`).
+        """

@@ -1,0 +1,1 @@
+"""One file per model family; `registry.py` finds them by itself."""

@@ -1,0 +1,315 @@
+"""Parts of a decoder before it is loaded: their tensors, kernels, and share of a rank.
+
+A family describes its layers by these parts. A part knows which tensors of a checkpoint it is made
+of (in Hugging Face's names), which kernels it launches, and what one rank of a tensor-parallel
+group keeps of it. How a linear module is stored is its `Scheme`'s business, in
+`checkpoint/formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, Self
+
+import torch
+
+from ..jit.variant import Variant
+from .config_fields import UnsupportedModelError
+from .layers import InputKind, Linear
+
+DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of a checkpoint: its possible names, shapes and dtypes."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
+    required: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name that messages use."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the model uses."""
+        return self.shapes[0]
+
+
+@dataclass(frozen=True)
+class Module:
+    """One linear module of a checkpoint: y = x·Wᵀ (+ b), W [rows, columns].
+
+    Args:
+        name: such as "model.layers.0.self_attn.q_proj".
+        rows, columns: of the stored weight.
+        has_bias: whether there is a bias [rows].
+        units: equal groups of rows that ranks do not divide, such as heads; 0: every row is one.
+        replicated: whether several ranks may keep the same unit, as of KV heads.
+        column_units: likewise of columns.
+        kept_rows, kept_columns: what a rank keeps; None is all.
+        keeps_bias: whether a rank adds the bias.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    has_bias: bool = False
+    units: int = 0
+    replicated: bool = False
+    column_units: int = 0
+    kept_rows: slice | None = None
+    kept_columns: slice | None = None
+    keeps_bias: bool = True
+
+    @property
+    def bias(self) -> TensorSpec | None:
+        """The bias, None where there is none."""
+        return TensorSpec((f"{self.name}.bias",), ((self.rows,),)) if self.has_bias else None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are kept."""
+        return self.rows if self.kept_rows is None else _length(self.kept_rows)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that are kept."""
+        return self.columns if self.kept_columns is None else _length(self.kept_columns)
+
+    def share_of_rows(self, rank: int, size: int) -> Module:
+        """Return what a rank keeps where outputs are divided among ranks."""
+        units = self.units or self.rows
+        kept = _share(self.name, self.rows, units, rank, size, replicated=self.replicated)
+        return replace(self, kept_rows=kept)
+
+    def share_of_columns(self, rank: int, size: int) -> Module:
+        """Return what a rank keeps where inputs are divided: ranks' results are added."""
+        kept = _share(self.name, self.columns, self.column_units or self.columns, rank, size)
+        return replace(self, kept_columns=kept, keeps_bias=rank == 0)
+
+
+class Scheme(Protocol):
+    """How a linear module is stored. Schemes are compared: equal ones can be joined."""
+
+    def tensors(self, module: Module) -> Iterator[TensorSpec]:
+        """Yield every tensor of a module; the weight is the first."""
+
+    def kernels(
+        self,
+        kind: InputKind,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        batch_invariant: bool,
+        device: torch.device | None,
+    ) -> list[Variant]:
+        """Return what a layer [N, K] of this kind launches; see `Linear.kernels`."""
+
+
+# Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
+SchemeOf = Callable[[str], Scheme]
+
+
+class Loader(Protocol):
+    """Makes tensors and layers of parts, from a checkpoint or at random."""
+
+    def tensor(self, part: TensorPart) -> torch.Tensor:
+        """Return what the part keeps, in the model's dtype."""
+
+    def linear(self, part: LinearPart) -> Linear:
+        """Return the layer of a part."""
+
+    def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
+        """Return the output projection; None is one that shares the embedding's weight."""
+
+
+class Part(Protocol):
+    """A piece of a decoder that is loaded at once."""
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield every tensor of the part."""
+
+    def shard(self, rank: int, size: int) -> Self:
+        """Return what rank `rank` of `size` keeps.
+
+        Raises:
+            UnsupportedModelError: naming the module, when it cannot be divided so.
+        """
+
+    def build(self, loader: Loader) -> Any:
+        """Return the part as the decoder uses it."""
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A tensor by itself: a norm's weight, which every rank keeps, or a table of the vocabulary.
+
+    Args:
+        spec: of the stored tensor.
+        divided: whether ranks divide its rows.
+        kept_rows: what a rank keeps; None is all.
+    """
+
+    spec: TensorSpec
+    divided: bool = False
+    kept_rows: slice | None = None
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield the tensor."""
+        yield self.spec
+
+    def shard(self, rank: int, size: int) -> TensorPart:
+        """Return all, or a rank's rows."""
+        if not self.divided:
+            return self
+        rows = self.spec.shape[0]
+        return replace(self, kept_rows=_share(self.spec.name, rows, rows, rank, size))
+
+    def build(self, loader: Loader) -> torch.Tensor:
+        """Return the tensor."""
+        return loader.tensor(self)
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """Linear modules whose rows, one after another, make one layer.
+
+    Args:
+        modules: such as q_proj, k_proj and v_proj.
+        kind: what comes before the layer, and is fused with quantising its input.
+        divide: what ranks divide: "rows" (outputs) or "columns" (inputs, whose ranks' results are
+            added).
+    """
+
+    modules: tuple[Module, ...]
+    kind: InputKind
+    divide: Literal["rows", "columns"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the layer."""
+        return sum(module.num_rows for module in self.modules), self.modules[0].num_columns
+
+    def scheme(self, scheme_of: SchemeOf) -> Scheme:
+        """Return how all modules are stored.
+
+        Raises:
+            UnsupportedModelError: naming the modules, when they are stored in different ways.
+        """
+        schemes = [scheme_of(module.name) for module in self.modules]
+        if any(scheme != schemes[0] for scheme in schemes):
+            stored = "; ".join(
+                f"{module.name}: {scheme}"
+                for module, scheme in zip(self.modules, schemes, strict=True)
+            )
+            raise UnsupportedModelError(
+                f"modules that the model fuses are stored in different ways: {stored}"
+            )
+        return schemes[0]
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield every tensor, module by module."""
+        scheme = self.scheme(scheme_of)
+        for module in self.modules:
+            yield from scheme.tensors(module)
+
+    def shard(self, rank: int, size: int) -> LinearPart:
+        """Return a rank's rows or columns of every module."""
+        share = Module.share_of_rows if self.divide == "rows" else Module.share_of_columns
+        return replace(self, modules=tuple(share(module, rank, size) for module in self.modules))
+
+    def build(self, loader: Loader) -> Linear:
+        """Return the layer."""
+        return loader.linear(self)
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """The parts of a decoder.
+
+    Args:
+        embedding: [vocab_size, hidden_size].
+        layers: a dataclass of parts for each layer, as the family declares it.
+        norm: of the last layer's output.
+        lm_head: the output projection; None where it shares the embedding's weight.
+        tied_output: the copy of the embedding that a file of such a model may hold.
+    """
+
+    embedding: TensorPart
+    layers: tuple[Any, ...]
+    norm: TensorPart
+    lm_head: LinearPart | None
+    tied_output: TensorPart | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """Yield every part, in the order in which the decoder uses them."""
+        yield from parts_of(self)
+
+    def linears(self) -> Iterator[LinearPart]:
+        """Yield every linear layer."""
+        return (part for part in self.parts() if isinstance(part, LinearPart))
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield every tensor of a checkpoint whose linear modules are stored so."""
+        for part in self.parts():
+            yield from part.tensors(scheme_of)
+
+    def shard(self, rank: int, size: int) -> DecoderLayout:
+        """Return the parts of one rank; see `Part.shard`."""
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"rank: got {rank} of {size}, expected 0 to size - 1")
+        found: DecoderLayout = shard(self, rank, size)
+        return found
+
+
+def parts_of(node: Any) -> Iterator[Part]:
+    """Yield the parts within a dataclass, a tuple or None, in the order of its fields."""
+    if isinstance(node, TensorPart | LinearPart):
+        yield node
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from parts_of(item)
+    elif node is not None:
+        for field in fields(node):
+            yield from parts_of(getattr(node, field.name))
+
+
+def shard(node: Any, rank: int, size: int) -> Any:
+    """Return a dataclass, a tuple or None with each part within replaced by a rank's."""
+    if node is None:
+        return None
+    if isinstance(node, TensorPart | LinearPart):
+        return node.shard(rank, size)
+    if isinstance(node, tuple):
+        return tuple(shard(item, rank, size) for item in node)
+    return replace(node, **{f.name: shard(getattr(node, f.name), rank, size) for f in fields(node)})
+
+
+def build(parts: Any, loader: Loader) -> dict[str, Any]:
+    """Return what the parts of a layer are loaded to, by the names of its fields."""
+    built = {field.name: getattr(parts, field.name) for field in fields(parts)}
+    return {name: None if part is None else part.build(loader) for name, part in built.items()}
+
+
+def _share(
+    name: str, length: int, units: int, rank: int, size: int, *, replicated: bool = False
+) -> slice:
+    """Return a rank's part of `length` rows or columns, in whole units."""
+    width = length // units
+    if units % size == 0:
+        count = units // size
+        return slice(rank * count * width, (rank + 1) * count * width)
+    if replicated and size % units == 0:
+        unit = rank * units // size
+        return slice(unit * width, (unit + 1) * width)
+    raise UnsupportedModelError(f"{name}: got {units} for {size} ranks, expected a multiple of it")
+
+
+def _length(kept: slice) -> int:
+    return int(kept.stop - kept.start)
