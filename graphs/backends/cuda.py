@@ -72,13 +72,12 @@ class CudaBackend:
         self.name = torch.cuda.get_device_name(device)
         self._device = device
         self._given_pool = pool
-        self._pool: PoolHandle | None = pool
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream = torch.cuda.Stream(device) if stream is None else stream
         self.run_lock = run_lock_of(pool, self._stream.cuda_stream)
         self._order = CallerOrder(device, self.run_lock)
         self._scope = StreamScope(self._stream, self._order)
-        self.inspector = CudaInspector(device, lambda: self._pool)
+        self.inspector = CudaInspector(device, pool)
         self._library = ctypes.CDLL("libcuda.so.1")
         self._log = DriverLog(self._library)
         self._watch_again = False
@@ -125,7 +124,7 @@ class CudaBackend:
 
     def prepare_capture(self) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
-        self._pool = self._given_pool or torch.cuda.graph_pool_handle()
+        self.inspector.pool = self._given_pool or torch.cuda.graph_pool_handle()
         if self._anchor is None:
             self._anchor = self._empty_graph()
         gc.collect()  # dead reference cycles may hold device memory
@@ -138,7 +137,7 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._watch_again, self._reasons = False, ()
         self._log.mark()
-        self._begin(graph, self._pool)
+        self._begin(graph, self.inspector.pool)
         try:
             try:
                 outputs = Outputs.of(step(batch), batch)
@@ -261,7 +260,7 @@ class CudaBackend:
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _no_warning_of_empty_graphs():
-            self._begin(graph, self._pool)
+            self._begin(graph, self.inspector.pool)
             graph.capture_end()
         return graph
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -30,12 +30,12 @@ class CudaInspector:
 
     Args:
         device: the backend's device.
-        pool: returns the memory pool of its graphs, None before the first capture.
+        pool: the memory pool of its graphs; the backend sets it anew for each series of captures.
     """
 
-    def __init__(self, device: torch.device, pool: Callable[[], PoolHandle | None]) -> None:
+    def __init__(self, device: torch.device, pool: PoolHandle | None) -> None:
         self._device = device
-        self._pool = pool
+        self.pool = pool
         self._driver: GraphDriver | None = None
 
     @property
@@ -73,7 +73,7 @@ class CudaInspector:
         for segment in torch.cuda.memory_snapshot():
             if segment["device"] != self._device.index:
                 continue
-            if tuple(segment["segment_pool_id"]) == self._pool():
+            if tuple(segment["segment_pool_id"]) == self.pool:
                 # What the capture freed in it is the graphs' all the same.
                 label = "the graphs' pool"
                 pool.append(Allocation(segment["address"], segment["total_size"], label))
@@ -93,7 +93,7 @@ class CudaInspector:
     def _pool_segments(self) -> list[tuple[int, int]]:
         return [
             (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot(self._pool())
-            if tuple(segment["segment_pool_id"]) == self._pool()
+            for segment in torch.cuda.memory_snapshot(self.pool)
+            if tuple(segment["segment_pool_id"]) == self.pool
             and segment["device"] == self._device.index
         ]

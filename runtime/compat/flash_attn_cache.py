@@ -113,7 +113,7 @@ class Cache:
         positions = self._positions(seqlen_q) if local else self.lengths.unsqueeze(1)
         # An append that writes nothing: q is what it is called for.
         unwritten = q[:, : k.size(2)]
-        return ops.append_kv(
+        rotated = ops.append_kv(
             *(unwritten, unwritten, self.k, self.v),
             torch.full((q.size(0),), -1, dtype=torch.int64, device=q.device),
             positions=positions.expand(batch, seqlen_q).clamp_max(last).flatten(),
@@ -121,6 +121,8 @@ class Cache:
             q=q,
             interleaved=interleaved,
         )
+        assert rotated is not None, "q was given"
+        return rotated
 
     def check_angles(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Check rotary tables: alike, and for every position that the cache has room for."""

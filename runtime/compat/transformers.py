@@ -165,6 +165,7 @@ def attention(
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )
+    assert isinstance(out, torch.Tensor), "return_lse is not asked for"
     return out.view(batch, tokens, heads, value.size(3)), None
 
 

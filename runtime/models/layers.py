@@ -137,7 +137,9 @@ class DenseLinear:
         Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
         """
         if residual is None:
-            return self(ops.rms_norm(x, norm, eps)), x
+            normed = ops.rms_norm(x, norm, eps)
+            assert isinstance(normed, torch.Tensor), "there is no residual"
+            return self(normed), x
         normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
         return self(normed), residual
 

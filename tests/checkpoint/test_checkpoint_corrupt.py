@@ -253,7 +253,7 @@ def test_missing_quantization_parameters_are_named(name: str, tmp_path: Path) ->
     refused(tmp_path, "missing", f"{module}.input_scale")
 
 
-def test_a_weight_that_the_configuration_calls_quantized_is_named(tmp_path: Path) -> None:
+def test_a_dense_weight_called_quantized_is_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, random_model(MODELS["llama"]), FORMATS["ct-fp8-dynamic"])
     edit(tmp_path, lambda tensors: tensors.update({f"{Q_PROJ}.weight": torch.ones(32, 32)}))
     refused(tmp_path, f"{Q_PROJ}.weight: got dtype F32, expected F8_E4M3")

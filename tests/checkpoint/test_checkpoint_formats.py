@@ -270,7 +270,7 @@ def test_spellings_of_compressed_tensors(
     assert parse(tmp_path, **config)(UP) == scheme
 
 
-def test_fp8_that_asks_for_a_dynamic_scale_per_tensor_gets_one_per_token(tmp_path: Path) -> None:
+def test_dynamic_fp8_per_tensor_becomes_per_token(tmp_path: Path) -> None:
     config = fp8_tensors()
     config["config_groups"]["group_0"]["input_activations"]["dynamic"] = True
     assert parse(tmp_path, quantization_config=config)(UP) == FP8_DYNAMIC

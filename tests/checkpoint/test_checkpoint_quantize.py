@@ -141,7 +141,7 @@ def test_weights_are_rounded_to_the_nearest_code(
 
 
 @pytest.mark.parametrize("amax", [3e-3, 3e-4, 1e-4, 1e-5])
-def test_rows_of_small_weights_keep_their_digits_with_fp16_scales(amax: float) -> None:
+def test_small_rows_keep_their_digits_with_fp16_scales(amax: float) -> None:
     weight = torch.randn(4, 512)
     weight *= amax / weight.abs().amax(1, keepdim=True)
     values, scale = quantize_weight(weight, torch.int8, torch.float16)
@@ -312,7 +312,7 @@ def test_a_quantized_source_is_refused(name: str, tmp_path: Path) -> None:
         quantize_checkpoint(tmp_path / "src", tmp_path / "dst", scheme="int8")
 
 
-def test_an_incomplete_source_is_refused_before_anything_is_written(
+def test_an_incomplete_source_is_refused_before_writing(
     src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = src / "model.safetensors"

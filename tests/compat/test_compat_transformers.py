@@ -114,7 +114,7 @@ def test_models_that_see_both_ways() -> None:
         both(model, prompts([13, 4]), attention_mask=torch.eye(2, 13))
 
 
-def test_lengths_given_by_the_caller_go_before_those_of_the_cache() -> None:
+def test_lengths_of_the_caller_precede_those_of_the_cache() -> None:
     model = make("llama")
     model.set_attn_implementation(NAME)
     ids = prompts([9, 9, 9])

@@ -196,7 +196,7 @@ def test_other_layers_that_are_left_alone() -> None:
         replace_attention("model")  # type: ignore[arg-type]
 
 
-def test_a_kernel_that_is_missing_is_no_reason_to_leave_a_layer_alone(
+def test_a_missing_kernel_does_not_leave_a_layer_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def append_kv(*arguments: object, **options: object) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_bf16_is_as_close_to_fp32_as_torchs_rope(device: torch.device) -> None:
     assert (theirs - exact).norm() < 0.1 * exact.norm()
 
 
-def test_a_layer_takes_no_kernels_of_torch_but_those_of_its_projections() -> None:
+def test_a_layer_runs_torch_kernels_in_projections_only() -> None:
     model = make("llama")
     replace_attention(model)
     attention, called = model.model.layers[1].self_attn, []

@@ -139,7 +139,7 @@ def test_other_norms_that_are_left_alone() -> None:
     assert replace_norms(hooked) == []
 
 
-def test_a_kernel_that_is_missing_is_no_reason_to_leave_a_norm_alone(
+def test_a_missing_kernel_does_not_leave_a_norm_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rms_norm(*arguments: object, **options: object) -> torch.Tensor:

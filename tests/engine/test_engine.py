@@ -215,7 +215,7 @@ def test_our_prefill_kernel_changes_no_token(
     assert all(launches)
 
 
-def test_more_requests_than_slots_and_than_the_largest_bucket_are_served_in_turn() -> None:
+def test_more_requests_than_slots_are_served_in_order() -> None:
     engine = make_engine(max_batch=4, batch_sizes=[1, 2])
     prompts = [f"{i}" for i in range(11)]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -224,7 +224,7 @@ def test_more_requests_than_slots_and_than_the_largest_bucket_are_served_in_turn
     assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
 
 
-def test_sampling_is_reproduced_by_the_seed_that_a_completion_reports() -> None:
+def test_the_reported_seed_reproduces_the_sampling() -> None:
     engine = make_engine()
     params = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True)
     first, second = engine.generate(["same", "same"], params)
@@ -248,7 +248,7 @@ def test_stop_token_ends_the_text() -> None:
     assert completion.token_ids == tokens[: tokens.index(stop) + 1]
 
 
-def test_end_of_sequence_id_of_the_model_ends_the_text_unless_ignored() -> None:
+def test_the_end_token_ends_the_text_unless_ignored() -> None:
     base = make_engine()
     tokens = greedy(base, "abc", 12)
     eos = tokens[3]
@@ -277,7 +277,7 @@ def test_the_context_ends_the_text() -> None:
     assert completion.finish_reason is FinishReason.LENGTH
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read() -> None:
+def test_a_step_is_launched_before_the_last_tokens_are_read() -> None:
     engine = make_engine()
     request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
     events: list[TokenEvent] = []
@@ -317,7 +317,7 @@ def test_every_step_of_a_prompt_is_timed(most: int, steps: int) -> None:
     assert engine.stats.prefill_tokens == 29
 
 
-def test_a_text_that_ends_early_leaves_nothing_of_the_step_in_flight() -> None:
+def test_an_early_end_leaves_nothing_of_the_step_in_flight() -> None:
     engine = make_engine()
     expected = {prompt: greedy(engine, prompt, 12) for prompt in ("abc", "other")}
     stop = expected["abc"][4]
@@ -402,7 +402,7 @@ def test_an_error_in_a_step_leaves_the_engine_usable(
     assert greedy(engine, "abc", 8) == expected
 
 
-def test_tokens_made_before_an_error_in_the_same_step_are_not_lost(
+def test_tokens_before_an_error_in_a_step_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine()
@@ -450,7 +450,7 @@ def test_an_error_while_tokens_are_read_loses_none_of_the_others(
         assert tuple(e.token_id for e in events if e.request_id == request) == tokens
 
 
-def test_an_error_while_the_first_token_is_sampled_leaves_the_prompt_to_be_computed(
+def test_an_error_in_first_sampling_computes_the_prompt_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine()
@@ -512,7 +512,7 @@ def test_an_error_of_the_tokenizer_loses_no_token(
     assert greedy(engine, "abc", 4) == expected
 
 
-def test_a_request_whose_text_cannot_be_ended_is_cancelled_all_the_same(
+def test_a_request_is_cancelled_if_its_text_cannot_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(max_batch=1)
@@ -531,7 +531,7 @@ def test_a_request_whose_text_cannot_be_ended_is_cancelled_all_the_same(
     assert greedy(engine, "abc", 4) == expected
 
 
-def test_an_error_while_others_are_admitted_leaves_no_tokens_of_the_slots_last_owner(
+def test_an_error_in_admission_leaves_no_tokens_in_a_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True, repetition_penalty=1.5)
@@ -545,7 +545,7 @@ def test_an_error_while_others_are_admitted_leaves_no_tokens_of_the_slots_last_o
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_an_error_behind_the_first_tokens_does_not_sample_them_again(
+def test_an_error_after_first_tokens_samples_none_again(
     turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=1, ignore_eos=True)
@@ -558,7 +558,7 @@ def test_an_error_behind_the_first_tokens_does_not_sample_them_again(
     assert [engine.result(request).token_ids for request in requests] == expected
 
 
-def test_an_error_while_inputs_are_made_leaves_those_of_the_batch_before(
+def test_an_error_in_making_inputs_keeps_the_last_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine()
@@ -578,7 +578,7 @@ def test_an_error_while_inputs_are_made_leaves_those_of_the_batch_before(
     assert engine.result(first).token_ids == expected
 
 
-def test_a_stream_that_is_dropped_within_a_step_is_cancelled_behind_it(
+def test_a_stream_dropped_in_a_step_is_cancelled_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the garbage collector may drop one anywhere, and on any thread."""
@@ -785,7 +785,7 @@ def test_sizes_are_integers_of_any_library_and_stay_as_they_are(
     assert {name: int(value) for name, value in given.items()} == plain
 
 
-def test_what_is_left_of_a_dropped_stream_is_cancelled_after_an_error(
+def test_a_dropped_stream_is_cancelled_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine()

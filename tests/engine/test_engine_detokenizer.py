@@ -66,7 +66,7 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(
     assert stopped == any(s in text for s in stop)
 
 
-def test_the_stop_string_does_not_depend_on_how_the_text_is_cut_into_tokens() -> None:
+def test_stop_strings_do_not_depend_on_token_borders() -> None:
     words = Tokenizer(models.WordLevel({"abcd": 0, "?": 1}, unk_token="?"))
     words.decoder = decoders.Fuse()
     stream = Detokenizer(words, [], ("abcd", "bc"))
@@ -128,16 +128,14 @@ def test_valid_bytes_and_words_decode_exactly(prompt: list[str], pieces: list[st
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 @pytest.mark.parametrize("before", [[], [2], [1, 2]], ids=str)
-def test_a_character_that_the_prompt_has_begun_is_shown_with_all_behind_it(
-    before: list[int], first: int
-) -> None:
+def test_a_character_begun_in_the_prompt_is_shown(before: list[int], first: int) -> None:
     prompt, text = ids_of(["🙂"])[:first], [*ids_of(["🙂"])[first:], 3, 2, 1, 2]
     stream = Detokenizer(FALLBACK, [*before, *prompt], ())
     shown = [stream.push(token) for token in text]
     assert "".join(shown) + stream.finish() == "🙂s cat the cat"
 
 
-def test_tokens_that_show_nothing_do_not_make_the_next_ones_slower() -> None:
+def test_invisible_tokens_do_not_slow_the_next_ones() -> None:
     decoded = []
 
     class Counting:
@@ -155,7 +153,7 @@ def test_tokens_that_show_nothing_do_not_make_the_next_ones_slower() -> None:
     assert stream.push(*encode("b")) == "b"
 
 
-def test_a_possible_beginning_of_a_stop_string_is_held_back_until_it_is_known() -> None:
+def test_a_possible_stop_string_is_held_back() -> None:
     stream = Detokenizer(TOKENIZER, [], ("END",))
     assert [stream.push(token) for token in encode("aENxEN")] == ["a", "", "", "ENx", "", ""]
     assert stream.finish() == "EN"

@@ -59,7 +59,7 @@ def _interrupted_thrice(done: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("apart", "turns"), [(0.0, [0]), (60.0, [0, 1, 2])])
-def test_the_second_is_not_held_back_unless_it_is_the_first_once_more(
+def test_a_second_interrupt_is_raised_at_once(
     apart: float, turns: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupts, "_APART_S", apart)
@@ -104,7 +104,7 @@ def _interrupted_at(target: int, *, held: bool) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_it_is_neither_lost_nor_held_for_ever_at_the_end_of_a_block(
+def test_an_interrupt_at_the_end_of_a_block_is_raised(
     held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupts, "_APART_S", 0.0)

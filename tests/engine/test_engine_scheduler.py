@@ -95,7 +95,7 @@ def test_as_many_run_as_the_pages_hold_to_their_end() -> None:
     assert scheduler.preemptions == 0
 
 
-def test_prompts_are_computed_in_chunks_at_multiples_of_the_chunk_whatever_the_budget() -> None:
+def test_chunks_of_prompts_end_at_multiples_of_the_chunk() -> None:
     scheduler = make_scheduler(pages=30, chunk=8)
     scheduler.submit(make_request(0, prompt=19, new_tokens=1))
     scheduler.submit(make_request(1, prompt=5, new_tokens=1))
@@ -105,7 +105,7 @@ def test_prompts_are_computed_in_chunks_at_multiples_of_the_chunk_whatever_the_b
     assert scheduler.idle
 
 
-def test_tokens_that_are_left_are_for_another_chunk_of_each_prompt() -> None:
+def test_budget_that_is_left_goes_to_further_chunks() -> None:
     scheduler = make_scheduler(pages=30, chunk=8)
     for number, prompt in enumerate((30, 3, 17)):
         scheduler.submit(make_request(number, prompt=prompt, new_tokens=1))
@@ -115,7 +115,7 @@ def test_tokens_that_are_left_are_for_another_chunk_of_each_prompt() -> None:
     assert scheduler.idle
 
 
-def test_the_newest_gives_way_and_comes_back_when_the_older_is_done() -> None:
+def test_the_newest_request_is_preempted_and_resumed() -> None:
     scheduler = make_scheduler(pages=5)
     for number in range(2):
         scheduler.submit(make_request(number, prompt=7, new_tokens=6))
@@ -134,7 +134,7 @@ def test_the_newest_gives_way_and_comes_back_when_the_older_is_done() -> None:
     assert scheduler.cache.free_pages == 5
 
 
-def test_a_request_waits_while_admitting_it_would_starve_the_running_ones() -> None:
+def test_a_request_waits_rather_than_starve_running_ones() -> None:
     scheduler = make_scheduler(pages=4)
     scheduler.submit(make_request(0, prompt=4, new_tokens=8))
     scheduler.submit(make_request(1, prompt=12, new_tokens=1))
@@ -161,7 +161,7 @@ def test_only_whole_chunks_of_a_prompt_are_shared() -> None:
     assert step(scheduler).prefilled == [(2, 8, 16)]
 
 
-def test_a_request_that_must_wait_evicts_no_prefix_kept_for_others() -> None:
+def test_a_waiting_request_evicts_no_kept_prefix() -> None:
     scheduler = make_scheduler(pages=8)
     scheduler.submit(make_request(0, prompt=9, new_tokens=1, fill=7))
     while not scheduler.idle:
@@ -174,7 +174,7 @@ def test_a_request_that_must_wait_evicts_no_prefix_kept_for_others() -> None:
     assert scheduler.cache.add(99, [7] * 8) == 8
 
 
-def test_an_error_while_placing_a_request_leaves_it_waiting_and_its_pages_free(
+def test_an_error_in_placing_a_request_leaves_it_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler = make_scheduler(pages=5)

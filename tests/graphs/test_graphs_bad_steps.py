@@ -118,9 +118,7 @@ def test_outputs_that_shrink_after_a_capture_are_refused(make_runner):
     assert runner.run(4, toy_inputs(4) | {"tokens": range(4)}).tolist() == [0, 1, 2, 3]
 
 
-def test_a_step_that_prints_raises_or_allocates_its_outputs_anew_is_fine_where_it_can_be(
-    make_runner, capsys
-):
+def test_steps_that_print_raise_or_allocate_are_captured(make_runner, capsys):
     def step(batch):
         print("called with", batch.size)
         return {"tokens": torch.empty_like(batch.tokens).copy_(2 * batch.tokens + 1)}

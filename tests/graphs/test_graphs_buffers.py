@@ -168,7 +168,7 @@ def test_staged_rows_are_the_inputs_and_the_rest_is_padding(runs, buffers):
     size=st.integers(1, 8),
     data=st.data(),
 )
-def test_pieces_of_a_batch_are_all_of_it_but_for_the_rows_left_out(widths, size, data):
+def test_pieces_of_a_batch_cover_all_rows_but_those_left_out(widths, size, data):
     names = [f"b{index}" for index in range(len(widths))]
     specs = {
         name: BufferSpec((width,), torch.int64, 0)
@@ -359,7 +359,7 @@ def test_buffers_made_in_inference_mode_are_written_outside_it(device):
     assert torch.equal(buffers.view(3).tokens.cpu(), inputs["tokens"])
 
 
-def test_inputs_that_are_views_of_the_buffers_are_read_before_they_are_written(device):
+def test_inputs_that_are_views_of_buffers_are_read_first(device):
     spec = BufferSpec((), torch.int64, -1)
     buffers = StaticBuffers({"x": spec, "y": spec}, 4, device)
     buffers.stage({"x": [1, 2, 3], "y": [4, 5, 6]}, 3, 4)

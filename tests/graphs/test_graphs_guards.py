@@ -172,7 +172,7 @@ def test_a_cache_that_is_resized_is_noticed():
         runner.run(1, ONE_ROW)
 
 
-def test_runs_look_at_two_tensors_each_on_average_and_so_at_all_in_turn():
+def test_runs_look_at_two_tensors_each_on_average():
     weights = [torch.zeros(4) for _ in range(100)]
     runner = cpu_runner(ToyStep(), memory={"weights": weights})
     runner.capture([2])
@@ -183,7 +183,7 @@ def test_runs_look_at_two_tensors_each_on_average_and_so_at_all_in_turn():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16, 40])
-def test_no_more_runs_than_half_the_tensors_and_a_look_pass_by_what_has_moved(count):
+def test_moved_memory_is_found_within_bounded_runs(count):
     weights = [torch.zeros(4) for _ in range(count)]
     runner = cpu_runner(ToyStep(), memory={"weights": weights})
     runner.capture([2])

@@ -77,7 +77,7 @@ def is_interrupted_at(event, call):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_exception_at_any_instruction_leaves_a_runner_that_can_be_used(name):
+def test_an_exception_at_any_instruction_leaves_it_usable(name):
     event, step = 1, 41 if name == "capture" else effort(7, 1) if name == "run" else 1
     while True:
         runner = make_runner()

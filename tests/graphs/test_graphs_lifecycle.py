@@ -118,7 +118,7 @@ def test_sleep_with_misses_forgets_late_captures(step, make_runner):
     assert runner.stats().lazy_captures == 1
 
 
-def test_weights_that_move_in_the_warm_up_are_where_the_capture_finds_them(make_runner, device):
+def test_weights_may_move_in_the_warm_up(make_runner, device):
     model = torch.nn.Linear(3, 3).to(device)
     calls = []
 
@@ -134,7 +134,7 @@ def test_weights_that_move_in_the_warm_up_are_where_the_capture_finds_them(make_
     runner.run(1, ONE_ROW)
 
 
-def test_memory_that_moves_between_capture_and_verification_fails_the_capture(make_runner):
+def test_memory_moved_before_verification_fails_the_capture(make_runner):
     model = torch.nn.Linear(3, 3)
     kept = []  # so that the memory is not given to the next tensor
     calls = []
@@ -251,7 +251,7 @@ def test_close_from_inside_the_step_is_refused_at_once(step):
     assert time.perf_counter() - started < 10  # and does not wait for itself
 
 
-def test_two_closes_wait_and_the_one_that_gives_up_admits_no_calls(slow_run):
+def test_two_closes_wait_and_admit_no_calls(slow_run):
     runner, step, thread, _ = slow_run
     patient = threading.Thread(target=runner.close)
     patient.start()
@@ -269,7 +269,7 @@ def test_two_closes_wait_and_the_one_that_gives_up_admits_no_calls(slow_run):
 
 
 @pytest.mark.parametrize("call", ["sleep", "close"])
-def test_a_release_that_fails_leaves_a_runner_that_knows_it_has_no_graphs(call, step, monkeypatch):
+def test_a_failed_release_leaves_a_runner_without_graphs(call, step, monkeypatch):
     def fail(graphs):
         raise RuntimeError("CUDA error")
 
@@ -292,7 +292,7 @@ def test_a_release_that_fails_leaves_a_runner_that_knows_it_has_no_graphs(call, 
 
 
 @pytest.mark.parametrize("call", ["run", "close"])
-def test_calls_from_inside_the_step_of_a_late_capture_are_refused_as_busy(call, step):
+def test_calls_inside_a_late_captured_step_are_refused(call, step):
     def calling_step(batch):
         if armed:
             runner.run(1, ONE_ROW) if call == "run" else runner.close()
@@ -327,7 +327,7 @@ def test_two_living_runners_cannot_have_the_same_buffers(step, buffers):
         assert second.run(1, ONE_ROW)["tokens"].tolist() == [3]
 
 
-def test_buffers_of_a_runner_that_was_dropped_or_never_made_are_free(step, buffers):
+def test_buffers_of_a_dropped_runner_are_free(step, buffers):
     GraphRunner(step, buffers).capture([2])
     with pytest.raises(TypeError, match="burst: got dict"):
         GraphRunner(step, buffers, burst={})

@@ -121,7 +121,7 @@ def test_bad_inputs_of_a_miss_capture_nothing(step, make_runner):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_late_capture_reads_inputs_that_are_views_of_the_last_outputs(verify, make_runner):
+def test_a_late_capture_reads_views_of_the_last_outputs(verify, make_runner):
     runner = make_runner(lambda batch: {"tokens": 2 * batch.tokens + 1})
     runner.capture([4], misses=Misses("capture", [1, 2, 4], verify=verify))
     first = runner.run(3, toy_inputs(3) | {"tokens": [1, 2, 3]})["tokens"]

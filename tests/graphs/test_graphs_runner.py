@@ -102,7 +102,7 @@ def test_outputs_are_overwritten_by_the_next_run_of_any_bucket(make_runner):
     assert large.tolist() == list(range(10, 18))
 
 
-def test_what_a_caller_does_to_its_outputs_is_not_seen_in_the_next_run(step, make_runner):
+def test_changes_to_outputs_are_not_seen_in_the_next_run(step, make_runner):
     runner = make_runner(step)
     runner.capture([4])
     first = runner.run(3, toy_inputs(3))
@@ -153,7 +153,7 @@ def test_outputs_whose_rows_depend_on_the_batch_size(make_runner, device):
     assert runner.run(3, toy_inputs(3) | {"tokens": [5, 6, 7]}).shape == (3, 4)
 
 
-def test_protocol_warms_all_sizes_before_it_captures_largest_first(step, make_runner):
+def test_all_sizes_are_warmed_then_captured_largest_first(step, make_runner):
     runner = make_runner(step)
     runner.capture([1, 2, 4], verify=False)
     assert step.calls == [4, 4, 2, 2, 1, 1, 4, 2, 1]

@@ -136,7 +136,7 @@ def test_injected_delays_change_no_bit(site: str) -> None:
 
 def test_the_debug_build_prints_from_the_producer() -> None:
     code = (
-        "import torch, test_kernels_gpu as t\n"
+        "import torch, test_jit_gpu as t\n"
         "from ostinato.jit.mode import BuildMode\n"
         "x = t._random()\n"
         "t._copy(t._probe(BuildMode(debug_print=True)), x, torch.zeros_like(x))\n"

@@ -88,7 +88,7 @@ def test_fork_copies_the_shared_page_only_when_one_side_writes(
     assert cache.usable_pages - cache.free_pages == used + 1 + (length % 4 == 0)
 
 
-def test_copy_on_write_without_a_free_page_is_refused_and_changes_nothing() -> None:
+def test_copy_on_write_without_a_free_page_is_refused() -> None:
     cache = make_cache(num_pages=3)
     cache.add(1)
     cache.reserve(1, 7)

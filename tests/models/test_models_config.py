@@ -161,7 +161,7 @@ def test_llama_defaults() -> None:
     assert config.sliding_windows == (None, None, None)
 
 
-def test_attention_bias_of_llama_covers_the_output_projection_but_not_in_qwen2() -> None:
+def test_attention_bias_covers_o_in_llama_but_not_in_qwen2() -> None:
     llama = read_config(hf("llama", attention_bias=True, mlp_bias=True))
     assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias) == (True, True, True)
     qwen2 = read_config(hf("qwen2"))
@@ -352,7 +352,7 @@ def test_a_window_holds_at_least_one_key(family: str, window: Any) -> None:
         ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}),
     ],
 )
-def test_layer_types_are_known_one_per_layer_and_agree_with_the_window(
+def test_layer_types_are_one_per_layer_and_fit_the_window(
     family: str, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer_types: got \[.*\], expected 3 times"):

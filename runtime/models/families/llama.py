@@ -272,6 +272,7 @@ class Llama:
             k_norm_weight=layer.k_norm,
             norm_eps=config.rms_norm_eps,
         )
+        assert q is not None, "q was given"
         window = config.sliding_windows[index]
         # Given, it is not zeroed for the sake of rows that belong to no sequence.
         out = torch.empty_like(q)

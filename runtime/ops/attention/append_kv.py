@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 
 from ..common import checks
@@ -21,48 +19,6 @@ from .append_kv_cuda import AppendKV, append_heads
 _MOST_HEADS = 4 * 65535  # a block of the launch has at least 4, and a grid so many blocks a token
 
 
-@overload
-def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    positions: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    q: torch.Tensor,
-    q_out: torch.Tensor | None = None,
-    interleaved: bool = False,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    check_bounds: bool = False,
-    stream: checks.Stream = None,
-) -> torch.Tensor: ...
-@overload
-def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    positions: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    q: None = None,
-    q_out: torch.Tensor | None = None,
-    interleaved: bool = False,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    check_bounds: bool = False,
-    stream: checks.Stream = None,
-) -> None: ...
 def append_kv(
     k: torch.Tensor,
     v: torch.Tensor,

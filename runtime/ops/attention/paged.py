@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, overload
 
 import torch
 
@@ -27,56 +26,6 @@ from .l2_partition import L2Partition
 from .softmax_torch import LogitRule
 
 
-@overload
-def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int = 1,
-    scale: float | None = None,
-    causal: bool = True,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    workspace: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    check_bounds: bool = False,
-    l2_partition: L2Partition | None = None,
-    stream: checks.Stream = None,
-) -> torch.Tensor: ...
-@overload
-def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int = 1,
-    scale: float | None = None,
-    causal: bool = True,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    workspace: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    check_bounds: bool = False,
-    l2_partition: L2Partition | None = None,
-    stream: checks.Stream = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal, overload
 
 import torch
 
@@ -25,54 +24,6 @@ from .kv_view import PackedKV
 from .softmax_torch import LogitRule
 
 
-@overload
-def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-    workspace: torch.Tensor | None = None,
-    check_bounds: bool = False,
-    stream: checks.Stream = None,
-) -> torch.Tensor: ...
-@overload
-def varlen_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: Literal[True],
-    workspace: torch.Tensor | None = None,
-    check_bounds: bool = False,
-    stream: checks.Stream = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import overload
-
 import torch
 
 from ..common import checks
@@ -17,26 +15,6 @@ from .quantize import (
 from .quantize_cuda import Quantize, quantize_rows
 
 
-@overload
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: None = None,
-    out: torch.Tensor | None = None,
-    stream: checks.Stream = None,
-) -> torch.Tensor: ...
-@overload
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor,
-    out: torch.Tensor | None = None,
-    stream: checks.Stream = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -17,7 +17,7 @@ from ..common.batch_invariant_rows import in_row_blocks
 from ..common.sizes import round_up
 
 # What torch asks of CUDA's operands.
-_LEAST_INT8_ROWS = 17
+_LEAST_INT8_ROWS = 32  # more than 16, and a tile of its kernels
 _INT8_UNIT = 8
 _FP8_UNIT = 16
 

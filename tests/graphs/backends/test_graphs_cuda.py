@@ -47,7 +47,7 @@ def matmul_runner(layers, max_batch=64, **options):
     return step, buffers, GraphRunner(step, buffers, **options)
 
 
-def test_replay_equals_eager_bit_for_bit_for_every_bucket_and_padding(layers):
+def test_replays_of_all_buckets_equal_eager_bit_for_bit(layers):
     step, buffers, runner = matmul_runner(layers)
     report = runner.capture()
     assert [graph.verdict for graph in report.graphs] == ["bit-equal"] * 7
@@ -289,7 +289,7 @@ def test_run_while_the_callers_stream_is_captured_is_refused(known, step, make_r
     assert runner.run(4, inputs)["tokens"].shape == (4,)
 
 
-def test_a_capture_on_another_device_than_the_current_one_is_refused(step):
+def test_a_capture_on_another_device_is_refused(step):
     last = torch.device(CUDA, torch.cuda.device_count() - 1)  # the current one if there is one only
     with GraphRunner(step, StaticBuffers(SPECS, 8, last)) as runner:
         runner.capture([4])
@@ -382,7 +382,7 @@ def test_a_step_that_does_something_else_under_capture_is_found(make_runner):
         make_runner(step).capture([1])
 
 
-def test_work_skipped_under_capture_is_found_though_its_result_lies_there(make_runner):
+def test_work_skipped_in_the_capture_is_found(make_runner):
     scratch = torch.zeros(4, 3, device=CUDA)
 
     def step(batch):

@@ -147,7 +147,7 @@ def test_sleep_returns_memory_to_the_driver_and_wake_verifies():
         assert runner.run(2, {"x": [1.0, 2.0]}).tolist() == [32 * MIB, 64 * MIB]
 
 
-def test_outputs_that_a_caller_holds_stay_readable_after_sleep_and_close():
+def test_held_outputs_stay_readable_after_sleep_and_close():
     with wide_runner() as runner:
         before = reserved_mib()
         runner.capture([1, 2])
@@ -199,7 +199,7 @@ def test_graphs_come_and_go_in_one_pool(own_pool):
             assert out.tolist() == [32 * MIB * i for i in range(n)]
             del out
             assert len(runner.keys) <= 2
-            pools.append(runner._backend.memory().pool_bytes)
+            pools.append(runner._backend.inspector.memory().pool_bytes)
         assert max(pools) <= 1.3 * pools[0]  # the memory of the largest serves all
         assert runner.stats().evictions == 5
 
@@ -294,7 +294,7 @@ def staging_of(runner, n, inputs):
     return [kind for name in names for kind in kinds if kind in name]
 
 
-def test_a_padded_batch_takes_one_kernel_that_reads_the_host_and_the_device(step, make_runner):
+def test_a_padded_batch_takes_one_kernel(step, make_runner):
     runner = make_runner(step)
     runner.capture([4])
     inputs = toy_inputs(3)
@@ -309,9 +309,7 @@ def test_large_inputs_take_one_copy_of_a_copy_engine(step, make_runner):
     assert staging_of(runner, 3, toy_inputs(3)) == ["Memcpy HtoD"]
 
 
-def test_memory_that_torch_takes_for_another_gpus_is_copied_by_a_copy_engine(
-    step, make_runner, monkeypatch
-):
+def test_memory_of_another_gpu_is_copied_by_the_driver(step, make_runner, monkeypatch):
     real = torch.as_tensor
     monkeypatch.setattr(torch, "as_tensor", lambda *args, **options: real(*args, **options).clone())
     runner = make_runner(step)

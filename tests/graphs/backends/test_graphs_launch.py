@@ -54,7 +54,7 @@ def make(monkeypatch):
     return launch_of
 
 
-def test_torch_replays_a_graph_once_and_the_driver_launches_it_from_then_on(make):
+def test_torch_replays_once_then_the_driver_launches(make):
     driver = FakeDriver()
     launch = make(driver)
     for _ in range(3):

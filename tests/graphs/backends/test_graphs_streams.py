@@ -55,7 +55,7 @@ def passed(monkeypatch):
 
 
 @pytest.mark.parametrize("misses", [None, Misses("eager"), Misses("capture")])
-def test_a_run_whose_inputs_are_refused_is_marked_on_a_foreign_stream(misses, step, passed):
+def test_a_refused_run_is_marked_on_a_foreign_stream(misses, step, passed):
     runner = GraphRunner(step, StaticBuffers(SPECS, 8, "cpu"))
     runner.capture([4] if misses is None else [1], misses=misses)
     with pytest.raises(TypeError, match="tokens"):
@@ -63,7 +63,7 @@ def test_a_run_whose_inputs_are_refused_is_marked_on_a_foreign_stream(misses, st
     assert passed == [1]
 
 
-def test_a_burst_that_cannot_be_launched_is_marked_on_a_foreign_stream(passed, monkeypatch):
+def test_a_failed_burst_is_marked_on_a_foreign_stream(passed, monkeypatch):
     def fail(self):
         raise RuntimeError("out of resources")
 

@@ -193,7 +193,7 @@ def test_declared_memory_stays_and_the_rest_is_found(make):
         assert report.graphs[0].findings[0].node == 1
 
 
-def test_declared_memory_far_away_makes_no_address_of_numbers_in_between(make):
+def test_numbers_between_declared_memory_are_no_addresses(make):
     far = torch.zeros(100)
     runner, _ = make(kernel(far.data_ptr() - (1 << 40)), kernel(LIVE - 1), memory={"cache": far})
     assert [finding.node for finding in runner.capture([2]).graphs[0].findings] == [1]
@@ -231,7 +231,7 @@ def test_weights_may_move_between_captures(make):
         assert problems(runner.capture([2])) == []
 
 
-def test_what_the_captures_make_is_theirs_also_in_the_next_series(make):
+def test_memory_made_by_captures_stays_known_in_the_next(make):
     runner, backend = make(kernel(OUTSIDE), memory={})
     workspace = Allocation(OUTSIDE, 4096, "a workspace", State.LIVE)
     backend.on_capture = lambda: backend.present.append(workspace)

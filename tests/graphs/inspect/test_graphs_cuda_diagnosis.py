@@ -99,7 +99,7 @@ def test_a_fork_that_is_not_joined_has_a_remedy(make_runner):
     assert "wait_stream(other) at its end" in diagnose(leave_a_fork, make_runner).remedy
 
 
-def test_an_allocation_of_another_library_is_placed_between_operators(make_runner):
+def test_another_librarys_allocation_is_located(make_runner):
     diagnosis = diagnose(allocate_with_another_library, make_runner)
     assert "before aten.add.Tensor at " in diagnosis.place
     assert "batch.hidden + 1" in diagnosis.place

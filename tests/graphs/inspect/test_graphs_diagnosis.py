@@ -73,7 +73,7 @@ def test_out_of_memory_has_a_remedy_in_every_phase():
         runner_of(step).capture([2])
 
 
-def test_a_failure_of_the_second_of_three_captures_is_diagnosed_and_passes(backend):
+def test_a_failure_of_the_second_capture_is_diagnosed(backend):
     captures, failing = [], True
 
     def on_capture():
@@ -110,7 +110,7 @@ def test_a_backend_that_cannot_tell_does_not_hide_the_error(backend):
         runner_of(ToyStep()).capture([1])
 
 
-def test_a_call_that_is_not_torchs_is_placed_between_two_that_are():
+def test_a_foreign_call_is_located_between_operators():
     before, after = Call("aten.add.Tensor", HERE), Call("aten.mul.Tensor", HERE)
     reasons = ["Returning 900 from cuMemAlloc_v2"]
     try:
@@ -179,7 +179,7 @@ class Capture:
         return OperatorWatch(lambda: self.valid, lambda: self.captured, device_type="cpu")
 
 
-def test_the_operator_that_ends_a_capture_is_found_though_it_does_not_raise():
+def test_an_operator_that_ends_a_capture_silently_is_found():
     capture = Capture()
 
     x = torch.ones(3)
@@ -196,7 +196,7 @@ def test_the_operator_that_ends_a_capture_is_found_though_it_does_not_raise():
     assert z.tolist() == [4.0] * 3
 
 
-def test_the_operator_that_raises_is_found_though_the_step_goes_on():
+def test_an_operator_whose_error_is_swallowed_is_found():
     watch = Capture().watch()
     with watch:
         with contextlib.suppress(RuntimeError):
@@ -244,7 +244,7 @@ def test_operators_on_another_stream_are_noted_once_a_line():
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_work_outside_of_the_capture_is_refused_or_explains_a_difference(strict, backend):
+def test_work_outside_of_the_capture_is_explained(strict, backend):
     backend.traced = Trace(outside=[Call("aten.mul.Tensor", HERE)])
     calls = []
 
@@ -258,7 +258,7 @@ def test_work_outside_of_the_capture_is_refused_or_explains_a_difference(strict,
         runner_of(step).capture([2], audit="strict" if strict else "report")
 
 
-def test_a_step_that_cannot_be_watched_does_not_hide_a_difference(backend, monkeypatch):
+def test_an_unwatchable_step_does_not_hide_a_difference(backend, monkeypatch):
     def fail(step, batch):
         raise RuntimeError("no second capture")
 

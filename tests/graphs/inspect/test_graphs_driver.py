@@ -80,7 +80,7 @@ def test_a_kernel_without_parameters():
     assert words_of() == []
 
 
-def test_a_driver_that_does_not_tell_parameters_is_not_a_silent_gap():
+def test_a_driver_without_parameters_is_reported():
     node = FakeNode("kernel", b"k", layout_status=Status.CUDA_ERROR_NOT_SUPPORTED)
     (kernel,) = read(FakeCuda(), node).nodes
     assert "does not tell its parameters: CUDA_ERROR_NOT_SUPPORTED" in kernel.unread

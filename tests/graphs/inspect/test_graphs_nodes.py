@@ -57,7 +57,7 @@ RANGES = st.lists(
 
 
 @given(RANGES)
-def test_an_address_belongs_to_the_first_listed_range_that_holds_it(ranges):
+def test_an_address_belongs_to_the_first_range_that_holds_it(ranges):
     allocations = Allocations(ranges)
     for address in range(-1, 90):
         holding = [a for a in ranges if a.start <= address < a.end]
@@ -72,7 +72,7 @@ def test_the_span_is_from_the_first_byte_to_the_last(ranges):
         assert allocations.spans(address) == inside
 
 
-def test_what_the_host_maps_is_told_from_what_the_driver_reserves(tmp_path):
+def test_host_mappings_are_told_from_driver_reservations(tmp_path):
     maps = tmp_path / "maps"
     maps.write_text(
         "00400000-00452000 r-xp 00000000 08:02 173521      /usr/bin/python with spaces\n"

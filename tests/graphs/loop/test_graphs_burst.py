@@ -116,7 +116,7 @@ def test_the_same_stop_tokens_for_every_row(runner):
     assert burst.reasons == ["stop"] * 3
 
 
-def test_a_row_whose_pages_the_host_cannot_see_ends_where_they_do(runner, device):
+def test_a_row_ends_at_pages_the_host_cannot_see(runner, device):
     inputs = first_inputs(2, pages=2, start=PAGE_SIZE)  # room for 4 tokens
     if device.type == "cuda":
         placed = {name: value.to(device) for name, value in inputs.items()}
@@ -201,7 +201,7 @@ def test_closing_the_runner_waits_for_who_reads_the_burst(counting, device):
     assert 1 <= burst.steps <= 20
 
 
-def test_a_burst_takes_the_smallest_graph_and_captures_what_is_missing(counting, device):
+def test_a_burst_takes_the_smallest_graph_or_captures_it(counting, device):
     with GraphRunner(counting, StaticBuffers(SPECS, 4, device), burst=RULES) as runner:
         runner.capture([1], misses=Misses("capture", [1, 2, 4]), verify=False)
         inputs = first_inputs(2)
@@ -215,7 +215,7 @@ def test_a_burst_takes_the_smallest_graph_and_captures_what_is_missing(counting,
         assert len(list(runner.burst(1, first_inputs(1), 6))) == 6
 
 
-def test_a_burst_whose_graph_is_captured_late_reads_views_of_the_last_outputs(device):
+def test_a_late_captured_burst_reads_views_of_last_outputs(device):
     specs = {"x": BufferSpec((), torch.int64, 0)}
     rules = BurstRules({"x": Feed(None)}, None)
     buffers = StaticBuffers(specs, 4, device)
@@ -422,7 +422,7 @@ def test_what_the_step_raises_ends_the_burst():
         runner.run(2, first_inputs(2))
 
 
-def test_a_step_that_raises_stop_iteration_does_not_end_the_burst_silently():
+def test_stop_iteration_in_a_step_does_not_end_the_burst():
     def step(batch):
         if armed:
             next(iter(()))

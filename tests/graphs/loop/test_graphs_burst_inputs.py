@@ -61,7 +61,7 @@ def test_without_rules_a_step_may_write_to_its_inputs(device):
             assert outputs["tokens"].tolist() == [9]
 
 
-def test_a_step_that_writes_to_clones_of_its_inputs_gives_the_tokens_of_runs(device):
+def test_steps_that_write_to_clones_give_the_tokens_of_runs(device):
     def step(batch):
         position = batch.position.clone().add_(1)
         return {"tokens": batch.tokens * 3 + position}

@@ -71,7 +71,7 @@ def test_the_step_of_a_burst_can_neither_read_nor_end_it(call, runner, step):
     assert runner.run(1, {"x": [1]}).tolist() == [2]
 
 
-def test_a_burst_that_was_begun_in_a_thread_that_has_ended_is_closed(runner):
+def test_a_burst_of_an_ended_thread_is_closed(runner):
     bursts = []
     thread = threading.Thread(target=lambda: bursts.append(runner.burst(1, {"x": [1]}, 3)))
     thread.start()
@@ -123,7 +123,7 @@ def test_a_burst_is_cancelled_when_no_other_can_begin(runner, monkeypatch):
     assert seen == [1]
 
 
-def test_a_burst_inside_the_step_of_a_late_capture_is_refused_as_busy(runner, step):
+def test_a_burst_inside_a_late_captured_step_is_refused(runner, step):
     def calling(batch):
         runner.burst(1, {"x": [1]}, 2)
         return batch.x + 1
@@ -195,7 +195,7 @@ def test_an_exception_at_any_call_of_reading_doubles_no_token(runner):
     assert target > 30
 
 
-def test_a_handler_of_signals_that_closes_the_burst_never_waits_for_itself(runner):
+def test_a_signal_handler_that_closes_a_burst_does_not_wait(runner):
     refused = []
 
     def close(burst):
@@ -212,7 +212,7 @@ def test_a_handler_of_signals_that_closes_the_burst_never_waits_for_itself(runne
     assert "a handler of signals, can neither read nor end it" in refused[0]
 
 
-def test_a_burst_whose_launch_is_interrupted_leaves_the_runner_free(runner, monkeypatch):
+def test_a_burst_interrupted_in_launch_frees_the_runner(runner, monkeypatch):
     abandoned = []
     monkeypatch.setattr(CpuLoop, "launch", _raise)
     monkeypatch.setattr(CpuLoop, "abandon", lambda loop: abandoned.append(loop))
@@ -224,7 +224,7 @@ def test_a_burst_whose_launch_is_interrupted_leaves_the_runner_free(runner, monk
         assert list(burst) == [[2, 6], [3, 7], [4, 8]]
 
 
-def test_a_burst_that_is_interrupted_as_it_begins_leaves_nothing_behind(step):
+def test_a_burst_interrupted_at_its_start_leaves_nothing(step):
     package = str(Path(ostinato.graphs.__file__).parent)
     for target in itertools.count(1):
         calls, kept = 0, None

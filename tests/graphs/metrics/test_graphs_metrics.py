@@ -73,7 +73,7 @@ def test_replays_that_cannot_be_timed_are_counted_as_missed():
 
 
 @pytest.mark.parametrize("outer", ["stats", "replay"])
-def test_a_signal_handler_may_ask_for_the_times_while_they_are_collected(outer):
+def test_a_signal_handler_may_read_times_being_collected(outer):
     times, seen = [10.0, 20.0], []
 
     class Timer:
@@ -94,7 +94,7 @@ def test_a_signal_handler_may_ask_for_the_times_while_they_are_collected(outer):
     assert (seen[0].count, observer.replay_us().count) == (0, 2)
 
 
-def test_stats_do_not_wait_for_a_replay_not_even_from_inside_the_step():
+def test_stats_do_not_wait_for_a_replay():
     def step(batch):
         if observed:
             seen.append(runner.stats().replay_us.count)

@@ -174,7 +174,7 @@ def test_a_capture_that_fails_leaves_nothing_to_repeat(step):
         runner.run(1, ONE_ROW)
 
 
-def test_nothing_is_repeated_while_a_runner_of_the_pool_waits_to_be_closed(step):
+def test_no_fast_replay_while_a_runner_waits_to_be_closed(step):
     runner = known_runner(step)
     with _native.PendingCloses(runner._backend.run_lock):  # of another runner
         assert runner._fast_replay.run(runner, 1, ONE_ROW, Variant()) is None
@@ -363,7 +363,7 @@ def test_errors_of_what_is_asked_are_raised(step, monkeypatch):
     assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
 
 
-def test_threads_that_run_at_once_get_their_own_rows_or_are_refused():
+def test_threads_get_their_own_rows_or_are_refused():
     runner = known_runner(lambda batch: batch.tokens + 1)
     start, wrong, served = threading.Barrier(4), [], []
 
@@ -479,7 +479,7 @@ for _ in range(20):
 """
 
 
-def test_a_turn_forgets_runs_that_hold_the_last_reference_to_who_repeats_them():
+def test_a_run_lock_forgets_runs_that_hold_their_replayer():
     # What is freed is overwritten, so that reading it does not go well by chance.
     environment = {**os.environ, "PYTHONMALLOC": "debug"}
     script = [sys.executable, "-c", _LAST_REFERENCE]

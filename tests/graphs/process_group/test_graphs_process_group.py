@@ -129,7 +129,7 @@ class Two:
         return torch.distributed.HashStore()
 
 
-def test_a_device_that_waits_for_a_failed_rank_is_freed_by_an_abort(monkeypatch):
+def test_an_abort_frees_a_device_waiting_for_a_failed_rank(monkeypatch):
     monkeypatch.setattr("ostinato.graphs.process_group._IDLE_S", 0.0)
     monkeypatch.setattr("ostinato.graphs.process_group._ABORT_S", 0.0)
     monkeypatch.setattr("ostinato.graphs.process_group._LINGER_S", 0.0)
@@ -165,7 +165,7 @@ def test_a_timeout_that_is_none_is_refused(timeout, error):
 
 @pytest.mark.parametrize("microseconds", [1.0, 4_999.0, 20_000.0])
 @pytest.mark.parametrize("size", [1, 2])
-def test_all_ranks_time_as_many_replays_and_meet_before_they_wait(size, microseconds, monkeypatch):
+def test_all_ranks_time_equally_many_replays(size, microseconds, monkeypatch):
     did = []
 
     class Event:

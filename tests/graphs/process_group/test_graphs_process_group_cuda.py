@@ -34,7 +34,7 @@ def test_a_burst_of_collectives_is_refused_by_name(told):
         assert ", event " in result["first"]["message"]
 
 
-def test_a_failure_in_the_capture_is_told_by_both_and_can_be_repeated(told):
+def test_a_failed_capture_is_told_by_both_and_can_be_repeated(told):
     failing, other = told["capture"][FAILING], told["capture"][1 - FAILING]
     assert failing["first"]["kind"] == "CaptureError"
     assert other["first"]["kind"] == "RankError"

@@ -42,7 +42,7 @@ def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
 @pytest.fixture(scope="module")
 def cache() -> PagedKVCache:
     made = _cache()
-    if made.partitions is None:
+    if made.l2_partition is None:
         pytest.skip("this GPU's partitioned_memory are not told apart")
     return made
 
@@ -61,7 +61,7 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     cache: PagedKVCache, other: dict[str, int | torch.dtype]
 ) -> None:
     made = _cache(**other)
-    assert made.partitions is not None
+    assert made.l2_partition is not None
     l2 = l2_map(0)
     assert l2 is not None
     random = np.random.default_rng(3)
@@ -71,8 +71,8 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     # By 4 bytes, whose atomics they are.
     at = (np.stack(picks) * steps[:, None]).sum(0) * made.storage.element_size() // 4 * 4
     found = l2.partitions(*probe(0, made.storage.data_ptr(), at, by_all=False))
-    of_page = np.array([made.partitions.partition_of_page(int(page)) for page in picks[2]])
-    of_head = np.array([(int(h) & made.partitions.heads).bit_count() % 2 for h in picks[4]])
+    of_page = np.array([made.l2_partition.partition_of_page(int(page)) for page in picks[2]])
+    of_head = np.array([(int(h) & made.l2_partition.heads).bit_count() % 2 for h in picks[4]])
     assert (found == of_page ^ of_head).mean() > 0.999
     assert 0.4 < found.mean() < 0.6
     assert not made.storage.view(torch.uint8).any()
@@ -83,7 +83,7 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
     [
         {"l2_partitioned": False},
         {"num_pages": 40},  # waste
-        {"page_size": 32, "num_pages": 550},  # a head's page in both partitioned_memory
+        {"page_size": 32, "num_pages": 550},  # a head's page in both partitions
         {"num_kv_heads": 6, "num_pages": 1500},
         {"num_kv_heads": 1, "num_pages": 8500},
     ],
@@ -91,7 +91,7 @@ def test_keys_and_values_are_in_the_half_that_the_cache_says(
 )
 def test_other_caches_lie_as_they_come(other: dict[str, int]) -> None:
     made = _cache(**other)
-    assert made.partitions is None
+    assert made.l2_partition is None
     assert made.storage.is_contiguous()
 
 
@@ -116,7 +116,7 @@ def test_memory_of_caches_that_are_gone_is_given_back(cache: PagedKVCache) -> No
     addresses = []
     for _ in range(3):
         made = _cache()
-        assert made.partitions is not None
+        assert made.l2_partition is not None
         view = made.storage[1, 0, 5:7]
         view.fill_(1)
         addresses.append(made.storage.data_ptr())
@@ -147,13 +147,13 @@ def test_single_pages_make_up_for_pairs_that_are_missing(
     made = _cache(num_layers=2)
     # Where there are fewer than asked for, there is no memory for more.
     assert asked[:2] == [2 * partitioned_memory.PAGE_BYTES, partitioned_memory.PAGE_BYTES]
-    assert made.partitions is not None
+    assert made.l2_partition is not None
     l2 = l2_map(0)
     assert l2 is not None
     pages = np.arange(made.storage.size(2))
     at = pages * made.storage.stride(2) * 2
     found = l2.partitions(*probe(0, made.storage.data_ptr(), at, by_all=False))
-    assert found.tolist() == [made.partitions.partition_of_page(int(page)) for page in pages]
+    assert found.tolist() == [made.l2_partition.partition_of_page(int(page)) for page in pages]
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -169,7 +169,7 @@ def test_without_memory_for_it_a_cache_lies_as_it_comes(
 
     monkeypatch.setattr(partitioned_memory, "_create", none)
     made = _cache()
-    assert made.partitions is None
+    assert made.l2_partition is None
     assert made.storage.is_contiguous()
 
 
@@ -230,7 +230,7 @@ def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: st
 def test_nor_of_sequences_that_ctas_share(invariant: bool, batch: int, most: int) -> None:
     pages = -(-most // 16)
     long = _cache(num_layers=1, num_pages=1 + batch * pages)
-    assert long.partitions is not None
+    assert long.l2_partition is not None
     torch.manual_seed(batch)
     long.storage.normal_()
     q = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=CUDA)
@@ -239,8 +239,8 @@ def test_nor_of_sequences_that_ctas_share(invariant: bool, batch: int, most: int
         lens = torch.randint(least, most + 1, (batch,))
         run = _attend(long, 0, (q, table.int().to(CUDA), lens.int().to(CUDA)), invariant)
         expected = run(None)
-        wrong = ops.L2Partition(long.partitions.sms, 0b1011, 0b101)
-        for hint in (long.partitions, wrong) * 3:
+        wrong = ops.L2Partition(long.l2_partition.sms, 0b1011, 0b101)
+        for hint in (long.l2_partition, wrong) * 3:
             assert torch.equal(run(hint), expected)
 
 

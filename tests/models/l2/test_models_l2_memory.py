@@ -169,7 +169,7 @@ def test_addresses_tell_their_half(alike: float, use: Callable[[Driver], Driver]
     assert 0 < _TORCHS - (address + size) < 1 << 40
 
 
-def test_where_there_is_no_room_near_torchs_memory_it_is_elsewhere(
+def test_without_room_near_torchs_memory_it_is_elsewhere(
     use: Callable[[Driver], Driver],
 ) -> None:
     driver = use(Driver())

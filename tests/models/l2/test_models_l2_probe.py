@@ -185,7 +185,7 @@ def test_halves_are_integers_of_any_kind() -> None:
         L2Partition([0, 1], 1.0, 1)  # type: ignore[arg-type]
 
 
-def test_a_half_gives_up_its_own_prefixes_before_it_takes_the_others_pages() -> None:
+def test_a_partition_gives_up_its_own_prefixes_first() -> None:
     pool = PagePool(33, _partition)
     pages = pool.take(32)
     pool.publish(pages, list(range(32 * 4)), 4)
@@ -211,5 +211,5 @@ def test_caches_on_the_cpu_can_be_copied() -> None:
         device="cpu",
     )
     again = pickle.loads(pickle.dumps(cache))
-    assert again.partitions is None
+    assert again.l2_partition is None
     assert torch.equal(again.storage, cache.storage)
