@@ -32,11 +32,11 @@ class _Launch:
     taken: int = 0  # tokens that the host has read
 
 
-class TokensInFlight:
+class AsyncTokens:
     """What was sampled last, for the next step on the device and, later, for the host.
 
     So the device decodes a step while the host reads, checks and shows the tokens of the one
-    before. `Request.in_flight` counts a request's tokens that are in here.
+    before. `Request.async_tokens` counts a request's tokens that are in here.
 
     Args:
         device: of the sampled tokens.
@@ -83,7 +83,7 @@ class TokensInFlight:
         ended = None if copied else time.perf_counter()
         launch = _Launch(tuple(requests), tokens, host, mapped, copied, seconds, started, ended)
         for request in requests:
-            request.in_flight += 1
+            request.async_tokens += 1
         self._launches.append(launch)
 
     def last_tokens(self, requests: Sequence[Request]) -> torch.Tensor:
@@ -94,7 +94,7 @@ class TokensInFlight:
         for launch in self._launches:
             if launch.copied is not None:
                 launch.copied.wait(torch.cuda.current_stream(self._device))
-        if not any(request.in_flight for request in requests):
+        if not any(request.async_tokens for request in requests):
             return torch.tensor([request.generated[-1] for request in requests])
         newest = next(launch for launch in reversed(self._launches) if launch.requests)
         if [r.id for r in newest.requests] == [r.id for r in requests]:
@@ -105,10 +105,10 @@ class TokensInFlight:
             for request in launch.requests:
                 place[request.id] = at
                 at += 1
-        known = [0 if request.in_flight else request.generated[-1] for request in requests]
+        known = [0 if request.async_tokens else request.generated[-1] for request in requests]
         # Known tokens follow those of the launches, in the order of the requests.
         rows = [
-            place[request.id] if request.in_flight else at + row
+            place[request.id] if request.async_tokens else at + row
             for row, request in enumerate(requests)
         ]
         uploaded = upload(torch.tensor([known, rows]), self._device)
@@ -138,7 +138,7 @@ class TokensInFlight:
                 if request.finish_reason is None:
                     accept(request, tokens[launch.taken])
                 launch.taken += 1
-                request.in_flight -= 1
+                request.async_tokens -= 1
             self._retire()
 
     def clear(self) -> None:

@@ -15,7 +15,7 @@ from ..models import PagedKVCache
 _SEQUENCE = -1  # that holds the pages; requests count from 0
 
 
-class Rehearsal:
+class CaptureExamples:
     """Lends examples free pages full of random numbers, while nothing is served.
 
     A verification that read zeros and wrote nothing would pass with a frozen page table.

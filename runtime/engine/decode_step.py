@@ -21,7 +21,7 @@ from ..models import (
     SeenRows,
 )
 from .capture_examples import (
-    Rehearsal,
+    CaptureExamples,
     integers,
 )
 from .request import Request
@@ -70,8 +70,8 @@ class DecodeStep:
         model, cache: what the step runs on.
         seen: per-slot state of the repetition penalty.
         max_pages: columns of the page table: the pages of the longest context.
-        rehearsal: where the examples of a verification read and write; without it the inputs that
-            say so have none.
+        capture_examples: where the examples of a verification read and write; without it
+            `slot_mapping` and `page_table` have none.
         logits: output all logits in any case, which takes longer.
     """
 
@@ -82,7 +82,7 @@ class DecodeStep:
         seen: SeenTokens,
         max_pages: int,
         *,
-        rehearsal: Rehearsal | None = None,
+        capture_examples: CaptureExamples | None = None,
         logits: bool = False,
     ) -> None:
         self._model = model
@@ -90,7 +90,7 @@ class DecodeStep:
         self._cache = cache
         self._seen = seen
         self.max_pages = max_pages
-        self._rehearsal = rehearsal
+        self._capture_examples = capture_examples
         self._pages = _PageRows(cache, seen.padding_slot, max_pages)
         self._constants_of: list[tuple[int, int]] = []
         self._constants: dict[str, object] = {}
@@ -98,7 +98,7 @@ class DecodeStep:
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
         """Return the step's inputs; padding rows attend to nothing and write to no slot."""
-        rehearsal = self._rehearsal
+        capture_examples = self._capture_examples
         vocab_size = self._model.config.vocab_size
         max_length = min(self._model.max_context, self.max_pages * self._cache.page_size)
         return {
@@ -106,13 +106,16 @@ class DecodeStep:
             "positions": BufferSpec((), torch.int32, 0, integers(0, max_length)),
             "seq_lens": BufferSpec((), torch.int32, 0, integers(1, max_length + 1)),
             "slot_mapping": BufferSpec(
-                (), torch.int64, -1, None if rehearsal is None else rehearsal.slot_mapping
+                (),
+                torch.int64,
+                -1,
+                None if capture_examples is None else capture_examples.slot_mapping,
             ),
             "page_table": BufferSpec(
                 (self.max_pages,),
                 torch.int32,
                 DUMMY_PAGE,
-                None if rehearsal is None else rehearsal.page_table,
+                None if capture_examples is None else capture_examples.page_table,
             ),
             "slots": BufferSpec((), torch.int64, self._seen.padding_slot, _distinct),
             "temperature": BufferSpec((), torch.float32, 0.0, _one_of(0.0, 0.7, 1.3)),
@@ -251,7 +254,7 @@ class SamplingInputs(TypedDict):
 
 def sampling_inputs(requests: Sequence[Request], device: torch.device = _HOST) -> SamplingInputs:
     """Return how each request wants its next token sampled."""
-    params = [request.params for request in requests]
+    params = [request.sampling_params for request in requests]
 
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
         return upload(torch.tensor(values, dtype=dtype), device)

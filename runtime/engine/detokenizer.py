@@ -13,7 +13,7 @@ _CHARACTER_BYTES = 4  # at most, in UTF-8
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-class TextStream:
+class Detokenizer:
     """Incremental detokeniser of one request.
 
     The library's own `DecodeStream` raises when a byte-fallback token makes the bytes before it

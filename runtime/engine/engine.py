@@ -26,16 +26,16 @@ from ..models import (
     PagedKVCache,
 )
 from ..ops.implementations import implementations_on
-from .async_tokens import TokensInFlight
+from .async_tokens import AsyncTokens
 from .cache_size import default_pages
-from .capture_examples import Rehearsal
+from .capture_examples import CaptureExamples
 from .decode_step import (
     DecodeStep,
     SeenTokens,
     sampling_counters,
     sampling_inputs,
 )
-from .detokenizer import TextStream
+from .detokenizer import Detokenizer
 from .prefill_step import Prefill
 from .request import Request
 from .sampling_params import (
@@ -132,11 +132,11 @@ class Engine:
         max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
         max_tokens = min(max_tokens, max_batch * longest)
         # For examples: a page table without repetitions, and slots enough for all tokens.
-        self._rehearsal = Rehearsal(
+        self._capture_examples = CaptureExamples(
             self.cache, max_pages + max(max_batch, self.cache.pages_for(max_tokens))
         )
         self._decode = DecodeStep(
-            model, self.cache, self._seen, max_pages, rehearsal=self._rehearsal
+            model, self.cache, self._seen, max_pages, capture_examples=self._capture_examples
         )
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
         self.runner = GraphRunner(self._decode, buffers, memory=self._decode.memory())
@@ -149,9 +149,9 @@ class Engine:
             max_tokens=max_tokens,
             # Of each request's last chunk, and of whole ones.
             max_chunks=max_batch + max_tokens // prefill_chunk,
-            rehearsal=self._rehearsal,
+            capture_examples=self._capture_examples,
         )
-        self._in_flight = TokensInFlight(model.device)
+        self._async_tokens = AsyncTokens(model.device)
         self._requests: dict[int, Request] = {}
         # Events wait here for whoever asks next: requests of a stream have a queue of their own.
         self._events: deque[TokenEvent] = deque()
@@ -187,19 +187,20 @@ class Engine:
         self._finish_dropped()
         if self._scheduler.running:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
-        self._in_flight.clear()  # tokens of cancelled requests, in memory of the old graphs
-        # Only verification draws examples; a rehearsal takes pages that were kept for prefixes.
-        with self._rehearsal.lent() if verify else nullcontext():
+        self._async_tokens.clear()  # tokens of cancelled requests, in memory of the old graphs
+        # Only verification draws examples; lending takes pages that were kept for prefixes.
+        with self._capture_examples.lent() if verify else nullcontext():
             steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
             prompts = self._prefill.capture(progress=progress, verify=verify)
         report = steps if prompts is None else prompts + steps
         return replace(report, notes=implementations_on(self.model.device))
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.
 
         Raises:
-            TypeError: for a prompt that is no text and no sequence of integers, or other params.
+            TypeError: for a prompt that is no text and no sequence of integers, or for
+                `sampling_params` of another type.
             ValueError: for a prompt that is empty, no valid Unicode, has ids outside the
                 vocabulary, fills the context, or whose text might not fit into the cache even
                 alone.
@@ -207,7 +208,9 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("the engine is closed: make a new Engine")
-        request = self._request(prompt, SamplingParams() if params is None else params)
+        request = self._request(
+            prompt, SamplingParams() if sampling_params is None else sampling_params
+        )
         try:
             return self._enqueue(request)
         except BaseException:
@@ -276,31 +279,31 @@ class Engine:
         return self._scheduler.idle and not self._events
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
         """Serve all prompts and return their completions, in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids; more than `max_batch` wait their turn.
-            params: for all of them, or one each.
+            sampling_params: for all of them, or one each.
 
         Raises:
             TypeError, ValueError: for no prompts, or one that `submit` refuses; none is served.
         """
-        with self.stream(prompts, params) as stream:
+        with self.stream(prompts, sampling_params) as stream:
             for _ in stream:
                 pass
             return stream.completions
 
     def stream(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams]
     ) -> TokenStream:
         """Serve all prompts, yielding tokens as they come; see `TokenStream`.
 
         Arguments and errors are those of `generate`, raised at the call.
         """
         self._require_captured()
-        requests = self._requests_of(prompts, params)
+        requests = self._requests_of(prompts, sampling_params)
         queue: deque[TokenEvent] = deque()
         with Uninterrupted():
             ids = [self._enqueue(request) for request in requests]
@@ -313,25 +316,29 @@ class Engine:
     def close(self) -> None:
         """Release the captured graphs; the engine cannot be used afterwards."""
         self._closed = True
-        self._in_flight.clear()
+        self._async_tokens.clear()
         self.runner.close()
         self._prefill.close()
 
     def _requests_of(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             kind = "one string" if isinstance(prompts, str) else type(prompts).__name__
             raise TypeError(f"prompts: got {kind}, expected a sequence of prompts")
         if not prompts:
             raise ValueError("prompts: got none, expected at least one")
-        if isinstance(params, SamplingParams):
-            params = [params] * len(prompts)
-        if not isinstance(params, Sequence):
-            raise TypeError(f"params: got {params!r}, expected SamplingParams, or one each")
-        if len(params) != len(prompts):
-            raise ValueError(f"params: got {len(params)}, expected one or {len(prompts)}")
-        return [self._request(p, q) for p, q in zip(prompts, params, strict=True)]
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            raise TypeError(
+                f"sampling_params: got {sampling_params!r}, expected SamplingParams, or one each"
+            )
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params: got {len(sampling_params)}, expected one or {len(prompts)}"
+            )
+        return [self._request(p, q) for p, q in zip(prompts, sampling_params, strict=True)]
 
     @uninterrupted
     def _finish_streamed(self, request_id: int) -> Completion:
@@ -367,7 +374,7 @@ class Engine:
     @uninterrupted
     @by_default_on_the_host
     def _advance(self) -> None:
-        self._rehearsal.end()
+        self._capture_examples.end()
         self._require_captured()
         self._finish_dropped()
         scheduler = self._scheduler
@@ -378,7 +385,7 @@ class Engine:
         for request in new:
             request.marked = True
         batch = scheduler.decode_batch(settle=self._read_tokens)
-        launched_before = len(self._in_flight)
+        launched_before = len(self._async_tokens)
         # Decode first, so that a prompt finished in this step waits for the next like any other.
         try:
             self._decode_step(batch)
@@ -390,9 +397,9 @@ class Engine:
             self._prefill_step(chunks)
         self.stats.preemptions = scheduler.preemptions
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params: got {params!r}, expected SamplingParams")
+    def _request(self, prompt: Prompt, sampling_params: SamplingParams) -> Request:
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params: got {sampling_params!r}, expected SamplingParams")
         if isinstance(prompt, str):
             try:  # Python's texts may hold halves of characters, which tokenizers take for no text
                 prompt.encode()
@@ -417,18 +424,18 @@ class Engine:
                 f"prompt: got {len(tokens)} tokens, expected fewer than "
                 f"max_context = {self.max_context}"
             )
-        max_new_tokens = min(params.max_tokens, self.max_context - len(tokens))
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
+        max_new_tokens = min(sampling_params.max_tokens, self.max_context - len(tokens))
+        stop_ids = set(sampling_params.stop_token_ids)
+        if not sampling_params.ignore_eos:
             stop_ids.update(self.model.config.eos_token_ids)
         request = Request(
             id=-1,
             prompt=tokens,
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            sampling_params=sampling_params,
+            seed=secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed,
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(stop_ids),
-            stream=TextStream(self.tokenizer, tokens, params.stop),
+            detokenizer=Detokenizer(self.tokenizer, tokens, sampling_params.stop),
         )
         needed = self.cache.pages_for(request.final_length)
         if needed > self.cache.usable_pages:
@@ -453,7 +460,7 @@ class Engine:
         # Chunks that end no prompt are launches, too: the host waits for them as for any other,
         # and so is one step ahead of the device at most.
         tokens = self._first_tokens(finished, logits)
-        self._in_flight.add(finished, tokens, self.stats.prefill_seconds, started)
+        self._async_tokens.add(finished, tokens, self.stats.prefill_seconds, started)
         # Only now: after an error the prompt is computed again, first token and all.
         self._scheduler.computed(chunks)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
@@ -475,7 +482,7 @@ class Engine:
         if not batch:
             return
         largest = self.runner.max_batch_size
-        last_tokens = self._in_flight.last_tokens(batch)
+        last_tokens = self._async_tokens.last_tokens(batch)
         for at in range(0, len(batch), largest):
             started = time.perf_counter()
             part = batch[at : at + largest]
@@ -483,11 +490,11 @@ class Engine:
             tokens = self.runner.run(len(part), inputs)["tokens"]
             if len(batch) > largest:
                 tokens = tokens.clone()  # the next part's run overwrites them
-            self._in_flight.add(part, tokens, self.stats.decode_seconds, started)
+            self._async_tokens.add(part, tokens, self.stats.decode_seconds, started)
 
     def _read_tokens(self, count: int | None = None) -> None:
         """Read the tokens of the oldest `count` launches, by default of all."""
-        self._in_flight.read(self._accept, count)
+        self._async_tokens.read(self._accept, count)
 
     def _accept(self, request: Request, token: int) -> None:
         event = request.accept(token)

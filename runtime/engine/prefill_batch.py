@@ -1,4 +1,4 @@
-"""Which rows and pages belong to the sequences of a captured call."""
+"""Rows, lengths and pages of the sequences whose prompts one captured call computes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 @dataclass(frozen=True)
-class SequenceViews:
-    """Of n sequences `cu_seqlens` [n + 1], `seq_lens` [n] and `page_table` [n, max_pages], int32.
+class PrefillBatchViews:
+    """`cu_seqlens` [n + 1], `seq_lens` [n] and `page_table` [n, max_pages] of n sequences, int32.
 
-    As `AttentionInputs` has them.
+    They mean what they mean in `AttentionInputs`.
     """
 
     cu_seqlens: torch.Tensor
@@ -20,8 +20,8 @@ class SequenceViews:
     page_table: torch.Tensor
 
 
-class Sequences:
-    """Memory for them that stays where it is, and takes one copy to be written.
+class PrefillBatch:
+    """`PrefillBatchViews` in one tensor at a fixed address, written by a single copy.
 
     Args:
         most: sequences.
@@ -43,11 +43,11 @@ class Sequences:
         """All of it."""
         return self._memory
 
-    def first(self, count: int) -> SequenceViews:
+    def first(self, count: int) -> PrefillBatchViews:
         """Return the memory of the first `count` sequences, or of all."""
         count = min(count, self.most)
         table = 2 * self.most + 1
-        return SequenceViews(
+        return PrefillBatchViews(
             self._memory[: count + 1],
             self._memory[self.most + 1 :][:count],
             self._memory[table:].view(self.most, self._max_pages)[:count],

@@ -22,10 +22,10 @@ from ..models import (
     PagedKVCache,
 )
 from .capture_examples import (
-    Rehearsal,
+    CaptureExamples,
     integers,
 )
-from .prefill_batch import Sequences
+from .prefill_batch import PrefillBatch
 from .scheduler import PrefillChunk
 from .upload import upload
 
@@ -54,24 +54,24 @@ class PrefillStep:
 
     Args:
         model, cache: what the step runs on.
-        sequences: whose tokens they are.
+        prefill_batch: whose tokens they are.
         max_chunk: tokens of the largest chunk.
-        rehearsal: where the examples of a verification read and write.
+        capture_examples: where the examples of a verification read and write.
     """
 
     def __init__(
         self,
         model: Decoder,
         cache: PagedKVCache,
-        sequences: Sequences,
+        prefill_batch: PrefillBatch,
         max_chunk: int,
-        rehearsal: Rehearsal,
+        capture_examples: CaptureExamples,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._sequences = sequences
+        self._prefill_batch = prefill_batch
         self._max_chunk = max_chunk
-        self._rehearsal = rehearsal
+        self._capture_examples = capture_examples
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
         """Return the inputs of each token; padding belongs to no sequence and writes to no slot."""
@@ -79,7 +79,7 @@ class PrefillStep:
         return {
             "tokens": BufferSpec((), torch.int64, 0, integers(0, vocab_size)),
             "positions": BufferSpec((), torch.int32, 0, integers(0, length)),
-            "slot_mapping": BufferSpec((), torch.int64, -1, self._rehearsal.slot_mapping),
+            "slot_mapping": BufferSpec((), torch.int64, -1, self._capture_examples.slot_mapping),
         }
 
     def memory(self) -> DeclaredMemory:
@@ -87,19 +87,19 @@ class PrefillStep:
         return {
             "model": tuple(self._model.tensors()),
             "cache": self._cache.storage,
-            "sequences": self._sequences.memory,
+            "prefill_batch": self._prefill_batch.memory,
         }
 
     def __call__(self, batch: BatchView) -> dict[str, torch.Tensor]:
         """Run the step over a batch of the buffers above."""
         # With fewer tokens than there may be sequences some of these have none.
-        sequences = self._sequences.first(batch.size)
+        views = self._prefill_batch.first(batch.size)
         attention = AttentionInputs(
             slot_mapping=batch.slot_mapping,
-            page_table=sequences.page_table,
-            seq_lens=sequences.seq_lens,
+            page_table=views.page_table,
+            seq_lens=views.seq_lens,
             # Whatever was written there last, no sequence has rows that are padding.
-            cu_seqlens_q=torch.minimum(sequences.cu_seqlens, batch.n_active),
+            cu_seqlens_q=torch.minimum(views.cu_seqlens, batch.n_active),
             # The capacity, not this call's maximum: shapes must not depend on the neighbours.
             max_seqlen_q=self._max_chunk,
         )
@@ -121,7 +121,7 @@ class Prefill:
         max_chunk: tokens of the largest chunk.
         max_tokens: of all chunks of a call.
         max_chunks: of a call.
-        rehearsal: as of `PrefillStep`.
+        capture_examples: as of `PrefillStep`.
     """
 
     def __init__(
@@ -133,18 +133,18 @@ class Prefill:
         max_chunk: int,
         max_tokens: int,
         max_chunks: int,
-        rehearsal: Rehearsal,
+        capture_examples: CaptureExamples,
     ) -> None:
         self._model = model
         self._cache = cache
         self._max_pages = max_pages
         self._max_chunk = max_chunk
         self._max_tokens = max_tokens
-        self._rehearsal = rehearsal
+        self._capture_examples = capture_examples
         # To attention each chunk is a sequence, which ends where the chunk does: so it does not
         # matter to the bits of a prompt whether its chunks are computed together.
-        self._sequences = Sequences(min(max_chunks, max_tokens), max_pages, model.device)
-        self._step = PrefillStep(model, cache, self._sequences, max_chunk, rehearsal)
+        self._prefill_batch = PrefillBatch(min(max_chunks, max_tokens), max_pages, model.device)
+        self._step = PrefillStep(model, cache, self._prefill_batch, max_chunk, capture_examples)
         self._buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
@@ -153,7 +153,7 @@ class Prefill:
     def capture(self, *, progress: bool, verify: bool) -> CaptureReport | None:
         """Capture the step for a few numbers of tokens; see `GraphRunner.capture`.
 
-        Verification needs the rehearsal's pages. None where nothing is to be captured.
+        Verification needs the pages of `CaptureExamples`. None where nothing is to be captured.
         """
         if self._runner is None:
             return None
@@ -165,7 +165,7 @@ class Prefill:
     def _write_examples(self) -> None:
         """Write sequences of chunks of many sizes, each at the end of a text of some length."""
         generator = torch.Generator().manual_seed(0)
-        count = self._sequences.most
+        count = self._prefill_batch.most
         capacity = self._max_pages * self._cache.page_size
         largest = min(self._max_chunk, capacity)
         longest = min(capacity, max(largest, _LONGEST_EXAMPLE))
@@ -177,10 +177,10 @@ class Prefill:
             rows[last] += more
             missing -= more
         before = (torch.rand(count, generator=generator) * (longest - rows + 1)).int()
-        self._sequences.write(
+        self._prefill_batch.write(
             [0, *rows.cumsum(0).tolist()],
             (before + rows).tolist(),
-            self._rehearsal.page_table(generator, (count, self._max_pages)).int(),
+            self._capture_examples.page_table(generator, (count, self._max_pages)).int(),
         )
 
     def require_captured(self) -> None:
@@ -210,7 +210,7 @@ class Prefill:
             cu_seqlens.append(len(tokens))
             if chunk.ends_prompt:
                 last_rows.append(len(tokens) - 1)
-        self._sequences.write(
+        self._prefill_batch.write(
             cu_seqlens,
             [chunk.stop for chunk in chunks],
             self._cache.page_table([chunk.request.id for chunk in chunks], self._max_pages),
@@ -221,7 +221,7 @@ class Prefill:
             "slot_mapping": torch.tensor(slots),
         }
         hidden = self._run(len(tokens), inputs)
-        self._sequences.used()
+        self._prefill_batch.used()
         rows = upload(torch.tensor(last_rows, dtype=torch.int64), self._model.device)
         return self._model.logits(hidden["x"][rows], hidden["residual"][rows])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..models import SwappedSequence
-from .detokenizer import TextStream
+from .detokenizer import Detokenizer
 from .sampling_params import (
     Completion,
     FinishReason,
@@ -20,18 +20,18 @@ class Request:
 
     `computed` counts the prompt tokens whose keys and values are in the cache; `swapped` holds
     the sequence while it has been preempted; `slot` is its row of per-request device state;
-    `in_flight` counts tokens that are sampled on the device and not in `generated` yet.
+    `async_tokens` counts tokens that are sampled on the device and not in `generated` yet.
     """
 
     id: int
     prompt: tuple[int, ...]
-    params: SamplingParams
+    sampling_params: SamplingParams
     seed: int
     max_new_tokens: int
     stop_ids: frozenset[int]
-    stream: TextStream
+    detokenizer: Detokenizer
     generated: list[int] = field(default_factory=list)
-    in_flight: int = 0
+    async_tokens: int = 0
     computed: int = 0
     slot: int = -1
     marked: bool = False  # whether its tokens, and none else, are marked as seen in its slot
@@ -51,7 +51,7 @@ class Request:
     @property
     def sampled(self) -> int:
         """Tokens that have been sampled, read by the host or not."""
-        return len(self.generated) + self.in_flight
+        return len(self.generated) + self.async_tokens
 
     @property
     def final_length(self) -> int:
@@ -62,9 +62,9 @@ class Request:
         """Add a sampled token, decide whether it is the last, and return its event."""
         stops, fills = token in self.stop_ids, len(self.generated) + 1 == self.max_new_tokens
         # If the tokenizer fails nothing has changed.
-        text = self.stream.push(token, last=stops or fills)
+        text = self.detokenizer.push(token, last=stops or fills)
         self.generated.append(token)
-        if stops or self.stream.stopped:
+        if stops or self.detokenizer.stopped:
             self.finish_reason = FinishReason.STOP
         elif fills:
             self.finish_reason = FinishReason.LENGTH
@@ -73,7 +73,7 @@ class Request:
     def cancel(self) -> TokenEvent:
         """End the request where it stands and return its last event."""
         self.finish_reason = FinishReason.CANCELLED
-        return TokenEvent(self.id, None, self.stream.finish(), self.finish_reason)
+        return TokenEvent(self.id, None, self.detokenizer.finish(), self.finish_reason)
 
     def completion(self) -> Completion:
         """Return the result of a finished request."""
@@ -83,7 +83,7 @@ class Request:
             request_id=self.id,
             prompt_tokens=len(self.prompt),
             token_ids=tuple(self.generated),
-            text=self.stream.text,
+            text=self.detokenizer.text,
             finish_reason=self.finish_reason,
             seed=self.seed,
         )

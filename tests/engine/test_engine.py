@@ -20,7 +20,7 @@ from ostinato.engine import Completion, Engine, FinishReason, SamplingParams, To
 from ostinato.engine import decode_step as decode_module
 from ostinato.engine import engine as engine_module
 from ostinato.engine.decode_step import sampling_inputs
-from ostinato.engine.detokenizer import TextStream
+from ostinato.engine.detokenizer import Detokenizer
 from ostinato.graphs import ClosedError, NotCapturedError
 from ostinato.models import (
     Decoder,
@@ -440,7 +440,7 @@ def test_an_error_while_tokens_are_read_loses_none_of_the_others(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(TextStream, "push", fail)
+        patch.setattr(Detokenizer, "push", fail)
         with pytest.raises(error):
             engine.step()
     while not engine.idle:
@@ -504,7 +504,7 @@ def test_an_error_of_the_tokenizer_loses_no_token(
     expected = greedy(engine, "abc", 4)
     request = engine.submit("abc", SamplingParams(max_tokens=4, ignore_eos=True))
     with monkeypatch.context() as patch:
-        patch.setattr(TextStream, "_decode", failing_once(TextStream._decode, turn))
+        patch.setattr(Detokenizer, "_decode", failing_once(Detokenizer._decode, turn))
         events, errors = step_until_idle(engine)
     assert errors <= 1
     assert tuple(event.token_id for event in events) == expected
@@ -520,11 +520,11 @@ def test_a_request_is_cancelled_if_its_text_cannot_end(
     request = engine.submit("abc", SamplingParams(max_tokens=20, ignore_eos=True))
     stream = engine.stream(["other"], SamplingParams())
     engine.step()
-    monkeypatch.setattr(TextStream, "finish", failing_once(TextStream.finish))
+    monkeypatch.setattr(Detokenizer, "finish", failing_once(Detokenizer.finish))
     with pytest.raises(MemoryError):
         engine.cancel(request)
     assert engine.result(request).finish_reason is FinishReason.CANCELLED
-    monkeypatch.setattr(TextStream, "finish", failing_once(TextStream.finish))
+    monkeypatch.setattr(Detokenizer, "finish", failing_once(Detokenizer.finish))
     with pytest.raises(MemoryError):
         stream.close()
     step_until_idle(engine)
@@ -724,9 +724,9 @@ def test_prompts_are_refused_before_any_is_served() -> None:
     ):
         with pytest.raises(TypeError, match=match):
             engine.generate(prompts, params)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="params: got None, expected SamplingParams"):
+    with pytest.raises(TypeError, match="sampling_params: got None, expected SamplingParams"):
         engine.generate(["a"], None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="params: got 2, expected one or 1"):
+    with pytest.raises(ValueError, match="sampling_params: got 2, expected one or 1"):
         engine.generate(["a"], [params, params])
     with pytest.raises(ValueError, match=r"prompt: got a text with '\\ud800', expected valid Unic"):
         engine.submit("a\ud800b", params)
@@ -735,9 +735,9 @@ def test_prompts_are_refused_before_any_is_served() -> None:
 @pytest.mark.parametrize("params", [{}, "", 5, [SamplingParams()]], ids=repr)
 def test_parameters_of_another_kind_are_named(params: Any) -> None:
     engine = make_engine()
-    with pytest.raises(TypeError, match=r"params: got .*, expected SamplingParams"):
+    with pytest.raises(TypeError, match=r"sampling_params: got .*, expected SamplingParams"):
         engine.submit("a", params)
-    with pytest.raises(TypeError, match=r"params: got .*, expected SamplingParams"):
+    with pytest.raises(TypeError, match=r"sampling_params: got .*, expected SamplingParams"):
         engine.generate(["a"], [params])
     assert engine.idle
 
@@ -791,14 +791,14 @@ def test_a_dropped_stream_is_cancelled_after_an_error(
     engine = make_engine()
     stream = engine.stream(["a", "b", "c"], SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
-    finish, calls = TextStream.finish, itertools.count()
+    finish, calls = Detokenizer.finish, itertools.count()
 
-    def fail_once(text: TextStream) -> str:
+    def fail_once(text: Detokenizer) -> str:
         if next(calls) == 0:
             raise MemoryError
         return finish(text)
 
-    monkeypatch.setattr(TextStream, "finish", fail_once)
+    monkeypatch.setattr(Detokenizer, "finish", fail_once)
     del stream
     with pytest.raises(MemoryError):
         engine.step()

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from ostinato.engine import async_tokens
-from ostinato.engine.async_tokens import TokensInFlight
+from ostinato.engine.async_tokens import AsyncTokens
 
 
-def add(flight: TokensInFlight, tokens: torch.Tensor) -> list[Any]:
+def add(flight: AsyncTokens, tokens: torch.Tensor) -> list[Any]:
     requests: list[Any] = [
-        SimpleNamespace(id=at, in_flight=0, finish_reason=None) for at in range(len(tokens))
+        SimpleNamespace(id=at, async_tokens=0, finish_reason=None) for at in range(len(tokens))
     ]
     flight.add(requests, tokens, [], 0.0)
     return requests
 
 
 def test_a_launch_that_was_forgotten_hands_out_nothing(device: torch.device) -> None:
-    flight = TokensInFlight(device)
+    flight = AsyncTokens(device)
     add(flight, torch.arange(3, device=device))
     flight.clear()
     later = add(flight, torch.arange(5, 9, device=device))
@@ -36,7 +36,7 @@ def test_on_the_cpu_a_launch_takes_no_time_of_the_one_behind_it(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(async_tokens, "time", SimpleNamespace(perf_counter=lambda: now))
-    flight = TokensInFlight(torch.device("cpu"))
+    flight = AsyncTokens(torch.device("cpu"))
     seconds: list[float] = []
     for started, ended in ((1.0, 3.0), (4.0, 9.0), (9.0, 10.0)):
         now = ended  # the step has run when its launch is added
@@ -50,7 +50,7 @@ def test_on_the_cpu_a_launch_takes_no_time_of_the_one_behind_it(
 @pytest.mark.gpu
 def test_memory_that_is_still_written_is_not_given_back() -> None:
     device = torch.device("cuda", 0)
-    flight = TokensInFlight(device)
+    flight = AsyncTokens(device)
     torch.cuda._sleep(100_000_000)
     add(flight, torch.arange(3, device=device))
     flight.clear()
@@ -58,7 +58,7 @@ def test_memory_that_is_still_written_is_not_given_back() -> None:
 
 
 def test_work_that_samples_nothing_is_waited_for_and_timed(device: torch.device) -> None:
-    flight = TokensInFlight(device)
+    flight = AsyncTokens(device)
     sampled = add(flight, torch.arange(2, device=device))
     seconds: list[float] = []
     flight.add([], torch.empty(0, dtype=torch.int64, device=device), seconds, 0.0)

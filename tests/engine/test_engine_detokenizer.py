@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from ostinato.engine.detokenizer import TextStream
+from ostinato.engine.detokenizer import Detokenizer
 from tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -18,7 +18,7 @@ def encode(text: str) -> list[int]:
 
 
 def run(ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    stream = TextStream(TOKENIZER, encode("A prompt"), stop)
+    stream = Detokenizer(TOKENIZER, encode("A prompt"), stop)
     pieces = []
     for token in ids:
         pieces.append(stream.push(token))
@@ -69,13 +69,13 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(
 def test_stop_strings_do_not_depend_on_token_borders() -> None:
     words = Tokenizer(models.WordLevel({"abcd": 0, "?": 1}, unk_token="?"))
     words.decoder = decoders.Fuse()
-    stream = TextStream(words, [], ("abcd", "bc"))
+    stream = Detokenizer(words, [], ("abcd", "bc"))
     assert stream.push(0) == "a"
     assert stream.stopped
 
 
 def test_a_stop_string_that_only_the_end_completes_counts() -> None:
-    stream = TextStream(TOKENIZER, [], ("\N{REPLACEMENT CHARACTER}",))
+    stream = Detokenizer(TOKENIZER, [], ("\N{REPLACEMENT CHARACTER}",))
     assert [stream.push(token) for token in [*encode("a"), *encode("é")[:1]]] == ["a", ""]
     assert stream.finish() == ""
     assert stream.stopped
@@ -102,7 +102,7 @@ FALLBACK = byte_fallback_tokenizer()
 
 @given(st.lists(st.integers(1, 259), max_size=20))
 def test_bytes_that_later_bytes_make_invalid_are_survived(ids: list[int]) -> None:
-    stream = TextStream(FALLBACK, [1], ())
+    stream = Detokenizer(FALLBACK, [1], ())
     pieces = [stream.push(token) for token in ids]
     pieces.append(stream.finish())
     assert stream.text == "".join(pieces)
@@ -121,7 +121,7 @@ def ids_of(pieces: list[str]) -> list[int]:
 
 @given(prompt=PIECES, pieces=PIECES)
 def test_valid_bytes_and_words_decode_exactly(prompt: list[str], pieces: list[str]) -> None:
-    stream = TextStream(FALLBACK, [2, *ids_of(prompt)], ())
+    stream = Detokenizer(FALLBACK, [2, *ids_of(prompt)], ())
     shown = [stream.push(token) for token in ids_of(pieces)]
     assert "".join(shown) + stream.finish() == "".join(pieces).replace("\u2581", " ")
 
@@ -130,7 +130,7 @@ def test_valid_bytes_and_words_decode_exactly(prompt: list[str], pieces: list[st
 @pytest.mark.parametrize("before", [[], [2], [1, 2]], ids=str)
 def test_a_character_begun_in_the_prompt_is_shown(before: list[int], first: int) -> None:
     prompt, text = ids_of(["🙂"])[:first], [*ids_of(["🙂"])[first:], 3, 2, 1, 2]
-    stream = TextStream(FALLBACK, [*before, *prompt], ())
+    stream = Detokenizer(FALLBACK, [*before, *prompt], ())
     shown = [stream.push(token) for token in text]
     assert "".join(shown) + stream.finish() == "🙂s cat the cat"
 
@@ -146,7 +146,7 @@ def test_invisible_tokens_do_not_slow_the_next_ones() -> None:
             text: str = TOKENIZER.decode(ids, skip_special_tokens=skip_special_tokens)
             return text
 
-    stream = TextStream(Counting(), encode("a"), ())  # type: ignore[arg-type]
+    stream = Detokenizer(Counting(), encode("a"), ())  # type: ignore[arg-type]
     for token in [256, 10_000] * 100:
         assert stream.push(token) == ""
     assert max(decoded) <= 2
@@ -154,13 +154,13 @@ def test_invisible_tokens_do_not_slow_the_next_ones() -> None:
 
 
 def test_a_possible_stop_string_is_held_back() -> None:
-    stream = TextStream(TOKENIZER, [], ("END",))
+    stream = Detokenizer(TOKENIZER, [], ("END",))
     assert [stream.push(token) for token in encode("aENxEN")] == ["a", "", "", "ENx", "", ""]
     assert stream.finish() == "EN"
 
 
 @pytest.mark.parametrize("prompt", ["", "é", "some longer prompt text"])
 def test_special_tokens_show_nothing(prompt: str) -> None:
-    stream = TextStream(TOKENIZER, encode(prompt), ())
+    stream = Detokenizer(TOKENIZER, encode(prompt), ())
     assert [stream.push(t) for t in [*encode("hi"), 256]] == ["h", "i", ""]
     assert stream.finish() == ""

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.engine import Engine, SamplingParams
-from ostinato.engine.capture_examples import Rehearsal
-from ostinato.engine.prefill_batch import Sequences
+from ostinato.engine.capture_examples import CaptureExamples
+from ostinato.engine.prefill_batch import PrefillBatch
 from ostinato.engine.prefill_step import (
     PREFILL,
     PrefillStep,
@@ -98,7 +98,7 @@ def _direct(model: Decoder, chunks: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 def test_padding_and_what_was_computed_before_change_no_bit(scheme: str) -> None:
     model = tiny_llama(scheme=scheme)
     most = 6
-    sequences = Sequences(most, MAX_PAGES, torch.device("cpu"))
+    sequences = PrefillBatch(most, MAX_PAGES, torch.device("cpu"))
     for bucket in (1, 2, 7, 32):
         # The longest first: what it leaves in the memory of the sequences is read by nobody.
         for lengths in ([16, 1, 9, 3], [2, 5], [1] * 6, [7], [2], [1, 1], [1]):
@@ -106,8 +106,8 @@ def test_padding_and_what_was_computed_before_change_no_bit(scheme: str) -> None
                 continue
             chunks = _chunks(lengths, before=5)
             cache = chunks["cache"]
-            rehearsal = Rehearsal(cache, 8)
-            step = PrefillStep(model, cache, sequences, MAX_CHUNK, rehearsal)
+            capture_examples = CaptureExamples(cache, 8)
+            step = PrefillStep(model, cache, sequences, MAX_CHUNK, capture_examples)
             buffers = StaticBuffers(step.buffer_specs(), bucket, "cpu")
             runner = GraphRunner(step, buffers)
             runner.capture([bucket], verify=False)
@@ -123,16 +123,16 @@ def test_padding_and_what_was_computed_before_change_no_bit(scheme: str) -> None
 def test_a_warm_up_writes_nothing_whatever_sequences_were_there() -> None:
     chunks = _chunks([16, 16])
     cache = chunks["cache"]
-    sequences = Sequences(4, MAX_PAGES, torch.device("cpu"))
+    sequences = PrefillBatch(4, MAX_PAGES, torch.device("cpu"))
     sequences.write(chunks["cu_seqlens"], chunks["seq_lens"], chunks["page_table"])
-    step = PrefillStep(tiny_llama(), cache, sequences, MAX_CHUNK, Rehearsal(cache, 8))
+    step = PrefillStep(tiny_llama(), cache, sequences, MAX_CHUNK, CaptureExamples(cache, 8))
     before = cache.storage.clone()
     GraphRunner(step, StaticBuffers(step.buffer_specs(), 8, "cpu")).capture([8], verify=False)
     assert torch.equal(cache.storage, before)
 
 
 def test_sequences_behind_those_written_are_empty() -> None:
-    sequences = Sequences(3, 2, torch.device("cpu"))
+    sequences = PrefillBatch(3, 2, torch.device("cpu"))
     table = torch.tensor([[5, 6], [7, 8], [9, 10]], dtype=torch.int32)
     sequences.write([0, 4, 5, 9], [4, 11, 12], table)
     sequences.write([0, 2], [3], table[1:2])
@@ -150,9 +150,9 @@ def test_sequences_behind_those_written_are_empty() -> None:
 def test_each_token_of_an_example_belongs_to_a_text(options: dict[str, Any]) -> None:
     engine = _engine(**options)
     prefill = engine._prefill
-    with engine._rehearsal.lent():
+    with engine._capture_examples.lent():
         prefill._write_examples()
-    views = prefill._sequences.first(1 << 20)
+    views = prefill._prefill_batch.first(1 << 20)
     rows = views.cu_seqlens.diff()
     capacity = views.page_table.size(1) * PAGE_SIZE
     assert rows.min() >= 1

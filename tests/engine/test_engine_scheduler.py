@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine import SamplingParams
-from ostinato.engine.detokenizer import TextStream
+from ostinato.engine.detokenizer import Detokenizer
 from ostinato.engine.request import Request
 from ostinato.engine.scheduler import Scheduler
 from ostinato.models import (
@@ -40,11 +40,11 @@ def make_request(number: int, prompt: int, new_tokens: int, fill: int | None = N
     return Request(
         id=number,
         prompt=tokens,
-        params=SamplingParams(),
+        sampling_params=SamplingParams(),
         seed=0,
         max_new_tokens=new_tokens,
         stop_ids=frozenset(),
-        stream=TextStream(TOKENIZER, tokens, ()),
+        detokenizer=Detokenizer(TOKENIZER, tokens, ()),
     )
 
 

@@ -235,7 +235,7 @@ def falls_in_one_tile(
 
 def _checks(subject: Subject) -> Iterator[Figure]:
     tiles = default_batch_sizes(subject.buffers.max_batch)
-    with _runner(subject) as runner, subject.rehearsal():
+    with _runner(subject) as runner, subject.capture_examples():
         report = runner.capture(tiles, progress=False)
     case = f"{subject.name}, {len(tiles)} tile boundaries"
     audit = sum(graph.audit_ms or 0.0 for graph in report.graphs)

@@ -15,7 +15,7 @@ from ostinato.graphs import BatchView, BufferSpec, StaticBuffers
 from ostinato.graphs.declared_memory import DeclaredMemory
 from ostinato.graphs.outputs import Step
 
-from ...engine.capture_examples import Rehearsal
+from ...engine.capture_examples import CaptureExamples
 from ...engine.decode_step import (
     DecodeStep,
     SeenTokens,
@@ -56,7 +56,8 @@ class Subject:
         name: of it, in results.
         step, buffers, memory: what a `GraphRunner` is made of.
         inputs: returns a batch's, on the CPU.
-        rehearsal: a context in which the buffers' examples name places that hold nothing of value.
+        capture_examples: a context in which the buffers' examples name places that hold nothing of
+            value.
         tiles: where padding rows share tiles with real ones. `ours`: where our GEMMs' tiles say so.
             `library`: where graphs of the two batch sizes hold the same kernels, since the products
             are another library's, which says what its tiles are by its kernels' names alone.
@@ -69,7 +70,7 @@ class Subject:
     buffers: StaticBuffers
     memory: DeclaredMemory
     inputs: Callable[[int], dict[str, torch.Tensor]]
-    rehearsal: Callable[[], AbstractContextManager[None]] = nullcontext
+    capture_examples: Callable[[], AbstractContextManager[None]] = nullcontext
     tiles: Tiles = "ours"
 
 
@@ -99,8 +100,8 @@ def our_step(
     )
     cache.storage.normal_()
     seen = SeenTokens(max_batch, model.config.vocab_size, device)
-    rehearsal = Rehearsal(cache, pages_each + max_batch)
-    step = DecodeStep(model, cache, seen, max_pages=pages_each, rehearsal=rehearsal)
+    capture_examples = CaptureExamples(cache, pages_each + max_batch)
+    step = DecodeStep(model, cache, seen, max_pages=pages_each, capture_examples=capture_examples)
     specs = step.buffer_specs()
 
     @memoised  # again, freed pages would come in another order
@@ -119,7 +120,7 @@ def our_step(
             "seen": [value for value in vars(seen).values() if isinstance(value, torch.Tensor)],
         },
         inputs,
-        rehearsal.lent,
+        capture_examples.lent,
     )
 
 

@@ -94,7 +94,7 @@ def test_all_steps_are_captured_verified_and_run(make: Any) -> None:
     else:
         subject = hugging_face_step("tiny", CPU, attention=make, **sizes)
     with GraphRunner(subject.step, subject.buffers, memory=subject.memory) as runner:
-        with subject.rehearsal():
+        with subject.capture_examples():
             report = runner.capture({Variant(): [1, 3], Variant(name="bucket"): [4]})
         assert {graph.verdict for graph in report.graphs} == {"bit-equal"}
         exact = runner.run(3, subject.inputs(3))["tokens"].clone()
