@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from ._native import FastReplay
-from .autocast import without_autocast
+from .backends.autocast import without_autocast
 from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
 from .capture import CaptureOptions, capture_graphs

@@ -14,7 +14,7 @@ from .arguments import (
     as_integer,
     as_seconds,
 )
-from .autocast import require_no_autocast
+from .backends.autocast import require_no_autocast
 from .backends.select import backend_for
 from .buffers import BatchView, StaticBuffers
 from .capture_plan import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .buffers import BatchView
-from .errors import CaptureError
-from .outputs import Step, StepOutput
+from ..buffers import BatchView
+from ..errors import CaptureError
+from ..outputs import Step, StepOutput
 
 
 def require_no_autocast(kind: str) -> None:
