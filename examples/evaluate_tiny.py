@@ -20,10 +20,7 @@ from tokenizers import Tokenizer
 
 from ostinato.bench.report import Report
 from ostinato.checkpoint import load_model, load_tokenizer
-from ostinato.models import (
-    Decoder,
-    sequence_logits,
-)
+from ostinato.models import Decoder, sequence_logits
 
 
 @dataclass(frozen=True)

@@ -25,23 +25,12 @@ from .errors import (
     VerificationError,
 )
 from .failures import Diagnosis
-from .graph_key import (
-    Key,
-    Variant,
-)
+from .graph_key import Key, Variant
 from .inspect.audit import Finding
 from .loop.burst import Burst
-from .loop.rules import (
-    Add,
-    BurstRules,
-    Feed,
-    Slot,
-)
+from .loop.rules import Add, BurstRules, Feed, Slot
 from .metrics.histogram import Histogram
-from .metrics.stats import (
-    BucketStats,
-    RunnerStats,
-)
+from .metrics.stats import BucketStats, RunnerStats
 from .outputs import Step, StepOutput
 from .report import CaptureReport, GraphReport
 from .runner import GraphRunner

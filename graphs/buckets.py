@@ -7,11 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from .arguments import (
-    as_integer,
-    as_list,
-    at_least_one,
-)
+from .arguments import as_integer, as_list, at_least_one
 
 # Below 16 rows a tile is not full anyway, and a user waits for every microsecond; up to 128 rows
 # the tiles of attention and GEMM double; beyond, work grows by one whole tile of 128 rows.

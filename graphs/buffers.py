@@ -11,25 +11,10 @@ from typing import Any
 
 import torch
 
-from .arguments import (
-    as_integer,
-    at_least_one,
-)
-from .buffer_spec import (
-    BufferSpec,
-    as_rows,
-)
-from .graph_key import (
-    DEFAULT,
-    Key,
-    Variant,
-)
-from .packed_inputs import (
-    PackedInputs,
-    as_words,
-    is_whole_words,
-    words_of,
-)
+from .arguments import as_integer, at_least_one
+from .buffer_spec import BufferSpec, as_rows
+from .graph_key import DEFAULT, Key, Variant
+from .packed_inputs import PackedInputs, as_words, is_whole_words, words_of
 from .pinned_memory import pinned_words
 
 _IN_FLIGHT = 2  # batches on their way from pinned memory

@@ -18,19 +18,10 @@ from tqdm import tqdm
 
 from .backends.base import Backend
 from .buffers import BatchView, StaticBuffers
-from .errors import (
-    AuditError,
-    CaptureError,
-    GraphError,
-    RankError,
-    VerificationError,
-)
+from .errors import AuditError, CaptureError, GraphError, RankError, VerificationError
 from .failures import Failure
 from .graph import Graph, MemoryUse
-from .graph_key import (
-    DEFAULT,
-    Key,
-)
+from .graph_key import DEFAULT, Key
 from .guards import MemoryWatch, only_capture
 from .inspect.audit import Audit, Auditor, Finding, summarize
 from .inspect.diagnosis import diagnose

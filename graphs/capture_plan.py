@@ -6,17 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .arguments import (
-    as_list,
-    at_least_one,
-)
+from .arguments import as_list, at_least_one
 from .buckets import check_batch_sizes, default_batch_sizes
-from .graph_key import (
-    DEFAULT,
-    Key,
-    Variant,
-    as_variant,
-)
+from .graph_key import DEFAULT, Key, Variant, as_variant
 
 # For each variant its batch sizes, None for the default ones; or those of the default variant.
 BatchSizes = Iterable[int] | Mapping[Variant, Iterable[int] | None] | None

@@ -17,14 +17,8 @@ from .capture_plan import CapturePlan
 from .declared_memory import DeclaredMemory
 from .errors import BurstError, GraphError
 from .graph import Graph
-from .graph_key import (
-    Key,
-    Variant,
-)
-from .graph_table import (
-    Bucket,
-    GraphTable,
-)
+from .graph_key import Key, Variant
+from .graph_table import Bucket, GraphTable
 from .guards import MemoryWatch
 from .inspect.audit import Audit, Auditor
 from .inspect.dot import to_dot

@@ -8,11 +8,7 @@ from ._native import RunCounts
 from .buckets import smallest_bucket
 from .capture_plan import CapturePlan
 from .graph import Graph
-from .graph_key import (
-    DEFAULT,
-    Key,
-    Variant,
-)
+from .graph_key import DEFAULT, Key, Variant
 from .metrics.stats import BucketStats
 
 

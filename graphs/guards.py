@@ -13,10 +13,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 
 from . import _native
-from .declared_memory import (
-    DeclaredMemory,
-    stored,
-)
+from .declared_memory import DeclaredMemory, stored
 from .errors import BusyError, ForkedError
 
 # Torch keeps track of one capture at a time in a process, in whichever thread.

@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from .graph_key import (
-    Key,
-    Variant,
-)
+from .graph_key import Key, Variant
 from .inspect.audit import Finding, summarize
 from .inspect.dot import short_name
 

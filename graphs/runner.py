@@ -10,53 +10,23 @@ from typing import Generic
 
 import torch
 
-from .arguments import (
-    as_integer,
-    as_seconds,
-)
+from .arguments import as_integer, as_seconds
 from .backends.autocast import require_no_autocast
 from .backends.select import backend_for
 from .buffers import BatchView, StaticBuffers
-from .capture_plan import (
-    BatchSizes,
-    CapturePlan,
-    Misses,
-)
-from .captured_step import (
-    CapturedStep,
-    OutputT,
-)
-from .declared_memory import (
-    DeclaredMemory,
-    kept_alive,
-)
-from .errors import (
-    BurstError,
-    CaptureError,
-    GraphError,
-    NotCapturedError,
-)
-from .graph_key import (
-    DEFAULT,
-    Key,
-    Variant,
-    as_variant,
-)
+from .capture_plan import BatchSizes, CapturePlan, Misses
+from .captured_step import CapturedStep, OutputT
+from .declared_memory import DeclaredMemory, kept_alive
+from .errors import BurstError, CaptureError, GraphError, NotCapturedError
+from .graph_key import DEFAULT, Key, Variant, as_variant
 from .graph_table import GraphTable
 from .inspect.audit import AUDITS, Audit
 from .inspect.cuda import PoolHandle
 from .lifecycle import Lifecycle
-from .loop.burst import (
-    Burst,
-    Bursts,
-    Stops,
-)
+from .loop.burst import Burst, Bursts, Stops
 from .loop.rules import BurstRules
 from .metrics.stats import RunnerStats
-from .process_group import (
-    DEFAULT_TIMEOUT_S,
-    CaptureGroup,
-)
+from .process_group import DEFAULT_TIMEOUT_S, CaptureGroup
 from .report import CaptureReport
 
 

@@ -15,10 +15,7 @@ from ops_kernels import kernels_of_the_tests, plans_of_earlier_gpus
 
 from ostinato.cli.build import build_plans
 from ostinato.jit import compiler
-from ostinato.jit.compiler import (
-    Plan,
-    plan,
-)
+from ostinato.jit.compiler import Plan, plan
 from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.linear.tile_table import H200_SMS
 

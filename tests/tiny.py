@@ -7,12 +7,7 @@ from dataclasses import replace
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ostinato.models import (
-    DenseLinear,
-    ModelConfig,
-    RopeConfig,
-    W8A8Linear,
-)
+from ostinato.models import DenseLinear, ModelConfig, RopeConfig, W8A8Linear
 from ostinato.models.families.llama import DecoderLayer, Llama
 
 CONFIG = ModelConfig(

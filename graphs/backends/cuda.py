@@ -24,10 +24,7 @@ from ..guards import only_capture, run_lock_of
 from ..inspect.cuda import CudaInspector, PoolHandle
 from ..inspect.driver_log import DriverLog
 from ..inspect.op_trace import OperatorWatch
-from ..loop.cuda import (
-    WhileLoop,
-    check_body,
-)
+from ..loop.cuda import WhileLoop, check_body
 from ..loop.memory import BurstMemory
 from ..loop.plan import encode
 from ..loop.rules import BurstRules
@@ -35,11 +32,7 @@ from ..outputs import Outputs, Step
 from ..process_group import CaptureGroup
 from .launch import Launch
 from .pool_views import pool_views
-from .streams import (
-    CallerOrder,
-    EventTimer,
-    StreamScope,
-)
+from .streams import CallerOrder, EventTimer, StreamScope
 
 # Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.
 _CAPTURE_MODE = "thread_local"

@@ -15,22 +15,10 @@ from typing import Literal
 import torch
 
 from ..buffers import StaticBuffers
-from ..declared_memory import (
-    DeclaredMemory,
-    stored,
-    tensors_of,
-)
-from .allocations import (
-    Allocation,
-    Allocations,
-    State,
-    mapped_by_host,
-)
+from ..declared_memory import DeclaredMemory, stored, tensors_of
+from .allocations import Allocation, Allocations, State, mapped_by_host
 from .inspector import Inspector
-from .nodes import (
-    GraphNodes,
-    Word,
-)
+from .nodes import GraphNodes, Word
 
 Audit = Literal["off", "report", "strict"]
 AUDITS: tuple[Audit, ...] = ("off", "report", "strict")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from .nodes import (
-    GraphNodes,
-    Node,
-)
+from .nodes import GraphNodes, Node
 
 _LONGEST_NAME = 60  # characters; names of templates run to thousands
 

@@ -10,13 +10,7 @@ from typing import Any
 
 from ..errors import GraphError
 from .demangle import demangle
-from .nodes import (
-    Edge,
-    GraphNodes,
-    Node,
-    Word,
-    aligned_words,
-)
+from .nodes import Edge, GraphNodes, Node, Word, aligned_words
 
 # CUgraphNodeType. "alloc" and "free" nodes are named as what they do to the graph's memory.
 _KINDS = (

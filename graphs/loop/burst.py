@@ -17,10 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ..arguments import (
-    as_integer,
-    as_list,
-)
+from ..arguments import as_integer, as_list
 from ..buffer_spec import BufferSpec
 from ..buffers import BatchView, StaticBuffers
 from ..errors import BurstError, BusyError

@@ -12,23 +12,8 @@ import torch
 from ..buffer_spec import BufferSpec
 from ..buffers import BatchView
 from ..graph import Graph
-from .memory import (
-    CANCELLED,
-    CONTROL_HEAD,
-    FULL,
-    LIMIT,
-    ROWS,
-    STEP,
-    STOP,
-    BurstMemory,
-)
-from .rules import (
-    Add,
-    BurstRules,
-    Feed,
-    Slot,
-    output_of,
-)
+from .memory import CANCELLED, CONTROL_HEAD, FULL, LIMIT, ROWS, STEP, STOP, BurstMemory
+from .rules import Add, BurstRules, Feed, Slot, output_of
 
 
 class CpuLoop:

@@ -9,11 +9,7 @@ import torch
 from ..buffers import BatchView
 from ..errors import BurstError
 from ..outputs import Outputs, Step, StepOutput
-from .rules import (
-    BurstRules,
-    Feed,
-    name_of,
-)
+from .rules import BurstRules, Feed, name_of
 
 
 class WatchedStep:

@@ -13,14 +13,7 @@ from ..buffer_spec import BufferSpec
 from ..buffers import BatchView
 from ..outputs import Outputs
 from .memory import BurstMemory
-from .rules import (
-    Add,
-    BurstRules,
-    Feed,
-    Rule,
-    Slot,
-    output_of,
-)
+from .rules import Add, BurstRules, Feed, Rule, Slot, output_of
 
 _KEEP, _FEED, _ADD, _SLOT = range(4)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

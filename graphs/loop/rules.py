@@ -7,14 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..arguments import (
-    as_integer,
-    at_least_one,
-)
-from ..buffer_spec import (
-    BufferSpec,
-    as_rows,
-)
+from ..arguments import as_integer, at_least_one
+from ..buffer_spec import BufferSpec, as_rows
 from ..outputs import Outputs
 
 _INTEGERS = (torch.int32, torch.int64)

@@ -9,10 +9,7 @@ import torch
 from ..errors import GraphError
 from ..graph import Graph, ReplayTimer
 from ..graph_key import Key
-from .histogram import (
-    Histogram,
-    HistogramBuilder,
-)
+from .histogram import Histogram, HistogramBuilder
 
 
 class ReplayObserver:

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .histogram import Histogram
-from .prometheus import (
-    Metric,
-    to_text,
-)
+from .prometheus import Metric, to_text
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,11 @@ from tokenizers.models import WordLevel
 from ostinato.graphs import CaptureReport
 
 from ..engine import Engine, SamplingParams
-from ..models import (
-    Decoder,
-    ModelConfig,
-)
+from ..models import Decoder, ModelConfig
 from .plans import check_least
 from .report import Row
 from .step.run import implementation
-from .step.work import (
-    kv_bytes,
-    prompt_flops,
-    step_flops,
-    weight_bytes,
-)
+from .step.work import kv_bytes, prompt_flops, step_flops, weight_bytes
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..jit.cache import (
-    Entry,
-    cache_folder,
-)
-from ..jit.compiler import (
-    Plan,
-    build,
-    find,
-    plan,
-)
+from ..jit.cache import Entry, cache_folder
+from ..jit.compiler import Plan, build, find, plan
 from ..jit.mode import BuildMode
 from ..jit.registry import families, select
-from ..jit.targets import (
-    DEFAULT,
-    TARGETS,
-    Target,
-    local_target,
-    target_named,
-)
+from ..jit.targets import DEFAULT, TARGETS, Target, local_target, target_named
 from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from .command import Command, Parser, UserError, user_errors
 from .model_flags import add_batch_invariant_flag

@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..jit.budgets import (
-    excesses,
-    read_budgets,
-    write_budgets,
-)
-from ..jit.cache import (
-    Entry,
-    cache_folder,
-)
-from ..jit.compiler import (
-    find,
-    plan,
-)
+from ..jit.budgets import excesses, read_budgets, write_budgets
+from ..jit.cache import Entry, cache_folder
+from ..jit.compiler import find, plan
 from ..jit.registry import select
-from ..jit.targets import (
-    DEFAULT,
-    local_target,
-    target_named,
-)
+from ..jit.targets import DEFAULT, local_target, target_named
 from .command import Command, Parser, UserError, user_errors
 
 _OVER_BUDGET = 1

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..jit.errors import KernelError
-from . import (
-    build,
-    env,
-    generate,
-    kernels,
-    quantize,
-    tune,
-)
+from . import build, env, generate, kernels, quantize, tune
 from .bench import group as bench
 from .command import Command, Parser, UserError
 from .interrupt import INTERRUPTED

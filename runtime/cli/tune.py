@@ -10,13 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..bench.gemm.cases import (
-    SHAPE_GROUPS,
-    Case,
-    Shape,
-    linear_shapes,
-    parse_shapes,
-)
+from ..bench.gemm.cases import SHAPE_GROUPS, Case, Shape, linear_shapes, parse_shapes
 from .budget import Budget, add_budget_flag
 from .command import Command, Parser, check_folder, user_errors
 from .device import add_device_flag, resolve_device
@@ -82,14 +76,8 @@ def _main(argv: Sequence[str]) -> int:
     import torch
 
     from ..bench.gemm.impls import DTYPES
-    from ..bench.tune.run import (
-        TUNED_M,
-        tune_shape,
-    )
-    from ..bench.tune.table import (
-        Table,
-        known_choices,
-    )
+    from ..bench.tune.run import TUNED_M, tune_shape
+    from ..bench.tune.table import Table, known_choices
     from ..ops.linear import tile_tuning
 
     with user_errors():

@@ -1,12 +1,7 @@
 """Prefill and decode with continuous batching, over a `GraphRunner`."""
 
 from .engine import Engine, Prompt
-from .sampling_params import (
-    Completion,
-    FinishReason,
-    SamplingParams,
-    TokenEvent,
-)
+from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 from .stats import EngineStats
 from .stream import TokenStream
 

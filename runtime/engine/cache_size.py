@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..models import Decoder
-from ..models.l2.partitioned_memory import (
-    free_unused,
-    rounding,
-)
+from ..models.l2.partitioned_memory import free_unused, rounding
 
 _CPU_CACHE_BYTES = 4 << 30
 

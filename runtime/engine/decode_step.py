@@ -12,18 +12,8 @@ from ostinato.graphs.buffer_spec import Example
 from ostinato.graphs.declared_memory import DeclaredMemory
 
 from .. import ops
-from ..models import (
-    DUMMY_PAGE,
-    AttentionInputs,
-    Decoder,
-    PagedKVCache,
-    Sampling,
-    SeenRows,
-)
-from .capture_examples import (
-    CaptureExamples,
-    integers,
-)
+from ..models import DUMMY_PAGE, AttentionInputs, Decoder, PagedKVCache, Sampling, SeenRows
+from .capture_examples import CaptureExamples, integers
 from .request import Request
 from .upload import upload
 

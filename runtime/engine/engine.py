@@ -14,35 +14,20 @@ import torch
 from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
-from ostinato.graphs.arguments import (
-    as_integer,
-    at_least_one,
-)
+from ostinato.graphs.arguments import as_integer, at_least_one
 
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
-from ..models import (
-    Decoder,
-    PagedKVCache,
-)
+from ..models import Decoder, PagedKVCache
 from ..ops.implementations import implementations_on
 from .async_tokens import AsyncTokens
 from .cache_size import default_pages
 from .capture_examples import CaptureExamples
-from .decode_step import (
-    DecodeStep,
-    SeenTokens,
-    sampling_counters,
-    sampling_inputs,
-)
+from .decode_step import DecodeStep, SeenTokens, sampling_counters, sampling_inputs
 from .detokenizer import Detokenizer
 from .prefill_step import Prefill
 from .request import Request
-from .sampling_params import (
-    Completion,
-    SamplingParams,
-    TokenEvent,
-)
+from .sampling_params import Completion, SamplingParams, TokenEvent
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats
 from .stream import TokenStream

@@ -16,15 +16,8 @@ from ostinato.graphs import (
 )
 from ostinato.graphs.declared_memory import DeclaredMemory
 
-from ..models import (
-    AttentionInputs,
-    Decoder,
-    PagedKVCache,
-)
-from .capture_examples import (
-    CaptureExamples,
-    integers,
-)
+from ..models import AttentionInputs, Decoder, PagedKVCache
+from .capture_examples import CaptureExamples, integers
 from .prefill_batch import PrefillBatch
 from .scheduler import PrefillChunk
 from .upload import upload

@@ -6,12 +6,7 @@ from dataclasses import dataclass, field
 
 from ..models import SwappedSequence
 from .detokenizer import Detokenizer
-from .sampling_params import (
-    Completion,
-    FinishReason,
-    SamplingParams,
-    TokenEvent,
-)
+from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 
 
 @dataclass

@@ -6,10 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..models import (
-    OutOfPagesError,
-    PagedKVCache,
-)
+from ..models import OutOfPagesError, PagedKVCache
 from .request import Request
 
 

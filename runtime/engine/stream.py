@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from ..interrupts import uninterrupted
-from .sampling_params import (
-    Completion,
-    TokenEvent,
-)
+from .sampling_params import Completion, TokenEvent
 
 
 class TokenStream:

@@ -9,34 +9,12 @@ from pathlib import Path
 
 from . import ninja
 from .budgets import Usage, parse_ptxas
-from .cache import (
-    LIBRARY,
-    Entry,
-    cache_folder,
-    exclusive_build,
-    publish,
-)
+from .cache import LIBRARY, Entry, cache_folder, exclusive_build, publish
 from .errors import KernelBuildError
-from .mode import (
-    RELEASE,
-    BuildMode,
-)
-from .sources import (
-    CSRC,
-    ENTRY,
-    Sources,
-    digest,
-    read_sources,
-)
+from .mode import RELEASE, BuildMode
+from .sources import CSRC, ENTRY, Sources, digest, read_sources
 from .targets import DEFAULT, Target
-from .toolchain import (
-    Cutlass,
-    Nvcc,
-    find_cutlass,
-    find_nvcc,
-    require_cutlass,
-    require_nvcc,
-)
+from .toolchain import Cutlass, Nvcc, find_cutlass, find_nvcc, require_cutlass, require_nvcc
 from .variant import Variant
 
 # -DNDEBUG: a device assert is a call, and ptxas serialises wgmma around calls.

@@ -8,17 +8,11 @@ from functools import cache
 
 from .. import _C
 from . import compiler
-from .cache import (
-    Entry,
-    cache_folder,
-)
+from .cache import Entry, cache_folder
 from .errors import MissingKernelError
 from .mode import BuildMode
 from .targets import DEFAULT, target_for
-from .toolchain import (
-    find_cutlass,
-    find_nvcc,
-)
+from .toolchain import find_cutlass, find_nvcc
 from .variant import Variant
 
 _loaded: dict[tuple[Variant, int], _C.Library] = {}

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from .variant import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    Variant,
-)
+from .variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 
 _listed: dict[type[Variant], tuple[Variant, ...]] = {}
 

@@ -1,17 +1,11 @@
 """Decoders, by families that register themselves, and the paged KV cache they run over."""
 
-from .cache import (
-    PagedKVCache,
-    SwappedSequence,
-)
+from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
-from .pages import (
-    DUMMY_PAGE,
-    OutOfPagesError,
-)
+from .pages import DUMMY_PAGE, OutOfPagesError
 from .registry import family_of, read_config
 from .required_kernels import compile_kernels
 from .rope import RopeConfig

@@ -10,14 +10,8 @@ import torch
 
 from ..ops.attention.l2_partition import L2Partition
 from .config import ModelConfig
-from .l2.partitioned_memory import (
-    free_unused,
-    partitioned_storage,
-)
-from .pages import (
-    DUMMY_PAGE,
-    PagePool,
-)
+from .l2.partitioned_memory import free_unused, partitioned_storage
+from .pages import DUMMY_PAGE, PagePool
 
 
 @dataclass

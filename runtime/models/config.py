@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config_fields import (
-    Fields,
-    UnsupportedModelError,
-)
+from .config_fields import Fields, UnsupportedModelError
 from .rope import RopeConfig
 
 # What these ids are when a file of Llama or Mistral does not name them, in transformers.

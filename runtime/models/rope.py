@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from .config_fields import (
-    Fields,
-    UnsupportedModelError,
-)
+from .config_fields import Fields, UnsupportedModelError
 
 _MOST_POSITIONS = 2**31 - 1  # that fit into the int32 of positions
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

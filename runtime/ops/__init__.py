@@ -31,34 +31,13 @@ from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
 from .embed import embed
-from .linear.fused import (
-    dynamic_w8a8_linear,
-    rms_norm_w8a8_linear,
-)
-from .linear.linear import (
-    linear,
-    w8a8_linear,
-)
-from .linear.lm_head import (
-    Logits,
-    rms_norm_w8a8_logits,
-)
-from .linear.packed_weight import (
-    PackedWeight,
-    pack_weight,
-)
-from .linear.quantize import (
-    quantize_per_tensor,
-    quantize_per_token,
-)
-from .linear.rms_norm import (
-    rms_norm,
-    rms_norm_quantize,
-)
-from .linear.silu_mul import (
-    silu_mul,
-    silu_mul_quantize,
-)
+from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
+from .linear.linear import linear, w8a8_linear
+from .linear.lm_head import Logits, rms_norm_w8a8_logits
+from .linear.packed_weight import PackedWeight, pack_weight
+from .linear.quantize import quantize_per_tensor, quantize_per_token
+from .linear.rms_norm import rms_norm, rms_norm_quantize
+from .linear.silu_mul import silu_mul, silu_mul_quantize
 from .sampling.sample import sample
 
 __all__ = [

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..jit.targets import (
-    Capability,
-    Target,
-    capability_of,
-    target_for,
-)
+from ..jit.targets import Capability, Target, capability_of, target_for
 from ..jit.variant import Variant
 from .attention.append_kv_cuda import AppendKV
 from .attention.decode_variants import AttentionDecode

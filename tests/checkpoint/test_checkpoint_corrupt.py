@@ -13,15 +13,8 @@ from hf_models import MODELS, config_of, random_model, save, save_plain, tensors
 from quantized_files import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 
-from ostinato.checkpoint import (
-    CheckpointError,
-    load_config,
-    load_model,
-    quantize_checkpoint,
-)
-from ostinato.models import (
-    UnsupportedModelError,
-)
+from ostinato.checkpoint import CheckpointError, load_config, load_model, quantize_checkpoint
+from ostinato.models import UnsupportedModelError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 Edit = Callable[[dict[str, torch.Tensor]], object]

@@ -17,11 +17,7 @@ from safetensors.torch import load_file
 
 from ostinato.checkpoint import CheckpointError, load_config, load_model
 from ostinato.checkpoint.scales import merge_asymmetric
-from ostinato.models import (
-    DenseLinear,
-    W8A8Linear,
-    sequence_logits,
-)
+from ostinato.models import DenseLinear, W8A8Linear, sequence_logits
 
 ATTENTION, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
 FUSED = {

@@ -10,9 +10,7 @@ from hf_models import MODELS, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, sturdy_tokens, write_quantized
 
 from ostinato.checkpoint import load_model
-from ostinato.models import (
-    sequence_logits,
-)
+from ostinato.models import sequence_logits
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -25,11 +25,7 @@ from ostinato.checkpoint import (
     quantize_checkpoint,
 )
 from ostinato.checkpoint.weights import quantize_weight
-from ostinato.models import (
-    DenseLinear,
-    W8A8Linear,
-    sequence_logits,
-)
+from ostinato.models import DenseLinear, W8A8Linear, sequence_logits
 from ostinato.models.families.llama import Llama
 
 SCHEMES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}

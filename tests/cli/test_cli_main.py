@@ -16,10 +16,7 @@ from ostinato import __version__
 from ostinato.cli.command import Command, UserError, comma_separated, user_errors
 from ostinato.cli.main import COMMANDS, main
 from ostinato.graphs import CaptureError, VerificationError
-from ostinato.jit.errors import (
-    KernelBuildError,
-    MissingKernelError,
-)
+from ostinato.jit.errors import KernelBuildError, MissingKernelError
 
 LONG = ("--max-tokens", "50000", "--ignore-eos", "--no-verify")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

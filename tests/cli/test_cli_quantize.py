@@ -9,10 +9,7 @@ import torch
 
 from ostinato.checkpoint import load_model
 from ostinato.cli.main import main
-from ostinato.models import (
-    DenseLinear,
-    W8A8Linear,
-)
+from ostinato.models import DenseLinear, W8A8Linear
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -11,10 +11,7 @@ import torch
 from ostinato.bench.gemm.cases import Shape
 from ostinato.bench.report import Report
 from ostinato.bench.tune.run import Tuned
-from ostinato.bench.tune.table import (
-    Table,
-    known_choices,
-)
+from ostinato.bench.tune.table import Table, known_choices
 from ostinato.cli.main import main
 from ostinato.ops.linear.gemm_variants import GEMM_SMALL_M, GEMM_TILED
 from ostinato.ops.linear.tile_table import Choice

@@ -22,10 +22,7 @@ from ostinato.engine import engine as engine_module
 from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import Detokenizer
 from ostinato.graphs import ClosedError, NotCapturedError
-from ostinato.models import (
-    Decoder,
-    sequence_logits,
-)
+from ostinato.models import Decoder, sequence_logits
 from ostinato.ops.attention import prefill_cuda
 from ostinato.ops.attention.prefill_cuda import attend_paged
 from tiny import byte_tokenizer, tiny_llama

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from ostinato.engine.decode_step import _PageRows
-from ostinato.models import (
-    PagedKVCache,
-)
+from ostinato.models import PagedKVCache
 from tiny import tiny_llama
 
 SEQUENCES, PAGES = 256, 300

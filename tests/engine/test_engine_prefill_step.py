@@ -13,18 +13,10 @@ from hypothesis import strategies as st
 from ostinato.engine import Engine, SamplingParams
 from ostinato.engine.capture_examples import CaptureExamples
 from ostinato.engine.prefill_batch import PrefillBatch
-from ostinato.engine.prefill_step import (
-    PREFILL,
-    PrefillStep,
-    prefill_sizes,
-)
+from ostinato.engine.prefill_step import PREFILL, PrefillStep, prefill_sizes
 from ostinato.graphs import CaptureError, GraphRunner, NotCapturedError, StaticBuffers
 from ostinato.graphs.graph_key import Key
-from ostinato.models import (
-    AttentionInputs,
-    Decoder,
-    PagedKVCache,
-)
+from ostinato.models import AttentionInputs, Decoder, PagedKVCache
 from tiny import byte_tokenizer, tiny_llama
 
 PAGE_SIZE, MAX_PAGES, MAX_CHUNK = 4, 8, 16

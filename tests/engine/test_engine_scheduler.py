@@ -13,9 +13,7 @@ from ostinato.engine import SamplingParams
 from ostinato.engine.detokenizer import Detokenizer
 from ostinato.engine.request import Request
 from ostinato.engine.scheduler import Scheduler
-from ostinato.models import (
-    PagedKVCache,
-)
+from ostinato.models import PagedKVCache
 from tiny import byte_tokenizer
 
 PAGE = 4

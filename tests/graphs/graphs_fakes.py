@@ -9,14 +9,8 @@ from types import SimpleNamespace
 from ostinato.graphs.backends.cpu import CpuBackend
 from ostinato.graphs.errors import GraphError
 from ostinato.graphs.failures import Failure, Trace
-from ostinato.graphs.inspect.allocations import (
-    Allocation,
-    Allocations,
-)
-from ostinato.graphs.inspect.driver import (
-    _KINDS,
-    GraphDriver,
-)
+from ostinato.graphs.inspect.allocations import Allocation, Allocations
+from ostinato.graphs.inspect.driver import _KINDS, GraphDriver
 from ostinato.graphs.inspect.inspector import NoInspector
 from ostinato.graphs.inspect.nodes import GraphNodes
 

@@ -14,15 +14,7 @@ from graphs_toys import PAD_TOKEN, SPECS, toy_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.graphs import (
-    Add,
-    BufferSpec,
-    BurstRules,
-    Feed,
-    GraphRunner,
-    Slot,
-    StaticBuffers,
-)
+from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, Slot, StaticBuffers
 from ostinato.graphs.buffer_spec import _has_infinity
 
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}

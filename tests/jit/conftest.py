@@ -1,10 +1,3 @@
 """Fixtures of the kernel tests."""
 
-from jit_fixtures import (  # noqa: F401
-    _fresh_process,
-    cache,
-    no_nvcc,
-    nvcc_calls,
-    recorder,
-    write_late,
-)
+from jit_fixtures import _fresh_process, cache, no_nvcc, nvcc_calls, recorder, write_late  # noqa: F401

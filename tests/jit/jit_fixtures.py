@@ -10,14 +10,8 @@ import pytest
 import torch
 from jit_probe import LateWriter, build_recorder, fake_nvcc
 
-from ostinato.jit import (
-    loader,
-    toolchain,
-)
-from ostinato.jit.compiler import (
-    build,
-    plan,
-)
+from ostinato.jit import loader, toolchain
+from ostinato.jit.compiler import build, plan
 from ostinato.jit.targets import DEFAULT
 
 

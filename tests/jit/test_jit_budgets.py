@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jit_probe import PTXAS_LOG
 
-from ostinato.jit.budgets import (
-    LIMITS,
-    Usage,
-    excesses,
-    parse_ptxas,
-    read_budgets,
-    write_budgets,
-)
+from ostinato.jit.budgets import LIMITS, Usage, excesses, parse_ptxas, read_budgets, write_budgets
 from ostinato.ops.catalogue import CATALOGUE
 
 BUDGETS = Path(__file__).parents[2] / "docs" / "kernel_budgets.json"

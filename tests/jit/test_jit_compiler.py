@@ -22,17 +22,8 @@ import pytest
 from jit_probe import HERE, Probe, fake_nvcc
 
 from ostinato.jit import cache as cache_module
-from ostinato.jit.cache import (
-    Entry,
-    cache_folder,
-    exclusive_build,
-)
-from ostinato.jit.compiler import (
-    Plan,
-    build,
-    find,
-    plan,
-)
+from ostinato.jit.cache import Entry, cache_folder, exclusive_build
+from ostinato.jit.compiler import Plan, build, find, plan
 from ostinato.jit.errors import KernelBuildError
 
 _BUILD = """\

@@ -14,15 +14,9 @@ from jit_probe import HERE, Probe
 
 from ostinato import _C
 from ostinato.jit import loader
-from ostinato.jit.compiler import (
-    build,
-    plan,
-)
+from ostinato.jit.compiler import build, plan
 from ostinato.jit.errors import MissingKernelError
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-)
+from ostinato.jit.mode import RELEASE, BuildMode
 from ostinato.ops.linear.quantize_cuda import Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]

@@ -15,15 +15,8 @@ import pytest
 from jit_probe import Probe, build_library, build_recorder, fake_nvcc, params_of
 
 from ostinato import _C
-from ostinato.jit import (
-    compiler,
-    loader,
-    toolchain,
-)
-from ostinato.jit.errors import (
-    KernelBuildError,
-    MissingKernelError,
-)
+from ostinato.jit import compiler, loader, toolchain
+from ostinato.jit.errors import KernelBuildError, MissingKernelError
 from ostinato.jit.sources import CSRC
 from ostinato.jit.variant import Variant
 from ostinato.ops.attention.append_kv_cuda import AppendKV

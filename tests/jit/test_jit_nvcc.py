@@ -17,23 +17,11 @@ from test_jit_budgets import BUDGETS
 
 from effort import effort
 from ostinato import _C
-from ostinato.jit.budgets import (
-    excesses,
-    read_budgets,
-)
-from ostinato.jit.compiler import (
-    build,
-    plan,
-)
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-)
+from ostinato.jit.budgets import excesses, read_budgets
+from ostinato.jit.compiler import build, plan
+from ostinato.jit.mode import RELEASE, BuildMode
 from ostinato.jit.sources import CSRC
-from ostinato.jit.toolchain import (
-    require_cutlass,
-    require_nvcc,
-)
+from ostinato.jit.toolchain import require_cutlass, require_nvcc
 from ostinato.jit.variant import Variant
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.decode_variants import AttentionDecode

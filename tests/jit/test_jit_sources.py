@@ -11,18 +11,9 @@ from typing import ClassVar
 import pytest
 from jit_probe import Probe
 
-from ostinato.jit.compiler import (
-    plan,
-)
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-    delay_sites,
-)
-from ostinato.jit.sources import (
-    CSRC,
-    read_sources,
-)
+from ostinato.jit.compiler import plan
+from ostinato.jit.mode import RELEASE, BuildMode, delay_sites
+from ostinato.jit.sources import CSRC, read_sources
 from ostinato.jit.targets import target_named
 from ostinato.jit.variant import Variant
 from ostinato.ops.linear.gemm_variants import GemmTiled

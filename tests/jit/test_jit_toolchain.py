@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from jit_probe import fake_nvcc
 
-from ostinato.jit import (
-    resources,
-    toolchain,
-)
+from ostinato.jit import resources, toolchain
 from ostinato.jit.errors import KernelBuildError
 
 

@@ -8,10 +8,7 @@ from typing import TypeVar
 import torch
 
 from ostinato import _C, ops
-from ostinato.jit.compiler import (
-    build,
-    plan,
-)
+from ostinato.jit.compiler import build, plan
 from ostinato.jit.mode import BuildMode
 from ostinato.jit.variant import Variant
 

@@ -10,11 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ostinato.models import (
-    DUMMY_PAGE,
-    OutOfPagesError,
-    PagedKVCache,
-)
+from ostinato.models import DUMMY_PAGE, OutOfPagesError, PagedKVCache
 
 
 def make_cache(

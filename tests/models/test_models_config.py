@@ -9,11 +9,7 @@ import pytest
 import torch
 import transformers
 
-from ostinato.models import (
-    RopeConfig,
-    UnsupportedModelError,
-    read_config,
-)
+from ostinato.models import RopeConfig, UnsupportedModelError, read_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

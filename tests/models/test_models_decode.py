@@ -11,17 +11,9 @@ import torch
 
 from ostinato.bench.shapes import SHAPES
 from ostinato.bench.weights import random_decoder
-from ostinato.engine.decode_step import (
-    DecodeStep,
-    SeenTokens,
-)
+from ostinato.engine.decode_step import DecodeStep, SeenTokens
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.models import (
-    ModelConfig,
-    PagedKVCache,
-    W8A8Linear,
-    read_config,
-)
+from ostinato.models import ModelConfig, PagedKVCache, W8A8Linear, read_config
 from ostinato.models.families.llama import Llama
 
 CONTEXT, MAX_BATCH, PAGE = 96, 16, 16

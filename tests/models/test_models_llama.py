@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.models import (
-    AttentionInputs,
-    PagedKVCache,
-    sequence_logits,
-)
+from ostinato.models import AttentionInputs, PagedKVCache, sequence_logits
 from ostinato.models.families.llama import Llama
 from tiny import CONFIG, tiny_llama
 

@@ -14,24 +14,12 @@ from ostinato import ops
 from ostinato.checkpoint import load_model
 from ostinato.jit import loader
 from ostinato.jit.variant import Variant
-from ostinato.models import (
-    W8A8Linear,
-    compile_kernels,
-    required_kernels,
-    sequence_logits,
-)
-from ostinato.ops.attention import (
-    append_kv_cuda,
-    decode_cuda,
-    prefill_cuda,
-)
+from ostinato.models import W8A8Linear, compile_kernels, required_kernels, sequence_logits
+from ostinato.ops.attention import append_kv_cuda, decode_cuda, prefill_cuda
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.l2_partition import L2Probe
 from ostinato.ops.embed import Embed
-from ostinato.ops.linear import (
-    quantize_cuda,
-    w8a8_gemm,
-)
+from ostinato.ops.linear import quantize_cuda, w8a8_gemm
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 from tiny import tiny_llama

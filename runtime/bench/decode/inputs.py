@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops.common.e4m3 import (
-    as_bytes,
-    to_float32,
-)
+from ...ops.common.e4m3 import as_bytes, to_float32
 from ..harness.rotation import num_sets
 from .cases import Case
 

@@ -9,20 +9,13 @@ import torch
 
 from ... import ops
 from ...jit.variant import Variant
-from ...ops.common.device import (
-    device_index,
-    gpu,
-)
+from ...ops.common.device import device_index, gpu
 from ...ops.common.pdl import pdl
 from ...ops.linear import tile_tuning
 from ..harness.benchmark import Implementation, each
 from ..harness.summary import OURS
 from .cases import Case
-from .inputs import (
-    OUT_DTYPE,
-    Inputs,
-    Layout,
-)
+from .inputs import OUT_DTYPE, Inputs, Layout
 
 DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
 

@@ -10,10 +10,7 @@ import torch
 
 from ... import ops
 from ..harness.rotation import num_sets
-from .cases import (
-    Case,
-    Shape,
-)
+from .cases import Case, Shape
 
 OPERANDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 OUT_DTYPE = torch.bfloat16

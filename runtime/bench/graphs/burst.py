@@ -18,15 +18,8 @@ import torch
 
 from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers
 
-from ...engine.decode_step import (
-    DecodeStep,
-    SeenTokens,
-)
-from ...models import (
-    Decoder,
-    ModelConfig,
-    PagedKVCache,
-)
+from ...engine.decode_step import DecodeStep, SeenTokens
+from ...models import Decoder, ModelConfig, PagedKVCache
 from ..plans import check_least
 from ..step.run import grown_pages
 from ..timing import MIN_REPEATS, percentile, time_calls

@@ -12,18 +12,9 @@ from unittest import mock
 
 import torch
 
-from ostinato.graphs import (
-    CaptureReport,
-    GraphRunner,
-    StaticBuffers,
-    Variant,
-    default_batch_sizes,
-)
+from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers, Variant, default_batch_sizes
 
-from .subjects import (
-    Subject,
-    Tiles,
-)
+from .subjects import Subject, Tiles
 
 # What serving engines capture by default: 35 graphs.
 MANY_BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))

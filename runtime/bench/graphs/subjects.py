@@ -16,27 +16,13 @@ from ostinato.graphs.declared_memory import DeclaredMemory
 from ostinato.graphs.outputs import Step
 
 from ...engine.capture_examples import CaptureExamples
-from ...engine.decode_step import (
-    DecodeStep,
-    SeenTokens,
-)
-from ...models import (
-    PagedKVCache,
-    compile_kernels,
-    read_config,
-)
+from ...engine.decode_step import DecodeStep, SeenTokens
+from ...models import PagedKVCache, compile_kernels, read_config
 from ...ops.common.sizes import round_up
 from ..shapes import SHAPES
-from ..step.run import (
-    StepPlan,
-    step_inputs,
-)
+from ..step.run import StepPlan, step_inputs
 from ..weights import random_decoder
-from .hugging_face import (
-    Attention,
-    random_hugging_face_llama,
-    static_cache,
-)
+from .hugging_face import Attention, random_hugging_face_llama, static_cache
 
 _PAGE_SIZE = 16
 # On an H200 cuDNN's attention (9.19, torch 2.11), which torch would take, gave other bits than at

@@ -8,15 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...models import Decoder, Linear
-from .breakdown import (
-    ATTENTION,
-    LM_HEAD,
-    PRODUCTS,
-)
-from .work import (
-    attention_flops,
-    kv_bytes,
-)
+from .breakdown import ATTENTION, LM_HEAD, PRODUCTS
+from .work import attention_flops, kv_bytes
 
 
 @dataclass(frozen=True)

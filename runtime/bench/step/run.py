@@ -13,38 +13,16 @@ import torch
 
 from ostinato.graphs import GraphRunner, StaticBuffers
 
-from ...engine.decode_step import (
-    DecodeStep,
-    SeenTokens,
-)
-from ...models import (
-    Decoder,
-    ModelConfig,
-    PagedKVCache,
-    compile_kernels,
-)
+from ...engine.decode_step import DecodeStep, SeenTokens
+from ...models import Decoder, ModelConfig, PagedKVCache, compile_kernels
 from ...models.l2.partitioned_memory import free_unused
 from ..plans import check_least
 from ..report import Row
 from ..timing import MIN_REPEATS, time_calls
 from ..weights import dtype_name, precision
-from .breakdown import (
-    Span,
-    shares_of,
-    sites_of,
-    trace,
-)
-from .roofline import (
-    RooflineTime,
-    kernel_rooflines,
-    roofline_of,
-    step_roofline,
-)
-from .work import (
-    kv_bytes,
-    step_flops,
-    weight_bytes,
-)
+from .breakdown import Span, shares_of, sites_of, trace
+from .roofline import RooflineTime, kernel_rooflines, roofline_of, step_roofline
+from .work import kv_bytes, step_flops, weight_bytes
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .breakdown import (
-    ATTENTION,
-    Span,
-)
+from .breakdown import ATTENTION, Span
 
 _LEGEND = 14  # entries; what takes least is "others"
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from ...models import (
-    Decoder,
-    ModelConfig,
-)
+from ...models import Decoder, ModelConfig
 
 
 def weight_bytes(model: Decoder) -> int:

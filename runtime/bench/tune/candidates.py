@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...ops.linear.gemm_variants import GemmSmallM, GemmTiled
-from ...ops.linear.tile_cost_model import (
-    Cut,
-    predictions,
-)
-from ...ops.linear.tile_table import (
-    H200_SMS,
-    Choice,
-    GemmVariant,
-    serving,
-)
+from ...ops.linear.tile_cost_model import Cut, predictions
+from ...ops.linear.tile_table import H200_SMS, Choice, GemmVariant, serving
 from ..gemm.cases import Case
 
 # What the model takes for this much slower than its fastest is not timed. What was the fastest of

@@ -11,34 +11,14 @@ from functools import partial
 import torch
 
 from ...jit.loader import load
-from ...ops.common.device import (
-    current_stream,
-    on_device,
-)
+from ...ops.common.device import current_stream, on_device
 from ...ops.linear import tile_table
 from ...ops.linear.gemm_variants import GEMM_SMALL_M, GEMM_TILED
-from ...ops.linear.tile_table import (
-    Choice,
-    GemmVariant,
-)
-from ..gemm.cases import (
-    Case,
-    Shape,
-)
-from ..gemm.check import (
-    difference,
-    product,
-)
-from ..gemm.inputs import (
-    Inputs,
-    random_inputs,
-    random_weights,
-)
-from ..harness.rotation import (
-    Call,
-    interleave,
-    rotate,
-)
+from ...ops.linear.tile_table import Choice, GemmVariant
+from ..gemm.cases import Case, Shape
+from ..gemm.check import difference, product
+from ..gemm.inputs import Inputs, random_inputs, random_weights
+from ..harness.rotation import Call, interleave, rotate
 from ..timing import time_each
 from .candidates import candidates
 

@@ -11,20 +11,11 @@ from typing import Any
 
 from ...ops.linear import tile_tuning
 from ...ops.linear.tile_table import Choice
-from ...ops.linear.tile_tuning import (
-    TunedRow,
-    Tuning,
-)
+from ...ops.linear.tile_tuning import TunedRow, Tuning
 from .. import machine
-from ..gemm.cases import (
-    Case,
-    Shape,
-)
+from ..gemm.cases import Case, Shape
 from ..report import Report
-from .run import (
-    Timed,
-    Tuned,
-)
+from .run import Timed, Tuned
 
 
 @dataclass

@@ -55,10 +55,7 @@ def _run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ...bench.graphs.burst import (
-        BurstPlan,
-        time_bursts,
-    )
+    from ...bench.graphs.burst import BurstPlan, time_bursts
     from ...bench.report import Report
     from ...bench.weights import random_decoder
     from ...models import compile_kernels, read_config

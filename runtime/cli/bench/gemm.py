@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...bench.gemm.cases import (
-    DEFAULT_M,
-    EDGE_M,
-    SHAPE_GROUPS,
-    Case,
-    cases,
-    parse_shapes,
-)
+from ...bench.gemm.cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
 from ..command import Parser, UserError
 from ..gemm_flags import add_dtype_flag, check_tokens
 from .output import check_json_flag
@@ -121,10 +114,7 @@ def _check(args: argparse.Namespace) -> list[Case]:
 
 def _compile(chosen: Sequence[Case], dtypes: Sequence[str], device: torch.device) -> None:
     """Compile the kernels that the cases take, side by side."""
-    from ...bench.gemm.impls import (
-        DTYPES,
-        kernel,
-    )
+    from ...bench.gemm.impls import DTYPES, kernel
     from ...ops.linear.precompile import precompile
 
     needed = {kernel(case, DTYPES[dtype], device) for case in chosen for dtype in dtypes}

@@ -63,10 +63,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from ...bench.graphs.hugging_face import Attention
     from ...bench.graphs.run import measure
-    from ...bench.graphs.subjects import (
-        hugging_face_step,
-        our_step,
-    )
+    from ...bench.graphs.subjects import hugging_face_step, our_step
     from ...bench.report import Report
     from ...models.l2.partitioned_memory import free_unused
 

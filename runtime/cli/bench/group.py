@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..command import Command, Parser
-from . import (
-    burst,
-    decode,
-    engine,
-    gemm,
-    graphs,
-    prefill,
-    step,
-)
+from . import burst, decode, engine, gemm, graphs, prefill, step
 
 
 def _main(argv: Sequence[str]) -> int:

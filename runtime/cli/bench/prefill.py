@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...bench.prefill.cases import (
-    DEFAULT_CASES,
-    FP8_CASES,
-    Case,
-)
+from ...bench.prefill.cases import DEFAULT_CASES, FP8_CASES, Case
 from ..command import Parser, UserError
 from .output import check_json_flag
 from .run import add_run_flags, run

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...bench.report import AnyRow
-    from ...bench.step.run import (
-        StepPlan,
-        StepResult,
-    )
+    from ...bench.step.run import StepPlan, StepResult
     from ...models import Decoder
 
 _HEADER = (
@@ -128,10 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     from ...bench.harness.peers import adapter_folder, adapter_named
     from ...bench.harness.summary import OURS
     from ...bench.report import Report
-    from ...bench.step.run import (
-        StepPlan,
-        time_steps,
-    )
+    from ...bench.step.run import StepPlan, time_steps
 
     traced = args.breakdown or args.timeline is not None
     plan = StepPlan(

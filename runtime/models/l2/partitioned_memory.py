@@ -23,18 +23,8 @@ from numpy.typing import NDArray
 
 from ...interrupts import Uninterrupted, uninterrupted
 from ...ops.attention.l2_partition import L2Partition, L2Probe
-from ...ops.common.device import (
-    on_device,
-    runs,
-)
-from .probe import (
-    BLOCK_BYTES,
-    PAGE_BYTES,
-    L2Map,
-    l2_map,
-    parity,
-    probe,
-)
+from ...ops.common.device import on_device, runs
+from .probe import BLOCK_BYTES, PAGE_BYTES, L2Map, l2_map, parity, probe
 
 _PAIR_BYTES = 2 * PAGE_BYTES
 # Pairs of pages are mapped in turn, those that begin in partition 0 and those that begin in

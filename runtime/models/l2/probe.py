@@ -16,10 +16,7 @@ from numpy.typing import NDArray
 
 from ...jit.loader import load
 from ...ops.attention.l2_partition import L2Probe
-from ...ops.common.device import (
-    current_stream,
-    on_device,
-)
+from ...ops.common.device import current_stream, on_device
 
 PAGE_BYTES = 2 << 20  # of the GPU's memory, the least that is mapped
 BLOCK_BYTES = 4096  # that one partition holds

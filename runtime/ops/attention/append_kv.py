@@ -9,10 +9,7 @@ from ..common.batch_invariant_rows import mean_square
 from ..common.device import has_kernel
 from ..common.e4m3 import as_bytes
 from ..common.torch_library import register
-from ..linear.quantize import (
-    dynamic_scale,
-    encode,
-)
+from ..linear.quantize import dynamic_scale, encode
 from . import checks as attention_checks
 from .append_kv_cuda import AppendKV, append_heads
 

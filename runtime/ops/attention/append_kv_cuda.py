@@ -14,14 +14,7 @@ from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
-from ..common.device import (
-    KERNEL_NAMES,
-    address_of,
-    current_stream,
-    heads_of,
-    on_device,
-    slots_of,
-)
+from ..common.device import KERNEL_NAMES, address_of, current_stream, heads_of, on_device, slots_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,7 @@ from torch.nn import functional
 
 from ..common.precision import full_precision
 from .kv_view import KV
-from .softmax_torch import (
-    LogitRule,
-    attend,
-)
+from .softmax_torch import LogitRule, attend
 
 # On CUDA the host knows no length, so that work is cut into tiles of these shapes.
 QUERY_TILE = 64

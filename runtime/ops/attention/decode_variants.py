@@ -10,11 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
-from ...jit.variant import (
-    OPERAND_DTYPES,
-    Variant,
-    check,
-)
+from ...jit.variant import OPERAND_DTYPES, Variant, check
 
 # Of batch-invariant attention: few enough that one long sequence keeps most SMs busy, so many that
 # the partial results of a large batch stay small.

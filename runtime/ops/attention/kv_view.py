@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.e4m3 import (
-    as_bytes,
-    to_float32,
-)
+from ..common.e4m3 import as_bytes, to_float32
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,13 +13,7 @@ from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OneDtypeVariant
 from ..common import checks, pdl
-from ..common.device import (
-    KERNEL_NAMES,
-    current_stream,
-    has_kernel,
-    heads_of,
-    on_device,
-)
+from ..common.device import KERNEL_NAMES, current_stream, has_kernel, heads_of, on_device
 from ..common.torch_library import register
 
 _LSE_SHAPE = ("tokens", "heads")

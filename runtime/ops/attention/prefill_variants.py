@@ -10,10 +10,7 @@ from typing import ClassVar
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
-from ...jit.variant import (
-    Variant,
-    check,
-)
+from ...jit.variant import Variant, check
 
 _PREFILL_TYPES = {"bf16": "__nv_bfloat16", "fp16": "__half", "e4m3": "__nv_fp8_e4m3"}
 

@@ -9,16 +9,9 @@ import torch
 from ..common import checks
 from ..common.e4m3 import to_float32
 from ..common.torch_library import register
-from . import (
-    checks as attention_checks,
-)
-from . import (
-    prefill_cuda,
-)
-from .batch_torch import (
-    attend_capacity,
-    attend_live,
-)
+from . import checks as attention_checks
+from . import prefill_cuda
+from .batch_torch import attend_capacity, attend_live
 from .checks import FP8
 from .kv_view import PackedKV
 from .softmax_torch import LogitRule

@@ -8,16 +8,10 @@ from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
 from .fused_cuda import FusedLinear, launch_fused
-from .linear import (
-    check_weight,
-    multiply,
-)
+from .linear import check_weight, multiply
 from .packed_weight import PackedWeight
 from .quantize import quantize_tokens
-from .rms_norm import (
-    check_norm,
-    normalize_and_quantize,
-)
+from .rms_norm import check_norm, normalize_and_quantize
 
 
 def dynamic_w8a8_linear(

@@ -15,13 +15,7 @@ from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
 from ...jit.variant import FLOAT_DTYPES, Variant, check
 from ..common import pdl
-from ..common.device import (
-    KERNEL_NAMES,
-    address_of,
-    current_stream,
-    gpu,
-    on_device,
-)
+from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from . import tile_tuning
 from .gemm_variants import GemmSmallM
 from .quantize_cuda import Quantize

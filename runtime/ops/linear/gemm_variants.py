@@ -10,12 +10,7 @@ from typing import ClassVar
 from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
-from ...jit.variant import (
-    FLOAT_DTYPES,
-    OPERAND_DTYPES,
-    Variant,
-    check,
-)
+from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 
 
 @dataclass(frozen=True, kw_only=True)

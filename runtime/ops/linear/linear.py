@@ -7,29 +7,17 @@ from torch.nn import functional
 
 from ...jit.targets import capability_of
 from ..common import checks
-from ..common.batch_invariant_rows import (
-    alike_rows,
-    in_row_blocks,
-)
+from ..common.batch_invariant_rows import alike_rows, in_row_blocks
 from ..common.device import has_kernel
 from ..common.e4m3 import to_float32
 from ..common.precision import full_precision
-from ..common.sizes import (
-    ceil_div,
-    round_up,
-)
+from ..common.sizes import ceil_div, round_up
 from ..common.torch_library import register
 from . import packed_weight
 from .gemm_variants import GemmTiled
 from .packed_weight import PackedWeight
-from .w8a8_gemm import (
-    ToSample,
-    w8a8_gemm,
-)
-from .w8a8_torch import (
-    fp8_product,
-    int8_product,
-)
+from .w8a8_gemm import ToSample, w8a8_gemm
+from .w8a8_torch import fp8_product, int8_product
 
 _CACHE_LINE = 64  # bytes
 

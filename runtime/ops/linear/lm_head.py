@@ -10,24 +10,12 @@ from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
 from ..sampling.argmax_key import argmax_keys
-from .fused import (
-    codes_of,
-    rms_norm_w8a8_linear,
-)
+from .fused import codes_of, rms_norm_w8a8_linear
 from .gemm_variants import GemmTiled
-from .linear import (
-    check_weight,
-    multiply,
-)
+from .linear import check_weight, multiply
 from .packed_weight import PackedWeight
-from .rms_norm import (
-    check_norm,
-    normalize_and_quantize,
-)
-from .w8a8_gemm import (
-    ToSample,
-    argmax_parts,
-)
+from .rms_norm import check_norm, normalize_and_quantize
+from .w8a8_gemm import ToSample, argmax_parts
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,10 @@ from ...jit import compiler
 from ...jit.cache import cache_folder
 from ...jit.mode import BuildMode
 from ...jit.targets import target_for
-from ...jit.toolchain import (
-    find_cutlass,
-    find_nvcc,
-)
+from ...jit.toolchain import find_cutlass, find_nvcc
 from ...jit.variant import Variant
-from ..common.device import (
-    KERNEL_NAMES,
-    device_index,
-    gpu,
-    runs,
-)
-from . import (
-    tile_table,
-    tile_tuning,
-)
+from ..common.device import KERNEL_NAMES, device_index, gpu, runs
+from . import tile_table, tile_tuning
 from .fused_cuda import fused_kernel
 from .gemm_variants import GemmSmallM
 from .quantize_cuda import quantize_kernel

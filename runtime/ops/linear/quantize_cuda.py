@@ -15,12 +15,7 @@ from ...jit.registry import register_family
 from ...jit.sources import CSRC
 from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
-from ..common.device import (
-    KERNEL_NAMES,
-    address_of,
-    current_stream,
-    on_device,
-)
+from ..common.device import KERNEL_NAMES, address_of, current_stream, on_device
 
 QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
 

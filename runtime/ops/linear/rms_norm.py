@@ -8,10 +8,7 @@ from ..common import checks
 from ..common.batch_invariant_rows import mean_square
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .quantize import (
-    check_static,
-    quantize_into,
-)
+from .quantize import check_static, quantize_into
 from .quantize_cuda import Quantize, quantize_rows
 
 

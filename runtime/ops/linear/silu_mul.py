@@ -9,10 +9,7 @@ import torch
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .quantize import (
-    check_static,
-    quantize_into,
-)
+from .quantize import check_static, quantize_into
 from .quantize_cuda import Quantize, quantize_rows
 
 

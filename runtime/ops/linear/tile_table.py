@@ -13,10 +13,7 @@ from functools import cache, cached_property, lru_cache
 
 from ...jit.variant import OPERAND_DTYPES
 from ..common import checks
-from ..common.sizes import (
-    ceil_div,
-    round_up,
-)
+from ..common.sizes import ceil_div, round_up
 from . import tile_cost_model
 from .gemm_variants import GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
 from .packed_weight import TILE_CHANNELS

@@ -27,19 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from ...jit.cache import cache_folder
-from ...jit.sources import (
-    digest,
-    read_sources,
-)
+from ...jit.sources import digest, read_sources
 from ...jit.variant import OPERAND_DTYPES
 from . import tile_table
 from .gemm_variants import GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
 from .packed_weight import TILE_CHANNELS
-from .tile_table import (
-    CUT,
-    Choice,
-    GemmVariant,
-)
+from .tile_table import CUT, Choice, GemmVariant
 
 VARIABLE = "OSTINATO_GEMM_TABLE"
 _GEMMS: tuple[GemmVariant, ...] = (*GEMM_SMALL_M, *GEMM_TILED)

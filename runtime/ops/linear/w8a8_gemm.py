@@ -8,18 +8,9 @@ import torch
 
 from ...jit.loader import load
 from ..common import pdl
-from ..common.device import (
-    KERNEL_NAMES,
-    address_of,
-    current_stream,
-    gpu,
-    on_device,
-)
+from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ..common.sizes import round_up
-from . import (
-    packed_weight,
-    tile_tuning,
-)
+from . import packed_weight, tile_tuning
 from .gemm_variants import GemmTiled
 from .tile_table import Choice
 

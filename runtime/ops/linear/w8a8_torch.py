@@ -8,11 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ...jit.targets import (
-    FP8,
-    Capability,
-    target_of,
-)
+from ...jit.targets import FP8, Capability, target_of
 from ..common.batch_invariant_rows import in_row_blocks
 from ..common.sizes import round_up
 

@@ -6,11 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.decode.cases import (
-    Case,
-    cases,
-    parse_heads,
-)
+from ostinato.bench.decode.cases import Case, cases, parse_heads
 
 SIZES = st.integers(1, 1000)
 

@@ -10,18 +10,10 @@ import pytest
 import torch
 
 from ostinato.bench.gemm.benchmark import BENCHMARK, num_bytes
-from ostinato.bench.gemm.cases import (
-    Case,
-    Shape,
-)
+from ostinato.bench.gemm.cases import Case, Shape
 from ostinato.bench.gemm.check import difference, product
 from ostinato.bench.gemm.impls import PEERS, ours
-from ostinato.bench.gemm.inputs import (
-    Inputs,
-    Layout,
-    random_inputs,
-    random_weights,
-)
+from ostinato.bench.gemm.inputs import Inputs, Layout, random_inputs, random_weights
 from ostinato.bench.harness.benchmark import Implementation, each
 from ostinato.bench.harness.peers import adapter_folder, find_peers, select
 from ostinato.bench.harness.runner import time_cases

@@ -16,20 +16,9 @@ from ostinato.bench.harness.rotation import Call
 from ostinato.bench.harness.runner import time_cases
 from ostinato.bench.harness.summary import Cell, compare
 from ostinato.bench.prefill.benchmark import BENCHMARKS, is_rival
-from ostinato.bench.prefill.cases import (
-    DEFAULT_CASES,
-    FP8_CASES,
-    Case,
-)
+from ostinato.bench.prefill.cases import DEFAULT_CASES, FP8_CASES, Case
 from ostinato.bench.prefill.impls import DTYPES, ours
-from ostinato.bench.prefill.inputs import (
-    DTYPE,
-    FP8,
-    Inputs,
-    checked_rows,
-    expected,
-    random_inputs,
-)
+from ostinato.bench.prefill.inputs import DTYPE, FP8, Inputs, checked_rows, expected, random_inputs
 
 FLASH_ATTN_3 = adapter_named("flash_attn_3.py", adapter_folder(None, {}))
 CPU = torch.device("cpu")

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.bench.step.breakdown import (
-    Span,
-    shares_of,
-    short_name,
-    sites_of,
-    trace,
-)
+from ostinato.bench.step.breakdown import Span, shares_of, short_name, sites_of, trace
 
 
 @pytest.mark.parametrize(

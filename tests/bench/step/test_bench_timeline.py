@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.step.breakdown import (
-    ATTENTION,
-    Span,
-)
-from ostinato.bench.step.timeline import (
-    draw_timeline,
-    lanes_of,
-)
+from ostinato.bench.step.breakdown import ATTENTION, Span
+from ostinato.bench.step.timeline import draw_timeline, lanes_of
 
 TIMES = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 50)), max_size=40)
 

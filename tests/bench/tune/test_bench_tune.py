@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.bench.gemm.cases import (
-    SHAPE_GROUPS,
-    Case,
-    Shape,
-)
+from ostinato.bench.gemm.cases import SHAPE_GROUPS, Case, Shape
 from ostinato.bench.tune.candidates import candidates
 from ostinato.bench.tune.run import (
     TUNED_M,
@@ -26,15 +22,8 @@ from ostinato.bench.tune.run import (
     monotone,
     tunable_variants,
 )
-from ostinato.bench.tune.table import (
-    Table,
-    known_choices,
-    time_row,
-)
-from ostinato.ops.linear import (
-    tile_table,
-    tile_tuning,
-)
+from ostinato.bench.tune.table import Table, known_choices, time_row
+from ostinato.ops.linear import tile_table, tile_tuning
 from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.tile_table import Choice
 from ostinato.ops.linear.tile_tuning import TunedRow

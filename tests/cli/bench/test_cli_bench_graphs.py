@@ -12,29 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.bench.gemm.cases import (
-    SHAPE_GROUPS,
-    Shape,
-)
-from ostinato.bench.graphs.run import (
-    MANY_BATCH_SIZES,
-    PADDED,
-    Figure,
-    falls_in_one_tile,
-)
-from ostinato.bench.graphs.subjects import (
-    Subject,
-    hugging_face_step,
-    our_step,
-)
+from ostinato.bench.gemm.cases import SHAPE_GROUPS, Shape
+from ostinato.bench.graphs.run import MANY_BATCH_SIZES, PADDED, Figure, falls_in_one_tile
+from ostinato.bench.graphs.subjects import Subject, hugging_face_step, our_step
 from ostinato.bench.report import Report
 from ostinato.cli.main import main
 from ostinato.compat.transformers import replace_attention, replace_norms
 from ostinato.graphs import GraphRunner, Misses, Variant, VerificationError
-from ostinato.ops.linear.tile_table import (
-    Choice,
-    choose,
-)
+from ostinato.ops.linear.tile_table import Choice, choose
 
 CPU = torch.device("cpu")
 

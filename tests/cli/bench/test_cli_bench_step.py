@@ -14,29 +14,13 @@ from ostinato.bench.harness.peers import adapter_folder, adapter_named
 from ostinato.bench.report import Report, Row
 from ostinato.bench.shapes import PRECISIONS, SHAPES
 from ostinato.bench.step.breakdown import Span
-from ostinato.bench.step.roofline import (
-    Roofline,
-    kernel_rooflines,
-    roofline_of,
-)
-from ostinato.bench.step.run import (
-    StepPlan,
-    StepResult,
-    time_steps,
-)
-from ostinato.bench.step.work import (
-    kv_bytes,
-    step_flops,
-    weight_bytes,
-)
+from ostinato.bench.step.roofline import Roofline, kernel_rooflines, roofline_of
+from ostinato.bench.step.run import StepPlan, StepResult, time_steps
+from ostinato.bench.step.work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_decoder
 from ostinato.cli.main import main
-from ostinato.models import (
-    PagedKVCache,
-    W8A8Linear,
-    read_config,
-)
+from ostinato.models import PagedKVCache, W8A8Linear, read_config
 
 TINY = read_config(SHAPES["tiny"])
 CPU = torch.device("cpu")

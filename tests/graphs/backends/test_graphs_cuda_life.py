@@ -6,14 +6,7 @@ import pytest
 import torch
 from graphs_toys import SPECS, ToyStep, toy_inputs
 
-from ostinato.graphs import (
-    BufferSpec,
-    CaptureError,
-    GraphRunner,
-    Key,
-    Misses,
-    StaticBuffers,
-)
+from ostinato.graphs import BufferSpec, CaptureError, GraphRunner, Key, Misses, StaticBuffers
 
 pytestmark = pytest.mark.gpu
 

@@ -15,17 +15,9 @@ from ostinato.graphs import (
     NotCapturedError,
     StaticBuffers,
 )
-from ostinato.graphs.inspect.allocations import (
-    Allocation,
-    State,
-)
+from ostinato.graphs.inspect.allocations import Allocation, State
 from ostinato.graphs.inspect.audit import Finding, summarize
-from ostinato.graphs.inspect.nodes import (
-    Edge,
-    GraphNodes,
-    Node,
-    Word,
-)
+from ostinato.graphs.inspect.nodes import Edge, GraphNodes, Node, Word
 
 # Memory of the device, far from everything that the test's own process has.
 POOL, LIVE, FREED, FOREIGN, NOWHERE, PINNED = (0x10_0000_0000 + (i << 24) for i in range(6))

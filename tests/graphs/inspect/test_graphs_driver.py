@@ -7,14 +7,8 @@ import pytest
 from graphs_fakes import Attribute, FakeCuda, FakeGraph, FakeNode, Status
 
 from ostinato.graphs.errors import GraphError
-from ostinato.graphs.inspect.driver import (
-    NOT_INSTALLED,
-    GraphDriver,
-)
-from ostinato.graphs.inspect.nodes import (
-    Edge,
-    Word,
-)
+from ostinato.graphs.inspect.driver import NOT_INSTALLED, GraphDriver
+from ostinato.graphs.inspect.nodes import Edge, Word
 
 A, B = 0x7F12_3450_0000, 0x7F12_4000_0100
 

@@ -6,23 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.graphs.inspect.allocations import (
-    Allocation,
-    Allocations,
-    State,
-    mapped_by_host,
-)
+from ostinato.graphs.inspect.allocations import Allocation, Allocations, State, mapped_by_host
 from ostinato.graphs.inspect.demangle import demangle
-from ostinato.graphs.inspect.dot import (
-    short_name,
-    to_dot,
-)
-from ostinato.graphs.inspect.nodes import (
-    Edge,
-    GraphNodes,
-    Node,
-    aligned_words,
-)
+from ostinato.graphs.inspect.dot import short_name, to_dot
+from ostinato.graphs.inspect.nodes import Edge, GraphNodes, Node, aligned_words
 
 DEVICE_ADDRESS = st.integers(1 << 32, (1 << 57) - 1)
 

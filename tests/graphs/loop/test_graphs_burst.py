@@ -34,11 +34,7 @@ from ostinato.graphs import (
     Slot,
     StaticBuffers,
 )
-from ostinato.graphs.inspect.nodes import (
-    GraphNodes,
-    Node,
-    Word,
-)
+from ostinato.graphs.inspect.nodes import GraphNodes, Node, Word
 from ostinato.graphs.loop.cuda import check_body
 
 

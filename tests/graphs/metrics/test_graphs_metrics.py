@@ -12,15 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.graphs import GraphError, GraphRunner, Key, Misses, StaticBuffers, Variant
-from ostinato.graphs.metrics.histogram import (
-    BOUNDS_US,
-    Histogram,
-    HistogramBuilder,
-)
-from ostinato.graphs.metrics.prometheus import (
-    Metric,
-    to_text,
-)
+from ostinato.graphs.metrics.histogram import BOUNDS_US, Histogram, HistogramBuilder
+from ostinato.graphs.metrics.prometheus import Metric, to_text
 from ostinato.graphs.metrics.replay_observer import ReplayObserver
 
 SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\})? (\S+)$')

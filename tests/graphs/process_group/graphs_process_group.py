@@ -10,14 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ostinato.graphs import (
-    BufferSpec,
-    BurstRules,
-    Feed,
-    GraphRunner,
-    StaticBuffers,
-    process_group,
-)
+from ostinato.graphs import BufferSpec, BurstRules, Feed, GraphRunner, StaticBuffers, process_group
 
 SPECS = {"x": BufferSpec((), torch.int64, 0, lambda g, s: torch.randint(9, s, generator=g))}
 FAILING = 1  # the rank that fails

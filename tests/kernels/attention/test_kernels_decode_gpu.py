@@ -8,19 +8,10 @@ import pytest
 import torch
 
 from ostinato import _C
-from ostinato.jit.compiler import (
-    build,
-    plan,
-)
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-)
+from ostinato.jit.compiler import build, plan
+from ostinato.jit.mode import RELEASE, BuildMode
 from ostinato.ops.attention.decode_variants import AttentionDecode
-from ostinato.ops.common.device import (
-    heads_of,
-    slots_of,
-)
+from ostinato.ops.common.device import heads_of, slots_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -9,10 +9,7 @@ import torch
 from kernels_gemm import launch, load, random_codes
 
 from ostinato import _C, ops
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-)
+from ostinato.jit.mode import RELEASE, BuildMode
 from ostinato.ops.linear.gemm_variants import GemmTiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]

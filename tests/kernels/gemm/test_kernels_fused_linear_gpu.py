@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from ostinato import _C, ops
-from ostinato.jit.compiler import (
-    build,
-    plan,
-)
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-)
+from ostinato.jit.compiler import build, plan
+from ostinato.jit.mode import RELEASE, BuildMode
 from ostinato.ops.linear.fused_cuda import FusedLinear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]

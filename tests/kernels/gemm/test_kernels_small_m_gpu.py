@@ -8,10 +8,7 @@ import pytest
 import torch
 from kernels_gemm import exact, load, multiply, random_codes
 
-from ostinato.jit.mode import (
-    RELEASE,
-    BuildMode,
-)
+from ostinato.jit.mode import RELEASE, BuildMode
 from ostinato.ops.linear.gemm_variants import GEMM_SMALL_M, GemmSmallM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]

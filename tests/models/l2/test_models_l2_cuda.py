@@ -17,15 +17,9 @@ from ostinato.bench.shapes import SHAPES
 from ostinato.bench.weights import random_decoder
 from ostinato.engine import Engine, SamplingParams
 from ostinato.graphs.inspect.driver import GraphDriver
-from ostinato.models import (
-    PagedKVCache,
-    read_config,
-)
+from ostinato.models import PagedKVCache, read_config
 from ostinato.models.l2 import partitioned_memory
-from ostinato.models.l2.probe import (
-    l2_map,
-    probe,
-)
+from ostinato.models.l2.probe import l2_map, probe
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,7 @@ import pytest
 import torch
 
 from ostinato.models.l2 import partitioned_memory
-from ostinato.models.l2.probe import (
-    PAGE_BYTES,
-    L2Map,
-    parity,
-)
+from ostinato.models.l2.probe import PAGE_BYTES, L2Map, parity
 
 _L2 = L2Map(0xAB000, sms=tuple(i % 2 for i in range(132)), between=(400.0,) * 132)
 _PAIR = 2 * PAGE_BYTES

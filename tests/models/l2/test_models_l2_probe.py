@@ -10,20 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.models import (
-    OutOfPagesError,
-    PagedKVCache,
-)
-from ostinato.models.l2.probe import (
-    BLOCK_BYTES,
-    L2Map,
-    find_partitions,
-    parity,
-)
-from ostinato.models.pages import (
-    DUMMY_PAGE,
-    PagePool,
-)
+from ostinato.models import OutOfPagesError, PagedKVCache
+from ostinato.models.l2.probe import BLOCK_BYTES, L2Map, find_partitions, parity
+from ostinato.models.pages import DUMMY_PAGE, PagePool
 from ostinato.ops import L2Partition
 
 _BLOCKS = 512

@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from ostinato.ops.attention import decode_cuda
-from ostinato.ops.attention.decode_cuda import (
-    decode_kernels,
-    kernel_for,
-)
+from ostinato.ops.attention.decode_cuda import decode_kernels, kernel_for
 from ostinato.ops.attention.decode_variants import (
     SPLIT_TOKENS,
     AttentionDecode,

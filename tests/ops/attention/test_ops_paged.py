@@ -16,10 +16,7 @@ from ops_cases import E4M3, FLOATS, PagedCase, assert_close, assert_same_bits, i
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.attention import (
-    batch_torch,
-    checks,
-)
+from ostinato.ops.attention import batch_torch, checks
 from ostinato.ops.attention.batch_torch import attend_capacity
 from ostinato.ops.attention.kv_view import PagedKV
 from ostinato.ops.attention.softmax_torch import LogitRule

@@ -13,10 +13,7 @@ from ops_cases import PagedCase, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.attention import (
-    decode_cuda,
-    prefill_cuda,
-)
+from ostinato.ops.attention import decode_cuda, prefill_cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 

@@ -15,15 +15,7 @@ from ostinato.jit import targets
 from ostinato.jit.budgets import parse_ptxas
 from ostinato.jit.compiler import plan
 from ostinato.jit.sources import CSRC
-from ostinato.jit.targets import (
-    CLUSTERS,
-    FP8,
-    TARGETS,
-    Capability,
-    Target,
-    target_named,
-    target_of,
-)
+from ostinato.jit.targets import CLUSTERS, FP8, TARGETS, Capability, Target, target_named, target_of
 from ostinato.jit.toolchain import require_nvcc
 from ostinato.jit.variant import Variant
 from ostinato.ops.catalogue import CATALOGUE

@@ -12,12 +12,7 @@ from ostinato import ops
 from ostinato.jit import loader
 from ostinato.jit.variant import Variant
 from ostinato.ops.common.pdl import pdl
-from ostinato.ops.linear import (
-    fused_cuda,
-    precompile,
-    quantize_cuda,
-    w8a8_gemm,
-)
+from ostinato.ops.linear import fused_cuda, precompile, quantize_cuda, w8a8_gemm
 from ostinato.ops.linear.fused_cuda import FusedLinear
 
 BF16 = torch.bfloat16

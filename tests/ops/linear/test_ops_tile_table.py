@@ -14,15 +14,9 @@ import pytest
 from hypothesis import given, settings
 
 from ostinato.ops.catalogue import CATALOGUE
-from ostinato.ops.linear import (
-    tile_table,
-    tile_tuning,
-)
+from ostinato.ops.linear import tile_table, tile_tuning
 from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
-from ostinato.ops.linear.tile_table import (
-    Choice,
-    choose,
-)
+from ostinato.ops.linear.tile_table import Choice, choose
 
 GPU, SMS = "NVIDIA H200", 132
 TILED = GemmTiled(dtype="int8", out_dtype="bf16", channels=128, tokens=64)

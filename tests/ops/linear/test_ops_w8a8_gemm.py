@@ -11,12 +11,7 @@ from ops_cases import E4M3, assert_same_bits, quantized_randn
 
 from ostinato import ops
 from ostinato.ops.common.pdl import pdl
-from ostinato.ops.linear import (
-    packed_weight,
-    quantize_cuda,
-    tile_table,
-    w8a8_gemm,
-)
+from ostinato.ops.linear import packed_weight, quantize_cuda, tile_table, w8a8_gemm
 from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.quantize_cuda import Quantize
 

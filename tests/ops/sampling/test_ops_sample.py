@@ -14,10 +14,7 @@ from ops_cases import FLOATS, assert_same_bits
 
 from ostinato import ops
 from ostinato.ops import reference
-from ostinato.ops.sampling.philox import (
-    philox4x32,
-    uniform,
-)
+from ostinato.ops.sampling.philox import philox4x32, uniform
 
 # The known answers that come with Random123 1.14 (file kat_vectors).
 KNOWN_ANSWERS = [
