@@ -95,7 +95,7 @@ def test_a_missing_wait_of_the_scheduler_is_found(sources: Path, tmp_path: Path)
     sources = shutil.copytree(sources, tmp_path / "csrc")
     path = sources / "attention" / "decode" / "dynamic_scheduler.cuh"
     text = path.read_text()
-    awaited = "    wait(&ring_.published[slot], claim / kScheduledAhead % 2);\n"
+    awaited = "    wait(&ring_.published[slot], request / kScheduledAhead % 2);\n"
     assert text.count(awaited) == 1
     path.write_text(text.replace(awaited, ""))
     done, _ = _run(sources, _variant(), tmp_path, "dynamic")
