@@ -1,8 +1,9 @@
-"""Maps the top-level folders onto the import package, and compiles the loader `ostinato._C`.
+"""Maps the top-level folders onto the import package, and compiles the two extensions.
 
 runtime/ is ostinato, graphs/ its graphs, and csrc/ travels along as data: kernels are compiled
-from it on the user's machine (see ostinato.jit), the loader alone is compiled here. Everything
-else about the distribution is declared in pyproject.toml.
+from it on the user's machine (see ostinato.jit). Only the loader `ostinato._C` and the graph
+manager's `ostinato.graphs._native` are compiled here. Everything else about the distribution is
+declared in pyproject.toml.
 """
 
 from pathlib import Path

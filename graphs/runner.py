@@ -340,7 +340,7 @@ class GraphRunner(Generic[OutputT]):
             Path(path).write_text(drawing, encoding="utf-8")
 
     def check_memory(self) -> None:
-        """Look at all declared memory; runs look at a few tensors of it in run_lock.
+        """Look at all declared memory; runs look at a few tensors of it in turn.
 
         Raises:
             InvalidatedError: when a tensor is not where it was at the capture. Runs are refused

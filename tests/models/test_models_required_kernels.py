@@ -1,4 +1,4 @@
-"""A model on CUDA: packed weights, and required_kernels known beforehand."""
+"""A model on CUDA: packed weights, and kernels known beforehand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_nothing_is_compiled_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("dtype", "lengths", "batch_invariant"),
     # In 16 bits a model's steps have one query a sequence, and its prompts as many as they have:
-    # few of these, with fixed splits, are for required_kernels that no step of the engine launches.
+    # few of these, with fixed splits, are for kernels that no step of the engine launches.
     [
         (torch.float32, (1, 9, 30, 100), True),
         (torch.bfloat16, (1, 100), True),

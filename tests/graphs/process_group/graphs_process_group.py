@@ -20,7 +20,7 @@ IN_WARM_UP, IN_CAPTURE, IN_VERIFICATION = 2, 5, 7
 
 
 class SummingStep:
-    """Adds up a row of all process_group. Fails at a call, on one rank, before or after that."""
+    """Adds up a row of all ranks. Fails at a call, on one rank, before or after that."""
 
     def __init__(self, group, device, fails_at=0, communicates_first=False):
         self.group, self.device, self.fails_at = group, device, fails_at
@@ -60,7 +60,7 @@ def outcome(call: Callable[[], object]) -> dict[str, object]:
 
 
 def totals(runner, rank: int) -> list[int]:
-    """Return what a run gives for rows that differ between process_group."""
+    """Return what a run gives for rows that differ between ranks."""
     return runner.run(2, {"x": [1 + rank, 10]})["total"].tolist()
 
 
@@ -224,7 +224,7 @@ def run_ranks(target, size, *arguments, seconds=120.0):
     deadline = time.monotonic() + seconds
     try:
         while any(process.is_alive() for process in processes) or not results.empty():
-            assert time.monotonic() < deadline, f"some process_group hang; until now {collected}"
+            assert time.monotonic() < deadline, f"some ranks hang; until now {collected}"
             if results.empty():
                 time.sleep(0.05)
                 continue

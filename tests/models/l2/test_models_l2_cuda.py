@@ -37,7 +37,7 @@ def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
 def cache() -> PagedKVCache:
     made = _cache()
     if made.l2_partition is None:
-        pytest.skip("this GPU's partitioned_memory are not told apart")
+        pytest.skip("this GPU's L2 partitions are not told apart")
     return made
 
 

@@ -40,7 +40,7 @@ class Driver:
     def __init__(self, alike: float = 0.04, room: int = 1 << 40) -> None:
         self.alike, self.room = alike, room
         self.random = random.Random(0)
-        self.pages: dict[int, list[int]] = {}  # by handle, the partitioned_memory of its pages
+        self.pages: dict[int, list[int]] = {}  # by handle, the partitions of its pages
         self.reserved: dict[int, int] = {}
         self.mapped: dict[int, int] = {}  # the handle at each address
         self.numbers = itertools.count(1)
