@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from .._native import FastReplay
-from ..buffer_spec import BufferSpec
 from ..buffers import BatchView
 from ..failures import Failure, Trace
-from ..graph import BurstLoop, Graph, ReplayTimer
+from ..graph import Graph, ReplayTimer
 from ..guards import RunLock
 from ..inspect.inspector import Inspector
-from ..loop.memory import BurstMemory
-from ..loop.rules import BurstRules
+from ..loop.burst import LoopMaker
 from ..outputs import Step
 from ..process_group import CaptureGroup
 
 
-class Backend(Protocol):
+class Backend(LoopMaker, Protocol):
     """How steps are run, captured and replayed on one device.
 
     Methods are called inside `scope`; but `check_idle`, `follow`, `replay_timer`, `release`,
@@ -46,16 +43,6 @@ class Backend(Protocol):
 
     def scope(self) -> AbstractContextManager[None]:
         """Enter the place where everything runs, ordered after and before the caller's work."""
-
-    def follow(self) -> bool:
-        """Order what the caller's stream gets next after the last run, on whichever stream.
-
-        Returns:
-            Whether `passed` has something to do when the stream has been given the run.
-        """
-
-    def passed(self) -> None:
-        """Note that the caller's stream, which may soon be gone, has been given the run."""
 
     def synchronize(self) -> None:
         """Wait for what has been run in `scope`."""
@@ -89,20 +76,6 @@ class Backend(Protocol):
 
     def replay_timer(self) -> ReplayTimer:
         """Return what times replays in the midst of serving."""
-
-    def loop(
-        self,
-        graph: Graph,
-        batch: BatchView,
-        specs: Mapping[str, BufferSpec],
-        rules: BurstRules,
-        memory: BurstMemory,
-    ) -> BurstLoop:
-        """Return what repeats a graph that was captured for `batch`; outside of `scope`, too.
-
-        Raises:
-            BurstError: when it cannot be repeated on the device.
-        """
 
     def release(self, graphs: list[Graph]) -> None:
         """Give back the graphs, emptying the list, and their memory.

@@ -232,7 +232,7 @@ class Ends:
 
 
 class LoopMaker(Protocol):
-    """What bursts need of a backend; see `Backend`."""
+    """What bursts need of a backend, which is a part of `Backend`."""
 
     def loop(
         self,
@@ -242,13 +242,21 @@ class LoopMaker(Protocol):
         rules: BurstRules,
         memory: BurstMemory,
     ) -> BurstLoop:
-        """Return what repeats a graph that was captured for `batch`."""
+        """Return what repeats a graph that was captured for `batch`; outside of `scope`, too.
+
+        Raises:
+            BurstError: when it cannot be repeated on the device.
+        """
 
     def follow(self) -> bool:
-        """Order what the caller's stream gets next after the last run."""
+        """Order what the caller's stream gets next after the last run, on whichever stream.
+
+        Returns:
+            Whether `passed` has something to do when the stream has been given the run.
+        """
 
     def passed(self) -> None:
-        """Note that the caller's stream has been given the run."""
+        """Note that the caller's stream, which may soon be gone, has been given the run."""
 
 
 class Bursts:
