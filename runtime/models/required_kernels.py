@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..jit.variant import Variant
 from ..ops.attention.append_kv_cuda import append_kernel
 from ..ops.attention.decode_cuda import decode_kernels
 from ..ops.attention.l2_partition import L2Probe
 from ..ops.attention.prefill_cuda import prefill_kernels
 from ..ops.embed import embed_kernel
-from ..ops.linear.precompile import Variant, precompile
+from ..ops.linear.precompile import precompile
 from ..ops.sampling.sample_cuda import sample_kernel
 from .config import ModelConfig
 from .decoder import Decoder
