@@ -8,6 +8,7 @@ group keeps of it. How a linear module is stored is its `Scheme`'s business, in
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, Self
@@ -129,12 +130,14 @@ class Loader(Protocol):
         """Return the output projection; None is one that shares the embedding's weight."""
 
 
-class Part(Protocol):
+class Part(ABC):
     """A piece of a decoder that is loaded at once."""
 
+    @abstractmethod
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
         """Yield every tensor of the part."""
 
+    @abstractmethod
     def shard(self, rank: int, size: int) -> Self:
         """Return what rank `rank` of `size` keeps.
 
@@ -142,12 +145,13 @@ class Part(Protocol):
             UnsupportedModelError: naming the module, when it cannot be divided so.
         """
 
+    @abstractmethod
     def build(self, loader: Loader) -> Any:
         """Return the part as the decoder uses it."""
 
 
 @dataclass(frozen=True)
-class TensorPart:
+class TensorPart(Part):
     """A tensor by itself: a norm's weight, which every rank keeps, or a table of the vocabulary.
 
     Args:
@@ -177,7 +181,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class LinearPart:
+class LinearPart(Part):
     """Linear modules whose rows, one after another, make one layer.
 
     Args:
@@ -270,7 +274,7 @@ class DecoderLayout:
 
 def parts_of(node: Any) -> Iterator[Part]:
     """Yield the parts within a dataclass, a tuple or None, in the order of its fields."""
-    if isinstance(node, TensorPart | LinearPart):
+    if isinstance(node, Part):
         yield node
     elif isinstance(node, tuple):
         for item in node:
@@ -284,7 +288,7 @@ def shard(node: Any, rank: int, size: int) -> Any:
     """Return a dataclass, a tuple or None with each part within replaced by a rank's."""
     if node is None:
         return None
-    if isinstance(node, TensorPart | LinearPart):
+    if isinstance(node, Part):
         return node.shard(rank, size)
     if isinstance(node, tuple):
         return tuple(shard(item, rank, size) for item in node)
