@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ops.common.e4m3 import as_bytes, to_float32
+from ..harness.pages import partial_pages, random_pages
 from ..harness.rotation import num_sets
 from .cases import Case
 
@@ -54,19 +55,12 @@ def random_inputs(case: Case, layout: Layout, device: torch.device) -> list[Inpu
         device: where they shall lie.
     """
     page, kv_dtype = layout.page, layout.kv_dtype
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    pages_of = -(-lengths // page)
-    total, widest = int(pages_of.sum()), int(pages_of.max())
-    table = torch.zeros(case.batch, widest, dtype=torch.int32)
-    table[torch.arange(widest) < pages_of[:, None]] = torch.randperm(total, dtype=torch.int32)
-    ends = [
-        (int(table[sequence, length // page]), length % page)
-        for sequence, length in enumerate(case.lengths)
-        if length % page
-    ]
+    total, table = random_pages(case.lengths, page)
+    ends = partial_pages(case.lengths, page, table)
     shape = (total, page, case.heads_kv, case.dim)
     rows = (case.batch * case.q_len, case.heads_q, case.dim)
-    table, lengths = table.to(device), lengths.to(device)
+    table = table.to(device)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32).to(device)
 
     def one_set() -> Inputs:
         k_cache, v_cache = (_cache(shape, kv_dtype, device) for _ in "kv")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -97,14 +98,11 @@ def with_peers(rows: Sequence[RowT], rivals: Callable[[str, str], bool]) -> list
     of_case = times(rows, str)
     found = []
     for row in rows:
-        known = {
-            name: us
-            for name, us in of_case[row.case].items()
-            if row.impl.startswith(OURS) and rivals(row.impl, name)
-        }
-        if known:
-            best = min(known, key=known.__getitem__)
-            row = replace(row, peer=best, ratio=float(f"{row.us / known[best]:.4g}"))
+        if row.impl.startswith(OURS):
+            best = _fastest(of_case[row.case], partial(rivals, row.impl))
+            if best is not None:
+                peer, us = best
+                row = replace(row, peer=peer, ratio=float(f"{row.us / us:.4g}"))
         found.append(row)
     return found
 
@@ -152,11 +150,18 @@ def compare(
     """
     cells = []
     for case, of_case in ours.items():
-        known = {peer: us for peer, us in peers.get(case, {}).items() if rivals(peer)}
-        if impl in of_case and known:
-            best = min(known, key=known.__getitem__)
-            cells.append(Cell(case, of_case[impl], best, known[best]))
+        best = _fastest(peers.get(case, {}), rivals)
+        if impl in of_case and best is not None:
+            cells.append(Cell(case, of_case[impl], *best))
     return cells
+
+
+def _fastest(
+    of_case: Mapping[str, float], rivals: Callable[[str], bool]
+) -> tuple[str, float] | None:
+    """Return the fastest peer that counts and its time, None where there is none."""
+    known = {name: us for name, us in of_case.items() if rivals(name)}
+    return min(known.items(), key=itemgetter(1), default=None)
 
 
 def our_names(measured: Mapping[CaseT, Mapping[str, float]]) -> list[str]:

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from ..harness.pages import partial_pages, random_pages
 from ..harness.rotation import num_sets
 from .cases import Case
 
@@ -64,11 +65,7 @@ def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[
     keys_shape, table = _pages(case, device)
     lengths = torch.tensor(case.k_lens, dtype=torch.int32).to(device)
     cu_q, cu_k = offsets(case.q_lens), offsets(case.k_lens)
-    ends = [
-        (int(table[b, length // case.page]), length % case.page)
-        for b, length in enumerate(case.k_lens)
-        if table is not None and length % case.page
-    ]
+    ends = [] if table is None else partial_pages(case.k_lens, case.page, table)
 
     def one_set() -> Inputs:
         q = torch.randn(sum(case.q_lens), case.heads_q, case.dim, dtype=DTYPE, device=device)
@@ -92,10 +89,7 @@ def _pages(case: Case, device: torch.device) -> tuple[tuple[int, ...], torch.Ten
     head = (case.heads_kv, case.dim)
     if not case.page:
         return (sum(case.k_lens), *head), None
-    counts = torch.tensor([-(-length // case.page) for length in case.k_lens])
-    total, widest = int(counts.sum()), int(counts.max())
-    table = torch.zeros(case.batch, widest, dtype=torch.int32)
-    table[torch.arange(widest) < counts[:, None]] = torch.randperm(total, dtype=torch.int32)
+    total, table = random_pages(case.k_lens, case.page)
     return (total, case.page, *head), table.to(device)
 
 
