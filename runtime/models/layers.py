@@ -35,6 +35,7 @@ class Linear(Protocol):
     """A linear layer y = x·Wᵀ + b [M, N] of x [M, K], however its weight is stored.
 
     `n_active`, int32 [1] on the device, says how many rows are real; layers may leave out the rest.
+    A layer that is a dataclass inherits what is not its own.
     """
 
     @property
@@ -60,88 +61,6 @@ class Linear(Protocol):
 
         Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
         """
-
-    def logits_after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        sampling: Sampling,
-        n_active: torch.Tensor | None = None,
-    ) -> ops.Logits:
-        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
-
-    def after_silu_mul(
-        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up].
-
-        What `gate_up` holds afterwards is undefined.
-        """
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor of the layer."""
-
-    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        """Return the kernels that the layer launches for any number of rows, on its GPU or an H200.
-
-        Args:
-            kind: what comes before it.
-            dtype: of x.
-        """
-
-
-@dataclass
-class DenseLinear:
-    """y = x·Wᵀ + b with 16- or 32-bit weights.
-
-    `weight` [N, K] and `bias` [N] share x's dtype.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[N, K] of the weight."""
-        return self.weight.size(0), self.weight.size(1)
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The dtype in which the weight is stored."""
-        return self.weight.dtype
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield weight and bias."""
-        return tensors_of(self)
-
-    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        """Return the norm or gate before the layer: its product is torch's."""
-        return dense_kernels(kind, dtype)
-
-    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
-        """Map x [M, K] to [M, N]."""
-        return ops.linear(x, self.weight, bias=self.bias)
-
-    def after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
-        n_active: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
-
-        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
-        """
-        if residual is None:
-            normed = ops.rms_norm(x, norm, eps)
-            assert isinstance(normed, torch.Tensor), "there is no residual"
-            return self(normed), x
-        normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
-        return self(normed), residual
 
     def logits_after_norm(
         self,
@@ -158,12 +77,72 @@ class DenseLinear:
     def after_silu_mul(
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up]."""
+        """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up].
+
+        What `gate_up` holds afterwards is undefined.
+        """
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield every tensor of the layer."""
+        return tensors_of(self)
+
+    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
+        """Return the kernels that the layer launches for any number of rows, on its GPU or an H200.
+
+        Args:
+            kind: what comes before it.
+            dtype: of x.
+        """
+
+
+@dataclass
+class DenseLinear(Linear):
+    """y = x·Wᵀ + b with 16- or 32-bit weights.
+
+    `weight` [N, K] and `bias` [N] share x's dtype.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.size(0), self.weight.size(1)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
+        """Return the norm or gate before the layer: its product is torch's."""
+        return dense_kernels(kind, dtype)
+
+    def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.linear(x, self.weight, bias=self.bias)
+
+    def after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        n_active: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            normed = ops.rms_norm(x, norm, eps)
+            assert isinstance(normed, torch.Tensor), "there is no residual"
+            return self(normed), x
+        normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
+        return self(normed), residual
+
+    def after_silu_mul(
+        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return self(ops.silu_mul(gate_up))
 
 
 @dataclass
-class W8A8Linear:
+class W8A8Linear(Linear):
     """y = s_x·s_w·(q_x·Wᵀ) + b with 8-bit weights and activations quantised on the way in.
 
     `weight` [N, K] int8 or float8_e4m3fn, packed for GPUs with GEMM kernels: a plain one is packed
@@ -191,17 +170,11 @@ class W8A8Linear:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[N, K] of the weight."""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """The dtype in which the weight is stored."""
         return self.weight.dtype
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weight, its scales, and what else there is."""
-        return tensors_of(self)
 
     def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
         """Return the kernels that quantise x and multiply it, for any number of rows."""
@@ -245,10 +218,6 @@ class W8A8Linear:
         eps: float,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add `residual` [M, K] to x [M, K], normalise and quantise the sum, apply the layer.
-
-        Returns (y [M, N], the sum [M, K]); without a residual the sum is x itself.
-        """
         if self.input_scale is None:
             y, *total = ops.rms_norm_w8a8_linear(
                 x,
@@ -284,9 +253,8 @@ class W8A8Linear:
         sampling: Sampling,
         n_active: torch.Tensor | None = None,
     ) -> ops.Logits:
-        """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
         if self.input_scale is not None or self.out_dtype is not torch.float32:
-            return ops.Logits(self.after_norm(x, residual, norm, eps, n_active)[0].float())
+            return super().logits_after_norm(x, residual, norm, eps, sampling, n_active)
         return ops.rms_norm_w8a8_logits(
             x,
             norm,
@@ -304,10 +272,6 @@ class W8A8Linear:
     def after_silu_mul(
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply the layer to the quantised silu(gate)·up, gate_up [M, 2K] = [gate | up].
-
-        What `gate_up` holds afterwards is undefined.
-        """
         quantized, scale = ops.silu_mul_quantize(
             gate_up,
             self.weight.dtype,

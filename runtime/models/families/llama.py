@@ -13,7 +13,7 @@ from ...jit.variant import Variant
 from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
-from ..decoder import AttentionInputs, LinearUse, SeenRows
+from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
 from ..layers import InputKind, Linear, Sampling, tensors_of
 from ..parts import DecoderLayout, LinearPart, Loader, Module, TensorPart, TensorSpec, build
 from ..registry import Family, register
@@ -57,7 +57,7 @@ class LayerParts:
     down: LinearPart
 
 
-class Llama:
+class Llama(Decoder):
     """A decoder over a paged KV cache. It holds weights and no state between calls.
 
     Args:
@@ -123,7 +123,6 @@ class Llama:
         return self.embedding.device
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every tensor the model owns once, tied weights included once."""
         seen: set[int] = set()
         roots = [self.embedding, self.norm, self.cos_sin, *self.lm_head.tensors()]
         for layer in self.layers:
@@ -141,14 +140,12 @@ class Llama:
         return (self.cos_sin, self.embedding)
 
     def linears(self) -> Iterator[LinearUse]:
-        """Yield every linear layer, layer by layer; the output projection is the last."""
         for layer in self.layers:
             for name, kind in INPUT_KINDS.items():
                 yield LinearUse(name, kind, getattr(layer, name))
         yield LinearUse("lm_head", HEAD_KIND, self.lm_head)
 
     def kernels(self) -> list[Variant]:
-        """Return the kernels the model launches for any number of tokens."""
         found = model_kernels(self.config, batch_invariant=self.batch_invariant)
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
@@ -166,17 +163,7 @@ class Llama:
     ) -> torch.Tensor:
         """Append the tokens' keys and values to `cache` and return next-token logits.
 
-        Args:
-            tokens: [T] int64 ids, the sequences one after another.
-            positions: [T] int32 position of each token in its sequence.
-            attention: where the sequences sit in the cache.
-            cache: keys and values of the sequences so far.
-            n_active: int32 [1] on the device, how many of the first rows are real; the others are
-                padding, whose logits mean nothing. All by default.
-            seen: where to note the tokens, before anything else is done with them.
-
-        Returns:
-            logits [T, vocab_size] fp32.
+        Shapes, dtypes and the other methods are those of `Decoder`.
         """
         x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
         return self.logits(x, residual, n_active=n_active)
@@ -184,7 +171,6 @@ class Llama:
     def logits(
         self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return next-token logits [R, vocab_size] fp32 of R rows of what `hidden` returned."""
         eps = self.config.rms_norm_eps
         logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps, n_active)
         return logits.float()
@@ -200,10 +186,6 @@ class Llama:
         n_active: torch.Tensor | None = None,
         seen: SeenRows | None = None,
     ) -> ops.Logits:
-        """Do as a call, and return what `ops.sample` chooses the same tokens from.
-
-        `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`).
-        """
         x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
         eps = self.config.rms_norm_eps
         return self.lm_head.logits_after_norm(x, residual, self.norm, eps, sampling, n_active)
@@ -218,10 +200,6 @@ class Llama:
         n_active: torch.Tensor | None = None,
         seen: SeenRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do as a call, up to the last layer's output and the residual to add to it.
-
-        Both are [T, hidden_size] of the model's dtype.
-        """
         eps = self.config.rms_norm_eps
         residual = None
         x = self._embed(tokens, n_active, seen)
