@@ -11,9 +11,11 @@
 // The semantics are those of runtime/ops/linear (quantize, rms_norm, silu_mul). A row's bits depend
 // on the row alone: not on m, its index, alignment or strides. docs/quantize_kernels.md has the
 // measurements, and the treatment of NaN and infinities.
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/check.h"
 #include "common/launch.cuh"
@@ -73,7 +75,9 @@ Plan many_rows_plan(const QuantizeParams& p) {
   if (threads <= 256) {
     return aligned_rows_plan<32, 256, kWide ? 2 : 3>(threads);
   }
-  constexpr int kCtasOf448 = sizeof(In) == 4 ? 1 : 2;
+  constexpr bool kWideWeights =
+      kEncodes && std::is_same_v<In, __nv_bfloat16> && sizeof(Weight) == 4;
+  constexpr int kCtasOf448 = sizeof(In) == 4 || kWideWeights ? 1 : 2;
   constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
   if (threads <= 448) {
     return aligned_rows_plan<32, 448, kCtasOf448>(threads);
