@@ -17,8 +17,9 @@ from ..models import ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
-from .formats.compressed_tensors import describe, matches
+from .formats.compressed_tensors import ModuleNames, describe
 from .layout import check_tied, checked_layout
+from .patterns import PatternMatcher
 from .quantization import quantization_config
 from .reader import CheckpointReader, require_finite
 from .section import CONFIG_FILE, Section
@@ -130,16 +131,18 @@ def _check_arguments(
 
 def _choose(config: ModelConfig, scheme: W8A8Scheme, ignore: Sequence[str]) -> frozenset[str]:
     """Return the names of the weights to quantise, refusing an `ignore` that makes no sense."""
+    matcher = PatternMatcher("ignore")
+    ignored = ModuleNames(ignore, matcher)
 
     def scheme_of(module: str) -> StoredScheme:
-        return DENSE if any(matches(pattern, module, "ignore") for pattern in ignore) else scheme
+        return DENSE if ignored.find(module) else scheme
 
     layout = checked_layout(config, scheme_of)
     linears = [module for part in layout.linears() for module in part.modules]
     modules = [*(module.name for module in linears), "lm_head"]
     for pattern in ignore:
         # A misspelt name would let a module be quantised that was meant to stay as it is.
-        if not any(matches(pattern, module, "ignore") for module in modules):
+        if not any(map(ModuleNames([pattern], matcher).find, modules)):
             raise ValueError(
                 f"ignore: got {pattern!r}, which matches no linear module of the model; "
                 f"expected names such as {modules[0]}"

@@ -6,14 +6,15 @@ Field names and matching rules are those of the compressed-tensors package, see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
-from ..patterns import match_regex
+from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
@@ -63,36 +64,46 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         )
         schemes.update(dict.fromkeys(targets, scheme))
     config.reject_others(*_HARMLESS_FIELDS)
-    for pattern in (*schemes, *ignore):
-        matches(pattern, "", config.where)  # a malformed one is refused now, not in mid-load
-    ordered = sorted(schemes, key=_specificity)
+    matcher = PatternMatcher(config.where)
+    ignored, targeted = ModuleNames(ignore, matcher), ModuleNames(schemes, matcher)
 
+    @cache
     def scheme_of(module: str) -> StoredScheme:
-        if any(matches(pattern, module, config.where) for pattern in ignore):
-            return DENSE
-        for target in ordered:
-            if matches(target, module, config.where):
-                return schemes[target]
-        return DENSE
+        target = None if ignored.find(module) else targeted.find(module)
+        return DENSE if target is None else schemes[target]
 
     return scheme_of
 
 
-def matches(pattern: str, module: str, where: str) -> bool:
-    """Return whether a target or ignore entry means a linear module.
+class ModuleNames:
+    """Targets or an ignore list: the class "Linear", modules' names, and regular expressions.
 
     Args:
-        pattern: the class name "Linear", a module's full name, or "re:" and a regular
-            expression that matches from the name's beginning.
-        module: the module's full name.
-        where: what the pattern comes from, for the message.
+        entries: a regular expression follows "re:" and matches from the name's beginning.
+        matcher: of the configuration that holds the entries.
 
     Raises:
-        CheckpointError: when the regular expression is malformed.
+        CheckpointError: naming a regular expression that is malformed.
     """
-    if pattern.startswith(_REGEX):
-        return match_regex(pattern.removeprefix(_REGEX), module, where)
-    return pattern in (module, _CLASS)
+
+    def __init__(self, entries: Iterable[str], matcher: PatternMatcher) -> None:
+        self._matcher = matcher
+        self._names = frozenset(entries)
+        self._patterns = sorted(name for name in self._names if name.startswith(_REGEX))
+        self.find("")  # a malformed pattern is refused now, not in mid-load
+
+    def find(self, module: str) -> str | None:
+        """Return the entry that means a module: its name before patterns before the class.
+
+        Raises:
+            CheckpointError: naming a regular expression that takes too long.
+        """
+        if module in self._names:
+            return module
+        for entry in self._patterns:
+            if self._matcher.matches(entry.removeprefix(_REGEX), module):
+                return entry
+        return _CLASS if _CLASS in self._names else None
 
 
 def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
@@ -117,11 +128,6 @@ def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
         "ignore": list(ignore),
         "kv_cache_scheme": None,
     }
-
-
-def _specificity(target: str) -> tuple[bool, bool, str]:
-    """Sort key of targets: modules' names come first, then patterns, then the class."""
-    return target == _CLASS, target.startswith(_REGEX), target
 
 
 def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], W8A8Scheme]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 
 from ..errors import UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
-from ..patterns import match_regex
+from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
@@ -43,11 +44,13 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     config.reject_others("quant_method", "expert_dtype")
     ignore = [_regex(entry) for entry in ignored]
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
+    matcher = PatternMatcher(config.where)
     for pattern in ignore:
-        match_regex(pattern, "", config.where)
+        matcher.matches(pattern, "")
 
+    @cache
     def scheme_of(module: str) -> StoredScheme:
-        ignored = any(match_regex(pattern, module, config.where) for pattern in ignore)
+        ignored = any(matcher.matches(pattern, module) for pattern in ignore)
         return DENSE if ignored or module == _OUTPUT else scheme
 
     return scheme_of

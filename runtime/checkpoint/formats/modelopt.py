@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from ..format import Format, StoredSchemeOf
+from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
@@ -36,16 +39,20 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     config.reject_others("quant_method", "config_groups", "producer")
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
 
+    matcher = PatternMatcher(config.where)
+    patterns = [_regex(entry) for entry in ignore]
+
+    @cache
     def scheme_of(module: str) -> StoredScheme:
-        ignored = any(_excludes(entry, module) for entry in ignore)
+        ignored = any(matcher.matches(pattern, module) for pattern in patterns)
         return DENSE if ignored or module == _OUTPUT else scheme
 
     return scheme_of
 
 
-def _excludes(entry: str, module: str) -> bool:
-    """Return whether a ModelOpt wildcard, or the name of a parent, means `module`."""
-    return fnmatchcase(module, entry) or f".{entry}." in f".{module}."
+def _regex(entry: str) -> str:
+    """Return the regular expression of a ModelOpt wildcard, or of a part of modules' names."""
+    return rf"{translate(entry)}|(?:.*\.)?{re.escape(entry)}(?:\.|$)"
 
 
 def _find(config: Section, folder: Path) -> Section | None:
