@@ -6,6 +6,7 @@ refuse a damaged file too, but without saying which tensor is hit.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .files import open_regular, unreadable
 from .section import parse_json
 
 # Spelling of dtypes in the file. Others exist; they are kept as text and never asked for.
@@ -48,11 +50,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises:
         CheckpointError: naming the file, and the tensor if there is one, when the file is
-            missing or truncated or its header is damaged.
+            missing, no regular file or truncated or its header is damaged.
     """
     try:
-        with file.open("rb") as stream:
-            size = file.stat().st_size
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             data_size = size - _LENGTH_BYTES - length
             if size < _LENGTH_BYTES or data_size < 0 or length > _MAX_HEADER_BYTES:
@@ -62,7 +64,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 )
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        raise unreadable(file, error) from error
     entries = parse_json(text, f"{file}: corrupt safetensors header")
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: corrupt safetensors header: it is no JSON object")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..models.parts import DENSE_DTYPES, TensorSpec
 from .errors import CheckpointError
+from .files import MAX_INDEX_BYTES, is_there
 from .finite import is_finite
 from .header import DTYPE_NAMES, StoredTensor, read_header
 from .section import Section
@@ -41,10 +42,10 @@ class CheckpointReader:
         self._files = ExitStack()
         self._opened: dict[Path, Any] = {}
         single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-        if single.exists():
+        if is_there(single):
             self._source = single
             self._stored = read_header(single)
-        elif index.exists():
+        elif is_there(index):
             self._source = index
             self._stored = _read_shards(index)
         else:
@@ -141,7 +142,7 @@ class CheckpointReader:
 
 def holds_weights(folder: Path) -> bool:
     """Return whether a folder holds what a `CheckpointReader` reads."""
-    return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return any(is_there(folder / name) for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def require_finite(reader: CheckpointReader, spec: TensorSpec) -> None:
@@ -155,7 +156,7 @@ def require_finite(reader: CheckpointReader, spec: TensorSpec) -> None:
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
-    weight_map = Section.read(index).child("weight_map").fields
+    weight_map = Section.read(index, MAX_INDEX_BYTES).child("weight_map").fields
     headers: dict[str, dict[str, StoredTensor]] = {}
     stored: dict[str, StoredTensor] = {}
     for name, shard in weight_map.items():
@@ -164,17 +165,23 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
                 f"{index}: weight_map: {name}: got {shard!r}, expected the name of a file beside it"
             )
         if shard not in headers:
-            headers[shard] = read_header(index.with_name(shard))
+            headers[shard] = _read_shard(index, shard, weight_map)
         if name not in headers[shard]:
             raise CheckpointError(f"{index.with_name(shard)}: missing {name}, which {index} lists")
         stored[name] = headers[shard][name]
-    for shard, header in headers.items():
-        for name in header:
-            if weight_map.get(name) != shard:
-                raise CheckpointError(
-                    f"{index.with_name(shard)}: {name} is not listed for this file in {index}"
-                )
     return stored
+
+
+def _read_shard(
+    index: Path, shard: str, weight_map: Mapping[str, object]
+) -> dict[str, StoredTensor]:
+    file = index.with_name(shard)
+    header = read_header(file)
+    # Before the next shard, so that the headers held are no larger than the index.
+    for name in header:
+        if weight_map.get(name) != shard:
+            raise CheckpointError(f"{file}: {name} is not listed for this file in {index}")
+    return header
 
 
 def _is_file_name(text: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..models.config_fields import Fields
 from .errors import CheckpointError, UnsupportedCheckpointError
+from .files import MAX_CONFIG_BYTES, read_text
 
 CONFIG_FILE = "config.json"
 
@@ -31,16 +32,17 @@ class Section(Fields):
         self._asked: set[str] = set()
 
     @staticmethod
-    def read(file: Path) -> Section:
+    def read(file: Path, most: int = MAX_CONFIG_BYTES) -> Section:
         """Read a file that holds one object.
 
+        Args:
+            file: a regular file.
+            most: bytes that it may hold.
+
         Raises:
-            CheckpointError: when the file is missing, unreadable or not a JSON object.
+            CheckpointError: when the file is missing, unreadable, too large or not a JSON object.
         """
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        text = read_text(file, most)
         return Section(str(file), parse_json(text, f"{file}: not valid JSON"))
 
     def get(self, name: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..files import is_there
 from ..format import Format, StoredSchemeOf
 from ..patterns import PatternMatcher
 from ..section import Section
@@ -58,7 +59,7 @@ def _regex(entry: str) -> str:
 def _find(config: Section, folder: Path) -> Section | None:
     """Return the configuration in a file of its own, None without one."""
     file = folder / _FILE
-    return Section.read(file).child("quantization") if file.exists() else None
+    return Section.read(file).child("quantization") if is_there(file) else None
 
 
 FORMAT = Format("modelopt", parse_modelopt, _find)
