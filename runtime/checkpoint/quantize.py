@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..models import ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
+from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .formats.compressed_tensors import ModuleNames, describe
@@ -33,20 +34,6 @@ SCHEMES = {
     "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
     "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
 }
-
-# Everything else of a folder that a runtime reads, and the terms under which it may be passed on.
-_COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 
 
 def quantize_checkpoint(
@@ -92,20 +79,22 @@ def quantize_checkpoint(
             f"{quantized.where}: the checkpoint is quantised already "
             f"({quantized.get('quant_method')}); expected a plain one"
         )
+    companions = find_companions(source)
     layout = checked_layout(config, unquantized)
     chosen = _choose(config, SCHEMES[scheme], ignore)
     # Beside the target, so that the rename stays within one file system.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with CheckpointReader(source) as reader:
         reader.check(layout.tensors(unquantized))
+        require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)
         try:
             temporary.mkdir()
             conversion = _Conversion(reader, SCHEMES[scheme].dtype, config.dtype, chosen)
             conversion.run(layout, temporary, max_shard_bytes, progress)
             _write_config(source, temporary, describe(SCHEMES[scheme], ignore))
-            _copy_rest(source, temporary)
-            for path in (*temporary.iterdir(), temporary):
+            copy_companions(companions, source, temporary)
+            for path in (*temporary.rglob("*"), temporary):
                 force_to_disk(path)
             temporary.rename(target)
         finally:
@@ -208,10 +197,3 @@ def _write_config(source: Path, target: Path, quantization: dict[str, object]) -
         "quantization_config": quantization,
     }
     (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_rest(source: Path, target: Path) -> None:
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
