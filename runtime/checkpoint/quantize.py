@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .formats.compressed_tensors import ModuleNames, describe
 from .layout import check_tied, checked_layout
+from .new_folder import new_folder
 from .patterns import PatternMatcher
 from .quantization import quantization_config
 from .reader import CheckpointReader, require_finite
@@ -28,7 +27,7 @@ from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
 from .storage.w8a8 import W8A8Scheme
 from .weights import quantize_weight
-from .writer import CheckpointWriter, PlannedTensor, force_to_disk
+from .writer import CheckpointWriter, PlannedTensor
 
 SCHEMES = {
     "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
@@ -50,8 +49,10 @@ def quantize_checkpoint(
     The new folder is in compressed-tensors format and holds the weights with a scale per output
     row (in the model's dtype), every other tensor as it was, the tokenizer and the generation
     settings. It appears whole or not at all: it is written beside `dst` under a temporary name,
-    forced to disk, and renamed; on an error or Ctrl-C nothing is left. Memory use is that of the
-    largest tensor, not of the model.
+    forced to disk, and renamed. On an error and on SIGINT, SIGTERM or SIGHUP nothing is left; what
+    another signal leaves, the next run for the same `dst` removes. Links in `src` are followed
+    within the folder and, in a snapshot of the Hugging Face Hub, to the blobs of its repository.
+    Memory use is that of the largest tensor, not of the model.
 
     Args:
         src: folder with a plain checkpoint.
@@ -64,7 +65,7 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: naming the file and the tensor, when something in `src` is missing,
-            damaged, NaN or infinite.
+            damaged, NaN or infinite, no regular file, or a link out of the folder.
         UnsupportedCheckpointError: when `src` is quantised already, or `ignore` separates
             modules that the model joins.
         UnsupportedModelError: for a model that is not implemented.
@@ -82,25 +83,15 @@ def quantize_checkpoint(
     companions = find_companions(source)
     layout = checked_layout(config, unquantized)
     chosen = _choose(config, SCHEMES[scheme], ignore)
-    # Beside the target, so that the rename stays within one file system.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with CheckpointReader(source) as reader:
         reader.check(layout.tensors(unquantized))
         require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)
-        try:
-            temporary.mkdir()
+        with new_folder(target) as folder:
             conversion = _Conversion(reader, SCHEMES[scheme].dtype, config.dtype, chosen)
-            conversion.run(layout, temporary, max_shard_bytes, progress)
-            _write_config(source, temporary, describe(SCHEMES[scheme], ignore))
-            copy_companions(companions, source, temporary)
-            for path in (*temporary.rglob("*"), temporary):
-                force_to_disk(path)
-            temporary.rename(target)
-        finally:
-            # After the rename there is nothing here; before it, everything must go.
-            shutil.rmtree(temporary, ignore_errors=True)
-    force_to_disk(target.parent)
+            conversion.run(layout, folder, max_shard_bytes, progress)
+            _write_config(source, folder, describe(SCHEMES[scheme], ignore))
+            copy_companions(companions, source, folder)
 
 
 def _check_arguments(
