@@ -33,7 +33,7 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     if not says and holds_weights(folder):
         embedding = family_of(config).layout(config).embedding.spec
         with CheckpointReader(folder) as reader:
-            config = replace(config, dtype=reader.dense_dtype(embedding.name) or config.dtype)
+            config = replace(config, dtype=reader.dense_dtype(embedding) or config.dtype)
     generation = folder / _GENERATION_FILE
     if is_there(generation):
         end_tokens = Section.read(generation).integers(

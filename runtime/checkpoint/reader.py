@@ -81,7 +81,7 @@ class CheckpointReader:
                 known.add(stored.name)
                 _check_tensor(stored, spec)
             elif spec.required:
-                missing.append(spec.name)
+                missing.append(" or ".join(spec.names))
         if missing:
             raise CheckpointError(f"{self._source}: missing {_some(missing)}")
         extra = [
@@ -118,11 +118,12 @@ class CheckpointReader:
             raise CheckpointError(f"{_where(stored)}: {error}") from error
         return tensor
 
-    def dense_dtype(self, name: str) -> torch.dtype | None:
+    def dense_dtype(self, spec: TensorSpec) -> torch.dtype | None:
         """Return the dtype of a tensor, None where there is no such tensor, or of no such dtype."""
-        stored = self._stored.get(name)
-        found = (dtype for dtype in DENSE_DTYPES if stored and DTYPE_NAMES[dtype] == stored.dtype)
-        return next(found, None)
+        if not self.has(spec):
+            return None
+        stored = self._located(spec).dtype
+        return next((dtype for dtype in DENSE_DTYPES if DTYPE_NAMES[dtype] == stored), None)
 
     @property
     def files(self) -> set[Path]:
