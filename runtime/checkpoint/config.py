@@ -31,8 +31,9 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     config = read_config(written.fields, written.where)
     says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))
     if not says and holds_weights(folder):
-        embedding = family_of(config).layout(config).embedding.spec
         with CheckpointReader(folder) as reader:
+            reader.check_layers(config.num_layers)
+            embedding = family_of(config).layout(config).embedding.spec
             config = replace(config, dtype=reader.dense_dtype(embedding) or config.dtype)
     generation = folder / _GENERATION_FILE
     if is_there(generation):

@@ -81,9 +81,10 @@ def quantize_checkpoint(
             f"({quantized.get('quant_method')}); expected a plain one"
         )
     companions = find_companions(source)
-    layout = checked_layout(config, unquantized)
-    chosen = _choose(config, SCHEMES[scheme], ignore)
     with CheckpointReader(source) as reader:
+        reader.check_layers(config.num_layers)
+        layout = checked_layout(config, unquantized)
+        chosen = _choose(config, SCHEMES[scheme], ignore)
         reader.check(layout.tensors(unquantized))
         require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)

@@ -66,6 +66,18 @@ class CheckpointReader:
         self._opened.clear()
         self._files.close()
 
+    def check_layers(self, count: int) -> None:
+        """Check that the checkpoint may have this many layers, before any of them is described.
+
+        Raises:
+            CheckpointError: when it holds fewer tensors.
+        """
+        if len(self._stored) < count:
+            raise CheckpointError(
+                f"{self._source}: holds {len(self._stored)} tensors, too few for "
+                f"num_hidden_layers = {count} of config.json"
+            )
+
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Check that the checkpoint holds these tensors and no others, reading no data.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SHAPE
+from hf_models import MODELS, SHAPE, random_model, save_plain
 from quantized_files import compressed_tensors
 
 from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
@@ -320,6 +320,7 @@ def test_modelopt_entries_are_wildcards_or_parts_of_names(
 
 
 def test_joined_modules_must_be_stored_alike(tmp_path: Path) -> None:
+    save_plain(tmp_path, random_model(MODELS["llama"]))
     write(tmp_path, quantization_config=int8(ignore=["lm_head", "re:.*v_proj"]))
     with pytest.raises(
         UnsupportedCheckpointError, match=r"different ways: .*q_proj: W8A8.*v_proj: not quantised"
@@ -328,6 +329,7 @@ def test_joined_modules_must_be_stored_alike(tmp_path: Path) -> None:
 
 
 def test_a_tied_output_projection_must_not_be_quantized(tmp_path: Path) -> None:
+    save_plain(tmp_path, random_model(MODELS["llama-tied"]))
     write(tmp_path, quantization_config=int8(ignore=[]), tie_word_embeddings=True)
     with pytest.raises(UnsupportedCheckpointError, match="lm_head: the checkpoint quantises it"):
         load_model(tmp_path)
