@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..models.config_fields import shown
 from .errors import CheckpointError
 from .files import open_regular, unreadable
 from .section import parse_json
@@ -32,6 +33,8 @@ DTYPE_NAMES = {
 }
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
+_MAX_SIZES = 64  # of a shape and its place
+_MAX_SIZE = 2**63 - 1
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -81,15 +84,17 @@ def _stored(file: Path, name: str, entry: Any, data_size: int) -> StoredTensor:
         begin, end = map(index, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: corrupt safetensors header: {name}: got {entry!r}, expected dtype, shape "
-            "and data_offsets"
+            f"{file}: corrupt safetensors header: {name}: got {shown(entry)}, expected dtype, "
+            "shape and data_offsets"
         ) from error
-    expected = prod(shape) * _ITEM_SIZES.get(dtype, 0)
-    damaged = begin < 0 or end < begin or min(shape, default=0) < 0
+    sizes = (*shape, begin, end)
+    damaged = len(sizes) > _MAX_SIZES or min(sizes) < 0 or max(sizes) > _MAX_SIZE or end < begin
+    # The product of many large numbers would take hours.
+    expected = 0 if damaged else prod(shape) * _ITEM_SIZES.get(dtype, 0)
     if damaged or (dtype in _ITEM_SIZES and end - begin != expected):
         raise CheckpointError(
-            f"{file}: corrupt safetensors header: {name}: {dtype} {list(shape)} cannot occupy "
-            f"bytes {begin} to {end}"
+            f"{file}: corrupt safetensors header: {name}: {dtype} {shown(list(shape))} cannot "
+            f"occupy bytes {shown(begin)} to {shown(end)}"
         )
     if end > data_size:
         raise CheckpointError(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..models.config_fields import shown
 from ..models.parts import DENSE_DTYPES, TensorSpec
 from .errors import CheckpointError
 from .files import MAX_INDEX_BYTES, is_there
@@ -175,7 +176,8 @@ def _read_shards(index: Path) -> dict[str, StoredTensor]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_file_name(shard):
             raise CheckpointError(
-                f"{index}: weight_map: {name}: got {shard!r}, expected the name of a file beside it"
+                f"{index}: weight_map: {name}: got {shown(shard)}, expected the name of a file "
+                "beside it"
             )
         if shard not in headers:
             headers[shard] = _read_shard(index, shard, weight_map)

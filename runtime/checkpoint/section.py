@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..models.config_fields import Fields
+from ..models.config_fields import Fields, shown
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .files import MAX_CONFIG_BYTES, read_text
 
@@ -62,7 +62,7 @@ class Section(Fields):
         for name, value in self.fields.items():
             if value and name not in self._asked and name not in harmless:
                 raise UnsupportedCheckpointError(
-                    f"{self.where}: {name}: got {value!r}, a field that is not supported"
+                    f"{self.where}: {name}: got {shown(value)}, a field that is not supported"
                 )
 
 

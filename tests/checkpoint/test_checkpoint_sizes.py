@@ -118,3 +118,42 @@ def test_the_deepest_model_that_is_read_is_cheap() -> None:
     begin = time.thread_time()
     assert read_config({**config, "num_hidden_layers": 10_000}).num_layers == 10_000
     assert time.thread_time() - begin < 0.5
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["[" + ",".join(["9" * 4000] * 20_000) + "]", "[" + ",".join(["1"] * 65) + "]", f"[{2**63}]"],
+    ids=["product", "dimensions", "size"],
+)
+def test_shapes_of_a_header_are_bounded(shape: str, tmp_path: Path) -> None:
+    folder = save_plain(tmp_path / "m", random_model(MODELS["llama"]))
+    header = f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'.encode()
+    raw = len(header).to_bytes(8, "little") + header + bytes(4)
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="corrupt safetensors header: a: ") as caught:
+        load_model(folder)
+    assert len(str(caught.value)) < 1000
+
+
+NAMES = ["model_type", "hidden_size", "rope_scaling", "quantization_config", "eos_token_id"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_any_depth_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = save_plain(tmp_path / "m", random_model(MODELS["llama"]))
+    text = (folder / "config.json").read_text().rstrip().removesuffix("}")
+    for depth in range(800, 1000):  # some of which can be read and are too deep to be printed
+        value = "[" * depth + "]" * depth
+        (folder / "config.json").write_text(f'{text}, "{name}": {value}}}')
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=f"{name}|not valid"):
+            load_config(folder), load_model(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["x" * 10**6, list(range(10**5)), [["x" * 99] * 999] * 9])
+def test_values_are_shown_in_short(name: str, value: Any, tmp_path: Path) -> None:
+    folder = save_plain(tmp_path / "m", random_model(MODELS["llama"]))
+    change(folder, **{name: value})
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=f"{name}: got ") as caught:
+        load_model(folder)
+    assert len(str(caught.value)) < 1000

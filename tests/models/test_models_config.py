@@ -282,7 +282,7 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
         ({"rms_norm_eps": -1}, "rms_norm_eps: got -1, expected a finite number above 0"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps: got 'x', expected a finite number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: got nan, expected a finite number"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps: got 10*, expected a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: got 10*\\.*0*, expected a finite number"),
         ({"max_position_embeddings": 1e999}, "max_position_embeddings: got inf, expected an int"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: got 'false', expected true or f"),
         ({"attention_bias": 1}, "attention_bias: got 1, expected true or false"),

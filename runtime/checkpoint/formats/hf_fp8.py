@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from ...models.config_fields import shown
 from ..errors import UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
 from ..patterns import PatternMatcher
@@ -33,7 +34,7 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     """
     if config.get("weight_block_size") is not None:
         raise UnsupportedCheckpointError(
-            f"{config.where}: weight_block_size: got {config.get('weight_block_size')!r}: "
+            f"{config.where}: weight_block_size: got {shown(config.get('weight_block_size'))}: "
             "block FP8 is not supported, only one weight scale per tensor"
         )
     static = config.choice("activation_scheme", "static", "dynamic") == "static"
