@@ -11,6 +11,7 @@ from .errors import CheckpointError, UnsupportedCheckpointError
 from .files import MAX_CONFIG_BYTES, read_text
 
 CONFIG_FILE = "config.json"
+KV_CACHE_REFUSED = "a quantised KV cache is not supported"
 
 
 class Section(Fields):
@@ -49,6 +50,21 @@ class Section(Fields):
         """Return a field, None when it is absent."""
         self._asked.add(name)
         return super().get(name)
+
+    def refusal(self, name: str, reason: str) -> UnsupportedCheckpointError:
+        """Return the error of a field that asks for what is not supported."""
+        return UnsupportedCheckpointError(
+            f"{self.where}: {name}: got {shown(self.get(name))}: {reason}"
+        )
+
+    def reject(self, name: str, reason: str) -> None:
+        """Check that a field is absent.
+
+        Raises:
+            UnsupportedCheckpointError: with the reason, when it is not.
+        """
+        if self.get(name) is not None:
+            raise self.refusal(name, reason)
 
     def reject_others(self, *harmless: str) -> None:
         """Check that every field not asked for until now is empty: none is silently ignored.

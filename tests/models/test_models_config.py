@@ -373,3 +373,15 @@ def test_unknown_rope_fields_are_refused(spelling: str, extra: dict[str, object]
     (name,) = extra
     with pytest.raises(UnsupportedModelError, match=f"{spelling}: {name}: got .* not supported"):
         RopeConfig.from_hf({spelling: fields}, 4096)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("inner", [{}, {"rope_theta": 1e4}, {"llama_4_scaling_beta": 0.1}], ids=str)
+def test_rope_fields_of_layer_types_are_refused(family: str, inner: dict[str, float]) -> None:
+    """Such fields, of models that turn their kinds of layers in different ways, change results."""
+    kinds = {"full_attention": {**ROPES["default"], **inner}, "sliding_attention": inner}
+    for name in kinds:
+        for spelling in ("rope_parameters", "rope_scaling"):
+            config = {**hf(family), "head_dim": 8, spelling: {name: kinds[name]}}
+            with pytest.raises(UnsupportedModelError, match=f"{spelling}: {name}: got .* not supp"):
+                read_config(config)

@@ -15,7 +15,7 @@ import torch
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
 from ..patterns import PatternMatcher
-from ..section import Section
+from ..section import KV_CACHE_REFUSED, Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -31,6 +31,10 @@ _FORMAT_TYPES = {
     "naive-quantized": ("int", "float"),
 }
 _PER_GROUP = "mixed-precision"
+
+_COARSE = "are not supported, only one scale per tensor, row of a weight, or token"
+_BLOCKS = f"block scales (block FP8) {_COARSE}"
+_GROUPS = f"group scales {_COARSE}"
 
 # Fields without a meaning for inference: observers belong to calibration, and the dtypes of
 # scales and zero points are those of the tensors in the file.
@@ -51,7 +55,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         _require_dense(config)
         config.reject_others(*_HARMLESS_FIELDS)
         config = inner
-    config.choice("kv_cache_scheme", None)
+    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
     _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
@@ -144,7 +148,7 @@ def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...],
     file_format = group.choice("format", *_FORMAT_TYPES, default=default_format)
     kind, per_channel = _weights(group.child("weights"), _FORMAT_TYPES[file_format])
     static, symmetric = _activations(group.child("input_activations"), kind)
-    group.choice("output_activations", None)
+    group.reject("output_activations", "quantised outputs are not supported")
     group.reject_others()
     return targets, W8A8Scheme(_DTYPES[kind], per_channel, static, symmetric)
 
@@ -158,6 +162,16 @@ def _weights(arguments: Section, kinds: Sequence[str]) -> tuple[str, bool]:
     arguments.choice("dynamic", False, default=False)
     arguments.reject_others(*_HARMLESS_ARGUMENTS)
     return kind, strategy == "channel"
+
+
+def _require_coarse(arguments: Section) -> None:
+    """Check that no scale belongs to less than a row or a token."""
+    for name, reason in (("block", _BLOCKS), ("group", _GROUPS), ("tensor_group", _GROUPS)):
+        if arguments.get("strategy") == name:
+            raise arguments.refusal("strategy", reason)
+    arguments.reject("block_structure", _BLOCKS)
+    if arguments.get("group_size") not in (None, -1):
+        raise arguments.refusal("group_size", _GROUPS)
 
 
 def _require_dense(config: Section) -> None:
@@ -189,10 +203,10 @@ def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
 
 def _eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
     """Check what weights and activations have in common; return the type."""
+    _require_coarse(arguments)
     arguments.choice("num_bits", 8, default=8)
     # The other orders of calibration leave columns where they are, too, unlike "group".
     arguments.choice("actorder", None, False, "weight", "static")
-    arguments.choice("block_structure", None)
     kind: str = arguments.choice("type", *kinds, default="int")
     return kind
 

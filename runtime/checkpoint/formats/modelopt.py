@@ -12,7 +12,7 @@ import torch
 from ..files import is_there
 from ..format import Format, StoredSchemeOf
 from ..patterns import PatternMatcher
-from ..section import Section
+from ..section import KV_CACHE_REFUSED, Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -34,8 +34,8 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
             per tensor) and for a quantised KV cache.
     """
     config.choice("quant_algo", "FP8")
-    config.choice("kv_cache_quant_algo", None)
-    config.choice("kv_cache_scheme", None)
+    config.reject("kv_cache_quant_algo", KV_CACHE_REFUSED)
+    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
