@@ -15,8 +15,8 @@ from pathlib import Path
 from .errors import CheckpointError
 from .files import MAX_TOKENIZER_BYTES, is_there, open_regular, unreadable
 
-# What a runtime reads, and the terms under which the model may be passed on; in lower case. A folder
-# in place of one of these is refused; one that only matches a pattern is another thing, and stays.
+# What a runtime reads, and the terms under which the model may be passed on; in lower case. In
+# place of one of these a folder is refused; one that only matches a pattern stays behind.
 _FILES = frozenset(
     {
         "tokenizer.json",
