@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..models import ModelConfig, family_of, read_config
+from .files import is_there
 from .reader import CheckpointReader, holds_weights
 from .section import CONFIG_FILE, Section
 
@@ -30,11 +31,12 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     config = read_config(written.fields, written.where)
     says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))
     if not says and holds_weights(folder):
-        embedding = family_of(config).layout(config).embedding.spec
         with CheckpointReader(folder) as reader:
-            config = replace(config, dtype=reader.dense_dtype(embedding.name) or config.dtype)
+            reader.check_layers(config.num_layers)
+            embedding = family_of(config).layout(config).embedding.spec
+            config = replace(config, dtype=reader.dense_dtype(embedding) or config.dtype)
     generation = folder / _GENERATION_FILE
-    if generation.exists():
+    if is_there(generation):
         end_tokens = Section.read(generation).integers(
             "eos_token_id", least=0, most=config.vocab_size - 1
         )

@@ -13,6 +13,9 @@ from .rope import RopeConfig
 # What these ids are when a file of Llama or Mistral does not name them, in transformers.
 LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
+_MOST_LAYERS = 10_000  # several are listed one by one; the deepest models have some hundred
+_LONGEST_UNASKED = 2**20  # positions, whose RoPE table is made: 512 MiB for heads of 128
+
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _DTYPES = {
@@ -91,9 +94,16 @@ class ModelConfig:
 
         Raises:
             ValueError: when `wanted`, the caller's `max_context`, exceeds the positions that the
-                model was trained for or its RoPE is stretched to.
+                model was trained for or its RoPE is stretched to, or is None where the model has
+                more than 2^20: memory grows with them, and nothing but config.json says so many.
         """
         if wanted is None:
+            if self.max_position_embeddings > _LONGEST_UNASKED:
+                raise ValueError(
+                    f"max_context: got None, expected a number of positions, since the model's "
+                    f"max_position_embeddings = {self.max_position_embeddings} is more than "
+                    f"{_LONGEST_UNASKED}"
+                )
             return self.max_position_embeddings
         if not 1 <= wanted <= self.longest_context:
             name = "max_position_embeddings"
@@ -131,7 +141,7 @@ def standard_config(
     """
     fields.choice("hidden_act", "silu", default="silu")
     vocab_size = fields.integer("vocab_size")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     max_positions = fields.integer("max_position_embeddings")
     last_id = vocab_size - 1

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 # Sizes, positions and token ids are 32-bit numbers on the device.
 _INTEGER_MAX = 2**31 - 1
+
+
+_LONGEST_SHOWN = 300
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxdict, _short.maxlist = 4, 12, 12
+_short.maxstring = _short.maxlong = _short.maxother = 200
 
 
 class UnsupportedModelError(ValueError):
@@ -30,7 +38,7 @@ class Fields:
 
     def __init__(self, where: str, fields: object) -> None:
         if not isinstance(fields, Mapping):
-            raise self.malformed(f"{where}: got {fields!r}, expected an object")
+            raise self.malformed(f"{where}: got {shown(fields)}, expected an object")
         self.where = where
         self.fields: Mapping[str, Any] = fields
 
@@ -40,7 +48,9 @@ class Fields:
 
     def wrong(self, name: str, expected: str) -> ValueError:
         """Return the error of a field that is not what was expected."""
-        return self.malformed(f"{self.where}: {name}: got {self.get(name)!r}, expected {expected}")
+        return self.malformed(
+            f"{self.where}: {name}: got {shown(self.get(name))}, expected {expected}"
+        )
 
     def require(self, name: str) -> None:
         """Check that a field is written, if only as null.
@@ -147,8 +157,14 @@ class Fields:
         value = default if self.get(name) is None else self.get(name)
         if value not in accepted:
             expected = " or ".join(repr(item) for item in accepted)
-            raise self.unsupported(f"{self.where}: {name}: got {value!r}, expected {expected}")
+            raise self.unsupported(f"{self.where}: {name}: got {shown(value)}, expected {expected}")
         return value
+
+
+def shown(value: object) -> str:
+    """Return what messages show of a value: of a large or deep one, its beginning."""
+    text = _short.repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _is_integer(value: object, least: int, most: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .config_fields import Fields, UnsupportedModelError
+from .config_fields import Fields, UnsupportedModelError, shown
 
 _MOST_POSITIONS = 2**31 - 1  # that fit into the int32 of positions
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -56,7 +56,7 @@ class RopeConfig:
         for name, value in fields.fields.items():
             if value is not None and name not in _KNOWN:
                 raise UnsupportedModelError(
-                    f"{fields.where}: {name}: got {value!r}, a field that is not supported"
+                    f"{fields.where}: {name}: got {shown(value)}, a field that is not supported"
                 )
         spelling = "type" if fields.get("rope_type") is None else "rope_type"
         kind = fields.choice(spelling, *ROPE_TYPES, default="default")
@@ -160,8 +160,8 @@ def _scaling_fields(config: Fields) -> Fields:
         for name in merged.keys() & fields.keys():
             if merged[name] != fields[name]:
                 raise UnsupportedModelError(
-                    f"{config.where}: rope_parameters: {name}: got {fields[name]!r}, expected "
-                    f"{merged[name]!r} as in rope_scaling"
+                    f"{config.where}: rope_parameters: {name}: got {shown(fields[name])}, "
+                    f"expected {shown(merged[name])} as in rope_scaling"
                 )
         merged.update(fields)
     return Fields(f"{config.where}: {' and '.join(spellings) or 'rope_parameters'}", merged)

@@ -275,10 +275,13 @@ def layout(config: ModelConfig) -> DecoderLayout:
     """Return the parts of a decoder of this shape, in the names of Hugging Face files."""
     vocabulary = (config.vocab_size, config.hidden_size)
     tied = config.tie_word_embeddings
-    copy = TensorSpec(("lm_head.weight",), (vocabulary,), required=False)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    copy = TensorSpec(names[1:], (vocabulary,), required=False)
+    # Of tied weights `safetensors.torch.save_model` keeps the name that sorts first.
+    embedding = TensorSpec(names if tied else names[:1], (vocabulary,))
     head = LinearPart((Module("lm_head", *vocabulary),), HEAD_KIND, "rows")
     return DecoderLayout(
-        embedding=TensorPart(TensorSpec(("model.embed_tokens.weight",), (vocabulary,)), True),
+        embedding=TensorPart(embedding, True),
         layers=tuple(_layer(config, index) for index in range(config.num_layers)),
         norm=_norm("model.norm", config.hidden_size),
         lm_head=None if tied else head,
