@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+FAILED = 1  # the exit code of a command whose work has failed
+
 
 class UserError(Exception):
     """A mistake of the user: shown as one line, without a traceback; exit code 2."""

@@ -36,7 +36,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 def _lines(content: bytes, source: str) -> list[str]:
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # editors may begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: got {error}, expected UTF-8") from error
     # Not splitlines(): it also breaks at form feeds and U+2028, which a prompt may contain.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..bench.gemm.cases import SHAPE_GROUPS, Case, Shape, linear_shapes, parse_shapes
 from .budget import Budget, add_budget_flag
-from .command import Command, Parser, check_folder, user_errors
+from .command import FAILED, Command, Parser, check_folder, user_errors
 from .device import add_device_flag, resolve_device
 from .gemm_flags import add_dtype_flag, check_tokens
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..bench.tune.run import Timed
-
-_FAILED = 1
 
 
 def _parser() -> Parser:
@@ -105,7 +103,7 @@ def _main(argv: Sequence[str]) -> int:
         with user_errors(OSError, ValueError):
             table.write(out)
             progress.write()
-    return _FAILED if progress.failures else 0
+    return FAILED if progress.failures else 0
 
 
 def _check(args: argparse.Namespace) -> None:

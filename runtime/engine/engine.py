@@ -30,6 +30,7 @@ from .request import Request
 from .sampling_params import Completion, SamplingParams, TokenEvent
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats
+from .stop_strings import split_stop
 from .stream import TokenStream
 from .upload import by_default_on_the_host, upload
 
@@ -188,7 +189,8 @@ class Engine:
                 `sampling_params` of another type.
             ValueError: for a prompt that is empty, no valid Unicode, has ids outside the
                 vocabulary, fills the context, or whose text might not fit into the cache even
-                alone.
+                alone; for stop ids outside the vocabulary, and a stop string that has a special
+                token in it but is none.
             ClosedError: after `close`.
         """
         if self._closed:
@@ -410,9 +412,16 @@ class Engine:
                 f"max_context = {self.max_context}"
             )
         max_new_tokens = min(sampling_params.max_tokens, self.max_context - len(tokens))
-        stop_ids = set(sampling_params.stop_token_ids)
+        for token in sampling_params.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"stop_token_ids: got token id {token}, expected 0 to {vocab_size - 1}"
+                )
+        stop, special = split_stop(self.tokenizer, sampling_params.stop)
+        stop_ids = {*sampling_params.stop_token_ids, *special}
+        end_ids = self.model.config.eos_token_ids
         if not sampling_params.ignore_eos:
-            stop_ids.update(self.model.config.eos_token_ids)
+            stop_ids.update(end_ids)
         request = Request(
             id=-1,
             prompt=tokens,
@@ -420,7 +429,7 @@ class Engine:
             seed=secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed,
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(stop_ids),
-            detokenizer=Detokenizer(self.tokenizer, tokens, sampling_params.stop),
+            detokenizer=Detokenizer(self.tokenizer, tokens, stop, hidden=end_ids),
         )
         needed = self.cache.pages_for(request.final_length)
         if needed > self.cache.usable_pages:
@@ -482,9 +491,13 @@ class Engine:
         self._async_tokens.read(self._accept, count)
 
     def _accept(self, request: Request, token: int) -> None:
-        event = request.accept(token)
+        if token < 0:  # of logits that are NaN
+            event = request.fail()
+            self.stats.failed_requests += 1
+        else:
+            event = request.accept(token)
+            if len(request.generated) > 1:  # the first is the prompt's
+                self.stats.decode_tokens += 1
         self._queues.get(request.id, self._events).append(event)
-        if len(request.generated) > 1:  # the first is the prompt's
-            self.stats.decode_tokens += 1
         if request.finish_reason is not None:
             self._scheduler.finish(request)

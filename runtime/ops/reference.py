@@ -398,8 +398,10 @@ def sample(
             penalized = torch.where(row > 0, row / penalty, row * penalty)
             row = torch.where(seen[b].cpu(), penalized, row)
         logit = row.tolist()
-        # NaN counts as the largest.
-        order = sorted(range(len(logit)), key=lambda t: (not math.isnan(logit[t]), -logit[t], t))
+        if any(map(math.isnan, logit)):
+            tokens.append(-1)
+            continue
+        order = sorted(range(len(logit)), key=lambda t: (-logit[t], t))
         if temperature[b] == 0 or not math.isfinite(logit[order[0]]):
             tokens.append(order[0])
             continue

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import runpy
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.cli.main import main
@@ -54,6 +56,25 @@ def test_one_text_goes_alone_to_stdout(
         assert part in printed.err
     for part in ("median", "p99", "tokens/s", "padding   0 rows, 0.0%"):
         assert part in printed.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_gives_nan_is_told(
+    as_json: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = load_file(broken / "model.safetensors")
+    for name in ("gate_proj", "up_proj"):
+        weights[f"model.layers.0.mlp.{name}.weight"] *= 1e30
+    save_file(weights, broken / "model.safetensors")
+    flags = ["--max-tokens", "3", *(["--json"] if as_json else [])]
+    assert main(["generate", str(broken), "Hello", "a~b", *flags]) == 1
+    printed = capsys.readouterr()
+    assert "prompt 1, 2: the model's logits are NaN, where the text ends\n" in printed.err
+    if as_json:
+        texts = json.loads(printed.out)["completions"]
+        assert [text["finish_reason"] for text in texts] == ["error", "error"]
 
 
 def test_several_texts_stand_under_headers(
