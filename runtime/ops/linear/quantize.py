@@ -9,8 +9,8 @@ from ..common.device import has_kernel
 from ..common.torch_library import register
 from .quantize_cuda import Quantize, quantize_rows
 
-# The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
-# the grid is symmetric.
+# What a dynamic scale maps a row's largest magnitude to. Of int8, -128 is left out: the grid is
+# symmetric.
 GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 # A scale this small still has a finite reciprocal, and no 8-bit grid over it is subnormal.
@@ -32,16 +32,17 @@ def encode(
 ) -> torch.Tensor:
     """Return x / scale (+ zero_point) on the grid of `dtype`: to nearest, ties to even, saturated.
 
-    `x` is fp32 and `scale` broadcasts against it. The asymmetric INT8 grid includes -128.
+    `x` is fp32 and `scale` broadcasts against it. The INT8 grid is -128..127, of which codes by a
+    row's own dynamic scale leave out -128.
     """
     grid = x / scale
     limit = GRID_MAX[dtype]
     if dtype is torch.float8_e4m3fn:
         return grid.clamp_(-limit, limit).to(dtype)
     grid = grid.round_()
-    if zero_point is None:
-        return grid.clamp_(-limit, limit).to(dtype)
-    return (grid + zero_point).clamp_(-limit - 1, limit).to(dtype)
+    if zero_point is not None:
+        grid += zero_point
+    return grid.clamp_(-limit - 1, limit).to(dtype)
 
 
 def quantize_per_token(
@@ -57,6 +58,7 @@ def quantize_per_token(
 
     scale = amax(|row|) / 127 for int8, / 448 for e4m3 (a row of zeros gets the smallest normal
     fp32 number); values = row / scale, rounded to nearest, ties to even, saturated to ±127 or ±448.
+    (Dynamic int8 scales of compressed-tensors are amax / 127.5.)
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
@@ -102,8 +104,8 @@ def quantize_per_tensor(
 ) -> torch.Tensor:
     """Quantise x with one fixed scale.
 
-    values = round(x / scale) + zero_point, ties to even, saturated to ±127 (to -128..127 with a
-    zero point) for int8, or x / scale saturated to ±448 and rounded for e4m3.
+    values = round(x / scale) + zero_point, ties to even, saturated to -128..127, for int8, or
+    x / scale saturated to ±448 and rounded for e4m3.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
