@@ -212,6 +212,14 @@ def test_bad_scale_out() -> None:
         ({"scale": torch.ones(2)}, ValueError, r"scale: got shape \[2\], expected \[1\]"),
         ({"scale": torch.ones(()).half()}, TypeError, "scale: got dtype torch.float16"),
         ({"scale": 1.0}, TypeError, "scale: got float"),
+        ({"scale": None}, TypeError, "scale: got NoneType, expected a tensor"),
+        ({"scale": None, "check_scales": True}, TypeError, "scale: got NoneType, expected a te"),
+        (
+            {"scale": None, "zero_point": torch.ones(()).int()},
+            TypeError,
+            "scale: got NoneType, expected a tensor",
+        ),
+        ({"zero_point": 400}, TypeError, "zero_point: got int"),
         ({"zero_point": torch.ones(())}, TypeError, "zero_point: got dtype torch.float32"),
         ({"zero_point": torch.ones(2).int()}, ValueError, "zero_point: got shape"),
         (
@@ -242,6 +250,29 @@ def test_scales_are_checked_where_asked(bad: float, device: torch.device) -> Non
         with pytest.raises(TypeError, match="check_scales: got int, expected a bool"):
             call(scale=torch.tensor(0.5, device=device), check_scales=1)
     ops.silu_mul_quantize(x, E4M3, check_scales=True)
+
+
+@pytest.mark.parametrize("bad", [-129, 128, 400, -(2**31), 2**31 - 1])
+def test_zero_points_beyond_int8_are_refused(bad: int, device: torch.device) -> None:
+    x, weight = torch.ones(2, 4, device=device), torch.ones(4, device=device)
+    one = torch.ones((), device=device)
+    # On a GPU the host sees no number unless it is asked to wait.
+    options: dict[str, Any] = {"scale": one, "check_scales": device.type == "cuda"}
+    out = torch.full((2, 4), 7, dtype=torch.int8, device=device)
+    calls: list[Callable[..., Any]] = [
+        lambda zero: ops.quantize_per_tensor(
+            x, dtype=torch.int8, zero_point=zero, out=out, **options
+        ),
+        lambda zero: ops.silu_mul_quantize(x, torch.int8, zero_point=zero, **options),
+        lambda zero: ops.rms_norm_quantize(x, weight, 0.0, torch.int8, zero_point=zero, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"zero_point: got {bad}, expected -128 to 127"):
+            call(torch.tensor([bad], dtype=torch.int32, device=device))
+        if call is calls[0]:
+            assert (out == 7).all()
+        for good in (-128, 127):
+            call(torch.tensor(good, dtype=torch.int32, device=device))
 
 
 def quantizations(n_active: torch.Tensor | None, device: torch.device) -> list[Any]:
