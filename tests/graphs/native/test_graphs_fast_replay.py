@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 from graphs_toys import SPECS, ToyStep, toy_inputs
-from test_graphs_guards import in_a_fork
 
+from forks import in_a_fork
 from ostinato.graphs import (
     AsleepError,
     BusyError,
