@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .buffers import BatchView
+from .kept import keep
 
 StepOutput = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Step = Callable[[BatchView], StepOutput]
@@ -68,8 +69,9 @@ class Outputs:
     def rows(self, n: int) -> Any:
         """Return the first `n` rows of each tensor, packed as the step packed them.
 
-        The tensors are the same for the same `n`, since making them would take as long as all else
-        that a run does on the host; one that a caller has made another of in place is made anew.
+        The tensors are mostly the same for the same `n`, since making them would take as long as
+        all else that a run does on the host; one that a caller has made another of in place is made
+        anew.
         """
         packed, places = self._rows.get(n) or self._make_rows(n)
         if any(_place_of(place[0]) != place for place in places):
@@ -83,7 +85,8 @@ class Outputs:
     def _make_rows(self, n: int) -> _PackedRows:
         with torch.inference_mode(False):
             rows = [tensor.narrow(0, 0, n) for tensor in self.tensors]
-        made = self._rows[n] = self._pack(rows), [_place_of(row) for row in rows]
+        made = self._pack(rows), [_place_of(row) for row in rows]
+        keep(self._rows, n, made)
         return made
 
     def layout(self) -> list[tuple[str, torch.Size, torch.dtype]]:
