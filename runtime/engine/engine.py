@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
 from ostinato.graphs.arguments import as_integer, at_least_one
+from ostinato.graphs.guards import ProcessGuard
 
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
@@ -44,6 +45,8 @@ class Engine:
     Call `capture` once, then `generate` or `stream`; or drive it with `submit`, `step` and
     `cancel`. Not thread-safe: one thread owns an engine. Ctrl-C waits for the end of a step, and
     leaves the engine as it is between two; a second one does not wait, and may leave it broken.
+    In a fork of the process that made it, `capture`, `submit`, `step`, `generate` and `stream`
+    raise ForkedError; `cancel`, `result`, `idle` and `close`, which need no device, do not.
 
     A request's tokens depend on its prompt and parameters alone, bit for bit: not on the
     requests beside it, the load, preemption or shared prefixes.
@@ -148,6 +151,7 @@ class Engine:
         self._dropped: deque[weakref.ref[TokenStream]] = deque()
         self._next_id = 0
         self._closed = False
+        self._process = ProcessGuard("engine")
 
     @by_default_on_the_host
     def capture(
@@ -170,6 +174,7 @@ class Engine:
             ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`, which is not to be
                 called in `torch.autocast`.
         """
+        self._process.check()
         self._finish_dropped()
         if self._scheduler.running:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
@@ -192,7 +197,9 @@ class Engine:
                 alone; for stop ids outside the vocabulary, and a stop string that has a special
                 token in it but is none.
             ClosedError: after `close`.
+            ForkedError: in a fork of the process.
         """
+        self._process.check()
         if self._closed:
             raise ClosedError("the engine is closed: make a new Engine")
         request = self._request(
@@ -212,7 +219,8 @@ class Engine:
         and `generate` go to them, whoever makes the step.
 
         Raises:
-            ostinato.graphs.GraphError: before `capture`; nothing is changed then.
+            ostinato.graphs.GraphError: before `capture`, or in a fork of the process; nothing is
+                changed then.
         """
         self._advance()
         events, none = list(self._events), deque[TokenEvent]()
@@ -301,9 +309,13 @@ class Engine:
             return stream
 
     def close(self) -> None:
-        """Release the captured graphs; the engine cannot be used afterwards."""
+        """Release the captured graphs; the engine cannot be used afterwards.
+
+        In a fork of the process nothing is released: the graphs are the parent's.
+        """
         self._closed = True
-        self._async_tokens.clear()
+        if not self._process.is_fork:
+            self._async_tokens.clear()
         self.runner.close()
         self._prefill.close()
 
@@ -355,6 +367,7 @@ class Engine:
             self.result(request.id)
 
     def _require_captured(self) -> None:
+        self._process.check()
         self.runner.require_captured()
         self._prefill.require_captured()
 
