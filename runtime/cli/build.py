@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..jit.cache import Entry, cache_folder
+from ..jit.cache import Entry
 from ..jit.compiler import Plan, build, find, plan
+from ..jit.location import cache_folder
 from ..jit.mode import BuildMode
 from ..jit.registry import families, select
 from ..jit.targets import DEFAULT, TARGETS, Target, local_target, target_named

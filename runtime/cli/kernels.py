@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..jit.budgets import excesses, read_budgets, write_budgets
-from ..jit.cache import Entry, cache_folder
+from ..jit.cache import Entry
 from ..jit.compiler import find, plan
+from ..jit.location import cache_folder
 from ..jit.registry import select
 from ..jit.targets import DEFAULT, local_target, target_named
 from .command import Command, Parser, UserError, user_errors

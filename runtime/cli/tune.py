@@ -78,13 +78,14 @@ def _main(argv: Sequence[str]) -> int:
     from ..bench.gemm.impls import DTYPES
     from ..bench.tune.run import TUNED_M, tune_shape
     from ..bench.tune.table import Table, known_choices
+    from ..jit.location import create_cache_folder
     from ..ops.linear import tile_tuning
 
     with user_errors():
         device = _cuda(args.device)
         shapes = _shapes(args)
         out = args.out or Path(os.environ.get(tile_tuning.VARIABLE) or tile_tuning.tuning_path())
-        out.parent.mkdir(parents=True, exist_ok=True)
+        create_cache_folder(out.parent)  # or that of the table which the variable names
         gpu = torch.cuda.get_device_name(device)
         table = Table(gpu, known_choices(out, gpu))
     tokens = sorted(set(args.m or TUNED_M))
