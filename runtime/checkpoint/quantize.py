@@ -17,6 +17,7 @@ from ..models import ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
+from .folder import checkpoint_folder
 from .formats.compressed_tensors import describe, matches
 from .layout import check_tied, checked_layout
 from .quantization import quantization_config
@@ -82,7 +83,7 @@ def quantize_checkpoint(
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them.
     """
-    source, target = Path(src), Path(dst)
+    source, target = checkpoint_folder("src", src, CONFIG_FILE), Path(dst)
     _check_arguments(target, scheme, ignore, max_shard_bytes)
     config = load_config(source)
     quantized = quantization_config(source)
