@@ -139,7 +139,7 @@ def test_without_jit_a_damaged_library_is_refused_by_name(
         loader.load(Probe(), device=0, stream=0)
 
 
-def test_without_nvcc_a_damaged_library_does_not_hide_a_whole_one(
+def test_without_nvcc_a_damaged_library_hides_no_whole_one(
     tmp_path: Path,
     nvcc_calls: Path,
     recorder: Path,

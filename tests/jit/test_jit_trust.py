@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jit_probe import Probe
+from jit_probe import Probe, fake_nvcc
 
 from ostinato.cli.main import main
 from ostinato.jit import cache as cache_module
-from ostinato.jit import loader, ownership
+from ostinato.jit import loader, ownership, toolchain
 from ostinato.jit.cache import Entry, file_sha256
 from ostinato.jit.compiler import build, find, plan
 from ostinato.jit.errors import KernelCacheError, MissingKernelError
@@ -127,6 +127,28 @@ def test_what_root_has_made_is_loaded_by_others(
         find(plan(Probe()))
 
 
+@pytest.mark.usefixtures("no_nvcc")
+def test_a_cache_that_a_wheel_ships_is_loaded_without_a_write(
+    tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pip unpacks folders as 0755 and files as 0644, with no more of a cache than its entries.
+    shipped, unpacked = tmp_path / "shipped", tmp_path / "site" / "kernels"
+    with monkeypatch.context() as builder:
+        fake_nvcc(tmp_path / "cuda", recorder)
+        builder.setattr(toolchain, "_nvcc_path", lambda: tmp_path / "cuda" / "bin" / "nvcc")
+        builder.setenv("OSTINATO_CACHE", str(shipped))
+        (built,) = build([plan(Probe())])
+    inside = unpacked / built.folder.name
+    inside.mkdir(parents=True, mode=0o755)
+    for name in ("build.json", "kernel.so"):
+        (inside / name).write_bytes((built.folder / name).read_bytes())
+        (inside / name).chmod(0o644)
+    before = sorted(unpacked.rglob("*"))
+    monkeypatch.setenv("OSTINATO_CACHE", str(unpacked))
+    loader.load(Probe(), device=0, stream=0)
+    assert sorted(unpacked.rglob("*")) == before
+
+
 @needs_root
 def test_root_does_not_load_what_a_user_has_made(built: Entry) -> None:
     for path in (built.folder.parent, *built.folder.parent.rglob("*")):
@@ -226,7 +248,7 @@ def test_what_is_loaded_is_what_was_checked(
     assert not ran.exists()
 
 
-def test_a_folder_replaced_after_the_last_check_is_not_loaded_from(
+def test_a_folder_moved_after_the_check_is_still_loaded(
     tmp_path: Path, built: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned = cache_module.pinned_library
