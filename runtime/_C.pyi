@@ -1,5 +1,6 @@
 """The compiled loader (csrc/bindings/module.cpp). Pointers and streams are integers, 0 for null."""
 
+import os
 from collections.abc import Sequence
 
 def is_capturing(stream: int) -> bool:
@@ -7,6 +8,10 @@ def is_capturing(stream: int) -> bool:
 
 class Library:
     """A loaded kernel library, which says itself what its launch takes (csrc/common/fields.h).
+
+    Args:
+        path: of the file, by which errors name it.
+        opened: another path to the file, by which it is loaded; `path` by default.
 
     Attributes:
         path: of the file.
@@ -19,7 +24,9 @@ class Library:
             for another version of this module.
     """
 
-    def __init__(self, path: str) -> None: ...
+    def __init__(
+        self, path: str | os.PathLike[str], opened: str | os.PathLike[str] = ...
+    ) -> None: ...
     @property
     def path(self) -> str: ...
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from ..models import ModelConfig, family_of, read_config
 from .files import is_there
+from .folder import checkpoint_folder
 from .reader import CheckpointReader, holds_weights
 from .section import CONFIG_FILE, Section
 
@@ -21,12 +21,12 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     `config.json` has no dtype, it is that of the stored embedding, if there are weights.
 
     Raises:
-        CheckpointError: naming the file, when it is missing or no JSON object, or when the
-            second file's end tokens are no tokens of the model.
+        CheckpointError: when `path` is no folder with this file; naming the file, when it is no
+            JSON object, or when the second file's end tokens are no tokens of the model.
         UnsupportedModelError: for an architecture or a field of `config.json` that is not
             implemented or malformed.
     """
-    folder = Path(path)
+    folder = checkpoint_folder("path", path, CONFIG_FILE)
     written = Section.read(folder / CONFIG_FILE)
     config = read_config(written.fields, written.where)
     says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))

@@ -16,6 +16,7 @@ from ..models.parts import DecoderLayout, TensorSpec
 from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
+from .folder import checkpoint_folder
 from .formats.compressed_tensors import ModuleNames, describe
 from .layout import check_tied, checked_layout
 from .new_folder import new_folder
@@ -71,7 +72,7 @@ def quantize_checkpoint(
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them.
     """
-    source, target = Path(src), Path(dst)
+    source, target = checkpoint_folder("src", src, CONFIG_FILE), Path(dst)
     _check_arguments(target, scheme, ignore, max_shard_bytes)
     config = load_config(source)
     quantized = quantization_config(source)

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .command import FAILED, Command, Parser, UserError, user_errors
+from .command import FAILED, Command, Parser, UserError, check_model, user_errors
 from .display import TextDisplay
 from .engine import add_engine_flags, make_engine
 from .interrupt import INTERRUPTED, deferred_interrupt
@@ -44,6 +44,7 @@ class _Served:
 def _main(argv: Sequence[str]) -> int:
     # Intermixed, so that prompts may stand on either side of the options.
     args = _parser().parse_intermixed_args(argv)
+    check_model("MODEL", args.model, "tokenizer.json")
     prompts = read_prompts(args.prompts, args.prompts_file)
     with user_errors():
         params = _params_each(sampling_params(args), len(prompts))
@@ -173,7 +174,8 @@ def _document(
         for prompt, completion in zip(prompts, served.completions, strict=True)
     ]
     return {
-        "model": args.model,
+        # Of a locale that cannot decode it Python makes lone surrogates.
+        "model": args.model.encode(errors="surrogateescape").decode(errors="replace"),
         "device": str(engine.model.device),
         "versions": machine.versions(),
         "capture": asdict(report),

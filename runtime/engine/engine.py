@@ -22,7 +22,7 @@ from ..interrupts import Uninterrupted, uninterrupted
 from ..models import Decoder, PagedKVCache
 from ..ops.implementations import implementations_on
 from .async_tokens import AsyncTokens
-from .cache_size import default_pages
+from .cache_size import check_room, default_pages, page_bytes
 from .capture_examples import CaptureExamples
 from .decode_step import DecodeStep, SeenTokens, sampling_counters, sampling_inputs
 from .detokenizer import Detokenizer
@@ -66,7 +66,8 @@ class Engine:
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
 
     Raises:
-        TypeError, ValueError: when an argument is of the wrong kind or out of range.
+        TypeError, ValueError: when an argument is of the wrong kind or out of range, or there is no
+            memory for so many pages or slots.
     """
 
     @by_default_on_the_host
@@ -104,6 +105,9 @@ class Engine:
         if num_pages is None:
             num_pages = default_pages(model, max_batch * max_pages, page_size)
         num_pages = as_integer("num_pages", num_pages)
+        # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
+        check_room("max_batch", max_batch, model.config.vocab_size, model.device)
+        check_room("num_pages", num_pages, page_bytes(model, page_size), model.device)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context

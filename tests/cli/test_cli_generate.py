@@ -259,7 +259,11 @@ def test_the_context_ends_a_text(generate: Generate) -> None:
         ("x --max-context 65537", "max_context: got 65537, expected 2 to the model's 65536"),
         ("x --page-size 0", "page_size: got 0"),
         ("x --num-pages 1", "num_pages: got 1"),
-        ("x --num-pages 1000000000000000", "out of memory"),
+        ("x --num-pages 1000000000000000", "num_pages: got 1000000000000000, expected at most "),
+        ("x --num-pages 100000000000", "num_pages: got 100000000000, expected at most "),
+        ("x --max-batch 1000000000000", "max_batch: got 1000000000000, expected at most "),
+        ("x --page-size 1000000000000", "num_pages: got None, but"),
+        ("x --page-size 1000000000000 --num-pages 2", "num_pages: got 2, expected at most 0: each"),
         ("x much-too-long --max-context 8", "prompt 2: prompt: got 13 tokens"),
         ("x --max-tokens 99 --page-size 4 --num-pages 9", "prompt 1: prompt: got 1 tokens, which"),
         ("x --device tpu", "--device: got 'tpu'"),
@@ -318,7 +322,9 @@ def test_damaged_checkpoints_are_refused_in_one_line(
         weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["generate", str(folder), "x"]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"ostinato generate: error: {folder}/")
+    missing = damage in ("no folder", "no tokenizer")  # a file that is damaged is named itself
+    where = f"MODEL: got '{folder}'" if missing else f"{folder}/"
+    assert printed.err.startswith(f"ostinato generate: error: {where}")
     assert printed.err.count("\n") == 1
 
 
