@@ -216,8 +216,8 @@ def test_defaults_are_those_of_transformers(kind: str, extra: dict[str, Any], wr
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     assert ours.o_bias is getattr(theirs, "attention_bias", False)
     assert ours.mlp_bias is getattr(theirs, "mlp_bias", False)
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.rope.type == theirs.rope_parameters["rope_type"]
+    assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
+    assert ours.ropes[0].type == theirs.rope_parameters["rope_type"]
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     everywhere = ["sliding_attention" if family == "mistral" else "full_attention"] * 3
@@ -261,8 +261,8 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'llama' or 'mistral' or"),
-        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'llama'"),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'ernie4_5' or"),
+        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'ernie4_5'"),
         ({"architectures": ["LlamaModel"]}, r"architectures: got \['LlamaModel'\], expected \['Ll"),
         ({"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM', expected"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
