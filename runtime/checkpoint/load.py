@@ -43,7 +43,8 @@ def load_model(
         path: folder with `config.json` and safetensors files.
         device: where the tensors go.
         dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
-        max_context: longest sequence to serve, at most (and by default) the model's own.
+        max_context: longest sequence to serve, at most (and by default) the model's own. RoPE of
+            the types longrope and dynamic is that of so long a sequence for shorter ones, too.
         lm_head_dtype: int8 or float8_e4m3fn: quantise an output projection that the file has not
             quantised, with a scale per row. By default it stays as it is.
         batch_invariant: whether what is generated has the same bits whatever other sequences are

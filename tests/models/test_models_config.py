@@ -55,7 +55,28 @@ ROPES: dict[str, dict[str, Any]] = {
         "attention_factor": 1.5,
         "rope_theta": 1e4,
     },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+        "long_factor": [1.0 + 0.7 * pair for pair in range(8)],
+        "original_max_position_embeddings": 64,
+        "rope_theta": 1e4,
+    },
+    "longrope, given amplitude": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "factor": 8.0,
+        "attention_factor": 1.1,
+        "original_max_position_embeddings": 128,
+        "rope_theta": 1e4,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4},
 }
+
+
+# For the head dim of `SIZES`, 8.
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
 # What a file of each family must say, beside what all of them must.
@@ -77,16 +98,49 @@ def minimal(family: str) -> dict[str, Any]:
     return {**sizes, **REQUIRED[family]}
 
 
-@pytest.mark.parametrize("name", ROPES)
-@pytest.mark.parametrize("outer", [{}, {"original_max_position_embeddings": 32}], ids=str)
-def test_rope_table_equals_that_of_transformers(name: str, outer: dict[str, int]) -> None:
+# Before and behind the original contexts, and the trained one of 256.
+@pytest.mark.parametrize("count", [30, 200, 400])
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [
+        *((name, {}) for name in ROPES),
+        *((name, {"original_max_position_embeddings": 32}) for name in ROPES if name != "dynamic"),
+    ],
+    ids=str,
+)
+def test_rope_table_equals_that_of_transformers(
+    name: str, outer: dict[str, int], count: int
+) -> None:
     fields = {**outer, "rope_parameters": ROPES[name]}
     config = transformers.LlamaConfig(**SIZES, head_dim=16, **copy.deepcopy(fields))
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
-    cos, sin = rotary(torch.zeros(1), torch.arange(200)[None])
-    table = RopeConfig.from_hf(fields, 256).cos_sin_table(16, 200)
-    torch.testing.assert_close(table[:, :8], cos[0, :, :8], atol=2e-5, rtol=0)
-    torch.testing.assert_close(table[:, 8:], sin[0, :, :8], atol=2e-5, rtol=0)
+    cos, sin = rotary(torch.zeros(1), torch.arange(count)[None])
+    table = RopeConfig.from_hf(fields, 256).cos_sin_table(16, count)
+    torch.testing.assert_close(table[:, :8], cos[0, :, :8], atol=4e-5, rtol=0)
+    torch.testing.assert_close(table[:, 8:], sin[0, :, :8], atol=4e-5, rtol=0)
+
+
+@pytest.mark.parametrize("count", [30, 200])
+@pytest.mark.parametrize("name", ["default", "longrope"])
+def test_the_table_of_a_part_of_a_head_is_that_of_phi3(name: str, count: int) -> None:
+    rope = {**ROPES[name], "partial_rotary_factor": 0.75}
+    for factors in {"short_factor", "long_factor"} & rope.keys():
+        rope[factors] = rope[factors][:6]
+    original = {"original_max_position_embeddings": 64}
+    config = transformers.Phi3Config(
+        **{**SIZES, "hidden_size": 64}, **original, rope_parameters=copy.deepcopy(rope)
+    )
+    rotary = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
+    cos, sin = rotary(torch.zeros(1), torch.arange(count)[None])
+    read = RopeConfig.from_hf({**original, "rope_parameters": rope}, 256, partial=True)
+    table = read.cos_sin_table(16, count)
+    torch.testing.assert_close(table[:, :6], cos[0, :, :6], atol=2e-5, rtol=0)
+    torch.testing.assert_close(table[:, 6:], sin[0, :, :6], atol=2e-5, rtol=0)
+
+
+def test_the_first_spelling_of_longrope_is_read() -> None:
+    fields = {**ROPES["longrope"], "rope_type": "su"}
+    assert RopeConfig.from_hf({"rope_scaling": fields}, 256).type == "longrope"
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -134,6 +188,8 @@ def test_two_rope_types_are_refused_however_they_are_spelt(spelling: str) -> Non
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
         ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 64),
         ({"type": "yarn", "factor": 3.0}, 192),
+        ({"type": "dynamic", "factor": 2.0}, 128),
+        ({**LONGROPE, "original_max_position_embeddings": 16}, 64),
         (None, 64),
     ],
     ids=str,
@@ -297,7 +353,23 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
         ({"rope_theta": "x"}, "rope_theta: got 'x', expected a finite number above 1"),
         ({"rope_theta": 1.0}, "rope_theta: got 1.0, expected a finite number above 1"),
         ({"rope_scaling": "linear"}, "rope_scaling: got 'linear', expected an object"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type: got 'longrope', expected"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_scaling: type: got 'mrope', expected"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: short_factor: got None, expected"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [0.0]}}, r"long_factor: got \[0.0\], expect"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}, "long_factor: got 1 numbers, expe"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": 2.0}}, "short_factor: got 2.0, expected a"),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "attention_factor: got None, expected a number where the original context is 1",
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling: factor: got None, expected a finit"),
+        (
+            {
+                "rope_scaling": {"type": "dynamic", "factor": 2.0},
+                "original_max_position_embeddings": 99,
+            },
+            "original_max_position_embeddings: got 99, expected None or 256",
+        ),
         ({"rope_scaling": {"rope_type": []}}, r"rope_scaling: rope_type: got \[\], expected"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: got None, expected a finite"),
         ({"rope_scaling": {**YARN, "factor": None}}, "factor: got None, expected a finite number"),

@@ -24,6 +24,7 @@ def _layer(config: ModelConfig, index: int) -> LayerParts:
 
 
 def _config(fields: Fields) -> ModelConfig:
+    fields.require("num_key_value_heads")
     bias = fields.boolean("attention_bias", False)
     config = standard_config(fields, windows=_windows, qkv_bias=bias, o_bias=bias, ropes=_ropes)
     return with_multipliers(config, fields)
