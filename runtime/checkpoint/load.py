@@ -44,7 +44,8 @@ def load_model(
         device: where the tensors go.
         dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
         max_context: longest sequence to serve, at most (and by default, up to 2^20 positions) the
-            model's own.
+            model's own. RoPE of the types longrope and dynamic is that of so long a sequence for
+            shorter ones, too.
         lm_head_dtype: int8 or float8_e4m3fn: quantise an output projection that the file has not
             quantised, with a scale per row. By default it stays as it is.
         batch_invariant: whether what is generated has the same bits whatever other sequences are

@@ -165,8 +165,8 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..checkpoint.layout import checked_layout
     from ..checkpoint.quantization import load_quantization
     from ..checkpoint.storage.dense import DENSE
+    from ..models import family_of
     from ..models.layers import dense_kernels
-    from ..models.required_kernels import model_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
@@ -177,7 +177,8 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
-    needed: set[Variant] = set(model_kernels(config, batch_invariant=batch_invariant))
+    known = family_of(config)
+    needed: set[Variant] = set(known.kernels(config, batch_invariant=batch_invariant))
     quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
     for part in layout.linears():
         if part is not layout.lm_head or not quantizes_head:

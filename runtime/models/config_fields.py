@@ -69,6 +69,18 @@ class Fields:
         """
         return type(self)(f"{self.where}: {name}", self.get(name))
 
+    def only(self, *known: str) -> None:
+        """Check that no other fields than these are there, but for null ones.
+
+        Raises:
+            `unsupported`: naming one.
+        """
+        for name, value in self.fields.items():
+            if value is not None and name not in known:
+                raise self.unsupported(
+                    f"{self.where}: {name}: got {shown(value)}, a field that is not supported"
+                )
+
     def integer(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _INTEGER_MAX
     ) -> int:
@@ -122,6 +134,20 @@ class Fields:
             bound = "" if most == sys.float_info.max else f" and at most {most}"
             raise self.wrong(name, f"a finite number above {above}{bound}")
         return float(value)
+
+    def numbers(self, name: str, *, least: float = sys.float_info.min) -> tuple[float, ...]:
+        """Return a list of finite numbers of at least `least`, by default above 0.
+
+        Raises:
+            `malformed`: when it is something else, or absent.
+        """
+        value = self.get(name)
+        if not isinstance(value, list) or not all(
+            type(item) in (int, float) and least <= item <= sys.float_info.max for item in value
+        ):
+            bound = "above 0" if least > 0 else f"of at least {least:g}"
+            raise self.wrong(name, f"a list of finite numbers {bound}")
+        return tuple(map(float, value))
 
     def boolean(self, name: str, default: bool) -> bool:
         """Return true or false.

@@ -22,7 +22,7 @@ from ostinato.engine import engine as engine_module
 from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import Detokenizer
 from ostinato.graphs import ClosedError, NotCapturedError
-from ostinato.models import Decoder, sequence_logits
+from ostinato.models import Decoder, RopeConfig, sequence_logits
 from ostinato.ops.attention import prefill_cuda
 from ostinato.ops.attention.prefill_cuda import attend_paged
 from tiny import byte_tokenizer, tiny_llama
@@ -773,12 +773,12 @@ def test_torchs_default_device_changes_no_token(scheme: str, device: torch.devic
     expected = make_engine(model=model, max_context=48).generate(prompts, params)
     torch.set_default_device("meta" if device.type == "cpu" else device)
     try:
-        table = model.config.rope.cos_sin_table(8, 128)
+        table = RopeConfig().cos_sin_table(8, 128)
         found = make_engine(model=model, max_context=48).generate(prompts, params)
     finally:
         torch.set_default_device(None)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-    assert table.equal(model.cos_sin.cpu())
+    assert table.equal(next(model.attention.tables()).cpu())
 
 
 def test_an_engine_made_in_inference_mode_works_outside_it() -> None:
