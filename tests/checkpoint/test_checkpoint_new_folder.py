@@ -23,7 +23,12 @@ pytestmark = pytest.mark.timeout(120)
 
 # Quantises, and stops in the middle of it for as long as the test likes.
 SCRIPT = """
-import sys, time
+import signal, sys, time
+for number in (signal.SIGTERM, signal.SIGHUP):  # which nohup and test runners may ignore
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for name in sys.argv[3:]:
+    signal.signal(signal.Signals[name], signal.SIG_IGN)
 from ostinato.checkpoint import quantize
 from ostinato.checkpoint.writer import CheckpointWriter
 from ostinato.cli.main import main
@@ -41,10 +46,10 @@ sys.exit(main(["quantize", sys.argv[1], sys.argv[2], "--scheme", "int8"]))
 FILL = 1 << 12
 
 
-def start(src: Path, dst: Path) -> subprocess.Popen[str]:
+def start(src: Path, dst: Path, *ignored: str) -> subprocess.Popen[str]:
     """Start a quantiser that is in the midst of its work when this returns."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(src), str(dst)],
+        [sys.executable, "-c", SCRIPT, str(src), str(dst), *ignored],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,6 +94,17 @@ def test_a_signal_leaves_nothing(
     process.communicate()
     assert process.returncode == code
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_signal_that_is_ignored_ends_nothing(src: Path, tmp_path: Path) -> None:
+    """As SIGHUP under nohup."""
+    process = start(src, tmp_path / "out", "SIGHUP")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.terminate()
+    process.communicate()
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_the_next_run_removes_what_sigkill_left(src: Path, tmp_path: Path) -> None:
