@@ -22,7 +22,7 @@ def test_greedy_texts_equal_those_of_transformers(
     name: str, device: torch.device, tmp_path: Path
 ) -> None:
     config = copy.deepcopy(MODELS[name])
-    config.max_position_embeddings = 128
+    config.get_text_config().max_position_embeddings = 128
     model = random_model(config)
     engine = Engine(
         load_model(save_plain(tmp_path, model), device=device),
