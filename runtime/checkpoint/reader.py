@@ -79,8 +79,9 @@ class CheckpointReader:
             CheckpointError: when it holds fewer tensors.
         """
         if len(self._stored) < count:
+            of = " of the text tower" if self._others else ""
             raise CheckpointError(
-                f"{self._source}: holds {len(self._stored)} tensors, too few for "
+                f"{self._source}: holds {len(self._stored)} tensors{of}, too few for "
                 f"num_hidden_layers = {count} of config.json"
             )
 

@@ -85,7 +85,8 @@ VISION: dict[str, Any] = {
     "image_size": 8,
 }
 CLIP, SIGLIP, PIXTRAL = (
-    {**VISION, "model_type": kind} for kind in ("clip_vision_model", "siglip_vision_model", "pixtral")
+    {**VISION, "model_type": kind}
+    for kind in ("clip_vision_model", "siglip_vision_model", "pixtral")
 )
 # Their sum is half of a head.
 MROPE = {"mrope_section": [2, 1, 1]}
@@ -194,9 +195,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "iquestcoder": IQuestCoderConfig(**SHAPE, head_dim=16),
     "seed_oss": SeedOssConfig(**SHAPE, **IDS, head_dim=16, attention_out_bias=True),
-    "ministral": MinistralConfig(
-        **SHAPE, head_dim=16, sliding_window=8, layer_types=SLIDING_FIRST
-    ),
+    "ministral": MinistralConfig(**SHAPE, head_dim=16, sliding_window=8, layer_types=SLIDING_FIRST),
     "cwm": CwmConfig(
         **SHAPE,
         **IDS,

@@ -271,7 +271,9 @@ def sturdy_tokens(twin: PreTrainedModel) -> list[int]:
     layers = [module for module in twin.modules() if isinstance(module, FakeQuantLinear)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
-        prompt = torch.randint(twin.config.get_text_config().vocab_size, (6,), generator=generator).tolist()
+        prompt = torch.randint(
+            twin.config.get_text_config().vocab_size, (6,), generator=generator
+        ).tolist()
         for layer in layers:
             layer.fragile = False
         hf_logits(twin, prompt)

@@ -241,7 +241,9 @@ def test_a_head_with_a_bias_can_not_be_scaled() -> None:
 
 
 # Models of several towers among them.
-NEWER = [name for name in MODELS if name.split("-")[0] not in ("llama", "mistral", "qwen2", "qwen3")]
+NEWER = [
+    name for name in MODELS if name.split("-")[0] not in ("llama", "mistral", "qwen2", "qwen3")
+]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])

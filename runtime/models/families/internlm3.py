@@ -22,6 +22,4 @@ def _config(fields: Fields) -> ModelConfig:
 _ARCHITECTURES = ("InternLM3ForCausalLM", "LlamaForCausalLM")
 _DEFAULTS = {**LLAMA_IDS, "rms_norm_eps": 1e-5}
 
-register(
-    Family("internlm3", _ARCHITECTURES, _config, layout, Llama.load, defaults=_DEFAULTS)
-)
+register(Family("internlm3", _ARCHITECTURES, _config, layout, Llama.load, defaults=_DEFAULTS))

@@ -21,6 +21,4 @@ def _config(fields: Fields) -> ModelConfig:
 _ARCHITECTURES = ("IQuestCoderForCausalLM", "LlamaForCausalLM")
 _DEFAULTS = {**LLAMA_IDS, "rms_norm_eps": 1e-5}
 
-register(
-    Family("iquestcoder", _ARCHITECTURES, _config, layout, Llama.load, defaults=_DEFAULTS)
-)
+register(Family("iquestcoder", _ARCHITECTURES, _config, layout, Llama.load, defaults=_DEFAULTS))

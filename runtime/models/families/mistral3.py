@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from ..registry import Tower, register
 
-register(
-    Tower("mistral3", ("Mistral3ForConditionalGeneration",), "mistral", any_family=True)
-)
+register(Tower("mistral3", ("Mistral3ForConditionalGeneration",), "mistral", any_family=True))

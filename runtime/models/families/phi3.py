@@ -50,6 +50,4 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 
-register(
-    Family("phi3", ("Phi3ForCausalLM",), _config, _layout, Llama.load, defaults=_DEFAULTS)
-)
+register(Family("phi3", ("Phi3ForCausalLM",), _config, _layout, Llama.load, defaults=_DEFAULTS))
