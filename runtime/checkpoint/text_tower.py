@@ -18,7 +18,8 @@ _LAYOUTS: tuple[dict[str, str], ...] = (
     {"model.": "model.language_model."},
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
 )
-_PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+# Whatever begins so is of the text tower, or it is an error.
+_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "language_model.")
 
 
 def family_name(stored: str) -> str | None:
@@ -27,7 +28,7 @@ def family_name(stored: str) -> str | None:
         for ours, theirs in layout.items():
             if stored.startswith(theirs):
                 return ours + stored.removeprefix(theirs)
-    return stored if stored.startswith(_PLAIN) else None
+    return stored if stored.startswith(_TEXT) else None
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -84,6 +85,7 @@ def modules_to_ignore(others: Iterable[str]) -> list[str]:
     Args:
         others: names of the other towers' tensors.
     """
-    names = [name.removeprefix("model.").split(".") for name in others]
-    towers = sorted({name[0] for name in names if len(name) > 2})
-    return [rf"re:(model\.)?{re.escape(tower)}\..*" for tower in towers]
+    # As often as it is there: a tower "model" would be the text tower as well.
+    names = [re.sub(r"^(model\.)+", "", name).split(".") for name in others]
+    towers = sorted({name[0] for name in names if len(name) > 1})
+    return [rf"re:(model\.)?{re.escape(tower)}(\.|$)" for tower in towers]

@@ -19,6 +19,8 @@ from hf_models import (
     save_plain,
     tensors_of,
 )
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from quantized_files import OTHER_TOWERS
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedModel
@@ -29,6 +31,12 @@ from ostinato.checkpoint import (
     load_config,
     load_model,
     quantize_checkpoint,
+)
+from ostinato.checkpoint.text_tower import (
+    family_name,
+    modules_to_ignore,
+    spellings,
+    stored_name,
 )
 from ostinato.models import sequence_logits
 
@@ -59,6 +67,34 @@ def is_other(name: str) -> bool:
 @pytest.fixture(scope="module")
 def llava() -> PreTrainedModel:
     return random_model(MODELS["llava"])
+
+
+layers = st.builds(
+    "model.layers.{}.{}".format,
+    st.integers(0, 200),
+    st.sampled_from(["mlp.up_proj", "self_attn.q_proj", "input_layernorm"]),
+)
+others = st.from_regex(r"\A(model\.){0,3}[a-z_]{1,20}(\.[a-z0-9_]{1,9}){0,3}\.weight\Z")
+
+
+@given(st.sampled_from(["model.embed_tokens", "model.norm", "lm_head"]) | layers)
+def test_all_spellings_of_a_name_mean_it(name: str) -> None:
+    spelt = spellings(name)
+    assert spelt[0] == name
+    assert {family_name(f"{other}.weight") for other in spelt} == {f"{name}.weight"}
+    for other in spelt:
+        assert stored_name(name, [f"{other}.weight"]) in spelt
+
+
+@given(others)
+def test_patterns_of_other_towers_match_them_and_no_text(name: str) -> None:
+    assume(family_name(name) is None)
+    patterns = [pattern.removeprefix("re:") for pattern in modules_to_ignore([name])]
+    text = [*spellings("lm_head"), *spellings("model.layers.0.mlp.up_proj")]
+    assert not any(re.match(pattern, module) for pattern in patterns for module in text)
+    module = name.removesuffix(".weight")
+    if module != "model" and not module.startswith("model.model."):
+        assert any(re.match(pattern, module) for pattern in patterns)
 
 
 def loads(folder: Path, model: PreTrainedModel) -> None:
@@ -108,7 +144,12 @@ def test_a_missing_tensor_of_the_text_tower_is_named(
 
 
 @pytest.mark.parametrize(
-    "surplus", ["model.language_model.layers.1.mlp.surprise", "model.language_model.layers.7.x"]
+    "surplus",
+    [
+        "model.language_model.layers.1.mlp.surprise",
+        "model.language_model.layers.7.x",
+        "language_model.surprise",
+    ],
 )
 def test_a_surplus_tensor_of_the_text_tower_is_named(
     surplus: str, llava: PreTrainedModel, tmp_path: Path

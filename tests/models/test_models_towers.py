@@ -10,6 +10,7 @@ import transformers
 from hf_models import MODELS
 
 from ostinato.models import ModelConfig, UnsupportedModelError, read_config
+from ostinato.models.registry import Tower, families, register
 
 SIZES: dict[str, Any] = {
     "vocab_size": 200000,  # in which the tokens of all defaults are
@@ -186,6 +187,14 @@ def test_either_field_ties_the_embeddings(outer: bool | None, inner: bool | None
     config = text_of("mistral3", tie_word_embeddings=inner, model_type="mistral")
     tied = read_config({**config, "tie_word_embeddings": outer}).tie_word_embeddings
     assert tied is bool(outer or inner)
+
+
+def test_a_model_type_is_registered_once() -> None:
+    for name in ("llama", "llava"):
+        with pytest.raises(ValueError, match=f"model_type: got '{name}', which is registered alr"):
+            register(Tower(name, (), "llama"))
+    with pytest.raises(ValueError, match="model_type: got 'qwen3_vl_text', which is registered"):
+        register(families()["qwen3_vl_text"])
 
 
 def test_a_text_tower_differs_from_the_model_by_itself_in_its_names_alone() -> None:
