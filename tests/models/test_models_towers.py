@@ -197,7 +197,7 @@ def test_a_model_type_is_registered_once() -> None:
         register(families()["qwen3_vl_text"])
 
 
-def test_a_text_tower_differs_from_the_model_by_itself_in_its_names_alone() -> None:
+def test_a_text_tower_differs_in_the_names_of_tensors_alone() -> None:
     alone = read_config(MODELS["llama"].to_dict())
     tower = read_config(MODELS["llava"].to_dict())
     assert not alone.text_tower
