@@ -1,4 +1,4 @@
-"""Which models there are: each family registers itself, in a file of `families/`."""
+"""Which models there are: each family registers itself, in a file below `families/`."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def _check_architectures(fields: Fields, known: tuple[str, ...]) -> None:
 @cache
 def _discover() -> None:
     package = importlib.import_module(".families", __package__)
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 
 __all__ = [

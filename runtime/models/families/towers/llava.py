@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..registry import Tower, register
+from ...registry import Tower, register
 
 register(Tower("llava", ("LlavaForConditionalGeneration",), "llama", any_family=True))
 register(Tower("llava_next", ("LlavaNextForConditionalGeneration",), "llama", any_family=True))

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..registry import Tower, register
+from ...registry import Tower, register
 
 register(Tower("mistral3", ("Mistral3ForConditionalGeneration",), "mistral", any_family=True))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig, full_attention, same_rope, standard_config
-from ..config_fields import Fields
-from ..registry import Family, Tower, register
-from .llama import Llama, layout
+from ...config import ModelConfig, full_attention, same_rope, standard_config
+from ...config_fields import Fields
+from ...registry import Family, Tower, register
+from ..llama import Llama, layout
 
 
 def _config(fields: Fields) -> ModelConfig:
