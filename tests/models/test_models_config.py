@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models_sizes import SIZES
 
 from ostinato.models import UnsupportedModelError, read_config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 # For the head dim of `SIZES`, 8.
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
