@@ -19,6 +19,8 @@
 // -DOSTINATO_PINGPONG=0|1           1: two consumer warpgroups alternate, each with its own tile
 // -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: accumulate in the tensor cores (about 13 fraction
 //                                   bits); 0: promote to fp32 accumulators every 128 products
+// -DOSTINATO_BLOCK_SCALES=0|1       e4m3 only. 1: scales of 128 of K, of a token and of 8 channels;
+//                                   sums of 128 products are scaled and added in fp32
 
 namespace ostinato::tiled {
 
@@ -34,6 +36,10 @@ inline constexpr bool kInt8 = dtype::OSTINATO_OPERAND == dtype::int8;
 inline constexpr bool kFastAccum = OSTINATO_FAST_ACCUM;
 inline constexpr bool kPromote = !kInt8 && !kFastAccum;
 static_assert(!(kInt8 && kFastAccum), "INT8 sums are exact: there is nothing to accumulate fast");
+inline constexpr bool kBlockScales = OSTINATO_BLOCK_SCALES;
+static_assert(!kBlockScales || kPromote, "block scales belong to FP8 sums of 128 products");
+// Whether results are multiplied by a scale of the token and one of the channel.
+inline constexpr bool kResultScales = !kBlockScales;
 
 inline constexpr bool kPingPong = OSTINATO_PINGPONG;
 // Tokens or channels are the MMA's 64 rows; the others are its columns, whose number is flexible.
@@ -66,7 +72,6 @@ inline constexpr int kSums = kTileColumns / 2;                     // per thread
 static_assert(kTileRows == 64 || kTileRows == 128, "one warpgroup of 64 rows, or two");
 static_assert(kTileColumns == 8 || (kTileColumns % 16 == 0 && kTileColumns <= 256),
               "an INT8 MMA has 8 columns, or a multiple of 16");
-static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the registers");
 
 // One consumer leaves enough registers: its producers are two warps. Otherwise the producers are a
 // warpgroup that gives up registers (setmaxnreg).
@@ -80,7 +85,14 @@ inline constexpr int kUnits = kChannels + kTokens <= 80 ? 4 : kChannels + kToken
 inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
-inline constexpr int kMaxStages = 16;
+// Block scales have a ring of their own: without this limit it would take the room of a stage.
+inline constexpr int kMaxStages = kBlockScales && kUnits == 1 ? 8 : 16;
+// Sums in registers: one set, one that sums of 128 products are added to, or one of these for each
+// unit of a stage.
+inline constexpr int kSumSets = kBlockScales ? 1 + kUnits : kPromote ? 2 : 1;
+static_assert(kBlocks * kSums * kSumSets <= (kBlockScales ? 192 : 128),
+              "sums must fit in the registers");
+static_assert(!kBlockScales || !kPingPong, "two sets of sums of a ping-pong tile do not fit");
 // Weights are loaded before x, while the preceding kernel runs. With small tiles, launches are
 // short, and the whole ring is filled, but with at most this many bytes in flight: x, and what the
 // preceding kernel reads, queue behind them.
@@ -121,13 +133,31 @@ struct SwapAbStorage {
 
 struct NoStorage {};
 
+// Block scales of a stage, kCount of a unit; TMA writes to multiples of 128 bytes.
+template <int kCount>
+struct alignas(128) StageScales {
+  float of[kUnits][kCount];
+};
+struct BlockScaleStorage {
+  StageScales<kChannels / kScaleChannels> w_scales[kMaxStages];
+  StageScales<kTokens> x_scales[kMaxStages];
+};
+struct NoScaleStorage {};
+inline constexpr int kWeightScaleBytes =
+    kBlockScales ? kUnits * kChannels / kScaleChannels * sizeof(float) : 0;
+inline constexpr int kTokenScaleBytes = kBlockScales ? kUnits * kTokens * sizeof(float) : 0;
+
 struct DirectStorage {
   float w_scale[kConsumers][kChannels];
   float bias[kConsumers][kChannels];
   int32_t w_sum[kConsumers][kChannels];
 };
 
-struct alignas(1024) FixedStorage {
+// Arrivals of a consumer warpgroup that release a stage to one CTA.
+inline constexpr int kReleases = kBlockScales ? kWarpgroup / 32 : 1;
+
+struct alignas(1024) FixedStorage
+    : std::conditional_t<kBlockScales, BlockScaleStorage, NoScaleStorage> {
   std::conditional_t<kTokenRows, DirectStorage,
                      std::conditional_t<kSmallM, NoStorage, SwapAbStorage>>
       epilogue;

@@ -44,7 +44,9 @@ class Consumer {
       wait_for_predecessor();  // returns at once after the first time
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
-      if constexpr (kPromote) {
+      if constexpr (kBlockScales) {
+        sum_scaling(work_tile.steps, sums, position, fixed_);
+      } else if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
       } else {
         sum(work_tile.steps, sums, position, epilogue);
@@ -129,7 +131,8 @@ class Consumer {
   // CTAs share K, the CTA's own. The barrier counts equally many arrivals either way.
   __device__ __forceinline__ void release(int slot) {
     OSTINATO_DELAY(release, warpgroup_ == 0);
-    const int thread = threadIdx.x % kWarpgroup;
+    // MMAs are of the whole warpgroup, but every warp reads block scales by itself.
+    const int thread = threadIdx.x % (kBlockScales ? 32 : kWarpgroup);
     if (thread >= plan_.cluster) {
       return;
     }
@@ -179,9 +182,7 @@ class Consumer {
     release(previous);
   }
 
-  // Two-level accumulation: sums of 128 products are added in fp32.
-  __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
-                                                RingPosition& position) {
+  static __device__ __forceinline__ void clear(Sum (&sums)[kBlocks][kSums]) {
 #pragma unroll
     for (auto& block : sums) {
 #pragma unroll
@@ -189,6 +190,12 @@ class Consumer {
         s = 0;
       }
     }
+  }
+
+  // Two-level accumulation: sums of 128 products are added in fp32.
+  __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
+                                                RingPosition& position) {
+    clear(sums);
     wait_turn();
     for (int step = 0; step < steps; ++step) {
       wait_full(position);
@@ -215,6 +222,76 @@ class Consumer {
       position.advance(plan_.stages);
     }
     give_turn();
+  }
+
+  // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
+  // The MMAs of a stage run together. All tiles add in this order and with these roundings.
+  template <class Fixed>
+  __device__ __forceinline__ void sum_scaling(int steps, Sum (&sums)[kBlocks][kSums],
+                                              RingPosition& position, const Fixed& fixed) {
+    clear(sums);
+    for (int step = 0; step < steps; ++step) {
+      OSTINATO_DELAY(consumer, warpgroup_ == 0);
+      wait_full(position);
+      const Channels channels = channels_of(position.slot);
+      const Tokens tokens = tokens_of(position.slot);
+      Sum products[kUnits][kBlocks][kSums];
+#pragma unroll
+      for (auto& of_unit : products) {
+        pin(of_unit);
+      }
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        multiply_unit(channels, tokens, unit, false, products[unit]);
+      }
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<0>();
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        pin(products[unit]);
+        add_scaled(fixed.w_scales[position.slot].of[unit], fixed.x_scales[position.slot].of[unit],
+                   products[unit], sums);
+      }
+      release(position.slot);
+      position.advance(plan_.stages);
+    }
+  }
+
+  // Adds products of a unit, multiplied by the scales of the tile's channels and tokens, to sums.
+  __device__ __forceinline__ void add_scaled(const float* w_scales, const float* x_scales,
+                                             const Sum (&products)[kBlocks][kSums],
+                                             Sum (&sums)[kBlocks][kSums]) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      // Of the block's 64 rows the thread has two, 8 apart, and of 8 columns two adjacent ones.
+      const int row = (warpgroup_in_tile(warpgroup_) * kBlocks + block) * kMmaRows + warp * 16;
+      float of_row[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        of_row[half] = kTokenRows ? x_scales[row + half * 8 + lane / 4]
+                                  : w_scales[(row + half * 8) / kScaleChannels];
+      }
+#pragma unroll
+      for (int group = 0; group < kTileColumns / 8; ++group) {
+        float2 of_columns;
+        if constexpr (kTokenRows) {
+          static_assert(kScaleChannels == 8, "the columns of a group share a scale");
+          of_columns.x = of_columns.y = w_scales[group];
+        } else {
+          of_columns = *reinterpret_cast<const float2*>(&x_scales[group * 8 + lane % 4 * 2]);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int i = group * 4 + half * 2;
+          sums[block][i] = __fmaf_rn(products[block][i], __fmul_rn(of_row[half], of_columns.x),
+                                     sums[block][i]);
+          sums[block][i + 1] = __fmaf_rn(
+              products[block][i + 1], __fmul_rn(of_row[half], of_columns.y), sums[block][i + 1]);
+        }
+      }
+    }
   }
 
   // Adds the partner's accumulators to this CTA's; each CTA keeps half of the columns. The data is
