@@ -153,6 +153,13 @@ __device__ __forceinline__ float dynamic_scale(float largest) {
   return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
 }
 
+// The least power of two that is not smaller; NaN and infinity stay.
+__device__ __forceinline__ float ceil_power_of_two(float positive) {
+  constexpr uint32_t kMantissa = 0x7fffffu;
+  const uint32_t bits = __float_as_uint(positive);
+  return positive < INFINITY ? __uint_as_float((bits + kMantissa) & ~kMantissa) : positive;
+}
+
 // Adding this rounds a float of magnitude below 2^22 to an integer, ties to even, in the low bits
 // of the sum.
 inline constexpr float kRoundingShift = 12582912.0f;  // 1.5 * 2^23

@@ -98,6 +98,28 @@ __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static
   }
 }
 
+// Quantises one vector of each lane by groups of kGroup elements of a row, which adjacent lanes
+// have; writes codes and scales. Vectors past the end of the row are zeros.
+template <typename Code, bool kAligned>
+__device__ __forceinline__ void encode_groups(const QuantizeParams& p, const Static& fixed,
+                                              const Row& row, int64_t index, uint32_t first,
+                                              const Values& values) {
+  const float largest = lanes_max<kGroup / kVectorSize>(max_magnitude_of(0.0f, values));
+  float scale = dynamic_scale<Code>(largest);
+  if (p.power_of_two != 0) {
+    scale = ceil_power_of_two(scale);
+  }
+  if (first % kGroup == 0 && first < row.k) {
+    p.scale_out[first / kGroup * p.scale_stride + index] = scale;
+  }
+  const Encoder<Code> encoder(fixed, scale);
+  if (encoder.bounded) {
+    encoder.template write<kAligned, true>(row, first, values);
+  } else {
+    encoder.template write<kAligned, false>(row, first, values);
+  }
+}
+
 // Normalises or gates a row, and stores the result. Thread `thread` of those that share the row has
 // the vectors that begin at first_of(v), and weight_of(v) returns the norm weights of each.
 template <Share kShare, bool kAligned, int kVectors, typename FirstOf, typename WeightOf>
@@ -129,7 +151,12 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
     }
   }
 
-  if constexpr (kEncodes) {
+  if constexpr (kGroup > 0) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      encode_groups<Out, kAligned>(p, fixed, row, index, first_of(v), values[v]);
+    }
+  } else if constexpr (kEncodes) {
     encode_row<Out, kShare, kAligned>(p, fixed, row, index, thread, values, first_of, exchange);
   } else {
 #pragma unroll
@@ -141,7 +168,7 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
 
 // Discards the lines of both halves of a gated row from L2. The thread whose vector begins a line
 // discards it once all readers have read it: they have exchanged their maxima, unless the scale was
-// given.
+// given. (Those of a group are the readers of whole lines.)
 template <Share kShare, int kVectors, typename FirstOf>
 __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
                                             const FirstOf& first_of) {
@@ -308,7 +335,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
   };
 
-  if constexpr (kEncodes) {
+  if constexpr (kGroup > 0) {
+    for (uint32_t first = begin; first - lane * kVectorSize < k; first += step) {
+      Values values;
+      values_at(first, values);
+      encode_groups<Code, kAligned>(p, fixed, row, blockIdx.x, first, values);
+    }
+  } else if constexpr (kEncodes) {
     float scale;
     if (fixed.given) {
       scale = fixed.scale;

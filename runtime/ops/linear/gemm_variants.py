@@ -13,6 +13,10 @@ from ...jit.targets import HOPPER
 from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 
 
+# What tables of tiles call e4m3 operands with block scales.
+BLOCK_E4M3 = "e4m3_block"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemmSmallM(Variant):
     """INT8 GEMM for few tokens: streams weights that were repacked at load.
@@ -29,6 +33,7 @@ class GemmSmallM(Variant):
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m" / "small_m_sm90.cu"
     needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     dtype: ClassVar[str] = "int8"
+    operands: ClassVar[str] = dtype
 
     out_dtype: str
     max_m: int
@@ -101,6 +106,11 @@ class GemmTiled(Variant):
                 f"block_scales: got True with dtype {self.dtype!r}, fast_accum {self.fast_accum} "
                 f"and pingpong {self.pingpong}, expected 'e4m3', False and False"
             )
+
+    @property
+    def operands(self) -> str:
+        """What tables of tiles call x and w."""
+        return BLOCK_E4M3 if self.block_scales else self.dtype
 
     @property
     def token_rows(self) -> bool:

@@ -165,7 +165,7 @@ def check_weight(
     else:
         checks.tensor("w", w, dtypes, ("N", k), device)
     columns = w.shape[0]
-    _check_tiles(x_shape, w.shape)
+    check_tiles(x_shape, w.shape)
     if w.dtype is torch.int8:
         check_int32_sums(k, largest=128)
     checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
@@ -215,7 +215,7 @@ def _has_bf16_kernels() -> bool:
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
+def check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
     """Check that sizes and numbers of tiles fit the kernels' 32 bits, for the smallest of tiles."""
     checks.int32_sizes("x", x_shape, "M", "K")
     checks.int32_sizes("w", w_shape, "N", "K")

@@ -117,13 +117,14 @@ def check_norm(
         checks.tensor("residual", residual, (x.dtype,), x.shape, x.device)
 
 
-def _normalized(
+def normalized(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return the norm of x, or of x + residual, in fp32 by torch's operators."""
     if residual is not None and residual_out is not None:
         x = torch.add(x, residual, out=residual_out)
     rows = x.float()
@@ -152,7 +153,7 @@ def _rms_norm(
             eps=eps,
         )
         return
-    out.copy_(_normalized(x, weight, eps, residual, residual_out))
+    out.copy_(normalized(x, weight, eps, residual, residual_out))
 
 
 def normalize_and_quantize(
@@ -185,7 +186,7 @@ def normalize_and_quantize(
             n_active=n_active,
         )
         return
-    rows = _normalized(x, weight, eps, residual, residual_out)
+    rows = normalized(x, weight, eps, residual, residual_out)
     quantize_into(rows, scale, zero_point, out, scale_out)
 
 

@@ -15,7 +15,7 @@ from ...jit.variant import OPERAND_DTYPES
 from ..common import checks
 from ..common.sizes import ceil_div, round_up
 from . import tile_cost_model
-from .gemm_variants import GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
+from .gemm_variants import BLOCK_E4M3, GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
 from .packed_weight import TILE_CHANNELS
 
 GemmVariant = GemmSmallM | GemmTiled
@@ -186,7 +186,7 @@ def choose(
         m: tokens.
         n: output channels.
         k: input features.
-        dtype: of x and w, "int8" or "e4m3".
+        dtype: of x and w, "int8", "e4m3", or `BLOCK_E4M3` for e4m3 with block scales.
         out_dtype: "bf16", "fp16" or "fp32".
         packed: whether w is packed.
         fast_accum: whether FP8 sums may stay in the tensor cores.
@@ -265,14 +265,16 @@ def _tiles(dtype: str, out_dtype: str, fast_accum: bool) -> tuple[GemmTiled, ...
     tiles = [row for row in TABLE if isinstance(row, Tile)]
     variants = (
         GemmTiled(
-            dtype=dtype,
+            dtype="e4m3" if dtype == BLOCK_E4M3 else dtype,
             out_dtype=out_dtype,
             channels=row.channels,
             tokens=row.tokens,
             pingpong=row.pingpong,
             fast_accum=fast_accum,
+            block_scales=dtype == BLOCK_E4M3,
         )
         for row in tiles
+        if not (row.pingpong and dtype == BLOCK_E4M3)
     )
     return tuple(variant for variant in variants if variant in _COMPILED)
 

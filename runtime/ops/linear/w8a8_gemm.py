@@ -11,7 +11,8 @@ from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from ..common.sizes import round_up
 from . import packed_weight, tile_tuning
-from .gemm_variants import GemmTiled
+from .block_scales import aligned_scales, are_aligned
+from .gemm_variants import BLOCK_E4M3, GemmTiled
 from .tile_table import Choice
 
 _ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
@@ -30,11 +31,13 @@ def w8a8_gemm(
     batch_invariant: bool,
     out: torch.Tensor,
     to_sample: ToSample | None = None,
+    *,
+    block_scales: bool = False,
 ) -> None:
     """Launch the product on torch's current stream.
 
     The arguments are those of `ostinato.ops.w8a8_linear`, checked; w is [n, k] or the data of a
-    `PackedWeight`.
+    `PackedWeight`. With `block_scales` the scales are those of `fp8_block_linear`.
     """
     (m, n), k = out.shape, x.size(1)
     if m == 0 or n == 0:
@@ -54,6 +57,11 @@ def w8a8_gemm(
         packed = w.dim() == 4
         name, sms = gpu(device)
         dtype, out_dtype = KERNEL_NAMES[x.dtype], KERNEL_NAMES[out.dtype]
+        scale_strides = (int(x_scale.numel() > 1), int(w_scale.numel() > 1))
+        if block_scales:
+            dtype, early = BLOCK_E4M3, early and are_aligned(w_scale)
+            x_scale, w_scale = aligned_scales(x_scale), aligned_scales(w_scale)
+            scale_strides = (row_stride(x_scale), row_stride(w_scale))
         choice = tile_tuning.choose(
             name, sms, m, n, k, dtype, out_dtype, packed, fast_accum, batch_invariant
         )
@@ -62,13 +70,13 @@ def w8a8_gemm(
         stream = current_stream(device)
         load(choice.variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
-            x_stride=_row_stride(x),
+            x_stride=row_stride(x),
             w=w.data_ptr(),
-            w_stride=0 if packed else _row_stride(w),
+            w_stride=0 if packed else row_stride(w),
             x_scale=x_scale.data_ptr(),
-            x_scale_stride=int(x_scale.numel() > 1),
+            x_scale_stride=scale_strides[0],
             w_scale=w_scale.data_ptr(),
-            w_scale_stride=int(w_scale.numel() > 1),
+            w_scale_stride=scale_strides[1],
             bias=address_of(bias),
             x_zero_point=address_of(x_zero_point),
             x_zero_point_stride=int(x_zero_point is not None and x_zero_point.numel() > 1),
@@ -147,7 +155,8 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return rows and x.data_ptr() % _ALIGNMENT == 0
 
 
-def _row_stride(x: torch.Tensor) -> int:
+def row_stride(x: torch.Tensor) -> int:
+    """Return the elements between two rows of a matrix."""
     # The stride of a single row says nothing, but TMA wants a good one all the same.
     return x.stride(0) if x.size(0) > 1 else round_up(x.size(1), _ALIGNMENT)
 
