@@ -4,6 +4,7 @@ from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
+from .block_linear import BlockFP8Linear
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
 from .registry import decoder_fields, family_of, read_config
@@ -12,6 +13,7 @@ from .rope import RopeConfig
 from .scoring import sequence_logits
 
 __all__ = [
+    "BlockFP8Linear",
     "DUMMY_PAGE",
     "AttentionInputs",
     "Decoder",

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's FP8: static scales per tensor."""
+"""NVIDIA ModelOpt's FP8: static scales per tensor, or weights in blocks of 128 by 128."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from ..patterns import PatternMatcher
 from ..section import KV_CACHE_REFUSED, Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
+from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.w8a8 import W8A8Scheme
 
+_IN_BLOCKS = "FP8_PB_WO"
 _FILE = "hf_quant_config.json"
 # The output projection is in 16 bits whether or not the configuration lists it.
 _OUTPUT = "lm_head"
@@ -31,14 +33,21 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     Raises:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
-            per tensor) and for a quantised KV cache.
+            per tensor) and "FP8_PB_WO" (weights in blocks; activations are quantised by groups of
+            128 at run time, as other runtimes do), and for a quantised KV cache.
     """
-    config.choice("quant_algo", "FP8")
+    algorithm = config.choice("quant_algo", "FP8", _IN_BLOCKS)
+    if algorithm == _IN_BLOCKS:
+        config.choice("group_size", BLOCK, default=BLOCK)
     config.reject("kv_cache_quant_algo", KV_CACHE_REFUSED)
     config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
-    scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
+    scheme: StoredScheme
+    if algorithm == _IN_BLOCKS:
+        scheme = FP8BlockScheme()
+    else:
+        scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
 
     matcher = PatternMatcher(config.where)
     patterns = [_regex(entry) for entry in ignore]
