@@ -52,9 +52,10 @@ def quantize_checkpoint(
     """Quantise the linear layers of a checkpoint: 8-bit weights, activations at run time.
 
     The new folder is in compressed-tensors format and holds the weights with a scale per output
-    row, or per block of 128 by 128 (in the model's dtype), every other tensor as it was, the tokenizer and the generation
-    settings. Of a model with several towers the text tower is quantised. The folder appears whole
-    or not at all: it is written beside `dst` under a temporary name, forced to disk, and renamed.
+    row, or per block of 128 by 128 (in the model's dtype), every other tensor as it was, the
+    tokenizer and the generation settings. Of a model with several towers the text tower is
+    quantised. The folder appears whole or not at all: it is written beside `dst` under a temporary
+    name, forced to disk, and renamed.
     On an error and on SIGINT, SIGTERM or SIGHUP nothing is left; what another signal leaves, the
     next run for the same `dst` removes. Links in `src` are followed within the folder and, in a
     snapshot of the Hugging Face Hub, to the blobs of its repository.

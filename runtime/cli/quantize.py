@@ -7,14 +7,14 @@ from pathlib import Path
 
 from .command import Command, Parser, as_utf8, check_model, user_errors
 
-
 _SCHEMES = ("int8", "fp8", "fp8-block")
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="ostinato quantize",
-        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8,fp8-block} [--ignore NAME ...]",
+        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8,fp8-block} "
+        "[--ignore NAME ...]",
         description="Write an 8-bit checkpoint in compressed-tensors format: weights scaled per "
         "output channel and activations quantised per token at run time, or, with fp8-block, in "
         "blocks of 128 by 128 and groups of 128.",

@@ -1,10 +1,10 @@
 """Decoders, by families that register themselves, and the paged KV cache they run over."""
 
+from .block_linear import BlockFP8Linear
 from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
-from .block_linear import BlockFP8Linear
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
 from .registry import decoder_fields, family_of, read_config
@@ -13,9 +13,9 @@ from .rope import RopeConfig
 from .scoring import sequence_logits
 
 __all__ = [
-    "BlockFP8Linear",
     "DUMMY_PAGE",
     "AttentionInputs",
+    "BlockFP8Linear",
     "Decoder",
     "DenseLinear",
     "Linear",

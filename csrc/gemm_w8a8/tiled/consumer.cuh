@@ -133,6 +133,9 @@ class Consumer {
     OSTINATO_DELAY(release, warpgroup_ == 0);
     // MMAs are of the whole warpgroup, but every warp reads block scales by itself.
     const int thread = threadIdx.x % (kBlockScales ? 32 : kWarpgroup);
+    if (kBlockScales) {
+      __syncwarp();
+    }
     if (thread >= plan_.cluster) {
       return;
     }
@@ -285,10 +288,10 @@ class Consumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int i = group * 4 + half * 2;
-          sums[block][i] = __fmaf_rn(products[block][i], __fmul_rn(of_row[half], of_columns.x),
-                                     sums[block][i]);
-          sums[block][i + 1] = __fmaf_rn(
-              products[block][i + 1], __fmul_rn(of_row[half], of_columns.y), sums[block][i + 1]);
+          sums[block][i] =
+              __fmaf_rn(products[block][i], __fmul_rn(of_row[half], of_columns.x), sums[block][i]);
+          sums[block][i + 1] = __fmaf_rn(products[block][i + 1],
+                                         __fmul_rn(of_row[half], of_columns.y), sums[block][i + 1]);
         }
       }
     }

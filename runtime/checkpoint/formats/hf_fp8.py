@@ -22,11 +22,11 @@ _OUTPUT = "lm_head"
 def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     """Return the scheme of every linear module under `quant_method` "fp8".
 
-    With `weight_block_size`, weights have a scale per block, and activations are quantised by groups
-    of 128 at run time. Otherwise weights have one scale per tensor, activations a static one or
-    none; with none they are quantised per token. An entry of `ignored_layers` or `modules_to_not_convert` means a module,
-    everything inside it, and every module whose name ends with it, and may be a regular
-    expression, as in transformers.
+    With `weight_block_size`, weights have a scale per block, and activations are quantised by
+    groups of 128 at run time. Otherwise weights have one scale per tensor, activations a static one
+    or none; with none they are quantised per token. An entry of `ignored_layers` or
+    `modules_to_not_convert` means a module, everything inside it, and every module whose name ends
+    with it, and may be a regular expression, as in transformers.
 
     Raises:
         CheckpointError: when the configuration is malformed.

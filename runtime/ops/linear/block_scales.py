@@ -1,8 +1,8 @@
 """Scales of FP8 weights in blocks, and of activations in groups: how they lie in memory.
 
-A group is `GROUP` of K. A block of a weight is `GROUP` output channels of one group; a layer made of
-several weights, one under another, has blocks of each, so that kernels look scales up for every
-`SCALE_CHANNELS` channels.
+A group is `GROUP` of K. A block of a weight is `GROUP` output channels of one group. A layer made
+of several weights, one under another, has the blocks of each, so that kernels look scales up for
+every `SCALE_CHANNELS` channels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def aligned_scales(scales: torch.Tensor) -> torch.Tensor:
     """Return scales [groups, columns] in rows as kernels read them: a copy, unless they are so."""
     if are_aligned(scales):
         return scales
-    return empty_scales(*scales.shape, scales.device).copy_(scales)
+    return _aligned_copy(scales)
 
 
 def channel_scales(blocks: list[tuple[torch.Tensor, slice]]) -> torch.Tensor:
@@ -64,5 +64,9 @@ def channel_scales(blocks: list[tuple[torch.Tensor, slice]]) -> torch.Tensor:
             ceil_div(count, SCALE_CHANNELS), device=scales.device
         )
         rows.append(scales.float()[first // GROUP])
-    joined = torch.cat(rows).t()
-    return empty_scales(*joined.shape, joined.device).copy_(joined)
+    return _aligned_copy(torch.cat(rows).t())
+
+
+def _aligned_copy(scales: torch.Tensor) -> torch.Tensor:
+    groups, columns = scales.shape
+    return empty_scales(groups, columns, scales.device).copy_(scales)

@@ -12,7 +12,6 @@ from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
 from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 
-
 # What tables of tiles call e4m3 operands with block scales.
 BLOCK_E4M3 = "e4m3_block"
 

@@ -135,8 +135,9 @@ def quantize_rows(
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
     The arguments are those of the ops, checked; `out` of x's dtype takes no scale and no zero
-    point. With a `group`, `scale_out` is [ceil(k / group), m]. Of these tensors the kernel reads only `n_active` and, where it quantises, `norm_weight`
-    before those in front of it on the stream have ended.
+    point. With a `group`, `scale_out` is [ceil(k / group), m]. Of these tensors the kernel reads
+    only `n_active` and, where it quantises, `norm_weight` before those in front of it on the stream
+    have ended.
     """
     m, k = out.shape
     if m == 0:

@@ -138,12 +138,12 @@ def _quantize_into(
 ) -> None:
     """Quantise x [M, K] fp32 by torch's operators."""
     rows, k = x.shape
-    groups = functional.pad(x, (0, -k % GROUP)).view(rows, -1, GROUP)
+    groups = functional.pad(x, (0, -k % GROUP)).view(rows, scale_out.size(0), GROUP)
     scale = dynamic_scale(groups, _E4M3)
     if power_of_two:
         scale = power_of_two_scale(scale)
     codes = encode(groups, scale.unsqueeze(2), _E4M3)
-    out.copy_(codes.view(rows, -1)[:, :k])
+    out.copy_(codes.flatten(1)[:, :k])
     scale_out.copy_(scale.t())
 
 
@@ -155,8 +155,17 @@ def _quantize_per_group(
     n_active: torch.Tensor | None = None,
 ) -> None:
     if has_kernel(Quantize, x):
-        how = {"group": GROUP, "power_of_two": power_of_two, "n_active": n_active}
-        quantize_rows("per_token", x, None, None, out, scale_out, **how)
+        quantize_rows(
+            "per_token",
+            x,
+            None,
+            None,
+            out,
+            scale_out,
+            n_active=n_active,
+            group=GROUP,
+            power_of_two=power_of_two,
+        )
     else:
         _quantize_into(x.float(), power_of_two, out, scale_out)
 
