@@ -18,6 +18,7 @@ from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
+from ostinato.ops.linear.gemm_variants import BLOCK_E4M3
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 
@@ -76,6 +77,12 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
                         batch_invariant=invariant,
                         sms=sms,
                     ).variant
+    for out_dtype in FLOAT_DTYPES:
+        for m, invariant in product(TOKENS, (False, True)):
+            for n, k in ((136, 272), (1003, 1000), (1536, 2048), (4096, 4096)):
+                if m:
+                    how = {"packed": True, "fast_accum": False, "batch_invariant": invariant}
+                    yield tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how, sms=sms).variant
     for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
         how = {"packed": True, "batch_invariant": True, "sms": sms}
         yield tile_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
