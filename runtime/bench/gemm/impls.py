@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -12,17 +12,21 @@ from ...jit.variant import Variant
 from ...ops.common.device import device_index, gpu
 from ...ops.common.pdl import pdl
 from ...ops.linear import tile_tuning
+from ...ops.linear.block_scales import aligned_scales
+from ...ops.linear.gemm_variants import BLOCK_E4M3
 from ..harness.benchmark import Implementation, each
 from ..harness.summary import OURS
 from .cases import Case
 from .inputs import OUT_DTYPE, Inputs, Layout
 
-DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
+# As the command line, and the rows with underscores, call operands.
+DTYPES = {"int8": "int8", "fp8": "e4m3", "fp8-block": BLOCK_E4M3}
 
 
 def ours(dtype: str, *, with_pdl: bool) -> Implementation[Case, Inputs]:
     """Return our op for a dtype in `DTYPES`, launched with or without PDL."""
-    name = f"{OURS}{dtype}" if with_pdl else f"{OURS}{dtype}_nopdl"
+    spelt = dtype.replace("-", "_")
+    name = f"{OURS}{spelt}" if with_pdl else f"{OURS}{spelt}_nopdl"
     call = _with_pdl if with_pdl else _without_pdl
     return Implementation(name, Layout(DTYPES[dtype]), each(call))
 
@@ -36,6 +40,8 @@ def kernel(case: Case, operand: str, device: torch.device) -> Variant:
 
 
 def _with_pdl(s: Inputs) -> torch.Tensor:
+    if s.weight.blocks is not None:
+        return ops.fp8_block_linear(s.x, s.packed, s.x_scale, s.weight.scale, out=s.out)
     return ops.w8a8_linear(s.x, s.packed, s.x_scale, s.weight.scale, out=s.out, fast_accum=True)
 
 
@@ -79,12 +85,32 @@ def _few_tokens(case: Case) -> str | None:
     return None if case.m > 16 else f"got {case.m} tokens, expected more than 16"
 
 
+def _scaled_mm_blockwise(
+    case: Case, sets: Sequence[Inputs]
+) -> Sequence[Callable[[], torch.Tensor]]:
+    """Bind cuBLASLt's product with blocks, whose scales are laid out as it wants them."""
+
+    def bound(s: Inputs) -> Callable[[], torch.Tensor]:
+        assert s.weight.blocks is not None
+        x_scale = s.x_scale.contiguous().t()
+        w_scale = aligned_scales(s.weight.blocks)
+        w = s.weight.plain.t()
+        return lambda: torch._scaled_mm(s.x, w, x_scale, w_scale.t(), out_dtype=OUT_DTYPE)
+
+    return [bound(one) for one in sets]
+
+
 # Shown beside the others: they do not do what ours does.
 NOT_W8A8 = ("int_mm", "bf16")
+# Compared with our products with block scales, and with no others.
+BLOCK_PEERS = ("dg_blk", "tri_blk", "smm_blk")
 # In the order in which they are timed: torch's operators, and the adapters of others.
 PEERS: Mapping[str, Implementation[Case, Inputs] | str] = {
     "sgl_i8": "sgl_kernel.py",
     "sgl_f8": "sgl_kernel.py",
+    "dg_blk": "deep_gemm.py",
+    "tri_blk": "triton_block.py",
+    "smm_blk": Implementation("smm_blk", Layout(BLOCK_E4M3), _scaled_mm_blockwise),
     "smm_row": Implementation("smm_row", Layout("e4m3"), each(_scaled_mm_rowwise)),
     "smm_ten": Implementation("smm_ten", Layout("e4m3", scaled=False), each(_scaled_mm_tensorwise)),
     "int_mm": Implementation(

@@ -73,7 +73,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     add_run_flags(
         parser,
         "sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by tensor), "
-        "int_mm and bf16 (torch's, not W8A8: for reference)",
+        "int_mm and bf16 (torch's, not W8A8: for reference); for fp8-block dg_blk (DeepGEMM), "
+        "tri_blk (Triton) and smm_blk (torch._scaled_mm)",
     )
     parser.set_defaults(run=_run)
 

@@ -110,11 +110,11 @@ def _fp8_block_linear(
     if w.dim() == 4:
         w = packed_weight.unpack(w, columns, x.size(1))
     of_channels = w_scale.t().repeat_interleave(SCALE_CHANNELS, 0)[:columns]
-    wide = linear(_dequantized(x, x_scale.t()), _dequantized(w, of_channels))
+    wide = linear(dequantized(x, x_scale.t()), dequantized(w, of_channels))
     out.copy_(wide if bias is None else wide + bias.to(out.dtype))
 
 
-def _dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantized(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return codes [rows, K] times scales [rows, ceil(K / 128)], in fp32."""
     wide = to_float32(codes)
     whole = wide.size(1) // GROUP * GROUP

@@ -189,7 +189,7 @@ def choose(
         dtype: of x and w, "int8", "e4m3", or `BLOCK_E4M3` for e4m3 with block scales.
         out_dtype: "bf16", "fp16" or "fp32".
         packed: whether w is packed.
-        fast_accum: whether FP8 sums may stay in the tensor cores.
+        fast_accum: whether FP8 sums may stay in the tensor cores; block scales leave no choice.
         batch_invariant: whether a row's bits must not depend on m.
         sms: multiprocessors of the GPU.
     """
@@ -299,7 +299,7 @@ def serving(
     if isinstance(variant, GemmSmallM):
         return choice if packed and m <= variant.max_m else None
     exact = variant.dtype == "int8"
-    if not exact and variant.fast_accum != fast_accum:
+    if not exact and not variant.block_scales and variant.fast_accum != fast_accum:
         return None
     in_order = not exact and batch_invariant
     if choice.split_k > 1 and (in_order or not can_split(choice, m, n, sms)):
