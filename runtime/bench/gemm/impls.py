@@ -90,14 +90,22 @@ def _scaled_mm_blockwise(
 ) -> Sequence[Callable[[], torch.Tensor]]:
     """Bind cuBLASLt's product with blocks, whose scales are laid out as it wants them."""
 
-    def bound(s: Inputs) -> Callable[[], torch.Tensor]:
-        assert s.weight.blocks is not None
-        x_scale = s.x_scale.contiguous().t()
-        w_scale = aligned_scales(s.weight.blocks)
-        w = s.weight.plain.t()
-        return lambda: torch._scaled_mm(s.x, w, x_scale, w_scale.t(), out_dtype=OUT_DTYPE)
+    def bound(s: Inputs, blocks: torch.Tensor) -> Callable[[], torch.Tensor]:
+        x_scale, w = s.x_scale.contiguous().t(), s.weight.plain.t()
+        return lambda: torch._scaled_mm(s.x, w, x_scale, blocks.t(), out_dtype=OUT_DTYPE)
 
-    return [bound(one) for one in sets]
+    # Versions of torch differ in whether rows of blocks begin at multiples of 16 bytes.
+    layouts: list[Callable[[torch.Tensor], torch.Tensor]] = [torch.clone, aligned_scales]
+    for layout in layouts:
+        calls = [bound(s, layout(s.weight.blocks)) for s in sets if s.weight.blocks is not None]
+        try:
+            calls[0]()
+        except RuntimeError:
+            if layout is layouts[-1]:
+                raise
+        else:
+            break
+    return calls
 
 
 # Shown beside the others: they do not do what ours does.

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...bench.gemm.cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
+from ...bench.gemm.cases import (
+    BLOCK_SHAPE_GROUPS,
+    DEFAULT_M,
+    EDGE_M,
+    SHAPE_GROUPS,
+    Case,
+    cases,
+    parse_shapes,
+)
 from ..command import Parser, UserError
 from ..gemm_flags import add_dtype_flag, check_tokens
 from .output import check_json_flag
@@ -37,7 +45,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         nargs="+",
         default=list(SHAPE_GROUPS),
         metavar="S",
-        help=f"weights as NxK, or those of {', '.join(SHAPE_GROUPS)} (default: all of these)",
+        help=f"weights as NxK, or those of {', '.join(SHAPE_GROUPS)} (default: all of these), "
+        f"{', '.join(BLOCK_SHAPE_GROUPS)}",
     )
     parser.add_argument(
         "--m",
