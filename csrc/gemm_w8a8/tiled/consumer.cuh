@@ -2,6 +2,7 @@
 // epilogue.
 #pragma once
 
+#include "block_scales.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -249,51 +250,27 @@ class Consumer {
         multiply_unit(channels, tokens, unit, false, products[unit]);
       }
       cute::warpgroup_commit_batch();
+      const auto& w_scales = fixed.w_scales[position.slot].of;
+      const auto& x_scales = fixed.x_scales[position.slot].of;
+      UnitScales scales[kUnits];
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        scales[unit].load_rows(kTokenRows ? x_scales[unit] : w_scales[unit], warpgroup_);
+        if (UnitScales::kFit) {
+          scales[unit].load_columns(kTokenRows ? w_scales[unit] : x_scales[unit]);
+        }
+      }
       cute::warpgroup_wait<0>();
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
         pin(products[unit]);
-        add_scaled(fixed.w_scales[position.slot].of[unit], fixed.x_scales[position.slot].of[unit],
-                   products[unit], sums);
+        if (!UnitScales::kFit) {
+          scales[unit].load_columns(kTokenRows ? w_scales[unit] : x_scales[unit]);
+        }
+        scales[unit].add_scaled(products[unit], sums);
       }
       release(position.slot);
       position.advance(plan_.stages);
-    }
-  }
-
-  // Adds products of a unit, multiplied by the scales of the tile's channels and tokens, to sums.
-  __device__ __forceinline__ void add_scaled(const float* w_scales, const float* x_scales,
-                                             const Sum (&products)[kBlocks][kSums],
-                                             Sum (&sums)[kBlocks][kSums]) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      // Of the block's 64 rows the thread has two, 8 apart, and of 8 columns two adjacent ones.
-      const int row = (warpgroup_in_tile(warpgroup_) * kBlocks + block) * kMmaRows + warp * 16;
-      float of_row[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        of_row[half] = kTokenRows ? x_scales[row + half * 8 + lane / 4]
-                                  : w_scales[(row + half * 8) / kScaleChannels];
-      }
-#pragma unroll
-      for (int group = 0; group < kTileColumns / 8; ++group) {
-        float2 of_columns;
-        if constexpr (kTokenRows) {
-          static_assert(kScaleChannels == 8, "the columns of a group share a scale");
-          of_columns.x = of_columns.y = w_scales[group];
-        } else {
-          of_columns = *reinterpret_cast<const float2*>(&x_scales[group * 8 + lane % 4 * 2]);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = group * 4 + half * 2;
-          sums[block][i] =
-              __fmaf_rn(products[block][i], __fmul_rn(of_row[half], of_columns.x), sums[block][i]);
-          sums[block][i + 1] = __fmaf_rn(products[block][i + 1],
-                                         __fmul_rn(of_row[half], of_columns.y), sums[block][i + 1]);
-        }
-      }
     }
   }
 
