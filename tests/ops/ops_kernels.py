@@ -77,15 +77,22 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
                         batch_invariant=invariant,
                         sms=sms,
                     ).variant
-    for out_dtype in FLOAT_DTYPES:
-        for m, invariant in product(TOKENS, (False, True)):
-            for n, k in ((136, 272), (1003, 1000), (1536, 2048), (4096, 4096)):
-                if m:
-                    how = {"packed": True, "fast_accum": False, "batch_invariant": invariant}
-                    yield tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how, sms=sms).variant
+    yield from block_kernels(sms)
     for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
         how = {"packed": True, "batch_invariant": True, "sms": sms}
         yield tile_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
+
+
+def block_kernels(sms: int) -> Iterator[Variant]:
+    """Yield what the tests of FP8 with block scales launch on a GPU of so many SMs."""
+    yield from (v for v in CATALOGUE if isinstance(v, Quantize) and v.group)
+    for out_dtype in FLOAT_DTYPES:
+        sizes = [(136, 272), (203, 400)]
+        if out_dtype == "bf16":
+            sizes += [(1003, 1000), (1536, 2048), (4096, 4096)]
+        for (n, k), m, invariant in product(sizes, filter(None, TOKENS), (False, True)):
+            how = {"packed": True, "batch_invariant": invariant, "sms": sms}
+            yield tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how).variant
 
 
 # Head dims that the catalogue does not list.

@@ -13,7 +13,7 @@ from ops_cases import E4M3, FLOATS, assert_close, assert_same_bits, quantized_ra
 from ostinato import ops
 from ostinato.ops import reference
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("block_kernels")
 
 
 def operands(

@@ -12,7 +12,7 @@ from ostinato.ops import reference
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear.block_scales import empty_scales
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("block_kernels")]
 
 CUDA = torch.device("cuda")
 # (N, K): every tail of either beside a plain size of the other, and some of both.

@@ -16,7 +16,7 @@ from ostinato import ops
 from ostinato.ops import reference
 from ostinato.ops.linear.quantize_groups import power_of_two_scale
 
-pytestmark = pytest.mark.usefixtures("kernels")
+pytestmark = pytest.mark.usefixtures("block_kernels")
 
 SHAPES = [(0, 3), (1, 1), (3, 127), (2, 128), (5, 129), (4, 300), (9, 1024), (1, 2056)]
 
