@@ -78,8 +78,12 @@ def test_after_the_norm(
     normed = ops.rms_norm(x.float() if added is None else (x + added).float(), weight.float(), 1e-5)
     assert isinstance(normed, torch.Tensor)
     expected, expected_scale = ops.quantize_per_group(normed, power_of_two=power_of_two)
-    assert_same_bits(values, expected)
-    assert_same_bits(scale, expected_scale)
+    if device.type == "cpu" or x_dtype is torch.float32:
+        assert_same_bits(values, expected)
+        assert_same_bits(scale, expected_scale)
+    else:  # the sum of squares has another order than that of fp32 rows
+        torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(values.float(), expected.float(), rtol=0.13, atol=2.0**-9)
     if with_residual:
         assert_same_bits(total[0], x + residual)
 
