@@ -30,6 +30,7 @@ from .attention.l2_partition import L2Partition
 from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
+from .attention.workspace import paged_attention_workspace, varlen_attention_workspace
 from .embed import embed
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from .linear.linear import linear, w8a8_linear
@@ -51,6 +52,7 @@ __all__ = [
     "merge_states",
     "pack_weight",
     "paged_attention",
+    "paged_attention_workspace",
     "quantize_per_tensor",
     "quantize_per_token",
     "rms_norm",
@@ -61,5 +63,6 @@ __all__ = [
     "silu_mul",
     "silu_mul_quantize",
     "varlen_attention",
+    "varlen_attention_workspace",
     "w8a8_linear",
 ]

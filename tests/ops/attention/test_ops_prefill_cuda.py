@@ -283,9 +283,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "on_device": lambda device: nullcontext(),
         "current_stream": lambda device: 7,
         "load": lambda kernel, *, device, stream: recorder,
-        "_workspace": lambda device, stream, needed: torch.zeros(8, dtype=torch.uint8),
     }.items():
         monkeypatch.setattr(prefill_cuda, name, value)
+    memory = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(prefill_cuda._workspaces, "get", lambda device, stream, needed: memory)
     return recorder.launches
 
 
@@ -295,7 +296,7 @@ def test_a_launch_has_the_strides_of_values_of_another_dim(launches: list[dict[s
     kernel = packed_variant(q, k, v, out)
     assert kernel is not None
     offsets, rule = torch.tensor([0, 5], dtype=torch.int32), LogitRule(1.0, True, -1, -1, 0.0)
-    attend_packed(kernel, q, k, v, offsets, offsets, 5, 5, rule, None, out, None)
+    attend_packed(kernel, q, k, v, offsets, offsets, 5, 5, rule, None, out, None, None)
     (launch,) = launches
     assert launch["k"] == (k.data_ptr(), 0, 2 * 192, 192)
     assert launch["v"] == (v.data_ptr(), 0, 6 * 128, 128)
