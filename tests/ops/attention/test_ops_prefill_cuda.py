@@ -314,9 +314,8 @@ def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
     kernel = paged_variant(q, k_cache, k_cache, table, out)
     assert kernel is not None
     rule = LogitRule(1.0, True, -1, -1, 0.0)
-    attend_paged(
-        kernel, q, k_cache, k_cache, table, lens, None, 1, rule, None, batch_invariant, out, None
-    )
+    given = (q, k_cache, k_cache, table, lens, None, 1, rule, None)
+    attend_paged(kernel, *given, batch_invariant, out, None, None)
     assert [launch["pack"] for launch in launches] == [int(batch_invariant)] * 2
     assert [launch["batch"] for launch in launches] == [512, 88]
     assert launches[1]["q"][0] == q[512].data_ptr()
