@@ -45,7 +45,7 @@ class BurstError(GraphError):
 
 
 class ForkedError(GraphError):
-    """A runner was used in a fork of the process that it was made in."""
+    """A runner, or what works with one, was used in a fork of the process that made it."""
 
 
 class CaptureError(GraphError):

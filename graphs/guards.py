@@ -44,12 +44,16 @@ def _refuse_capture(owner: object, what: str) -> NoReturn:
 class ProcessGuard:
     """Tells the process it was made in from forks of it, to which no GPU memory belongs.
 
+    Args:
+        what: is guarded, for messages.
+
     Attributes:
         is_fork: whether this is a child of the process that it was made in. Noted when a child
             begins, since asking the system in every run would be felt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "runner") -> None:
+        self._what = what
         self._process = os.getpid()
         self.is_fork = False
         _guards.add(self)
@@ -58,9 +62,9 @@ class ProcessGuard:
         """Raise ForkedError in a child."""
         if self.is_fork:
             raise ForkedError(
-                f"the runner was made in process {self._process}, and this is a fork of it: the "
-                "device cannot be used across a fork; make the runner in this process, or start "
-                "processes with the method 'spawn'"
+                f"the {self._what} was made in process {self._process}, and this is a fork of it: "
+                f"the device cannot be used across a fork; make the {self._what} in this process, "
+                "or start processes with the method 'spawn'"
             )
 
 

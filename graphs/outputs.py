@@ -1,4 +1,4 @@
-"""What a step returns: one tensor, a tuple or a dict of them, with a row per row of the batch."""
+"""What a step returns: a tensor, or a tuple or dict of them, with a row per row of the batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from .buffers import BatchView
+from .kept import keep
 
 StepOutput = torch.Tensor | tuple[torch.Tensor, ...] | dict[str, torch.Tensor]
 Step = Callable[[BatchView], StepOutput]
@@ -36,25 +38,16 @@ class Outputs:
         """Wrap what a step returned for `batch`.
 
         Raises:
-            TypeError: unless it is a tensor, or a non-empty tuple or dict of tensors.
+            TypeError: unless it is a tensor, or a non-empty tuple or dict of tensors, which may be
+                of any class that torch's pytrees know (named tuples, transformers' ModelOutput).
             ValueError: when a tensor lacks the batch dimension or is on another device.
         """
         if isinstance(value, torch.Tensor):
             outputs = cls(("output",), (value,), itemgetter(0))
-        elif isinstance(value, tuple):
-            names = [f"output[{index}]" for index in range(len(value))]
-            outputs = cls(names, value, getattr(type(value), "_make", tuple))  # or a NamedTuple
-        elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            names = [f"output[{key!r}]" for key in value]
-            keys = tuple(value)
-            outputs = cls(
-                names, tuple(value.values()), lambda rows: dict(zip(keys, rows, strict=True))
-            )
         else:
-            raise TypeError(
-                f"step: returned {type(value).__name__}, expected a tensor, a tuple of tensors, or "
-                "a dict of strings to tensors"
-            )
+            labels, tensors, spec = _taken_apart(value)
+            names = [f"output[{label!r}]" for label in labels]
+            outputs = cls(names, tensors, spec.unflatten)
         if not outputs.tensors:
             raise TypeError("step: returned no tensor, expected at least one")
         for name, tensor in zip(outputs.names, outputs.tensors, strict=True):
@@ -68,13 +61,17 @@ class Outputs:
     def rows(self, n: int) -> Any:
         """Return the first `n` rows of each tensor, packed as the step packed them.
 
-        The tensors are the same for the same `n`, since making them would take as long as all else
-        that a run does on the host; one that a caller has made another of in place is made anew.
+        The tensors are mostly the same for the same `n`, since making them would take as long as
+        all else that a run does on the host; one that a caller has made another of in place is made
+        anew.
         """
         packed, places = self._rows.get(n) or self._make_rows(n)
         if any(_place_of(place[0]) != place for place in places):
-            packed, _ = self._make_rows(n)
-        return packed.copy() if isinstance(packed, dict) else packed
+            packed, places = self._make_rows(n)
+        if type(packed) is dict:
+            return packed.copy()
+        # What a caller changes in one of another class must not be seen later, either.
+        return self._pack([place[0] for place in places]) if isinstance(packed, dict) else packed
 
     def kept(self, n: int) -> _PackedRows:
         """Return what `rows` keeps of the same `n`: the packed rows, and each with its place."""
@@ -83,7 +80,8 @@ class Outputs:
     def _make_rows(self, n: int) -> _PackedRows:
         with torch.inference_mode(False):
             rows = [tensor.narrow(0, 0, n) for tensor in self.tensors]
-        made = self._rows[n] = self._pack(rows), [_place_of(row) for row in rows]
+        made = self._pack(rows), [_place_of(row) for row in rows]
+        keep(self._rows, n, made)
         return made
 
     def layout(self) -> list[tuple[str, torch.Size, torch.dtype]]:
@@ -92,6 +90,27 @@ class Outputs:
             (name, tensor.shape, tensor.dtype)
             for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
+
+
+def _taken_apart(value: object) -> tuple[Sequence[object], list[Any], TreeSpec]:
+    """Return the labels of what a tuple or dict holds, what that is, and how it is put together.
+
+    Raises:
+        TypeError: for anything else, and for classes of which torch's pytrees do not know that.
+    """
+    labels: Sequence[object] | None = None
+    if isinstance(value, tuple):
+        labels = range(len(value))
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        labels = list(value)
+    if labels is not None:
+        held, spec = tree_flatten(value, is_leaf=lambda inner: inner is not value)
+        if not spec.is_leaf():
+            return labels, held, spec
+    raise TypeError(
+        f"step: returned {type(value).__name__}, expected a tensor, a tuple of tensors or a dict "
+        "of strings to tensors; of a class of its own only if torch.utils._pytree knows it"
+    )
 
 
 def _place_of(row: torch.Tensor) -> _Place:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from .buffer_spec import BufferSpec
+from .kept import keep
 
 _ALIGNMENT = 256  # bytes: what vector loads and bulk copies ask for, and more
 _WORD = 8  # bytes
@@ -46,7 +47,7 @@ class PackedInputs:
         self._words = words
         self._bytes = words.view(torch.uint8)
         self.n_active = self._bytes[:4].view(torch.int32)
-        # Slicing costs as much as copying a few rows, so every slice is made once.
+        # Slicing costs as much as copying a few rows, so slices are kept.
         self._batches: dict[int, dict[str, torch.Tensor]] = {}
         self._heads: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self._packed: dict[int, torch.Tensor] = {}
@@ -72,7 +73,7 @@ class PackedInputs:
         if rows is None:
             with torch.inference_mode(False):
                 rows = {name: tensor[:n] for name, tensor in self.batch(size).items()}
-            self._heads[size, n] = rows
+            keep(self._heads, (size, n), rows)
         return rows
 
     def packed(self, size: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ class PackedInputs:
         if pieces is None:
             with torch.inference_mode(False):
                 pieces = [self._words[low:high] for low, high in self._ranges(size, n, without)]
-            self._pieces[key] = pieces
+            keep(self._pieces, key, pieces)
         return pieces
 
     def pad(self, size: int) -> None:

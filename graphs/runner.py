@@ -45,7 +45,8 @@ class GraphRunner(Generic[OutputT]):
 
     Args:
         step: takes a `BatchView` and returns a tensor, or a tuple or dict of tensors, with one row
-            per row of the batch.
+            per row of the batch. Named tuples, transformers' ModelOutput and other classes of
+            tuples and dicts that `torch.utils._pytree` knows are returned by runs as such.
         buffers: the inputs, of this runner alone until it is closed; their device is the runner's.
         memory: what else the step works on and stays where it is: names such as "weights" and
             "cache" to modules or tensors, which are kept alive. The audit reports any other memory,

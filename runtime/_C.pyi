@@ -1,5 +1,6 @@
 """The compiled loader (csrc/bindings/module.cpp). Pointers and streams are integers, 0 for null."""
 
+import os
 from collections.abc import Sequence
 
 def is_capturing(stream: int) -> bool:
@@ -26,6 +27,10 @@ class GraphHold:
 class Library:
     """A loaded kernel library, which says itself what its launch takes (csrc/common/fields.h).
 
+    Args:
+        path: of the file, by which errors name it.
+        opened: another path to the file, by which it is loaded; `path` by default.
+
     Attributes:
         path: of the file.
         fields: of a launch, in the order of the struct: a letter for each number that is passed, p
@@ -37,7 +42,9 @@ class Library:
             for another version of this module.
     """
 
-    def __init__(self, path: str) -> None: ...
+    def __init__(
+        self, path: str | os.PathLike[str], opened: str | os.PathLike[str] = ...
+    ) -> None: ...
     @property
     def path(self) -> str: ...
     @property

@@ -21,10 +21,11 @@ inline void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(ad
 // knowing.
 class Library {
  public:
-  explicit Library(const std::string& path) : path_(path) {
-    handle_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  // `path` is its name in errors, `opened` where it is loaded from.
+  Library(const std::string& path, const std::string& opened) : path_(path) {
+    handle_ = dlopen(opened.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle_ == nullptr) {
-      throw std::runtime_error(std::string("cannot load a kernel library: ") + dlerror());
+      throw std::runtime_error(path + ": cannot load a kernel library: " + dlerror());
     }
     launch_packer_ = packer("ostinato_fields", "launch", "stream");
     error_string_ = symbol<const char* (*)(int)>("ostinato_error_string");

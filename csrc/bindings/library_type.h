@@ -17,13 +17,17 @@ struct Object {
 inline const Library& of(PyObject* self) { return *reinterpret_cast<Object*>(self)->library; }
 
 inline PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-  static const char* names[] = {"path", nullptr};
-  const char* path;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "s", const_cast<char**>(names), &path)) {
+  static const char* names[] = {"path", "opened", nullptr};
+  PyObject* path = nullptr;
+  PyObject* opened = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O&|O&", const_cast<char**>(names),
+                                   PyUnicode_FSConverter, &path, PyUnicode_FSConverter, &opened)) {
     return nullptr;
   }
+  const py::bytes name = py::reinterpret_steal<py::bytes>(path);
+  const py::bytes file = opened == nullptr ? name : py::reinterpret_steal<py::bytes>(opened);
   try {
-    auto library = std::make_unique<Library>(path);
+    auto library = std::make_unique<Library>(name, file);
     auto* const made = reinterpret_cast<Object*>(type->tp_alloc(type, 0));
     if (made != nullptr) {
       made->library = library.release();
@@ -54,7 +58,7 @@ inline PyObject* workspace_bytes(PyObject* self, PyObject* const* values, Py_ssi
 }
 
 inline PyObject* path(PyObject* self, void*) {
-  return PyUnicode_FromString(of(self).path().c_str());
+  return PyUnicode_DecodeFSDefault(of(self).path().c_str());
 }
 
 inline PyObject* fields(PyObject* self, void*) {

@@ -17,6 +17,7 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 using fp32 = float;
 struct int8 {
+  // Of dynamic scales; static ones use -128, too.
   static constexpr float kGridMax = 127.0f;
 };
 struct e4m3 {
@@ -181,10 +182,8 @@ struct Grid;
 template <>
 struct Grid<dtype::int8> {
   float zero_point;  // an integer
-  float low;         // -127, or -128 with a zero point
 
-  __device__ __forceinline__ Grid(float zero, bool symmetric)
-      : zero_point(zero), low(symmetric ? -127.0f : -128.0f) {}
+  __device__ __forceinline__ explicit Grid(float zero) : zero_point(zero) {}
 
   // Quotients of a row by its own dynamic scale: rounded, they are within -127..127.
   __device__ __forceinline__ static uint32_t encode_bounded(const float (&q)[4]) {
@@ -204,7 +203,7 @@ struct Grid<dtype::int8> {
       // Beyond 2^22 the rounding shift is too coarse, but there every code saturates.
       const float code =
           __fadd_rn(__fadd_rn(__fadd_rn(q[i], kRoundingShift), -kRoundingShift), zero_point);
-      codes[i] = static_cast<uint32_t>(__float2int_rn(clamp(code, low, 127.0f)));
+      codes[i] = static_cast<uint32_t>(__float2int_rn(clamp(code, -128.0f, 127.0f)));
     }
     return pack_bytes(codes);
   }
@@ -212,7 +211,7 @@ struct Grid<dtype::int8> {
 
 template <>
 struct Grid<dtype::e4m3> {
-  __device__ __forceinline__ Grid(float, bool) {}
+  __device__ __forceinline__ explicit Grid(float) {}
 
   __device__ __forceinline__ static uint32_t encode_bounded(const float (&q)[4]) {
     return pack_e4m3(q);

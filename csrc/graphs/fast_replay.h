@@ -29,7 +29,7 @@ struct KnownRun {
     kReplay,  // replays the graph where `executable` is 0, or says why that cannot be launched
     kCounts,
     kRows,    // (the outputs as they are packed, [(tensor, its shape, strides, address), ...])
-    kRemake,  // returns the outputs where one of these is no longer so
+    kRemake,  // returns the outputs where these cannot be: one is no longer so, or an odd dict
     kParts
   };
   PyObject* parts[kParts];
@@ -226,7 +226,12 @@ inline PyObject* outputs(const KnownRun& run, PyObject* n) {
       return PyObject_CallOneArg(run.parts[KnownRun::kRemake], n);
     }
   }
-  return PyDict_CheckExact(packed) ? PyDict_Copy(packed) : Py_NewRef(packed);
+  if (PyDict_CheckExact(packed)) {
+    return PyDict_Copy(packed);
+  }
+  // One of another class is made anew, since the caller may change it.
+  return PyDict_Check(packed) ? PyObject_CallOneArg(run.parts[KnownRun::kRemake], n)
+                              : Py_NewRef(packed);
 }
 
 inline PyObject* run_locked(FastReplay& replay_cache, PyObject* n, PyObject* inputs,

@@ -92,6 +92,11 @@ __device__ __forceinline__ ArgmaxKey smallest_of_cta(ArgmaxKey key, ArgmaxKey (&
   return smallest_of_lanes<kWarps>(of_warps[threadIdx.x % kWarps]);
 }
 
+// The token of a row's best key; -1 if the row has NaN, whose keys are the smallest.
+__device__ __forceinline__ int64_t token_of(ArgmaxKey best) {
+  return best >> 32 == 0 ? int64_t{-1} : int64_t{id_of(best)};
+}
+
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant__ SampleParams p) {
   __shared__ SharedStorage shared;
@@ -107,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
     if (is_greedy(temperature, penalty)) {
       const ArgmaxKey best = smallest_of_cta(mine, shared.warp_values[0]);
       if (cluster.block_rank() == 0 && threadIdx.x == 0) {
-        p.out[row] = id_of(best);
+        p.out[row] = token_of(best);
       }
       return;
     }
@@ -115,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_rows(const __grid_constant
   const RowShare<kAligned> part(p, row, static_cast<int>(cluster.block_rank()), ctas);
   Selector<kAligned> selector(part, shared);
   const Selection all = selector.all();
-  uint32_t token = id_of(all.low);
+  int64_t token = token_of(all.low);
   // If the best logit is NaN or infinite, the distribution is undefined.
   const float best = logit_of(all.low);
   if (temperature > 0.0f && isfinite(best)) {

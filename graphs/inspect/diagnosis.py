@@ -98,6 +98,13 @@ _REMEDIES = (
         "step do in its warm-up calls, on the same batch size, all that it does in the capture",
     ),
     (
+        r"grouped_mm|\bexpert_(hit|mask)\b",  # the operators, and transformers' own lines
+        "the experts implementation of transformers reads on the host where tokens go, as its "
+        'default "grouped_mm" may and its "eager" does: call '
+        'model.set_experts_implementation("batched_mm") before the capture, or load the model with '
+        'experts_implementation="batched_mm"',
+    ),
+    (
         r"unless the CPU tensor is pinned|cuMemcpy\w*Async.*pageable|torch\.(tensor|as_tensor)\(|"
         r"from_numpy",
         "a copy between the host and the device: make what the step needs of the host a buffer of "

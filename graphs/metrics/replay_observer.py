@@ -9,6 +9,7 @@ import torch
 from ..errors import GraphError
 from ..graph import Graph, ReplayTimer
 from ..graph_key import Key
+from ..guards import ProcessGuard
 from .histogram import Histogram, HistogramBuilder
 
 
@@ -32,6 +33,7 @@ class ReplayObserver:
         # Statistics may be asked for by any thread, also by the step. It is never held in a replay,
         # but a signal handler may ask where this thread holds it.
         self._lock = threading.RLock()
+        self._process = ProcessGuard()
         self._collecting = False
 
     def replay(self, key: Key, graph: Graph) -> None:
@@ -56,9 +58,14 @@ class ReplayObserver:
                 torch.cuda.nvtx.range_pop()
 
     def replay_us(self) -> Histogram | None:
-        """Return the times of the replays that have ended; None where none are timed."""
+        """Return the times of the replays that have ended; None where none are timed.
+
+        In a fork of the process these are the times that were collected before it.
+        """
         if self._timer is None:
             return None
+        if self._process.is_fork:  # without the lock, which a thread of the parent may hold
+            return self._times.build()
         with self._lock:
             self._collect(self._timer)
             return self._times.build()

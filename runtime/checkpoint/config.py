@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from ..models import ModelConfig, family_of, read_config
+from .files import is_there
+from .folder import checkpoint_folder
 from .reader import CheckpointReader, holds_weights
 from .section import CONFIG_FILE, Section
 
@@ -20,21 +21,22 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     `config.json` has no dtype, it is that of the stored embedding, if there are weights.
 
     Raises:
-        CheckpointError: naming the file, when it is missing or no JSON object, or when the
-            second file's end tokens are no tokens of the model.
+        CheckpointError: when `path` is no folder with this file; naming the file, when it is no
+            JSON object, or when the second file's end tokens are no tokens of the model.
         UnsupportedModelError: for an architecture or a field of `config.json` that is not
             implemented or malformed.
     """
-    folder = Path(path)
+    folder = checkpoint_folder("path", path, CONFIG_FILE)
     written = Section.read(folder / CONFIG_FILE)
     config = read_config(written.fields, written.where)
     says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))
     if not says and holds_weights(folder):
-        embedding = family_of(config).layout(config).embedding.spec
         with CheckpointReader(folder) as reader:
-            config = replace(config, dtype=reader.dense_dtype(embedding.name) or config.dtype)
+            reader.check_layers(config.num_layers)
+            embedding = family_of(config).layout(config).embedding.spec
+            config = replace(config, dtype=reader.dense_dtype(embedding) or config.dtype)
     generation = folder / _GENERATION_FILE
-    if generation.exists():
+    if is_there(generation):
         end_tokens = Section.read(generation).integers(
             "eos_token_id", least=0, most=config.vocab_size - 1
         )

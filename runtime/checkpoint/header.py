@@ -6,6 +6,7 @@ refuse a damaged file too, but without saying which tensor is hit.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
 from operator import index
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
+from ..models.config_fields import shown
 from .errors import CheckpointError
+from .files import open_regular, unreadable
 from .section import parse_json
 
 # Spelling of dtypes in the file. Others exist; they are kept as text and never asked for.
@@ -30,6 +33,8 @@ DTYPE_NAMES = {
 }
 _ITEM_SIZES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
+_MAX_SIZES = 64  # of a shape and its place
+_MAX_SIZE = 2**63 - 1
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -48,11 +53,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises:
         CheckpointError: naming the file, and the tensor if there is one, when the file is
-            missing or truncated or its header is damaged.
+            missing, no regular file or truncated or its header is damaged.
     """
     try:
-        with file.open("rb") as stream:
-            size = file.stat().st_size
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             data_size = size - _LENGTH_BYTES - length
             if size < _LENGTH_BYTES or data_size < 0 or length > _MAX_HEADER_BYTES:
@@ -62,7 +67,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                 )
             text = stream.read(length)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        raise unreadable(file, error) from error
     entries = parse_json(text, f"{file}: corrupt safetensors header")
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: corrupt safetensors header: it is no JSON object")
@@ -79,15 +84,17 @@ def _stored(file: Path, name: str, entry: Any, data_size: int) -> StoredTensor:
         begin, end = map(index, entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: corrupt safetensors header: {name}: got {entry!r}, expected dtype, shape "
-            "and data_offsets"
+            f"{file}: corrupt safetensors header: {name}: got {shown(entry)}, expected dtype, "
+            "shape and data_offsets"
         ) from error
-    expected = prod(shape) * _ITEM_SIZES.get(dtype, 0)
-    damaged = begin < 0 or end < begin or min(shape, default=0) < 0
+    sizes = (*shape, begin, end)
+    damaged = len(sizes) > _MAX_SIZES or min(sizes) < 0 or max(sizes) > _MAX_SIZE or end < begin
+    # The product of many large numbers would take hours.
+    expected = 0 if damaged else prod(shape) * _ITEM_SIZES.get(dtype, 0)
     if damaged or (dtype in _ITEM_SIZES and end - begin != expected):
         raise CheckpointError(
-            f"{file}: corrupt safetensors header: {name}: {dtype} {list(shape)} cannot occupy "
-            f"bytes {begin} to {end}"
+            f"{file}: corrupt safetensors header: {name}: {dtype} {shown(list(shape))} cannot "
+            f"occupy bytes {shown(begin)} to {shown(end)}"
         )
     if end > data_size:
         raise CheckpointError(

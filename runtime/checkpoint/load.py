@@ -43,7 +43,9 @@ def load_model(
         path: folder with `config.json` and safetensors files.
         device: where the tensors go.
         dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
-        max_context: longest sequence to serve, at most (and by default) the model's own.
+        max_context: longest sequence to serve, at most (and by default, up to 2^20 positions) the
+            model's own. RoPE of the types longrope and dynamic is that of so long a sequence for
+            shorter ones, too.
         lm_head_dtype: int8 or float8_e4m3fn: quantise an output projection that the file has not
             quantised, with a scale per row. By default it stays as it is.
         batch_invariant: whether what is generated has the same bits whatever other sequences are
@@ -51,7 +53,9 @@ def load_model(
 
     Raises:
         CheckpointError: naming the file and the tensor, when something is missing, damaged,
-            contradictory, NaN or infinite. Headers of all files are checked before any data.
+            contradictory, NaN or infinite, no regular file, or a pattern of module names that
+            takes too long to match. Headers of all files are checked before any data is read and
+            before memory is taken for what config.json says.
         UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
         UnsupportedModelError: for a model that is not implemented.
         KernelBuildError: when compiling a kernel fails.
@@ -69,9 +73,10 @@ def load_model(
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     max_context = config.context(max_context)
     scheme_of = load_quantization(folder)
-    layout = checked_layout(config, scheme_of)
     target = Target(torch.device(device), config.dtype, batch_invariant)
     with CheckpointReader(folder) as reader:
+        reader.check_layers(config.num_layers)
+        layout = checked_layout(config, scheme_of)
         reader.check(layout.tensors(scheme_of))
         check_tied(reader, layout)
         loader = _CheckpointLoader(reader, scheme_of, target, lm_head_dtype)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +13,14 @@ from tqdm import tqdm
 
 from ..models import ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
+from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
-from .formats.compressed_tensors import describe, matches
+from .folder import checkpoint_folder
+from .formats.compressed_tensors import ModuleNames, describe
 from .layout import check_tied, checked_layout
+from .new_folder import new_folder
+from .patterns import PatternMatcher
 from .quantization import quantization_config
 from .reader import CheckpointReader, require_finite
 from .section import CONFIG_FILE, Section
@@ -26,26 +28,12 @@ from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
 from .storage.w8a8 import W8A8Scheme
 from .weights import quantize_weight
-from .writer import CheckpointWriter, PlannedTensor, force_to_disk
+from .writer import CheckpointWriter, PlannedTensor
 
 SCHEMES = {
     "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
     "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
 }
-
-# Everything else of a folder that a runtime reads, and the terms under which it may be passed on.
-_COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
 
 
 def quantize_checkpoint(
@@ -62,8 +50,10 @@ def quantize_checkpoint(
     The new folder is in compressed-tensors format and holds the weights with a scale per output
     row (in the model's dtype), every other tensor as it was, the tokenizer and the generation
     settings. It appears whole or not at all: it is written beside `dst` under a temporary name,
-    forced to disk, and renamed; on an error or Ctrl-C nothing is left. Memory use is that of the
-    largest tensor, not of the model.
+    forced to disk, and renamed. On an error and on SIGINT, SIGTERM or SIGHUP nothing is left; what
+    another signal leaves, the next run for the same `dst` removes. Links in `src` are followed
+    within the folder and, in a snapshot of the Hugging Face Hub, to the blobs of its repository.
+    Memory use is that of the largest tensor, not of the model.
 
     Args:
         src: folder with a plain checkpoint.
@@ -76,13 +66,13 @@ def quantize_checkpoint(
 
     Raises:
         CheckpointError: naming the file and the tensor, when something in `src` is missing,
-            damaged, NaN or infinite.
+            damaged, NaN or infinite, no regular file, or a link out of the folder.
         UnsupportedCheckpointError: when `src` is quantised already, or `ignore` separates
             modules that the model joins.
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them.
     """
-    source, target = Path(src), Path(dst)
+    source, target = checkpoint_folder("src", src, CONFIG_FILE), Path(dst)
     _check_arguments(target, scheme, ignore, max_shard_bytes)
     config = load_config(source)
     quantized = quantization_config(source)
@@ -91,26 +81,19 @@ def quantize_checkpoint(
             f"{quantized.where}: the checkpoint is quantised already "
             f"({quantized.get('quant_method')}); expected a plain one"
         )
-    layout = checked_layout(config, unquantized)
-    chosen = _choose(config, SCHEMES[scheme], ignore)
-    # Beside the target, so that the rename stays within one file system.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    companions = find_companions(source)
     with CheckpointReader(source) as reader:
+        reader.check_layers(config.num_layers)
+        layout = checked_layout(config, unquantized)
+        chosen = _choose(config, SCHEMES[scheme], ignore)
         reader.check(layout.tensors(unquantized))
+        require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)
-        try:
-            temporary.mkdir()
+        with new_folder(target) as folder:
             conversion = _Conversion(reader, SCHEMES[scheme].dtype, config.dtype, chosen)
-            conversion.run(layout, temporary, max_shard_bytes, progress)
-            _write_config(source, temporary, describe(SCHEMES[scheme], ignore))
-            _copy_rest(source, temporary)
-            for path in (*temporary.iterdir(), temporary):
-                force_to_disk(path)
-            temporary.rename(target)
-        finally:
-            # After the rename there is nothing here; before it, everything must go.
-            shutil.rmtree(temporary, ignore_errors=True)
-    force_to_disk(target.parent)
+            conversion.run(layout, folder, max_shard_bytes, progress)
+            _write_config(source, folder, describe(SCHEMES[scheme], ignore))
+            copy_companions(companions, source, folder)
 
 
 def _check_arguments(
@@ -130,16 +113,18 @@ def _check_arguments(
 
 def _choose(config: ModelConfig, scheme: W8A8Scheme, ignore: Sequence[str]) -> frozenset[str]:
     """Return the names of the weights to quantise, refusing an `ignore` that makes no sense."""
+    matcher = PatternMatcher("ignore")
+    ignored = ModuleNames(ignore, matcher)
 
     def scheme_of(module: str) -> StoredScheme:
-        return DENSE if any(matches(pattern, module, "ignore") for pattern in ignore) else scheme
+        return DENSE if ignored.find(module) else scheme
 
     layout = checked_layout(config, scheme_of)
     linears = [module for part in layout.linears() for module in part.modules]
     modules = [*(module.name for module in linears), "lm_head"]
     for pattern in ignore:
         # A misspelt name would let a module be quantised that was meant to stay as it is.
-        if not any(matches(pattern, module, "ignore") for module in modules):
+        if not any(map(ModuleNames([pattern], matcher).find, modules)):
             raise ValueError(
                 f"ignore: got {pattern!r}, which matches no linear module of the model; "
                 f"expected names such as {modules[0]}"
@@ -205,10 +190,3 @@ def _write_config(source: Path, target: Path, quantization: dict[str, object]) -
         "quantization_config": quantization,
     }
     (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_rest(source: Path, target: Path) -> None:
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)

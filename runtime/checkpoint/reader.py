@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..models.config_fields import shown
 from ..models.parts import DENSE_DTYPES, TensorSpec
 from .errors import CheckpointError
+from .files import MAX_INDEX_BYTES, is_there
 from .finite import is_finite
 from .header import DTYPE_NAMES, StoredTensor, read_header
 from .section import Section
@@ -41,10 +43,10 @@ class CheckpointReader:
         self._files = ExitStack()
         self._opened: dict[Path, Any] = {}
         single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-        if single.exists():
+        if is_there(single):
             self._source = single
             self._stored = read_header(single)
-        elif index.exists():
+        elif is_there(index):
             self._source = index
             self._stored = _read_shards(index)
         else:
@@ -65,6 +67,18 @@ class CheckpointReader:
         self._opened.clear()
         self._files.close()
 
+    def check_layers(self, count: int) -> None:
+        """Check that the checkpoint may have this many layers, before any of them is described.
+
+        Raises:
+            CheckpointError: when it holds fewer tensors.
+        """
+        if len(self._stored) < count:
+            raise CheckpointError(
+                f"{self._source}: holds {len(self._stored)} tensors, too few for "
+                f"num_hidden_layers = {count} of config.json"
+            )
+
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Check that the checkpoint holds these tensors and no others, reading no data.
 
@@ -80,7 +94,7 @@ class CheckpointReader:
                 known.add(stored.name)
                 _check_tensor(stored, spec)
             elif spec.required:
-                missing.append(spec.name)
+                missing.append(" or ".join(spec.names))
         if missing:
             raise CheckpointError(f"{self._source}: missing {_some(missing)}")
         extra = [
@@ -117,11 +131,12 @@ class CheckpointReader:
             raise CheckpointError(f"{_where(stored)}: {error}") from error
         return tensor
 
-    def dense_dtype(self, name: str) -> torch.dtype | None:
+    def dense_dtype(self, spec: TensorSpec) -> torch.dtype | None:
         """Return the dtype of a tensor, None where there is no such tensor, or of no such dtype."""
-        stored = self._stored.get(name)
-        found = (dtype for dtype in DENSE_DTYPES if stored and DTYPE_NAMES[dtype] == stored.dtype)
-        return next(found, None)
+        if not self.has(spec):
+            return None
+        stored = self._located(spec).dtype
+        return next((dtype for dtype in DENSE_DTYPES if DTYPE_NAMES[dtype] == stored), None)
 
     @property
     def files(self) -> set[Path]:
@@ -141,7 +156,7 @@ class CheckpointReader:
 
 def holds_weights(folder: Path) -> bool:
     """Return whether a folder holds what a `CheckpointReader` reads."""
-    return any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return any(is_there(folder / name) for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def require_finite(reader: CheckpointReader, spec: TensorSpec) -> None:
@@ -155,26 +170,33 @@ def require_finite(reader: CheckpointReader, spec: TensorSpec) -> None:
 
 
 def _read_shards(index: Path) -> dict[str, StoredTensor]:
-    weight_map = Section.read(index).child("weight_map").fields
+    weight_map = Section.read(index, MAX_INDEX_BYTES).child("weight_map").fields
     headers: dict[str, dict[str, StoredTensor]] = {}
     stored: dict[str, StoredTensor] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_file_name(shard):
             raise CheckpointError(
-                f"{index}: weight_map: {name}: got {shard!r}, expected the name of a file beside it"
+                f"{index}: weight_map: {name}: got {shown(shard)}, expected the name of a file "
+                "beside it"
             )
         if shard not in headers:
-            headers[shard] = read_header(index.with_name(shard))
+            headers[shard] = _read_shard(index, shard, weight_map)
         if name not in headers[shard]:
             raise CheckpointError(f"{index.with_name(shard)}: missing {name}, which {index} lists")
         stored[name] = headers[shard][name]
-    for shard, header in headers.items():
-        for name in header:
-            if weight_map.get(name) != shard:
-                raise CheckpointError(
-                    f"{index.with_name(shard)}: {name} is not listed for this file in {index}"
-                )
     return stored
+
+
+def _read_shard(
+    index: Path, shard: str, weight_map: Mapping[str, object]
+) -> dict[str, StoredTensor]:
+    file = index.with_name(shard)
+    header = read_header(file)
+    # Before the next shard, so that the headers held are no larger than the index.
+    for name in header:
+        if weight_map.get(name) != shard:
+            raise CheckpointError(f"{file}: {name} is not listed for this file in {index}")
+    return header
 
 
 def _is_file_name(text: str) -> bool:

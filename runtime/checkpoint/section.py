@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..models.config_fields import Fields
+from ..models.config_fields import Fields, shown
 from .errors import CheckpointError, UnsupportedCheckpointError
+from .files import MAX_CONFIG_BYTES, read_text
 
 CONFIG_FILE = "config.json"
+KV_CACHE_REFUSED = "a quantised KV cache is not supported"
 
 
 class Section(Fields):
@@ -31,22 +33,38 @@ class Section(Fields):
         self._asked: set[str] = set()
 
     @staticmethod
-    def read(file: Path) -> Section:
+    def read(file: Path, most: int = MAX_CONFIG_BYTES) -> Section:
         """Read a file that holds one object.
 
+        Args:
+            file: a regular file.
+            most: bytes that it may hold.
+
         Raises:
-            CheckpointError: when the file is missing, unreadable or not a JSON object.
+            CheckpointError: when the file is missing, unreadable, too large or not a JSON object.
         """
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        text = read_text(file, most)
         return Section(str(file), parse_json(text, f"{file}: not valid JSON"))
 
     def get(self, name: str) -> Any:
         """Return a field, None when it is absent."""
         self._asked.add(name)
         return super().get(name)
+
+    def refusal(self, name: str, reason: str) -> UnsupportedCheckpointError:
+        """Return the error of a field that asks for what is not supported."""
+        return UnsupportedCheckpointError(
+            f"{self.where}: {name}: got {shown(self.get(name))}: {reason}"
+        )
+
+    def reject(self, name: str, reason: str) -> None:
+        """Check that a field is absent.
+
+        Raises:
+            UnsupportedCheckpointError: with the reason, when it is not.
+        """
+        if self.get(name) is not None:
+            raise self.refusal(name, reason)
 
     def reject_others(self, *harmless: str) -> None:
         """Check that every field not asked for until now is empty: none is silently ignored.
@@ -60,7 +78,7 @@ class Section(Fields):
         for name, value in self.fields.items():
             if value and name not in self._asked and name not in harmless:
                 raise UnsupportedCheckpointError(
-                    f"{self.where}: {name}: got {value!r}, a field that is not supported"
+                    f"{self.where}: {name}: got {shown(value)}, a field that is not supported"
                 )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from .errors import CheckpointError
+from .files import MAX_TOKENIZER_BYTES, read_text
+from .folder import checkpoint_folder
 
 _TOKENIZER_FILE = "tokenizer.json"
 
@@ -18,14 +19,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Truncation and padding that were saved with it are switched off: they belong to training.
 
     Raises:
-        CheckpointError: naming the file, when it is missing or damaged. Folders that hold only a
-            SentencePiece model (`tokenizer.model`) must be converted to `tokenizer.json` first.
+        CheckpointError: when `path` is no folder with this file, or it is too large or damaged.
+            Folders that hold only a SentencePiece model (`tokenizer.model`) must be converted to
+            `tokenizer.json` first.
     """
-    file = Path(path) / _TOKENIZER_FILE
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    file = checkpoint_folder("path", path, _TOKENIZER_FILE) / _TOKENIZER_FILE
+    text = read_text(file, MAX_TOKENIZER_BYTES)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises this class itself

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..jit.cache import Entry, cache_folder
+from ..jit.cache import Entry
 from ..jit.compiler import Plan, build, find, plan
+from ..jit.location import cache_folder
 from ..jit.mode import BuildMode
-from ..jit.registry import families, select
+from ..jit.registry import select
 from ..jit.targets import DEFAULT, TARGETS, Target, local_target, target_named
 from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
-from .command import Command, Parser, UserError, user_errors
+from .command import Command, Parser, UserError, check_model, user_errors
 from .model_flags import add_batch_invariant_flag
 
 
 def _parser() -> Parser:
-    from ..ops.catalogue import CATALOGUE
-
     parser = Parser(
         prog="ostinato build",
         usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
@@ -33,8 +32,8 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"these families ({', '.join(families(CATALOGUE))}) or variants "
-        "(as `python -m ostinato kernels` lists them, or an error names them)",
+        help="these families, such as embed, or variants (as `python -m ostinato kernels` lists "
+        "them, or an error names them)",
     )
     chosen.add_argument(
         "--for-model", metavar="DIR", help="what the model of this checkpoint may launch"
@@ -78,8 +77,6 @@ def _parser() -> Parser:
 
 
 def _main(argv: Sequence[str]) -> int:
-    from ..ops.catalogue import CATALOGUE  # with torch, without which commands are listed
-
     args = _parser().parse_args(argv)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs: got {args.jobs}, expected at least 1")
@@ -90,6 +87,11 @@ def _main(argv: Sequence[str]) -> int:
             raise UserError(f"--all: got --{flag.replace('_', '-')} beside it, expected it alone")
     if args.for_model is None and (args.lm_head or not args.batch_invariant):
         raise UserError("--lm-head and --no-batch-invariant go with --for-model")
+    if args.for_model is not None:
+        check_model("--for-model", args.for_model)
+
+    from ..ops.catalogue import CATALOGUE  # with torch
+
     mode = BuildMode(args.debug_print, args.inject_delay)
     with user_errors():
         mode.check("--inject-delay")
@@ -163,8 +165,8 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..checkpoint.layout import checked_layout
     from ..checkpoint.quantization import load_quantization
     from ..checkpoint.storage.dense import DENSE
+    from ..models import family_of
     from ..models.layers import dense_kernels
-    from ..models.required_kernels import model_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
@@ -175,7 +177,8 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
-    needed: set[Variant] = set(model_kernels(config, batch_invariant=batch_invariant))
+    known = family_of(config)
+    needed: set[Variant] = set(known.kernels(config, batch_invariant=batch_invariant))
     quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
     for part in layout.linears():
         if part is not layout.lm_head or not quantizes_head:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ..model_path import path_fault
+
+FAILED = 1  # the exit code of a command whose work has failed
+
 
 class UserError(Exception):
     """A mistake of the user: shown as one line, without a traceback; exit code 2."""
@@ -43,6 +47,33 @@ def user_errors(*types: type[Exception]) -> Iterator[None]:
         raise
     except expected as error:
         raise UserError(_one_line(error)) from error
+
+
+def check_model(argument: str, path: str | Path, *files: str) -> None:
+    """Check that a path is that of a checkpoint's folder, before torch is imported for it.
+
+    Args:
+        argument: which names the path.
+        path: as it was given.
+        files: that the command reads, besides config.json.
+    """
+    fault = path_fault(path, "config.json", *files)
+    if fault is not None:
+        raise UserError(f"{argument}: {fault}")
+
+
+def as_utf8(text: str) -> str:
+    """Return a text of the command line in UTF-8; argparse takes it as a type.
+
+    In an ASCII locale Python hands on each byte that it cannot decode as a lone surrogate.
+
+    Raises:
+        argparse.ArgumentTypeError: when its bytes are no UTF-8.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected UTF-8") from None
 
 
 def check_folder(flag: str, path: Path | None) -> None:

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .command import Command, Parser, UserError, user_errors
+from .command import FAILED, Command, Parser, UserError, check_model, user_errors
 from .display import TextDisplay
 from .engine import add_engine_flags, make_engine
 from .interrupt import INTERRUPTED, deferred_interrupt
@@ -29,7 +29,8 @@ _EPILOG = """\
 Texts go to standard output, everything else to standard error. One text is written token by
 token; of several, each stands under a header, in the order of the prompts: the first unfinished
 one grows token by token, and the others appear when their turn comes. Ctrl-C ends all texts where
-they are; they are still shown, and the exit code is 130.
+they are; they are still shown, and the exit code is 130. A text ends where the model's logits are
+NaN; then the exit code is 1.
 """
 
 
@@ -43,6 +44,7 @@ class _Served:
 def _main(argv: Sequence[str]) -> int:
     # Intermixed, so that prompts may stand on either side of the options.
     args = _parser().parse_intermixed_args(argv)
+    check_model("MODEL", args.model, "tokenizer.json")
     prompts = read_prompts(args.prompts, args.prompts_file)
     with user_errors():
         params = _params_each(sampling_params(args), len(prompts))
@@ -61,7 +63,18 @@ def _main(argv: Sequence[str]) -> int:
     else:
         seed = f"\nseed      {params[0].seed}" if params[0].temperature > 0 else ""
         print(f"\n{served.summary}{seed}", file=sys.stderr)
-    return INTERRUPTED if served.interrupted else 0
+    if served.interrupted:
+        return INTERRUPTED
+    failed = [
+        number
+        for number, completion in enumerate(served.completions, start=1)
+        if completion.finish_reason == "error"
+    ]
+    if failed:
+        numbers = ", ".join(map(str, failed))
+        print(f"prompt {numbers}: the model's logits are NaN, where the text ends", file=sys.stderr)
+        return FAILED
+    return 0
 
 
 def _parser() -> Parser:
@@ -161,7 +174,8 @@ def _document(
         for prompt, completion in zip(prompts, served.completions, strict=True)
     ]
     return {
-        "model": args.model,
+        # Of a locale that cannot decode it Python makes lone surrogates.
+        "model": args.model.encode(errors="surrogateescape").decode(errors="replace"),
         "device": str(engine.model.device),
         "versions": machine.versions(),
         "capture": asdict(report),

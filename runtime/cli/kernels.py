@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..jit.budgets import excesses, read_budgets, write_budgets
-from ..jit.cache import Entry, cache_folder
+from ..jit.cache import Entry
 from ..jit.compiler import find, plan
+from ..jit.location import cache_folder
 from ..jit.registry import select
 from ..jit.targets import DEFAULT, local_target, target_named
 from .command import Command, Parser, UserError, user_errors
@@ -47,10 +48,6 @@ def _parser() -> Parser:
 
 
 def _main(argv: Sequence[str]) -> int:
-    from ..ops.catalogue import CATALOGUE  # with torch, without which commands are listed
-
-    width = max(len(variant.name) for variant in CATALOGUE)
-    header = f"{'kernel':<{width}}{'registers':>11}{'spills':>8}{'stack':>7}{'smem':>7}{'s':>6}"
     args = _parser().parse_args(argv)
     if args.budgets is not None and args.write_budgets is not None:
         raise UserError("--budgets and --write-budgets exclude each other")
@@ -58,8 +55,14 @@ def _main(argv: Sequence[str]) -> int:
         target = local_target() if args.arch is None else target_named(args.arch)
         if target != DEFAULT and (args.budgets or args.write_budgets):
             raise UserError(f"budgets: got {target}, expected {DEFAULT}: they are of its kernels")
-        variants = [v for v in select(CATALOGUE, only=args.only) if v.needs <= target.features]
         budgets = None if args.budgets is None else read_budgets(args.budgets)
+
+    from ..ops.catalogue import CATALOGUE  # with torch
+
+    width = max(len(variant.name) for variant in CATALOGUE)
+    header = f"{'kernel':<{width}}{'registers':>11}{'spills':>8}{'stack':>7}{'smem':>7}{'s':>6}"
+    with user_errors():
+        variants = [v for v in select(CATALOGUE, only=args.only) if v.needs <= target.features]
         found = {variant.name: find(plan(variant, target=target)) for variant in variants}
         compiled = {name: entry for name, entry in found.items() if entry is not None}
         if budgets is not None and not compiled:

@@ -13,7 +13,7 @@ from .. import __version__
 from ..jit.errors import KernelError
 from . import build, env, generate, kernels, quantize, tune
 from .bench import group as bench
-from .command import Command, Parser, UserError
+from .command import FAILED, Command, Parser, UserError
 from .interrupt import INTERRUPTED
 
 COMMANDS: dict[str, Command] = {
@@ -25,7 +25,6 @@ COMMANDS: dict[str, Command] = {
     "kernels": kernels.COMMAND,
     "env": env.COMMAND,
 }
-FAILED = 1
 USER_ERROR = 2
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # A full disk, a quota, a limit on a file's size, a terminal that is gone.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command import UserError, user_errors
+from .command import UserError, as_utf8, user_errors
 
 STDIN = "-"
 
@@ -26,7 +27,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
     if not arguments and file is None and sys.stdin.isatty():
         raise UserError("got no prompt, expected one as argument, in --prompts-file or on stdin")
     if arguments and list(arguments) != [STDIN]:
-        return _require_utf8(arguments)
+        return [_prompt(number, text) for number, text in enumerate(arguments, start=1)]
     if file is None or file == STDIN:
         return _lines(sys.stdin.buffer.read(), "stdin")
     with user_errors():
@@ -36,7 +37,7 @@ def read_prompts(arguments: Sequence[str], file: str | None) -> list[str]:
 
 def _lines(content: bytes, source: str) -> list[str]:
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # editors may begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: got {error}, expected UTF-8") from error
     # Not splitlines(): it also breaks at form feeds and U+2028, which a prompt may contain.
@@ -46,11 +47,8 @@ def _lines(content: bytes, source: str) -> list[str]:
     return prompts
 
 
-def _require_utf8(arguments: Sequence[str]) -> list[str]:
-    for number, prompt in enumerate(arguments, start=1):
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            # Python hands on what it cannot decode as lone surrogates.
-            raise UserError(f"prompt {number}: got {prompt!r}, expected UTF-8") from error
-    return list(arguments)
+def _prompt(number: int, text: str) -> str:
+    try:
+        return as_utf8(text)
+    except ArgumentTypeError as error:
+        raise UserError(f"prompt {number}: {error}") from error

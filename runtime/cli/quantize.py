@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command import Command, Parser, user_errors
+from .command import Command, Parser, as_utf8, check_model, user_errors
 
 
 def _parser() -> Parser:
@@ -21,6 +21,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--ignore",
         action="append",
+        type=as_utf8,
         metavar="NAME",
         help="leave this module as it is: a full name, or re: and a regular expression; may be "
         "repeated (default: lm_head)",
@@ -30,6 +31,7 @@ def _parser() -> Parser:
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
+    check_model("SRC", args.source)
     from ..checkpoint import quantize_checkpoint
     from ..checkpoint.reader import CheckpointReader
 

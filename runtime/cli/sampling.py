@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .command import comma_separated
+from .command import as_utf8, comma_separated
 
 if TYPE_CHECKING:
     from ..engine import SamplingParams
@@ -36,6 +36,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "stop": {
         "action": "append",
+        "type": as_utf8,
         "metavar": "TEXT",
         "help": "end a text before TEXT; may be repeated",
     },

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..bench.gemm.cases import SHAPE_GROUPS, Case, Shape, linear_shapes, parse_shapes
 from .budget import Budget, add_budget_flag
-from .command import Command, Parser, check_folder, user_errors
+from .command import FAILED, Command, Parser, check_folder, check_model, user_errors
 from .device import add_device_flag, resolve_device
 from .gemm_flags import add_dtype_flag, check_tokens
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..bench.tune.run import Timed
-
-_FAILED = 1
 
 
 def _parser() -> Parser:
@@ -78,13 +76,14 @@ def _main(argv: Sequence[str]) -> int:
     from ..bench.gemm.impls import DTYPES
     from ..bench.tune.run import TUNED_M, tune_shape
     from ..bench.tune.table import Table, known_choices
+    from ..jit.location import create_cache_folder
     from ..ops.linear import tile_tuning
 
     with user_errors():
         device = _cuda(args.device)
         shapes = _shapes(args)
         out = args.out or Path(os.environ.get(tile_tuning.VARIABLE) or tile_tuning.tuning_path())
-        out.parent.mkdir(parents=True, exist_ok=True)
+        create_cache_folder(out.parent)  # or that of the table which the variable names
         gpu = torch.cuda.get_device_name(device)
         table = Table(gpu, known_choices(out, gpu))
     tokens = sorted(set(args.m or TUNED_M))
@@ -105,13 +104,15 @@ def _main(argv: Sequence[str]) -> int:
         with user_errors(OSError, ValueError):
             table.write(out)
             progress.write()
-    return _FAILED if progress.failures else 0
+    return FAILED if progress.failures else 0
 
 
 def _check(args: argparse.Namespace) -> None:
     check_tokens(args.m or ())
     check_folder("--out", args.out)
     check_folder("--all-times", args.all_times)
+    if args.model is not None:
+        check_model("--model", args.model)
 
 
 def _cuda(name: str | None) -> torch.device:

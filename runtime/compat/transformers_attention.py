@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .transformers_cache import NAME, Rows, RowsLayer
-from .transformers_replace import is_known_to_agree, replace_forwards
+from .transformers_replace import Forward, is_known_to_agree, replace_forwards
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ATTRIBUTES = ("head_dim", "scaling", "layer_idx", "config")
@@ -39,7 +38,8 @@ def replace_attention(model: torch.nn.Module) -> list[str]:
     them, rotate other pairs of elements (Cohere's) or attend with a softcap (Gemma 2's); those that
     raise when they are tried, such as of a dtype that the op does not take or on the meta device;
     and modules whose `forward` is not their class's, such as those with hooks of accelerate and
-    those replaced before. So a second call replaces nothing.
+    those replaced before. So a second call replaces nothing. A model that compressed-tensors has
+    loaded may be given before its first forward, which decompresses it, or after that.
 
     Parameters and the state dict stay as they are, and a deep or pickled copy of the model has
     layers of its own. A replaced layer calls its projections as modules, and its class's forward
@@ -66,11 +66,10 @@ def replace_attention(model: torch.nn.Module) -> list[str]:
     return replace_forwards(model, _forward_of)
 
 
-def _forward_of(module: torch.nn.Module) -> partial[Any] | None:
+def _forward_of(module: torch.nn.Module) -> Forward | None:
     """Return a layer's new forward, None for one that is left as it is."""
-    if _looks_like_llamas(module) and is_known_to_agree(lambda: _computes_ours(module)):
-        return partial(_forward, module)
-    return None
+    known = _looks_like_llamas(module) and is_known_to_agree(lambda: _computes_ours(module))
+    return _forward if known else None
 
 
 def _forward(
@@ -159,8 +158,8 @@ def _sliding_window(module: Any) -> int | None:
 
 
 def _looks_like_llamas(module: torch.nn.Module) -> bool:
-    """Return whether a module has the parts of Llama's attention, and its own class's forward."""
-    if not type(module).__name__.endswith("Attention") or "forward" in vars(module):
+    """Return whether a module has the parts of Llama's attention."""
+    if not type(module).__name__.endswith("Attention"):
         return False
     if {name for name, _ in module.named_children()} != set(_PROJECTIONS):
         return False
@@ -201,13 +200,15 @@ class _Trial:
 
     def __init__(self, module: Any) -> None:
         projections = {name: getattr(module, name) for name in _PROJECTIONS}
-        self._weight, dim = module.q_proj.weight, module.head_dim
-        device = self._weight.device
+        weight, dim = module.q_proj.weight, module.head_dim
+        # Compressed weights are of integers or FP8, and become numbers of the config's dtype.
+        self._dtype = module.config.dtype if weight.itemsize == 1 else weight.dtype
+        self._device = device = weight.device
         # The caller's random numbers stay as they are.
         self._generator = torch.Generator().manual_seed(0)
         powers = torch.tensor([[12, 0, -10], [0, -10, 12]], device="cpu").unsqueeze(2)
         self._hidden_states = self._integers(2, 3, module.q_proj.in_features)
-        self._hidden_states *= (2.0**powers).to(self._weight)
+        self._hidden_states *= self._like(2.0**powers)
         halves = [self._integers(2, 3, dim // 2) / 8 for _ in range(2)]
         cos, sin = (torch.cat([half, half], dim=2) for half in halves)
         self._memory = self._integers(2, 2, module.k_proj.out_features // dim, 16, dim)
@@ -234,12 +235,15 @@ class _Trial:
 
     def _integers(self, *shape: int) -> torch.Tensor:
         drawn = torch.randint(-7, 8, shape, generator=self._generator, device="cpu")
-        return drawn.to(self._weight)
+        return self._like(drawn)
+
+    def _like(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.to(self._device, self._dtype)
 
     def _picks(self, inputs: int, outputs: int) -> _Picks:
         indices = torch.randint(inputs, (outputs,), generator=self._generator, device="cpu")
         signs = torch.randint(2, (outputs,), generator=self._generator, device="cpu") * 2 - 1
-        return _Picks(indices.to(self._weight.device), signs.to(self._weight))
+        return _Picks(indices.to(self._device), self._like(signs))
 
     def outcome(self, forward: Callable[..., Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """Return all that a forward computes, and the options of its call of the attention."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+import copy
+import math
 from inspect import signature
 
 import torch
 
 from .. import ops
-from .transformers_replace import is_known_to_agree, replace_forwards
+from .transformers_replace import Forward, is_known_to_agree, replace_forwards
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -23,7 +24,8 @@ def replace_norms(model: torch.nn.Module) -> list[str]:
     multiply by 1 + weight (Gemma's), with a gate or without a weight; those that raise when they
     are tried, such as of a dtype that the op does not take or on the meta device; and modules whose
     `forward` is not their class's, such as those with hooks of accelerate and those replaced
-    before. So a second call replaces nothing.
+    before. So a second call replaces nothing. A model that compressed-tensors has loaded may be
+    given before its first forward, which decompresses it, or after that.
 
     Parameters and the state dict stay as they are: a replaced norm reads its weight at each call,
     be it written in place, moved or assigned anew. A deep or pickled copy of the model has norms of
@@ -53,15 +55,12 @@ def replace_norms(model: torch.nn.Module) -> list[str]:
     return replace_forwards(model, _forward_of)
 
 
-def _forward_of(module: torch.nn.Module) -> partial[torch.Tensor] | None:
+def _forward_of(module: torch.nn.Module) -> Forward | None:
     """Return a norm's new forward, None for one that is left as it is."""
-    eps_name = _eps_name(module)
-    if eps_name is not None and _computes_the_op(module, eps_name):
-        return partial(_forward, module, eps_name)
-    return None
+    return _forward if _looks_like_a_norm(module) and _computes_the_op(module) else None
 
 
-def _forward(norm: torch.nn.Module, eps_name: str, x: torch.Tensor) -> torch.Tensor:
+def _forward(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return x [..., K] normalised by the op, or by the norm's class where a gradient is wanted."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
@@ -73,42 +72,35 @@ def _forward(norm: torch.nn.Module, eps_name: str, x: torch.Tensor) -> torch.Ten
     rows = x.reshape(-1, x.size(-1))
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    normed = ops.rms_norm(rows, weight, getattr(norm, eps_name))
+    normed = ops.rms_norm(rows, weight, _eps(norm))
     assert isinstance(normed, torch.Tensor), "there is no residual"
     return normed.view(x.shape)
 
 
-def _eps_name(module: torch.nn.Module) -> str | None:
-    """Return under what name a module has its eps, None for one that looks like no RMS norm."""
+def _eps(norm: torch.nn.Module) -> float:
+    """Return a norm's eps, NaN for a module that has none."""
+    for name in _EPS_NAMES:
+        if isinstance(eps := getattr(norm, name, None), float | int):
+            return eps
+    return math.nan
+
+
+def _looks_like_a_norm(module: torch.nn.Module) -> bool:
+    """Return whether a module has the parts of an RMS norm."""
     weight = getattr(module, "weight", None)
-    if (
-        "RMSNorm" not in type(module).__name__
-        or "forward" in vars(module)
-        or type(weight) is not torch.nn.Parameter  # nor of a subclass, such as DTensor
-        or weight.ndim != 1
-        or len(signature(type(module).forward).parameters) != 2
-    ):
-        return None
-    numbers = (name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float | int))
-    return next(numbers, None)
-
-
-class _Bare(torch.nn.Module):
-    """A norm's own forward, without the hooks that a caller may have put on the norm."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: torch.Tensor) -> object:
-        """Return what the norm's class returns for x."""
-        return type(self.norm).forward(self.norm, x)
+    return (
+        "RMSNorm" in type(module).__name__
+        and type(weight) is torch.nn.Parameter  # not a subclass, such as DTensor
+        and weight.ndim == 1
+        and len(signature(type(module).forward).parameters) == 2
+        and not math.isnan(_eps(module))
+    )
 
 
 @torch.no_grad()
-def _computes_the_op(norm: torch.nn.Module, eps_name: str) -> bool:
+def _computes_the_op(norm: torch.nn.Module) -> bool:
     """Return whether a norm gives what the op does, for random x [2, 3, K] and a random weight."""
-    weight, eps = norm.weight, getattr(norm, eps_name)
+    weight, eps = norm.weight, _eps(norm)
     assert isinstance(weight, torch.Tensor)
     generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
     drawn = torch.randn(
@@ -120,8 +112,13 @@ def _computes_the_op(norm: torch.nn.Module, eps_name: str) -> bool:
     # Theirs may round to this dtype twice, and sum fp32 in another order.
     rtol = max(2 * torch.finfo(weight.dtype).eps, 1e-5)
 
+    # A copy with parameters of its own: those of compressed-tensors are no dict, and write what is
+    # assigned into the tensors that are there.
+    tried = copy.copy(norm)
+    vars(tried)["_parameters"] = {"weight": torch.nn.Parameter(other, requires_grad=False)}
+
     def trial() -> bool:
-        theirs = torch.func.functional_call(_Bare(norm), {"norm.weight": other}, (x,))
+        theirs = type(norm).forward(tried, x)
         ours = ops.rms_norm(x.view(6, -1), other, eps)
         assert isinstance(ours, torch.Tensor), "there is no residual"
         ours = ours.view(x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,17 +11,21 @@ import torch
 
 from ..jit.errors import KernelError
 
+Forward = Callable[..., Any]  # of a module, which is its first argument
+
 
 def replace_forwards(
-    model: torch.nn.Module,
-    forward_of: Callable[[torch.nn.Module], partial[Any] | None],
+    model: torch.nn.Module, forward_of: Callable[[torch.nn.Module], Forward | None]
 ) -> list[str]:
     """Replace forwards of a model's submodules in place, and return whose.
 
+    Modules whose forward is not their class's are left alone. Under the wrapper of compressed-
+    tensors, which moves parameters and arguments to a device, the forward that it calls counts.
+
     Args:
         model: of transformers, or any other module.
-        forward_of: returns a submodule's new forward, None to leave it as it is. Not a bound
-            method: what copies or pickles the module takes a partial along with it.
+        forward_of: returns a submodule's new forward, a function of a module of Python, None to
+            leave it as it is.
 
     Returns:
         The names of the submodules, in the order of `named_modules`.
@@ -32,10 +37,36 @@ def replace_forwards(
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     replaced = []
     for name, module in model.named_modules():
+        with _unwrapped(module):
+            own = getattr(module.forward, "__func__", None)
+        if own is not type(module).forward:
+            continue
         if (forward := forward_of(module)) is not None:
-            module.forward = forward
+            with _unwrapped(module):
+                module.forward = _bound(forward, module)
             replaced.append(name)
     return replaced
+
+
+def _bound(forward: Forward, module: torch.nn.Module) -> partial[Any]:
+    """Return a module's forward as wrappers expect it, with the function as `__func__`.
+
+    A bound method has that, too, but a pickled copy of the module would not: a method is pickled by
+    its name, under which the class has another.
+    """
+    bound = partial(forward, module)
+    vars(bound)["__func__"] = forward
+    return bound
+
+
+def _unwrapped(module: torch.nn.Module) -> AbstractContextManager[None]:
+    """Take the wrapper of compressed-tensors off a module's forward, where it has one."""
+    if not hasattr(module, "_original_forward_func"):
+        return nullcontext()
+    from compressed_tensors.offload.module import unwrap_offload_forward
+
+    unwrapped: AbstractContextManager[None] = unwrap_offload_forward(module)
+    return unwrapped
 
 
 @torch.no_grad()

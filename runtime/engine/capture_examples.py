@@ -42,8 +42,10 @@ class CaptureExamples:
                 self._lent = True
                 cache.reserve(_SEQUENCE, min(self._wanted, cache.free_pages) * cache.page_size)
             self._pages = cache.pages(_SEQUENCE)
+            # Not the caller's generator, and the same contents when a verification is repeated.
+            generator = torch.Generator(cache.storage.device).manual_seed(0)
             for page in self._pages:
-                cache.storage[:, :, page].normal_()
+                cache.storage[:, :, page].normal_(generator=generator)
             yield
         finally:
             self.end()

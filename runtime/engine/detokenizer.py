@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 
@@ -10,6 +10,9 @@ from tokenizers import Tokenizer
 # word begins with a space.
 _CONTEXT = 8
 _CHARACTER_BYTES = 4  # at most, in UTF-8
+# Tokens that may wait for later ones. Three bytes can; more do where a decoder joins texts of its
+# own, and then not for ever.
+_MOST_PENDING = 16
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -23,10 +26,19 @@ class Detokenizer:
         tokenizer: of the model.
         prompt: ids before the text.
         stop: strings that end the text.
+        hidden: ids that add no text though the tokenizer does not call them special, such as the
+            model's end tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        hidden: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         # Ids from the last complete character but one on: what follows depends on them only.
         self._window = self._end_of(prompt)
         self._window_shown = len(self._window)
@@ -46,26 +58,31 @@ class Detokenizer:
         Behind the `last` token nothing is held back. After an error of the tokenizer the token has
         not been added.
         """
+        if token in self._hidden:
+            return self.finish() if last else ""
         self._window.append(token)
         try:
-            fresh = self._undecoded()
+            fresh = self._undecoded(len(self._window))
             silent = not fresh and self._is_silent(token)
+            decided = self._decided(fresh, last=last)
+            text = fresh if decided == len(self._window) else self._undecoded(decided)
         except BaseException:
             self._window.pop()
             raise
         if silent:
             self._window.pop()  # or every token behind many of them would take long
-        if fresh and (last or not fresh.endswith(_INCOMPLETE)):
-            self._decoded += fresh
+        elif decided > self._window_shown:
+            self._decoded += text
             self._window = self._window[self._window_shown :]
-            self._window_shown = len(self._window)
+            self._window_shown = decided - self._window_shown
         return self._show(self._end() if last else self._safe_end())
 
     def finish(self) -> str:
         """Return what was held back, as the text has ended; may set `stopped` too."""
         if self.stopped:
             return ""
-        self._decoded += self._undecoded()
+        self._decoded += self._undecoded(len(self._window))
+        self._window_shown = len(self._window)
         return self._show(self._end())
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
@@ -79,13 +96,36 @@ class Detokenizer:
                 return window
         return list(prompt[-_CONTEXT:])
 
-    def _undecoded(self) -> str:
-        """Return the text of the window's new ids, its last character perhaps incomplete."""
+    def _undecoded(self, end: int) -> str:
+        """Return the text of the window's new ids up to `end`, perhaps with half a character."""
         shown = self._decode(self._window[: self._window_shown])
-        text = self._decode(self._window)
+        text = self._decode(self._window[:end])
         if not text.startswith(shown):
             shown = shown.rstrip(_INCOMPLETE)  # a character that the prompt has only begun
         return text[len(shown) :]
+
+    def _decided(self, fresh: str, *, last: bool) -> int:
+        """Return up to which id of the window no later id can change the text.
+
+        Where the text ends in U+FFFD, that may be half a character, whose other half can still
+        come, or be what the text says: bytes that are no character, or U+FFFD itself. A character
+        has four bytes at most and a token at least one, so that text behind which there are three
+        tokens stays, if it does not end within a character.
+
+        Args:
+            fresh: the text of the new ids.
+            last: whether no id follows.
+        """
+        new = len(self._window)
+        if not fresh:
+            return self._window_shown
+        if last or not fresh.endswith(_INCOMPLETE) or new - self._window_shown > _MOST_PENDING:
+            return new
+        whole = self._decode(self._window)
+        for end in range(new - _CHARACTER_BYTES + 1, self._window_shown, -1):
+            if self._decode(self._window[:end]) + self._decode(self._window[end:]) == whole:
+                return end
+        return self._window_shown
 
     def _is_silent(self, token: int) -> bool:
         """Return whether decoding leaves a token out, whatever is beside it."""

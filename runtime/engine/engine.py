@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
 from ostinato.graphs.arguments import as_integer, at_least_one
+from ostinato.graphs.guards import ProcessGuard
 
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
 from ..models import Decoder, PagedKVCache
 from ..ops.implementations import implementations_on
 from .async_tokens import AsyncTokens
-from .cache_size import default_pages
+from .cache_size import check_room, default_pages, page_bytes
 from .capture_examples import CaptureExamples
 from .decode_step import DecodeStep, SeenTokens, sampling_counters, sampling_inputs
 from .detokenizer import Detokenizer
@@ -30,6 +31,7 @@ from .request import Request
 from .sampling_params import Completion, SamplingParams, TokenEvent
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats
+from .stop_strings import split_stop
 from .stream import TokenStream
 from .upload import by_default_on_the_host, upload
 
@@ -43,6 +45,8 @@ class Engine:
     Call `capture` once, then `generate` or `stream`; or drive it with `submit`, `step` and
     `cancel`. Not thread-safe: one thread owns an engine. Ctrl-C waits for the end of a step, and
     leaves the engine as it is between two; a second one does not wait, and may leave it broken.
+    In a fork of the process that made it, `capture`, `submit`, `step`, `generate` and `stream`
+    raise ForkedError; `cancel`, `result`, `idle` and `close`, which need no device, do not.
 
     A request's tokens depend on its prompt and parameters alone, bit for bit: not on the
     requests beside it, the load, preemption or shared prefixes.
@@ -62,7 +66,8 @@ class Engine:
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
 
     Raises:
-        TypeError, ValueError: when an argument is of the wrong kind or out of range.
+        TypeError, ValueError: when an argument is of the wrong kind or out of range, or there is no
+            memory for so many pages or slots.
     """
 
     @by_default_on_the_host
@@ -100,6 +105,9 @@ class Engine:
         if num_pages is None:
             num_pages = default_pages(model, max_batch * max_pages, page_size)
         num_pages = as_integer("num_pages", num_pages)
+        # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
+        check_room("max_batch", max_batch, model.config.vocab_size, model.device)
+        check_room("num_pages", num_pages, page_bytes(model, page_size), model.device)
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context
@@ -147,6 +155,7 @@ class Engine:
         self._dropped: deque[weakref.ref[TokenStream]] = deque()
         self._next_id = 0
         self._closed = False
+        self._process = ProcessGuard("engine")
 
     @by_default_on_the_host
     def capture(
@@ -169,6 +178,7 @@ class Engine:
             ValueError, ostinato.graphs.GraphError: as `GraphRunner.capture`, which is not to be
                 called in `torch.autocast`.
         """
+        self._process.check()
         self._finish_dropped()
         if self._scheduler.running:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
@@ -188,9 +198,12 @@ class Engine:
                 `sampling_params` of another type.
             ValueError: for a prompt that is empty, no valid Unicode, has ids outside the
                 vocabulary, fills the context, or whose text might not fit into the cache even
-                alone.
+                alone; for stop ids outside the vocabulary, and a stop string that has a special
+                token in it but is none.
             ClosedError: after `close`.
+            ForkedError: in a fork of the process.
         """
+        self._process.check()
         if self._closed:
             raise ClosedError("the engine is closed: make a new Engine")
         request = self._request(
@@ -210,7 +223,8 @@ class Engine:
         and `generate` go to them, whoever makes the step.
 
         Raises:
-            ostinato.graphs.GraphError: before `capture`; nothing is changed then.
+            ostinato.graphs.GraphError: before `capture`, or in a fork of the process; nothing is
+                changed then.
         """
         self._advance()
         events, none = list(self._events), deque[TokenEvent]()
@@ -299,9 +313,13 @@ class Engine:
             return stream
 
     def close(self) -> None:
-        """Release the captured graphs; the engine cannot be used afterwards."""
+        """Release the captured graphs; the engine cannot be used afterwards.
+
+        In a fork of the process nothing is released: the graphs are the parent's.
+        """
         self._closed = True
-        self._async_tokens.clear()
+        if not self._process.is_fork:
+            self._async_tokens.clear()
         self.runner.close()
         self._prefill.close()
 
@@ -353,6 +371,7 @@ class Engine:
             self.result(request.id)
 
     def _require_captured(self) -> None:
+        self._process.check()
         self.runner.require_captured()
         self._prefill.require_captured()
 
@@ -410,9 +429,16 @@ class Engine:
                 f"max_context = {self.max_context}"
             )
         max_new_tokens = min(sampling_params.max_tokens, self.max_context - len(tokens))
-        stop_ids = set(sampling_params.stop_token_ids)
+        for token in sampling_params.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"stop_token_ids: got token id {token}, expected 0 to {vocab_size - 1}"
+                )
+        stop, special = split_stop(self.tokenizer, sampling_params.stop)
+        stop_ids = {*sampling_params.stop_token_ids, *special}
+        end_ids = self.model.config.eos_token_ids
         if not sampling_params.ignore_eos:
-            stop_ids.update(self.model.config.eos_token_ids)
+            stop_ids.update(end_ids)
         request = Request(
             id=-1,
             prompt=tokens,
@@ -420,7 +446,7 @@ class Engine:
             seed=secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed,
             max_new_tokens=max_new_tokens,
             stop_ids=frozenset(stop_ids),
-            detokenizer=Detokenizer(self.tokenizer, tokens, sampling_params.stop),
+            detokenizer=Detokenizer(self.tokenizer, tokens, stop, hidden=end_ids),
         )
         needed = self.cache.pages_for(request.final_length)
         if needed > self.cache.usable_pages:
@@ -482,9 +508,13 @@ class Engine:
         self._async_tokens.read(self._accept, count)
 
     def _accept(self, request: Request, token: int) -> None:
-        event = request.accept(token)
+        if token < 0:  # of logits that are NaN
+            event = request.fail()
+            self.stats.failed_requests += 1
+        else:
+            event = request.accept(token)
+            if len(request.generated) > 1:  # the first is the prompt's
+                self.stats.decode_tokens += 1
         self._queues.get(request.id, self._events).append(event)
-        if len(request.generated) > 1:  # the first is the prompt's
-            self.stats.decode_tokens += 1
         if request.finish_reason is not None:
             self._scheduler.finish(request)

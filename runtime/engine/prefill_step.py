@@ -138,10 +138,10 @@ class Prefill:
         # matter to the bits of a prompt whether its chunks are computed together.
         self._prefill_batch = PrefillBatch(min(max_chunks, max_tokens), max_pages, model.device)
         self._step = PrefillStep(model, cache, self._prefill_batch, max_chunk, capture_examples)
-        self._buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
         self._runner: GraphRunner[dict[str, torch.Tensor]] | None = None
         if model.device.type != "cpu":
-            self._runner = GraphRunner(self._step, self._buffers, memory=self._step.memory())
+            buffers = StaticBuffers(self._step.buffer_specs(), max_tokens, model.device)
+            self._runner = GraphRunner(self._step, buffers, memory=self._step.memory())
 
     def capture(self, *, progress: bool, verify: bool) -> CaptureReport | None:
         """Capture the step for a few numbers of tokens; see `GraphRunner.capture`.
@@ -222,6 +222,6 @@ class Prefill:
         """Run the step on so many tokens."""
         if self._runner is not None:
             return self._runner.run(count, inputs, variant=PREFILL)
-        self._buffers.stage(inputs, count, count)
+        n_active = torch.tensor([count], dtype=torch.int32)
         with torch.no_grad():
-            return self._step(self._buffers.view(count))
+            return self._step(BatchView(inputs, count, n_active))

@@ -57,7 +57,7 @@ class Request:
         """Add a sampled token, decide whether it is the last, and return its event."""
         stops, fills = token in self.stop_ids, len(self.generated) + 1 == self.max_new_tokens
         # If the tokenizer fails nothing has changed.
-        text = self.detokenizer.push(token, last=stops or fills)
+        text = self.detokenizer.finish() if stops else self.detokenizer.push(token, last=fills)
         self.generated.append(token)
         if stops or self.detokenizer.stopped:
             self.finish_reason = FinishReason.STOP
@@ -67,8 +67,15 @@ class Request:
 
     def cancel(self) -> TokenEvent:
         """End the request where it stands and return its last event."""
-        self.finish_reason = FinishReason.CANCELLED
-        return TokenEvent(self.id, None, self.detokenizer.finish(), self.finish_reason)
+        return self._end(FinishReason.CANCELLED)
+
+    def fail(self) -> TokenEvent:
+        """End the request, whose next token nobody knows, and return its last event."""
+        return self._end(FinishReason.ERROR)
+
+    def _end(self, reason: FinishReason) -> TokenEvent:
+        self.finish_reason = reason
+        return TokenEvent(self.id, None, self.detokenizer.finish(), reason)
 
     def completion(self) -> Completion:
         """Return the result of a finished request."""

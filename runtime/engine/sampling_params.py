@@ -23,8 +23,10 @@ class SamplingParams:
         repetition_penalty: > 0; above 1 makes tokens of prompt and text less likely
             (CTRL, arXiv 1909.05858).
         seed: of this request's own random numbers, in [0, 2**63); None draws one.
-        stop: strings that end the text, which is cut before the one that is complete first.
-        stop_token_ids: ids that end the text, besides the model's end-of-sequence ids.
+        stop: strings that end the text, which is cut before the one that is complete first. One
+            that is a special token, which adds no text, ends it as an id does.
+        stop_token_ids: ids that end the text, besides the model's end-of-sequence ids. The text
+            ends before them, too; `token_ids` has them.
         ignore_eos: go on after an end-of-sequence id.
 
     Raises:
@@ -111,6 +113,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     CANCELLED = "cancelled"
+    ERROR = "error"  # the model's logits are NaN
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ class TokenEvent:
     """One generated token of one request.
 
     `text` is what the token adds to the text shown so far: "" while a character is incomplete or
-    might begin a stop string. `finish_reason` is set on a request's last event; a cancelled
-    request's last event has no token (`token_id` None).
+    might begin a stop string. `finish_reason` is set on a request's last event, which has no token
+    (`token_id` None) if the request was cancelled or failed.
     """
 
     request_id: int

@@ -17,7 +17,8 @@ class EngineStats:
     """What the engine did since it was made.
 
     `prefill_seconds` and `decode_seconds` are wall-clock times of the last 100,000 steps of each
-    kind; `decode_tokens` counts the tokens that were handed out behind each text's first.
+    kind; `decode_tokens` counts the tokens that were handed out behind each text's first;
+    `failed_requests` those that ended with `FinishReason.ERROR`.
     """
 
     prefill_seconds: deque[float] = field(default_factory=_recent)
@@ -25,3 +26,4 @@ class EngineStats:
     decode_seconds: deque[float] = field(default_factory=_recent)
     decode_tokens: int = 0
     preemptions: int = 0
+    failed_requests: int = 0

@@ -1,24 +1,32 @@
-"""The folder of compiled kernel libraries. Entries appear whole; a damaged one counts as absent."""
+"""The entries of the cache. They appear whole; a damaged one counts as absent.
+
+None is read that others than the user and root can change (see `ownership`).
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .budgets import Usage
+from .errors import KernelCacheError
+from .location import create_cache_folder, held_cache
+from .ownership import keep_to_owner, opened
 
 LIBRARY = "kernel.so"
 _RECORD = "build.json"
 _LOCK = "build.lock"
+_LONGEST_RECORD = 1 << 20
 _UNFINISHED = "unfinished-"
 
 
@@ -33,7 +41,7 @@ class Entry:
         mode: the build mode in words.
         nvcc: version of the compiler.
         seconds: that compiling took.
-        size: bytes of the library, by which a damaged one is known.
+        sha256: of the library, in hexadecimal digits; by it a damaged one is known.
         usage: what ptxas reports; zeros for PTX, which the driver compiles.
     """
 
@@ -43,7 +51,7 @@ class Entry:
     mode: str
     nvcc: str
     seconds: float
-    size: int
+    sha256: str
     usage: Usage
 
     @property
@@ -61,25 +69,61 @@ class Entry:
 
     @staticmethod
     def read(folder: Path) -> Entry | None:
-        """Return the entry in a folder, None when it is absent, damaged or not to be read."""
+        """Return the entry in a folder, None when it is absent, damaged or not to be read.
+
+        Links count as damage: what they lead to may change without a trace in the cache.
+
+        Raises:
+            KernelCacheError: when others than the user and root can change the cache, the folder or
+                a file of the entry.
+        """
         try:
-            fields = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-            entry = Entry(folder, usage=Usage.from_json(fields.pop("usage")), **fields)
-            # To load a library that ends too early is no error, but a SIGBUS.
-            whole = entry.library.stat().st_size == entry.size
-        except (OSError, AttributeError, KeyError, TypeError, ValueError):
+            with _opened_entry(folder) as (record, library):
+                fields = json.loads(os.read(record, _LONGEST_RECORD))
+                entry = Entry(folder, usage=Usage.from_json(fields.pop("usage")), **fields)
+                whole = _has_its_types(entry) and file_sha256(library) == entry.sha256
+        except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
             return None
         return entry if whole else None
 
 
-def cache_folder() -> Path:
-    """Return where compiled libraries are kept: OSTINATO_CACHE, else below the XDG cache."""
-    chosen = os.environ.get("OSTINATO_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # A relative one is to be ignored, as its specification says.
-    return (base if base.is_absolute() else Path.home() / ".cache") / "ostinato" / "kernels"
+def pinned_library(entry: Entry) -> str:
+    """Return a path that leads to an entry's library even when the cache's own leads elsewhere.
+
+    Raises:
+        KernelCacheError: as `Entry.read`, or when the entry is gone.
+    """
+    try:
+        cache = held_cache(entry.folder.parent)
+        with _opened_entry(entry.folder, cache):
+            return f"/proc/self/fd/{cache}/{entry.folder.name}/{LIBRARY}"
+    except OSError as error:
+        raise KernelCacheError(f"{entry.library}: cannot be opened: {error.strerror}") from error
+
+
+def file_sha256(file: Path | int) -> str:
+    """Return the hash of a file's content, in hexadecimal digits; a descriptor stays open."""
+    with open(file, "rb", closefd=isinstance(file, Path)) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def _opened_entry(folder: Path, cache: int | None = None) -> Iterator[tuple[int, int]]:
+    """Open the record and the library of an entry, in the open cache if one is given."""
+    with ExitStack() as stack:
+        if cache is None:
+            cache = stack.enter_context(opened(folder.parent))
+
+        def open_below(path: Path, within: int) -> int:
+            return stack.enter_context(opened(path, within, cache=folder.parent))
+
+        inside = open_below(folder, cache)
+        yield open_below(folder / _RECORD, inside), open_below(folder / LIBRARY, inside)
+
+
+def _has_its_types(entry: Entry) -> bool:
+    texts = (entry.variant, entry.target, entry.mode, entry.nvcc, entry.sha256)
+    return all(isinstance(text, str) for text in texts) and type(entry.seconds) in (int, float)
 
 
 @contextmanager
@@ -91,6 +135,7 @@ def exclusive_build(cache: Path) -> Iterator[Path]:
     what a killed build left behind is removed here.
 
     Raises:
+        KernelCacheError: when others than the user and root can change the cache.
         OSError: when the cache cannot be written.
     """
     with _locked(cache):
@@ -107,10 +152,12 @@ def exclusive_build(cache: Path) -> Iterator[Path]:
 def _locked(cache: Path) -> Iterator[None]:
     path = cache / _LOCK
     while True:
-        cache.mkdir(parents=True, exist_ok=True)
+        create_cache_folder(cache)
+        with opened(cache):
+            pass
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except PermissionError:  # another user's, which can be locked all the same
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except PermissionError:  # root's, which can be locked all the same
             lock = os.open(path, os.O_RDONLY)
         try:
             try:
@@ -150,11 +197,14 @@ def publish(entry: Entry, built: Path) -> None:
         built: the library, in a folder of its own on the cache's file system.
 
     Raises:
+        KernelCacheError: when others than the user and root can change what is there.
         OSError: when the disk is full; the cache is then as it was.
     """
     fields = {name: value for name, value in asdict(entry).items() if name != "folder"}
     record = built.parent / _RECORD
     record.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    for path in (built.parent, *built.parent.iterdir()):
+        keep_to_owner(path)
     for path in (built, record, built.parent):
         _flush(path)
     try:

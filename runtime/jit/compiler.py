@@ -9,8 +9,9 @@ from pathlib import Path
 
 from . import ninja
 from .budgets import Usage, parse_ptxas
-from .cache import LIBRARY, Entry, cache_folder, exclusive_build, publish
+from .cache import LIBRARY, Entry, exclusive_build, file_sha256, publish
 from .errors import KernelBuildError
+from .location import cache_folder
 from .mode import RELEASE, BuildMode
 from .sources import CSRC, ENTRY, Sources, digest, read_sources
 from .targets import DEFAULT, Target
@@ -25,7 +26,7 @@ _FLAGS = (
 # Warning 20012 is about defaulted functions in CUTLASS's headers.
 _CUTLASS_FLAGS = ("--expt-relaxed-constexpr", "-diag-suppress", "20012")
 # Part of every key: to be raised when `Entry` changes, since old entries can not be read then.
-_RECORD_FORMAT = "3"
+_RECORD_FORMAT = "4"
 _LOG_LINES = 20
 
 
@@ -48,6 +49,8 @@ class Plan:
     def folder(self, cache: Path, nvcc: Nvcc, cutlass: Cutlass | None) -> Path:
         """Return the folder of the library that this toolchain makes."""
         suffix = f"-cutlass{cutlass.version}" if cutlass is not None else ""
+        if nvcc.host_compiler is not None:
+            suffix += f"-ccbin{digest([nvcc.host_compiler])}"
         return cache / f"{self.key}-nvcc{nvcc.version}{suffix}"
 
     def command(self, nvcc: Nvcc, cutlass: Cutlass | None) -> list[str]:
@@ -55,6 +58,7 @@ class Plan:
         includes = [CSRC, *([cutlass.include] if cutlass is not None else [])]
         return [
             str(nvcc.path),
+            *(() if nvcc.host_compiler is None else ("-ccbin", nvcc.host_compiler)),
             *self.flags,
             *(f"-I{folder}" for folder in includes),
             *(str(self.variant.source), str(ENTRY), "-o", ninja.UNCHECKED),
@@ -98,6 +102,8 @@ def find(plan: Plan) -> Entry | None:
     It is the one made by this machine's toolchain; on a machine that cannot compile, by any.
 
     Raises:
+        KernelCacheError: when the cache has no place, or others than the user and root can change
+            it or what would be found.
         KernelBuildError: when there is none, and this machine's nvcc, which might compile it, does
             not run.
     """
@@ -120,9 +126,22 @@ def find(plan: Plan) -> Entry | None:
     return _newest(cache, plan)
 
 
+def damaged(plan: Plan) -> list[Path]:
+    """Return the folders of a plan's entries, made by any toolchain, that are not whole.
+
+    Raises:
+        KernelCacheError: as of `find`.
+    """
+    return [folder for folder in _folders(cache_folder(), plan) if Entry.read(folder) is None]
+
+
+def _folders(cache: Path, plan: Plan) -> list[Path]:
+    return sorted(cache.glob(f"{plan.key}-nvcc*"))
+
+
 def _newest(cache: Path, plan: Plan) -> Entry | None:
     """Return the last library of a plan that any toolchain has made."""
-    entries = [Entry.read(folder) for folder in cache.glob(f"{plan.key}-nvcc*")]
+    entries = [Entry.read(folder) for folder in _folders(cache, plan)]
     whole = [entry for entry in entries if entry is not None]
     return max(whole, key=lambda entry: entry.made_ns, default=None)
 
@@ -152,6 +171,7 @@ def build(
         The entries of all plans, in their order.
 
     Raises:
+        KernelCacheError: as of `find`.
         KernelBuildError: when the toolchain is missing, a compiler fails (the other libraries are
             compiled all the same) or the disk is full.
     """
@@ -223,7 +243,7 @@ class _Build:
             mode=str(item.mode),
             nvcc=self.nvcc.version,
             seconds=round(library.st_mtime - start.st_mtime, 1),
-            size=library.st_size,
+            sha256=file_sha256(built / LIBRARY),
             usage=Usage(0, 0, 0, 0) if item.target.ptx else parse_ptxas(log),
         )
         publish(entry, built / LIBRARY)

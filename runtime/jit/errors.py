@@ -13,3 +13,7 @@ class MissingKernelError(KernelError):
 
 class KernelBuildError(KernelError):
     """Compiling failed: the toolchain is missing or reports errors, or the disk is full."""
+
+
+class KernelCacheError(KernelError):
+    """The cache cannot be used: it has no place, or others could have their code run from it."""

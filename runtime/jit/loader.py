@@ -8,8 +8,9 @@ from functools import cache
 
 from .. import _C
 from . import compiler
-from .cache import Entry, cache_folder
+from .cache import Entry, pinned_library
 from .errors import MissingKernelError
+from .location import cache_folder
 from .mode import BuildMode
 from .targets import DEFAULT, target_for
 from .toolchain import find_cutlass, find_nvcc
@@ -34,6 +35,8 @@ def load(variant: Variant, *, device: int, stream: int) -> _C.Library:
     Raises:
         MissingKernelError: when the variant is not compiled and `stream` is capturing, OSTINATO_JIT
             is 0, or nvcc or CUTLASS is not installed. It names the variant and the command.
+        KernelCacheError: when the cache has no place, or others than the user and root can change
+            it or the library.
         KernelBuildError: when compiling fails.
         RuntimeError: when the library is of another version than `ostinato._C`, or the device
             refuses it.
@@ -42,7 +45,8 @@ def load(variant: Variant, *, device: int, stream: int) -> _C.Library:
     found = _loaded.get((variant, device))
     if found is not None:
         return found
-    library = _C.Library(str(_entry(variant, device, stream).library))
+    entry = _entry(variant, device, stream)
+    library = _C.Library(entry.library, pinned_library(entry))
     library.prepare()
     # Another thread may have been as fast: both have loaded the same file.
     return _loaded.setdefault((variant, device), library)
@@ -63,16 +67,19 @@ def _entry(variant: Variant, device: int, stream: int) -> Entry:
     if entry is not None:
         return entry
     obstacle = _obstacle(plan, stream)
+    damaged = ", ".join(map(str, compiler.damaged(plan)))
     if obstacle is not None:
+        state = f"is damaged in {damaged}" if damaged else "is not compiled"
         raise MissingKernelError(
-            f"kernel {variant.name} ({plan.mode}) is not compiled and {obstacle}: "
+            f"kernel {variant.name} ({plan.mode}) {state} and {obstacle}: "
             f"run `{build_command(plan)}` before"
         )
     # Only threads that want to compile wait here: a capture in another one goes on.
     with _compiling:
         if compiler.find(plan) is None:
+            why = f", since it is damaged in {damaged}" if damaged else ""
             print(
-                f"ostinato: compiling kernel {variant.name} once, into {cache_folder()}",
+                f"ostinato: compiling kernel {variant.name} once, into {cache_folder()}{why}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .resources import job_limit
-from .toolchain import find_ninja
+from .toolchain import compiler_environment, find_ninja
 
 _JOB_GIB = 1  # the measured peak of one compiler, rounded up
 
 _MARK = "finished "
-# nvcc would add these to the command line, unseen by the cache's hash.
-_HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,9 @@ def run(
     ninja = find_ninja()
     for job in jobs:
         (folder / job.name).mkdir()
-    (folder / "build.ninja").write_text(_build_file(jobs), encoding="utf-8")
-    environment = {k: v for k, v in os.environ.items() if k not in _HIDDEN_FLAGS}
+    # Paths may have bytes that are no text.
+    (folder / "build.ninja").write_bytes(os.fsencode(_build_file(jobs)))
+    environment = compiler_environment()
     # Temporary files of a killed compiler go with the folder of its job, where it runs. No path:
     # nvcc would give it to a shell as it is.
     environment.update(NINJA_STATUS=_MARK, TMPDIR=".", TERM="dumb")
@@ -67,7 +66,8 @@ def run(
         [ninja, "-C", folder, "-k", "0", "-j", str(job_limit(_JOB_GIB, limit))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         env=environment,
     ) as process:
         assert process.stdout is not None

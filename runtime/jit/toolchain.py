@@ -9,22 +9,32 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from .errors import KernelBuildError
 
 _INSTALL = "`pip install 'ostinato[cuda]'` brings it"
+# Where programs and their own libraries are found, and the language of messages.
+_HARMLESS = (*("PATH", "LD_LIBRARY_PATH", "HOME"), *("LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES"))
 _VERSION = re.compile(r"release [\d.]+, V([\d.]+)")
 
 
 @dataclass(frozen=True)
 class Nvcc:
-    """A CUDA compiler and its version, such as "13.0.88"."""
+    """A CUDA compiler.
+
+    Args:
+        path: of the program.
+        version: such as "13.0.88".
+        host_compiler: the one that NVCC_CCBIN names, a program or its folder; None for nvcc's
+            choice, the g++ of PATH.
+    """
 
     path: Path
     version: str
+    host_compiler: str | None = None
 
     @property
     def library_folders(self) -> list[Path]:
@@ -43,6 +53,15 @@ class Cutlass:
     version: str
 
 
+def compiler_environment() -> dict[str, str]:
+    """Return the environment that compilers run in: the few variables that change no output.
+
+    nvcc, the host compiler and the linker read dozens, from NVCC_APPEND_FLAGS and PTXAS_FLAGS to
+    CPATH and LD_RUN_PATH. What decides about a library is in its command line, and so in its key.
+    """
+    return {name: os.environ[name] for name in _HARMLESS if name in os.environ}
+
+
 def find_nvcc() -> Nvcc | None:
     """Return the first of the nvccs of CUDA_HOME, PATH and the PyPI packages; None without any.
 
@@ -50,7 +69,12 @@ def find_nvcc() -> Nvcc | None:
         KernelBuildError: when it does not run.
     """
     path = _nvcc_path()
-    return None if path is None else _describe(path)
+    if path is None:
+        return None
+    chosen = os.environ.get("NVCC_CCBIN") or None
+    if chosen is not None and os.sep in chosen:
+        chosen = os.path.abspath(chosen)  # compilers run in folders of their own
+    return replace(_describe(path), host_compiler=chosen)
 
 
 def find_cutlass() -> Cutlass | None:
@@ -118,7 +142,13 @@ def _nvcc_path() -> Path | None:
 def _describe(path: Path) -> Nvcc:
     try:
         text = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, check=True, timeout=60
+            [path, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=True,
+            timeout=60,
+            env=compiler_environment(),
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelBuildError(f"{path} does not run: {error}") from error

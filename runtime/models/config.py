@@ -13,7 +13,10 @@ from .rope import RopeConfig
 # What these ids are when a file of Llama or Mistral does not name them, in transformers.
 LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_MOST_LAYERS = 10_000  # several are listed one by one; the deepest models have some hundred
+_LONGEST_UNASKED = 2**20  # positions, whose RoPE table is made: 512 MiB for heads of 128
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -27,7 +30,11 @@ class ModelConfig:
     """Everything that fixes the decoder's computation, and nothing about its weights' format.
 
     `sliding_windows` has one entry per layer: the number of keys a query sees, itself included,
-    or None for full attention. `dtype` is that of the unquantised weights and the activations.
+    or None for full attention. `ropes` has one per layer, too: its rotary embedding, or None for
+    a layer without positions. `dtype` is that of the unquantised weights and the activations.
+
+    Queries times keys are multiplied by `attention_scale` (None: 1/sqrt(head_dim)), embeddings by
+    `embedding_scale` when they are loaded, and logits by `logits_scale`.
     """
 
     family: str
@@ -46,10 +53,13 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     sliding_windows: tuple[int | None, ...]
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = (
@@ -70,11 +80,13 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"head_dim: got {self.head_dim}, expected an even number, whose halves RoPE pairs"
             )
-        if len(self.sliding_windows) != self.num_layers:
-            raise UnsupportedModelError(
-                f"sliding_windows: got {len(self.sliding_windows)} entries, "
-                f"expected one per layer = {self.num_layers}"
-            )
+        for name in ("sliding_windows", "ropes"):
+            if (count := len(getattr(self, name))) != self.num_layers:
+                raise UnsupportedModelError(
+                    f"{name}: got {count} entries, expected one per layer = {self.num_layers}"
+                )
+        for rope in self.rotations:
+            rope.check(self.head_dim)
 
     @property
     def q_size(self) -> int:
@@ -91,14 +103,22 @@ class ModelConfig:
 
         Raises:
             ValueError: when `wanted`, the caller's `max_context`, exceeds the positions that the
-                model was trained for or its RoPE is stretched to.
+                model was trained for or its RoPE is stretched to, or is None where the model has
+                more than 2^20: memory grows with them, and nothing but config.json says so many.
         """
         if wanted is None:
+            if self.max_position_embeddings > _LONGEST_UNASKED:
+                raise ValueError(
+                    f"max_context: got None, expected a number of positions, since the model's "
+                    f"max_position_embeddings = {self.max_position_embeddings} is more than "
+                    f"{_LONGEST_UNASKED}"
+                )
             return self.max_position_embeddings
         if not 1 <= wanted <= self.longest_context:
             name = "max_position_embeddings"
             if self.longest_context > self.max_position_embeddings:
-                name = f"what {self.rope.type} RoPE is stretched to"
+                kinds = " or ".join(dict.fromkeys(rope.type for rope in self.rotations))
+                name = f"what {kinds} RoPE is stretched to"
             raise ValueError(
                 f"max_context: got {wanted}, expected 1 to {name} = {self.longest_context}"
             )
@@ -107,15 +127,49 @@ class ModelConfig:
     @property
     def longest_context(self) -> int:
         """Positions that the model was trained for, or that its RoPE is stretched to."""
-        return self.rope.longest_context(self.max_position_embeddings)
+        trained = self.max_position_embeddings
+        return max([trained, *(rope.longest_context(trained) for rope in self.rotations)])
+
+    @property
+    def rotations(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings that layers have, each once."""
+        return tuple(dict.fromkeys(rope for rope in self.ropes if rope is not None))
 
 
 # The window of each layer, of the fields of config.json and the number of layers.
 Windows = Callable[[Fields, int], tuple[int | None, ...]]
+# Likewise the rotary embedding of each layer.
+Ropes = Callable[[Fields, int], tuple[RopeConfig | None, ...]]
+
+
+def read_rope(fields: Fields, **reads: bool) -> RopeConfig:
+    """Return the model's rotary embedding; `reads` are the options of `RopeConfig.from_hf`.
+
+    Raises:
+        UnsupportedModelError: naming the field.
+    """
+    trained = fields.integer("max_position_embeddings")
+    return RopeConfig.from_hf(fields.fields, trained, fields.where, **reads)
+
+
+def same_rope(**reads: bool) -> Ropes:
+    """Return what reads one rotary embedding for all layers; `reads` as of `read_rope`."""
+
+    def ropes(fields: Fields, num_layers: int) -> tuple[RopeConfig, ...]:
+        return (read_rope(fields, **reads),) * num_layers
+
+    return ropes
 
 
 def standard_config(
-    fields: Fields, *, windows: Windows, qkv_bias: bool, o_bias: bool, qk_norm: bool = False
+    fields: Fields,
+    *,
+    windows: Windows,
+    qkv_bias: bool,
+    o_bias: bool,
+    qk_norm: bool = False,
+    mlp_bias: bool | None = None,
+    ropes: Ropes | None = None,
 ) -> ModelConfig:
     """Read what the families have in common.
 
@@ -125,13 +179,15 @@ def standard_config(
         qkv_bias: whether the projections to q, k and v have a bias.
         o_bias: whether the output projection of attention has one.
         qk_norm: whether heads of q and k are normalised.
+        mlp_bias: whether the projections of the MLP have a bias; None: `mlp_bias` of the file.
+        ropes: reads the rotary embeddings; by default one of whole heads for all layers.
 
     Raises:
         UnsupportedModelError: naming the field.
     """
     fields.choice("hidden_act", "silu", default="silu")
     vocab_size = fields.integer("vocab_size")
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     num_heads = fields.integer("num_attention_heads")
     max_positions = fields.integer("max_position_embeddings")
     last_id = vocab_size - 1
@@ -149,10 +205,10 @@ def standard_config(
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
-        mlp_bias=fields.boolean("mlp_bias", False),
+        mlp_bias=fields.boolean("mlp_bias", False) if mlp_bias is None else mlp_bias,
         qk_norm=qk_norm,
         sliding_windows=windows(fields, num_layers),
-        rope=RopeConfig.from_hf(fields.fields, max_positions, fields.where),
+        ropes=(ropes or same_rope())(fields, num_layers),
         dtype=_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", least=0, most=last_id),
         eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
@@ -183,11 +239,23 @@ def full_attention(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def uniform_window(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...]:
     """Return the same window, or none, for every layer; `layer_types` must agree."""
-    kind = _FULL if window is None else _SLIDING
+    kind = FULL if window is None else SLIDING
     written = fields.strings("layer_types") or (kind,) * num_layers
     if written != (kind,) * num_layers:
         raise fields.wrong("layer_types", f"{num_layers} times {kind!r}")
     return (window,) * num_layers
+
+
+def layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """Return whether each layer's attention is full or sliding; () when the file does not say.
+
+    Raises:
+        UnsupportedModelError: for another kind, or another number of layers.
+    """
+    written = fields.strings("layer_types")
+    if written and (len(written) != num_layers or not set(written) <= {FULL, SLIDING}):
+        raise fields.wrong("layer_types", f"{num_layers} times {FULL!r} or {SLIDING!r}")
+    return written
 
 
 def mixed_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -198,10 +266,8 @@ def mixed_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
         window = fields.optional_integer("sliding_window")
     if window is None:
         return full_attention(fields, num_layers)
-    written = fields.strings("layer_types")
+    written = layer_types(fields, num_layers)
     if not written:
         first = fields.integer("max_window_layers", least=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(written) != num_layers or not set(written) <= {_FULL, _SLIDING}:
-        raise fields.wrong("layer_types", f"{num_layers} times {_FULL!r} or {_SLIDING!r}")
-    return tuple(window if kind == _SLIDING else None for kind in written)
+    return tuple(window if kind == SLIDING else None for kind in written)

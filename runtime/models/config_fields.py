@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 # Sizes, positions and token ids are 32-bit numbers on the device.
 _INTEGER_MAX = 2**31 - 1
+
+
+_LONGEST_SHOWN = 300
+
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxdict, _short.maxlist = 4, 12, 12
+_short.maxstring = _short.maxlong = _short.maxother = 200
 
 
 class UnsupportedModelError(ValueError):
@@ -30,7 +38,7 @@ class Fields:
 
     def __init__(self, where: str, fields: object) -> None:
         if not isinstance(fields, Mapping):
-            raise self.malformed(f"{where}: got {fields!r}, expected an object")
+            raise self.malformed(f"{where}: got {shown(fields)}, expected an object")
         self.where = where
         self.fields: Mapping[str, Any] = fields
 
@@ -40,7 +48,9 @@ class Fields:
 
     def wrong(self, name: str, expected: str) -> ValueError:
         """Return the error of a field that is not what was expected."""
-        return self.malformed(f"{self.where}: {name}: got {self.get(name)!r}, expected {expected}")
+        return self.malformed(
+            f"{self.where}: {name}: got {shown(self.get(name))}, expected {expected}"
+        )
 
     def require(self, name: str) -> None:
         """Check that a field is written, if only as null.
@@ -58,6 +68,18 @@ class Fields:
             `malformed`: when the field is absent or no object.
         """
         return type(self)(f"{self.where}: {name}", self.get(name))
+
+    def only(self, *known: str) -> None:
+        """Check that no other fields than these are there, but for null ones.
+
+        Raises:
+            `unsupported`: naming one.
+        """
+        for name, value in self.fields.items():
+            if value is not None and name not in known:
+                raise self.unsupported(
+                    f"{self.where}: {name}: got {shown(value)}, a field that is not supported"
+                )
 
     def integer(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _INTEGER_MAX
@@ -113,6 +135,20 @@ class Fields:
             raise self.wrong(name, f"a finite number above {above}{bound}")
         return float(value)
 
+    def numbers(self, name: str, *, least: float = sys.float_info.min) -> tuple[float, ...]:
+        """Return a list of finite numbers of at least `least`, by default above 0.
+
+        Raises:
+            `malformed`: when it is something else, or absent.
+        """
+        value = self.get(name)
+        if not isinstance(value, list) or not all(
+            type(item) in (int, float) and least <= item <= sys.float_info.max for item in value
+        ):
+            bound = "above 0" if least > 0 else f"of at least {least:g}"
+            raise self.wrong(name, f"a list of finite numbers {bound}")
+        return tuple(map(float, value))
+
     def boolean(self, name: str, default: bool) -> bool:
         """Return true or false.
 
@@ -147,8 +183,14 @@ class Fields:
         value = default if self.get(name) is None else self.get(name)
         if value not in accepted:
             expected = " or ".join(repr(item) for item in accepted)
-            raise self.unsupported(f"{self.where}: {name}: got {value!r}, expected {expected}")
+            raise self.unsupported(f"{self.where}: {name}: got {shown(value)}, expected {expected}")
         return value
+
+
+def shown(value: object) -> str:
+    """Return what messages show of a value: of a large or deep one, its beginning."""
+    text = _short.repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _is_integer(value: object, least: int, most: int) -> bool:

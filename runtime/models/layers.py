@@ -6,8 +6,9 @@ others; see `ops.w8a8_linear`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
 import torch
@@ -82,6 +83,13 @@ class Linear(Protocol):
         What `gate_up` holds afterwards is undefined.
         """
 
+    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
+        """Return a layer and the weight [K] of the norm before it, for results times `factor`.
+
+        Raises:
+            ValueError: for a layer with a bias.
+        """
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the layer."""
         return tensors_of(self)
@@ -139,6 +147,11 @@ class DenseLinear(Linear):
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self(ops.silu_mul(gate_up))
+
+    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
+        _require_no_bias(self.bias)
+        # The layer's weight may be the embedding. The norm's is rounded in no case.
+        return self, norm * factor if is_power_of_two(factor) else norm.float() * factor
 
 
 @dataclass
@@ -282,6 +295,10 @@ class W8A8Linear(Linear):
         )
         return self._matmul(quantized, scale, n_active)
 
+    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
+        _require_no_bias(self.bias)
+        return replace(self, weight_scale=self.weight_scale * factor), norm
+
     def _matmul(
         self, quantized: torch.Tensor, scale: torch.Tensor, n_active: torch.Tensor | None
     ) -> torch.Tensor:
@@ -297,6 +314,16 @@ class W8A8Linear(Linear):
             out_dtype=self.out_dtype,
             batch_invariant=self.batch_invariant,
         )
+
+
+def is_power_of_two(number: float) -> bool:
+    """Return whether multiplying by a positive number changes nothing but the exponent."""
+    return math.frexp(number)[0] == 0.5
+
+
+def _require_no_bias(bias: torch.Tensor | None) -> None:
+    if bias is not None:
+        raise ValueError("bias: got a tensor, expected None in a layer whose results are scaled")
 
 
 def dense_kernels(kind: InputKind, dtype: torch.dtype) -> list[Variant]:

@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
+from ..jit.variant import Variant
 from .config import ModelConfig
 from .config_fields import Fields, UnsupportedModelError
 from .decoder import Decoder
 from .parts import DecoderLayout, Loader
+from .required_kernels import model_kernels
+
+
+class Kernels(Protocol):
+    """Names kernels of a model."""
+
+    def __call__(self, config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
+        """Return what a model of this shape launches beside its linear layers."""
 
 
 class Load(Protocol):
@@ -40,6 +49,7 @@ class Family:
         config: reads the fields of config.json; it refuses what is not implemented.
         layout: the parts of a decoder of some shape.
         load: makes the decoder.
+        kernels: names the kernels beside those of linear layers.
         defaults: of fields that transformers fills in for this family.
     """
 
@@ -48,6 +58,7 @@ class Family:
     config: Callable[[Fields], ModelConfig]
     layout: Callable[[ModelConfig], DecoderLayout]
     load: Load
+    kernels: Kernels = model_kernels
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -91,7 +102,7 @@ def read_config(config: Mapping[str, Any], where: str = "config.json") -> ModelC
             that this runtime does not implement, or a field that is missing or malformed.
     """
     known = families()
-    family = known[Fields(where, config).choice("model_type", *known)]
+    family = known[Fields(where, config).choice("model_type", *sorted(known))]
     fields = Fields(where, {**family.defaults, **config})
     if not set(fields.strings("architectures")) <= set(family.architectures):
         raise fields.wrong("architectures", repr(list(family.architectures)))
@@ -107,6 +118,7 @@ def _discover() -> None:
 
 __all__ = [
     "Family",
+    "Kernels",
     "Load",
     "UnsupportedModelError",
     "families",

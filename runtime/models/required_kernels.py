@@ -11,9 +11,11 @@ from ..ops.attention.l2_partition import L2Probe
 from ..ops.attention.prefill_cuda import prefill_kernels
 from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import precompile
+from ..ops.linear.quantize_cuda import quantize_kernel
 from ..ops.sampling.sample_cuda import sample_kernel
 from .config import ModelConfig
 from .decoder import Decoder
+from .layers import is_power_of_two
 
 
 def compile_kernels(model: Decoder) -> None:
@@ -31,7 +33,9 @@ def compile_kernels(model: Decoder) -> None:
 def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
     """Return the kernels of a model that do not depend on how its weights are quantised."""
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
+    scaled = config.logits_scale != 1.0 and not is_power_of_two(config.logits_scale)
     return [
+        *((quantize_kernel("rms_norm", dtype, dtype, torch.float32),) if scaled else ()),
         embed_kernel(dtype),
         append_kernel(dtype, dtype),
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
@@ -39,3 +43,9 @@ def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[
         sample_kernel(torch.float32),  # what a `Decoder` returns
         L2Probe(),  # which the cache asks (ostinato.models.l2.probe)
     ]
+
+
+def kernels_with_norms(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
+    """Return `model_kernels` and, for families with such, the norm that nothing is fused with."""
+    norm = quantize_kernel("rms_norm", config.dtype, config.dtype)
+    return [norm, *model_kernels(config, batch_invariant=batch_invariant)]

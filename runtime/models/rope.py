@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 
-from .config_fields import Fields, UnsupportedModelError
+from .config_fields import Fields, UnsupportedModelError, shown
 
 _MOST_POSITIONS = 2**31 - 1  # that fit into the int32 of positions
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+_ALIASES = {"su": "longrope"}  # as the first files of Phi-3 spell it
 _KNOWN = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
     *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor"),
 )
+# Of the families that scale queries by position; the second repeats a field of the model.
+_QUERY_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,15 @@ class RopeConfig:
     `theta` is the base; `factor` the context extension, used by every type but "default".
     The `llama3` type reads `low_freq_factor`, `high_freq_factor`; `yarn` (arXiv 2309.00071)
     reads `beta_fast`, `beta_slow`, `attention_factor` (None: derived from `factor`) and
-    `truncate`; both read `original_max_position_embeddings`.
+    `truncate`; both read `original_max_position_embeddings`. `longrope` (arXiv 2402.13753) divides
+    each frequency by `long_factor` where a longer context than `original_max_position_embeddings`
+    is served, else by `short_factor`. `dynamic` enlarges the base where a longer context is served
+    than the model was trained for, which is its `original_max_position_embeddings`.
+
+    `partial_rotary_factor` is the share of a head that is rotated, from its beginning. Elements
+    (2i, 2i + 1) are rotated together if `interleaved`, else (i, i + rotary_dim / 2). Queries at
+    position p are multiplied by 1 + `query_scaling_beta`·ln(1 + floor(p / c)), where c is
+    `original_max_position_embeddings`.
     """
 
     theta: float = 10000.0
@@ -40,12 +52,31 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
+    interleaved: bool = False
+    query_scaling_beta: float = 0.0
 
     @staticmethod
     def from_hf(
-        config: Mapping[str, Any], max_position_embeddings: int, where: str = "config.json"
+        config: Mapping[str, Any],
+        max_position_embeddings: int,
+        where: str = "config.json",
+        *,
+        partial: bool = False,
+        interleaved: bool = False,
+        query_scaling: bool = False,
     ) -> RopeConfig:
         """Read `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before).
+
+        Args:
+            config: the contents of `config.json`.
+            max_position_embeddings: of the model.
+            where: what the contents come from, for messages.
+            partial: whether the family reads `partial_rotary_factor`.
+            interleaved: which elements the family rotates together.
+            query_scaling: whether the family reads `llama_4_scaling_beta`.
 
         Raises:
             UnsupportedModelError: naming the field, for a scaling type other than `ROPE_TYPES`,
@@ -53,22 +84,30 @@ class RopeConfig:
         """
         outer = Fields(where, config)
         fields = _scaling_fields(outer)
-        for name, value in fields.fields.items():
-            if value is not None and name not in _KNOWN:
-                raise UnsupportedModelError(
-                    f"{fields.where}: {name}: got {value!r}, a field that is not supported"
-                )
+        fields.only(*_KNOWN, *(_QUERY_SCALING if query_scaling else ()))
         spelling = "type" if fields.get("rope_type") is None else "rope_type"
-        kind = fields.choice(spelling, *ROPE_TYPES, default="default")
+        kind = fields.choice(spelling, *ROPE_TYPES, *_ALIASES, default="default")
+        kind = _ALIASES.get(kind, kind)
         theta = outer.number("rope_theta", 10000.0, above=1.0)
-        # The models that `ModelConfig` knows rotate whole heads in transformers, which ignores the
-        # field or fails where it says otherwise; other runtimes do as it says.
-        for place in (outer, fields):
-            place.choice("partial_rotary_factor", 1.0, default=1.0)
-        rope = RopeConfig(theta=fields.number("rope_theta", theta, above=1.0), type=kind)
+        rope = RopeConfig(
+            theta=fields.number("rope_theta", theta, above=1.0),
+            type=kind,
+            partial_rotary_factor=_partial_rotary_factor(outer, fields, partial),
+            interleaved=interleaved,
+        )
         if kind == "default":
+            fields.choice("llama_4_scaling_beta", None)  # which would need the original context
             return rope
+        if kind == "dynamic":
+            # transformers takes the field of the trained context for it, whatever these say.
+            for place in (outer, fields):
+                place.choice("original_max_position_embeddings", None, max_position_embeddings)
+        if fields.get("llama_4_scaling_beta"):
+            beta = fields.number("llama_4_scaling_beta")
+            rope = replace(rope, query_scaling_beta=beta)
         original = fields.integer("original_max_position_embeddings", max_position_embeddings)
+        if kind == "longrope":
+            return _longrope(rope, outer, fields, original, max_position_embeddings)
         rope = replace(
             rope,
             factor=fields.number("factor"),
@@ -98,28 +137,76 @@ class RopeConfig:
         Files with the types "linear" and "yarn" may name those before in
         `max_position_embeddings`; it counts where it is more.
         """
-        before = {"linear": max_position_embeddings, "yarn": self.original_max_position_embeddings}
+        before = {
+            "linear": max_position_embeddings,
+            "dynamic": max_position_embeddings,
+            "yarn": self.original_max_position_embeddings,
+        }
         stretched = before.get(self.type, 0) * self.factor
         return max(max_position_embeddings, int(min(stretched, _MOST_POSITIONS)))
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many elements of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def check(self, head_dim: int) -> None:
+        """Check that the embedding fits heads of this size.
+
+        Raises:
+            UnsupportedModelError: naming the field, when it does not.
+        """
+        rotary_dim = self.rotary_dim(head_dim)
+        least = 4 if self.type == "dynamic" else 2  # whose base has the exponent dim / (dim - 2)
+        if rotary_dim % 2 or rotary_dim < least:
+            raise UnsupportedModelError(
+                f"partial_rotary_factor: got {self.partial_rotary_factor}, which rotates "
+                f"{rotary_dim} of {head_dim} elements, expected an even number from {least} on"
+            )
+        for name in ("short_factor", "long_factor") if self.type == "longrope" else ():
+            if len(getattr(self, name)) != rotary_dim // 2:
+                raise UnsupportedModelError(
+                    f"{name}: got {len(getattr(self, name))} numbers, expected "
+                    f"{rotary_dim // 2}: one for each pair of rotated elements"
+                )
+
     def cos_sin_table(self, head_dim: int, max_positions: int) -> torch.Tensor:
-        """Return the fp32 table [max_positions, head_dim]: first half cos, second half sin."""
-        inverse_frequencies = self._inverse_frequencies(head_dim)
+        """Return the fp32 table [max_positions, rotary_dim]: first half cos, second half sin.
+
+        With the types "longrope" and "dynamic" it depends on `max_positions`, the longest context
+        that is served, so that a sequence's bits depend neither on its length nor on the batch.
+        """
+        inverse_frequencies = self._inverse_frequencies(self.rotary_dim(head_dim), max_positions)
         positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, inverse_frequencies)
         amplitude = 1.0 if self.attention_factor is None else self.attention_factor
         return torch.cat([angles.cos(), angles.sin()], dim=1) * amplitude
 
-    def _inverse_frequencies(self, head_dim: int) -> torch.Tensor:
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-        plain = 1.0 / self.theta ** (pairs / head_dim)
+    def query_scales(self, max_positions: int) -> torch.Tensor | None:
+        """Return the fp32 factors [max_positions] of queries; None where all are 1."""
+        original = self.original_max_position_embeddings
+        if self.query_scaling_beta == 0.0 or max_positions <= original:
+            return None
+        positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+        return 1.0 + self.query_scaling_beta * (1.0 + (positions / original).floor()).log()
+
+    def _inverse_frequencies(self, dim: int, max_positions: int) -> torch.Tensor:
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+        plain: torch.Tensor = 1.0 / self.theta**exponents
         if self.type == "default":
             return plain
         if self.type == "linear":
             return plain / self.factor
         if self.type == "llama3":
             return self._llama3(plain)
-        return self._yarn(plain, head_dim)
+        longer = max_positions > self.original_max_position_embeddings
+        if self.type == "longrope":
+            stretch = torch.tensor(self.long_factor if longer else self.short_factor, device="cpu")
+            return torch.reciprocal(stretch * self.theta**exponents)
+        if self.type == "dynamic":
+            growth = max_positions / self.original_max_position_embeddings if longer else 1.0
+            base = self.theta * (self.factor * growth - (self.factor - 1.0)) ** (dim / (dim - 2))
+            return torch.reciprocal(base**exponents)
+        return self._yarn(plain, dim)
 
     def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
         # Wavelengths beyond the trained context are stretched, short ones kept, and those
@@ -129,19 +216,19 @@ class RopeConfig:
         keep = keep.clamp(0.0, 1.0)
         return plain * keep + plain / self.factor * (1.0 - keep)
 
-    def _yarn(self, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
+    def _yarn(self, plain: torch.Tensor, dim: int) -> torch.Tensor:
         def dimension_of(turns: float) -> float:
             context = self.original_max_position_embeddings
             wavelength = math.log(context / (turns * 2 * math.pi))
-            return head_dim * wavelength / (2 * math.log(self.theta))
+            return dim * wavelength / (2 * math.log(self.theta))
 
         low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
+        low, high = max(low, 0), min(high, dim - 1)
         if low == high:
             high += 0.001  # a ramp of no width would divide by zero
-        index = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+        index = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
         stretch = ((index - low) / (high - low)).clamp(0.0, 1.0)
         return plain * (1.0 - stretch) + plain / self.factor * stretch
 
@@ -160,11 +247,44 @@ def _scaling_fields(config: Fields) -> Fields:
         for name in merged.keys() & fields.keys():
             if merged[name] != fields[name]:
                 raise UnsupportedModelError(
-                    f"{config.where}: rope_parameters: {name}: got {fields[name]!r}, expected "
-                    f"{merged[name]!r} as in rope_scaling"
+                    f"{config.where}: rope_parameters: {name}: got {shown(fields[name])}, "
+                    f"expected {shown(merged[name])} as in rope_scaling"
                 )
         merged.update(fields)
     return Fields(f"{config.where}: {' and '.join(spellings) or 'rope_parameters'}", merged)
+
+
+def _partial_rotary_factor(outer: Fields, fields: Fields, partial: bool) -> float:
+    if partial:
+        beside = outer.number("partial_rotary_factor", 1.0, most=1.0)
+        return fields.number("partial_rotary_factor", beside, most=1.0)
+    # The other families rotate whole heads in transformers, which ignores the field or fails where
+    # it says otherwise; other runtimes do as it says.
+    for place in (outer, fields):
+        place.choice("partial_rotary_factor", 1.0, default=1.0)
+    return 1.0
+
+
+def _longrope(
+    rope: RopeConfig, outer: Fields, fields: Fields, original: int, max_position_embeddings: int
+) -> RopeConfig:
+    original = outer.integer("original_max_position_embeddings", original)
+    factor = fields.number("factor", max_position_embeddings / original)
+    amplitude = 1.0
+    if fields.get("attention_factor") is not None:
+        amplitude = fields.number("attention_factor")
+    elif factor > 1.0:
+        if original == 1:
+            raise fields.wrong("attention_factor", "a number where the original context is 1")
+        amplitude = math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return replace(
+        rope,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=amplitude,
+        short_factor=fields.numbers("short_factor"),
+        long_factor=fields.numbers("long_factor"),
+    )
 
 
 def _attention_factor(fields: Fields, factor: float) -> float:

@@ -51,7 +51,8 @@ def embed(
     touched.
 
     Args:
-        tokens: [T] int64 ids, 0 to V - 1.
+        tokens: [T] int64 ids, 0 to V - 1; or -1, which `sample` gives for logits that are NaN, and
+            which is taken for the last of the vocabulary on a CPU, too.
         table: [V, H] bf16, fp16 or fp32, V and H at least 1.
         seen: [S, V] bool, S at least 1: element [seen_rows[t], tokens[t]] becomes True for every t,
             others stay (see `sample`); goes with `seen_rows`.
@@ -103,12 +104,13 @@ def _embed(
     if tokens.size(0) == 0:
         return
     if check_bounds or tokens.device.type == "cpu":
-        checks.token_values("tokens", tokens.tolist(), least=0, most=table.size(0) - 1)
+        checks.token_values("tokens", tokens.tolist(), least=-1, most=table.size(0) - 1)
         if seen is not None and seen_rows is not None:
             checks.token_values("seen_rows", seen_rows.tolist(), least=0, most=seen.size(0) - 1)
     if has_kernel(Embed, table):
         embed_rows(tokens, table, seen, seen_rows, n_active, out)
         return
+    tokens = torch.where(tokens < 0, table.size(0) - 1, tokens)
     torch.index_select(table, 0, tokens, out=out)
     if seen is not None and seen_rows is not None:
         # Assigning Python's True would copy it from the host, which no capture allows.

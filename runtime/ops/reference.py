@@ -300,12 +300,10 @@ def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def on_grid(x: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Round x to the numbers of `dtype`, to nearest, ties to even, saturating."""
-    limit = _GRID_MAX[dtype]
     if dtype is torch.float8_e4m3fn:
-        return x.clamp(-limit, limit).to(dtype)
-    if zero_point is None:
-        return x.round().clamp(-limit, limit).to(dtype)
-    return (x.round() + zero_point).clamp(-128, 127).to(dtype)
+        return x.clamp(-448, 448).to(dtype)
+    codes = x.round() if zero_point is None else x.round() + zero_point
+    return codes.clamp(-128, 127).to(dtype)
 
 
 def quantize_per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -398,8 +396,10 @@ def sample(
             penalized = torch.where(row > 0, row / penalty, row * penalty)
             row = torch.where(seen[b].cpu(), penalized, row)
         logit = row.tolist()
-        # NaN counts as the largest.
-        order = sorted(range(len(logit)), key=lambda t: (not math.isnan(logit[t]), -logit[t], t))
+        if any(map(math.isnan, logit)):
+            tokens.append(-1)
+            continue
+        order = sorted(range(len(logit)), key=lambda t: (-logit[t], t))
         if temperature[b] == 0 or not math.isfinite(logit[order[0]]):
             tokens.append(order[0])
             continue

@@ -10,12 +10,23 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
+    Exaone4Config,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    GraniteSWAConfig,
+    HeliumConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 SHAPE: dict[str, Any] = {
@@ -29,6 +40,11 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+TIED = {**SHAPE, "tie_word_embeddings": True}
+# Within the vocabulary, unlike the defaults of some families.
+IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+SLIDING_FIRST = ["sliding_attention", "full_attention"]
+
 # Longer than every window and every original context below, so that their effects show.
 TOKENS = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(40)]
 
@@ -39,7 +55,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
-    "llama-tied": LlamaConfig(**{**SHAPE, "tie_word_embeddings": True}),
+    "llama-tied": LlamaConfig(**TIED),
     "llama-biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "llama-head-dim": LlamaConfig(**SHAPE, head_dim=16),
     "llama-linear": LlamaConfig(**SHAPE, rope_parameters=rope("linear", factor=2.0)),
@@ -57,17 +73,84 @@ MODELS: dict[str, PreTrainedConfig] = {
         **SHAPE,
         rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16),
     ),
+    "llama-longrope": LlamaConfig(
+        **SHAPE,
+        # From the second token on, transformers takes the factors of long contexts as well.
+        rope_parameters=rope(
+            "longrope",
+            short_factor=[1.0] * 4,
+            long_factor=[1.0, 1.3, 2.0, 3.5],
+            attention_factor=1.2,
+            original_max_position_embeddings=1,
+        ),
+    ),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=8),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen2-tied-window": Qwen2Config(
-        **{**SHAPE, "tie_word_embeddings": True},
+        **TIED,
         use_sliding_window=True,
         sliding_window=8,
         max_window_layers=1,
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
-    "qwen3-tied": Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}, head_dim=8),
+    "qwen3-tied": Qwen3Config(**TIED, head_dim=8),
+    "smollm3": SmolLM3Config(**SHAPE, **IDS, no_rope_layers=[0, 1]),
+    "smollm3-tied-window": SmolLM3Config(
+        **TIED, **IDS, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=8
+    ),
+    "granite": GraniteConfig(
+        **SHAPE,
+        rms_norm_eps=0.05,  # so large that it counts beside the squares
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.3,
+        logits_scaling=1.6,
+    ),
+    "granite-tied": GraniteConfig(
+        **TIED, attention_bias=True, mlp_bias=True, embedding_multiplier=3.0, logits_scaling=0.5
+    ),
+    "granite_swa": GraniteSWAConfig(
+        **{**SHAPE, "num_hidden_layers": 3},
+        **IDS,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        layer_rope_theta=[10000.0, 500.0, 0],
+        attention_multiplier=0.3,
+        residual_multiplier=0.5,
+    ),
+    "glm": GlmConfig(**SHAPE, **IDS, head_dim=16),
+    "glm4": Glm4Config(**SHAPE, **IDS, head_dim=16),
+    "helium": HeliumConfig(**SHAPE, **IDS, head_dim=8, attention_bias=True, mlp_bias=True),
+    "ernie4_5": Ernie4_5Config(**TIED, **IDS, head_dim=16, use_bias=True),
+    "ministral3": Ministral3Config(
+        **SHAPE,
+        **IDS,
+        head_dim=16,
+        rope_parameters=rope(
+            "yarn",
+            factor=8.0,
+            original_max_position_embeddings=8,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+    ),
+    "olmo2": Olmo2Config(**SHAPE, **IDS),
+    "olmo3": Olmo3Config(
+        **SHAPE,
+        **IDS,
+        sliding_window=8,
+        layer_types=SLIDING_FIRST,
+        rope_parameters={
+            "sliding_attention": rope("default"),
+            "full_attention": rope("yarn", factor=4.0, original_max_position_embeddings=16),
+        },
+    ),
+    "exaone4": Exaone4Config(**SHAPE, **IDS, sliding_window=8, layer_types=SLIDING_FIRST),
+    "exaone4-full": Exaone4Config(
+        **TIED, **IDS, sliding_window=None, layer_types=["full_attention"] * 2
+    ),
 }
 
 

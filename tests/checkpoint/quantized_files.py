@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,11 @@ class Format:
     @property
     def grid_max(self) -> float:
         return 127.0 if self.dtype is torch.int8 else 448.0
+
+    @property
+    def static_max(self) -> float:
+        """What compressed-tensors divides the largest activation by: half of -128 to 127."""
+        return 127.5 if self.dtype is torch.int8 else 448.0
 
 
 def compressed_tensors(
@@ -254,9 +259,8 @@ class FakeQuantLinear(nn.Module):
         limit = self.form.grid_max
         if self.form.dtype is E4M3:
             return x.clamp(-limit, limit).to(E4M3).double()
-        if self.zero is None:
-            return x.round().clamp(-limit, limit).double()
-        return (x.round() + self.zero).clamp(-128, 127).double() - self.zero
+        zero = 0 if self.zero is None else self.zero
+        return (x.round() + zero).clamp(-128, 127).double() - zero
 
 
 def sturdy_tokens(twin: PreTrainedModel) -> list[int]:
@@ -273,7 +277,9 @@ def sturdy_tokens(twin: PreTrainedModel) -> list[int]:
     raise AssertionError("every prompt has an activation on a rounding border")
 
 
-def write_quantized(folder: Path, plain: PreTrainedModel, form: Format) -> QuantizedFile:
+def write_quantized(
+    folder: Path, plain: PreTrainedModel, form: Format, margins: Mapping[str, float] = MARGINS
+) -> QuantizedFile:
     """Quantise a model into a checkpoint folder of the given format."""
     ranges = observe(plain)
     tensors = tensors_of(plain)
@@ -284,13 +290,13 @@ def write_quantized(folder: Path, plain: PreTrainedModel, form: Format) -> Quant
         module = quantize(linear.weight.data, form)
         child = name.rpartition(".")[2]
         if form.inputs != "token":
-            low, high = (MARGINS.get(child, 1.0) * bound for bound in ranges[name])
+            low, high = (margins.get(child, 1.0) * bound for bound in ranges[name])
             if form.inputs == "asymmetric":
                 module.input_scale = torch.tensor([(high - low) / 255])
                 zero = -128 - low / module.input_scale
                 module.zero_point = zero.round().to(torch.int8)
             else:
-                module.input_scale = torch.tensor([max(high, -low) / form.grid_max])
+                module.input_scale = torch.tensor([max(high, -low) / form.static_max])
         result.modules[name] = module
         tensors.update(stored(name, module, form))
     config = config_of(plain)

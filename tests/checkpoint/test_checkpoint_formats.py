@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SHAPE
+from hf_models import MODELS, SHAPE, random_model, save_plain
 from quantized_files import compressed_tensors
 
 from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
@@ -22,6 +22,9 @@ MODEL = {"model_type": "llama", **SHAPE}
 INT8_DYNAMIC = W8A8Scheme(torch.int8, per_channel=True, static_input=False)
 FP8_STATIC = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
 FP8_DYNAMIC = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=False)
+# What messages say of scales that are finer than a row or a token.
+BLOCKS = "block scales .block FP8. are not supported, only one scale per"
+GROUPS = "group scales are not supported, only one scale per"
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -50,6 +53,19 @@ def int8(**changes: Any) -> dict[str, Any]:
     return config
 
 
+def block_fp8(**changes: Any) -> dict[str, Any]:
+    """Return what llm-compressor's scheme FP8_BLOCK writes."""
+    fields = {
+        "weights__type": "float",
+        "weights__strategy": "block",
+        "weights__block_structure": [128, 128],
+        "input_activations__type": "float",
+        "input_activations__strategy": "group",
+        "input_activations__group_size": 128,
+    }
+    return int8(format="float-quantized", **{**fields, **changes})
+
+
 def fp8_tensors(**fields: Any) -> dict[str, Any]:
     return compressed_tensors("float", "tensor", "tensor", **fields)
 
@@ -71,15 +87,26 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(format="mixed-precision"), "group_0: format: got None"),
         (int8(format="float-quantized"), "weights: type: got 'int', expected 'float'"),
         (int8(quantization_status="calibration"), "quantization_status: got 'calibration'"),
-        (int8(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: got {'num_bits': 8}, exp"),
+        (
+            int8(kv_cache_scheme={"num_bits": 8}),
+            "kv_cache_scheme: got {'num_bits': 8}: a quantised KV cache is not",
+        ),
         (int8(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: got 's"),
         (int8(transform_config={"config_groups": 1}), "transform_config: got"),
         (int8(new_field=3), "new_field: got 3, a field that is not supported"),
         (int8(weights__num_bits=4), "weights: num_bits: got 4, expected 8"),
-        (int8(weights__strategy="group"), "weights: strategy: got 'group', expected 'channel' or"),
-        (int8(weights__group_size=128), "weights: group_size: got 128"),
-        (int8(weights__strategy="block"), "weights: strategy: got 'block'"),
-        (int8(weights__block_structure=[128, 128]), r"block_structure: got \[128, 128\]"),
+        (int8(weights__strategy="group"), f"weights: strategy: got 'group': {GROUPS}"),
+        (int8(weights__strategy="tensor_group"), f"strategy: got 'tensor_group': {GROUPS}"),
+        (int8(weights__group_size=128), f"weights: group_size: got 128: {GROUPS}"),
+        (int8(weights__strategy="block"), f"weights: strategy: got 'block': {BLOCKS}"),
+        (int8(weights__strategy="attn_head"), "weights: strategy: got 'attn_head', expected"),
+        (
+            int8(weights__block_structure=[128, 128]),
+            rf"weights: block_structure: got \[128, 128\]: {BLOCKS}",
+        ),
+        (int8(weights__block_structure="2x4"), f"block_structure: got '2x4': {BLOCKS}"),
+        (block_fp8(), f"weights: strategy: got 'block': {BLOCKS}"),
+        (block_fp8(weights__strategy=None), rf"block_structure: got \[128, 128\]: {BLOCKS}"),
         (int8(weights__actorder="group"), "weights: actorder: got 'group'"),
         (int8(weights__symmetric=False), "weights: symmetric: got False, expected True"),
         (int8(weights__dynamic=True), "weights: dynamic: got True, expected False"),
@@ -88,8 +115,11 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(input_activations__type="float"), "input_activations: type: got 'float', expected"),
         (int8(input_activations__symmetric=False), "input_activations: symmetric: got False"),
         (int8(input_activations__strategy="tensor"), "strategy: got 'tensor', expected 'token'"),
-        (int8(input_activations__strategy="group"), "strategy: got 'group', expected 'token'"),
-        (int8(input_activations__group_size=128), "input_activations: group_size: got 128"),
+        (
+            int8(input_activations__strategy="group"),
+            f"activations: strategy: got 'group': {GROUPS}",
+        ),
+        (int8(input_activations__group_size=128), f"activations: group_size: got 128: {GROUPS}"),
         (int8(input_activations__dynamic="local"), "dynamic: got 'local'"),
         (int8(input_activations__dynamic=False), "strategy: got 'token', expected 'tensor'"),
         (int8(group__input_activations=None), "input_activations: not quantised; only 8-bit"),
@@ -320,6 +350,7 @@ def test_modelopt_entries_are_wildcards_or_parts_of_names(
 
 
 def test_joined_modules_must_be_stored_alike(tmp_path: Path) -> None:
+    save_plain(tmp_path, random_model(MODELS["llama"]))
     write(tmp_path, quantization_config=int8(ignore=["lm_head", "re:.*v_proj"]))
     with pytest.raises(
         UnsupportedCheckpointError, match=r"different ways: .*q_proj: W8A8.*v_proj: not quantised"
@@ -328,6 +359,7 @@ def test_joined_modules_must_be_stored_alike(tmp_path: Path) -> None:
 
 
 def test_a_tied_output_projection_must_not_be_quantized(tmp_path: Path) -> None:
+    save_plain(tmp_path, random_model(MODELS["llama-tied"]))
     write(tmp_path, quantization_config=int8(ignore=[]), tie_word_embeddings=True)
     with pytest.raises(UnsupportedCheckpointError, match="lm_head: the checkpoint quantises it"):
         load_model(tmp_path)

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import runpy
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.cli.main import main
@@ -54,6 +56,25 @@ def test_one_text_goes_alone_to_stdout(
         assert part in printed.err
     for part in ("median", "p99", "tokens/s", "padding   0 rows, 0.0%"):
         assert part in printed.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_gives_nan_is_told(
+    as_json: bool, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = load_file(broken / "model.safetensors")
+    for name in ("gate_proj", "up_proj"):
+        weights[f"model.layers.0.mlp.{name}.weight"] *= 1e30
+    save_file(weights, broken / "model.safetensors")
+    flags = ["--max-tokens", "3", *(["--json"] if as_json else [])]
+    assert main(["generate", str(broken), "Hello", "a~b", *flags]) == 1
+    printed = capsys.readouterr()
+    assert "prompt 1, 2: the model's logits are NaN, where the text ends\n" in printed.err
+    if as_json:
+        texts = json.loads(printed.out)["completions"]
+        assert [text["finish_reason"] for text in texts] == ["error", "error"]
 
 
 def test_several_texts_stand_under_headers(
@@ -238,7 +259,11 @@ def test_the_context_ends_a_text(generate: Generate) -> None:
         ("x --max-context 65537", "max_context: got 65537, expected 2 to the model's 65536"),
         ("x --page-size 0", "page_size: got 0"),
         ("x --num-pages 1", "num_pages: got 1"),
-        ("x --num-pages 1000000000000000", "out of memory"),
+        ("x --num-pages 1000000000000000", "num_pages: got 1000000000000000, expected at most "),
+        ("x --num-pages 100000000000", "num_pages: got 100000000000, expected at most "),
+        ("x --max-batch 1000000000000", "max_batch: got 1000000000000, expected at most "),
+        ("x --page-size 1000000000000", "num_pages: got None, but"),
+        ("x --page-size 1000000000000 --num-pages 2", "num_pages: got 2, expected at most 0: each"),
         ("x much-too-long --max-context 8", "prompt 2: prompt: got 13 tokens"),
         ("x --max-tokens 99 --page-size 4 --num-pages 9", "prompt 1: prompt: got 1 tokens, which"),
         ("x --device tpu", "--device: got 'tpu'"),
@@ -297,7 +322,9 @@ def test_damaged_checkpoints_are_refused_in_one_line(
         weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["generate", str(folder), "x"]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"ostinato generate: error: {folder}/")
+    missing = damage in ("no folder", "no tokenizer")  # a file that is damaged is named itself
+    where = f"MODEL: got '{folder}'" if missing else f"{folder}/"
+    assert printed.err.startswith(f"ostinato generate: error: {where}")
     assert printed.err.count("\n") == 1
 
 

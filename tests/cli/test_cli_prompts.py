@@ -31,6 +31,7 @@ def test_arguments_are_taken_as_they_are() -> None:
         (b"one", ["one"]),
         (b"one\n\n  two \n \t\n", ["one", "  two "]),
         (b"one\r\ntwo\r\n", ["one", "two"]),
+        (b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\n", ["one", "\ufefftwo"]),  # a mark begins a file
         ("größer\na\u2028b\x0cc\n".encode(), ["größer", "a\u2028b\x0cc"]),
     ],
 )

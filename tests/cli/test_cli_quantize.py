@@ -40,7 +40,7 @@ def test_ignored_modules_stay_as_they_are(checkpoint: Path, tmp_path: Path) -> N
         ("{source} {new}", "the following arguments are required: --scheme"),
         ("{source} {new} --scheme int4", "argument --scheme: invalid choice: 'int4'"),
         ("{source} --scheme int8", "the following arguments are required: DST"),
-        ("{new}/none {new} --scheme int8", "{new}/none/config.json: cannot be read"),
+        ("{new}/none {new} --scheme int8", "SRC: got '{new}/none', which does not exist"),
         ("{source} {source} --scheme int8", "dst: got {source}, which exists"),
         ("{source} {new} --scheme int8 --ignore lm_head --ignore x", "ignore: got 'x'"),
     ],

@@ -26,6 +26,7 @@ from transformers import (
     MistralForCausalLM,
     StaticCache,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ostinato.compat.transformers import NAME, RaggedStaticCache, attention
 from ostinato.graphs import BufferSpec, GraphRunner, StaticBuffers, Variant
@@ -391,3 +392,28 @@ def test_graphs_of_a_ragged_cache_replay_what_the_step_computes(device: torch.de
         padded = runner.run(3, inputs, variant=Variant(name="bucket"))["logits"]
         assert (padded - exact).float().norm() < 2e-2 * exact.float().norm()
         assert torch.equal(cache.storage[:, :, 3:], untouched)
+
+
+@pytest.mark.parametrize("runs_before", [0, 3])  # of which the last are repeated without Python
+def test_a_step_that_returns_a_model_output_gets_one_back(
+    runs_before: int, device: torch.device
+) -> None:
+    model = make("llama").to(device)
+    specs = {"ids": BufferSpec((5,), torch.int64, 0)}
+
+    def step(batch: Any) -> Any:
+        return model(batch.ids, use_cache=False, output_hidden_states=False)
+
+    ids = torch.randint(97, (2, 5))
+    with GraphRunner(step, StaticBuffers(specs, 4, device), memory={"model": model}) as runner:
+        runner.capture([4])
+        for _ in range(runs_before):
+            runner.run(2, {"ids": ids})
+        changed = runner.run(2, {"ids": ids})
+        changed.logits = None
+        output = runner.run(2, {"ids": ids})
+        assert type(output) is CausalLMOutputWithPast
+        expected = model(ids.to(device), use_cache=False).logits
+        torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
+        assert output["logits"] is output[0] is output.logits
+        assert output.loss is None

@@ -22,7 +22,7 @@ from ostinato.engine import engine as engine_module
 from ostinato.engine.decode_step import sampling_inputs
 from ostinato.engine.detokenizer import Detokenizer
 from ostinato.graphs import ClosedError, NotCapturedError
-from ostinato.models import Decoder, sequence_logits
+from ostinato.models import Decoder, RopeConfig, sequence_logits
 from ostinato.ops.attention import prefill_cuda
 from ostinato.ops.attention.prefill_cuda import attend_paged
 from tiny import byte_tokenizer, tiny_llama
@@ -243,6 +243,7 @@ def test_stop_token_ends_the_text() -> None:
     (completion,) = engine.generate(["abc"], SamplingParams(max_tokens=12, stop_token_ids=(stop,)))
     assert completion.finish_reason is FinishReason.STOP
     assert completion.token_ids == tokens[: tokens.index(stop) + 1]
+    assert completion.text == TOKENIZER.decode(list(tokens[: tokens.index(stop)]))
 
 
 def test_the_end_token_ends_the_text_unless_ignored() -> None:
@@ -253,7 +254,97 @@ def test_the_end_token_ends_the_text_unless_ignored() -> None:
     engine = make_engine(model=model)
     (completion,) = engine.generate(["abc"], SamplingParams(max_tokens=12))
     assert completion.token_ids == tokens[: tokens.index(eos) + 1]
+    assert completion.text == TOKENIZER.decode(list(tokens[: tokens.index(eos)]))
     assert greedy(engine, "abc", 12) == tokens
+
+
+def test_an_end_token_never_shows() -> None:
+    """Though this tokenizer does not call it special, and it is ignored."""
+    tokens = greedy(make_engine(), "abc", 12)
+    eos = tokens[3]
+    engine = make_engine(model=tiny_llama(eos_token_ids=(eos,)))
+    with engine.stream(["abc"], SamplingParams(max_tokens=12, ignore_eos=True)) as stream:
+        streamed = "".join(event.text for event in stream)
+        (completion,) = stream.completions
+    assert completion.token_ids == tokens
+    assert streamed == completion.text
+    assert completion.text == TOKENIZER.decode([token for token in tokens if token != eos])
+
+
+def test_a_stop_string_may_be_a_special_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(model=tiny_llama(eos_token_ids=()))
+    tokens = greedy(engine, "abc", 12)
+    special = byte_tokenizer()
+    special.add_special_tokens([letter := special.id_to_token(tokens[5])])
+    engine.tokenizer = special
+    assert letter not in TOKENIZER.decode(list(tokens[:5]))
+    params = SamplingParams(max_tokens=12, stop=("never", letter))
+    (completion,) = engine.generate(["abc"], params)
+    assert completion.token_ids == tokens[:6]
+    assert completion.finish_reason is FinishReason.STOP
+    with pytest.raises(ValueError, match=r"stop: got 'x<\|endoftext\|>', expected ordinary"):
+        engine.submit("abc", SamplingParams(stop=("x<|endoftext|>",)))
+
+
+@pytest.mark.parametrize("token", [-1, 257, 10**9])
+def test_stop_ids_outside_the_vocabulary_are_named(token: int) -> None:
+    engine = make_engine()
+    params = SamplingParams(stop_token_ids=(3, token))
+    for call in (engine.submit, lambda prompt, params: engine.generate([prompt], params)):
+        with pytest.raises(ValueError, match=f"stop_token_ids: got token id {token}, expected 0"):
+            call("abc", params)
+    assert engine.idle
+
+
+@pytest.mark.parametrize(
+    ("scheme", "how"),
+    [
+        *((scheme, {}) for scheme in SCHEMES),
+        ("plain", {"temperature": 0.8}),
+        ("int8", {"temperature": 0.8, "top_k": 3, "top_p": 0.5, "min_p": 0.1}),
+        ("plain", {"repetition_penalty": 1.3}),
+        ("fp8", {"temperature": 1.0, "repetition_penalty": 1.3}),
+    ],
+    ids=str,
+)
+def test_logits_that_are_nan_end_their_text_alone(
+    scheme: str, how: dict[str, Any], device: torch.device
+) -> None:
+    model = tiny_llama(device, scheme)
+    params = SamplingParams(max_tokens=6, ignore_eos=True, seed=5, **how)
+    others = make_engine(model=model).generate(["abc", "de"], params)
+    used = {*TOKENIZER.encode("abcde").ids, *others[0].token_ids, *others[1].token_ids}
+    unused = next(token for token in range(256) if token not in used)
+    broken = tiny_llama(device, scheme)
+    embedding = next(tensor for tensor in broken.tensors() if tensor.shape[0] == 257)
+    embedding[unused] = torch.nan
+    engine = make_engine(model=broken)
+    found = engine.generate(["abc", [97, unused, 98], "de"], params)
+    assert [found[0].text, found[2].text] == [other.text for other in others]
+    assert [found[0].token_ids, found[2].token_ids] == [other.token_ids for other in others]
+    assert found[1].finish_reason is FinishReason.ERROR
+    assert found[1].token_ids == ()
+    assert found[1].text == ""
+    assert engine.stats.failed_requests == 1
+    assert engine.idle
+    assert engine.generate(["abc"], params)[0].token_ids == others[0].token_ids
+
+
+def test_logits_that_become_nan_end_the_text_there() -> None:
+    expected = greedy(make_engine(), "abc", 8)
+    broken = tiny_llama()
+    embedding = next(tensor for tensor in broken.tensors() if tensor.shape[0] == 257)
+    embedding[expected[3]] = torch.nan
+    first = expected.index(expected[3])
+    engine = make_engine(model=broken)
+    request = engine.submit("abc", SamplingParams(max_tokens=8, ignore_eos=True))
+    events, errors = step_until_idle(engine)
+    assert errors == 0
+    assert [event.token_id for event in events] == [*expected[: first + 1], None]
+    assert events[-1].finish_reason is FinishReason.ERROR
+    completion = engine.result(request)
+    assert completion.token_ids == expected[: first + 1]
+    assert completion.text == "".join(event.text for event in events)
 
 
 def test_stop_string_ends_the_text_before_it() -> None:
@@ -682,12 +773,12 @@ def test_torchs_default_device_changes_no_token(scheme: str, device: torch.devic
     expected = make_engine(model=model, max_context=48).generate(prompts, params)
     torch.set_default_device("meta" if device.type == "cpu" else device)
     try:
-        table = model.config.rope.cos_sin_table(8, 128)
+        table = RopeConfig().cos_sin_table(8, 128)
         found = make_engine(model=model, max_context=48).generate(prompts, params)
     finally:
         torch.set_default_device(None)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-    assert table.equal(model.cos_sin.cpu())
+    assert table.equal(next(model.attention.tables()).cpu())
 
 
 def test_an_engine_made_in_inference_mode_works_outside_it() -> None:

@@ -153,6 +153,63 @@ def test_invisible_tokens_do_not_slow_the_next_ones() -> None:
     assert stream.push(*encode("b")) == "b"
 
 
+STRAY = next(i for i in range(256) if TOKENIZER.decode([i]) == "\N{REPLACEMENT CHARACTER}")
+GARBAGE = {
+    "stray bytes": [STRAY],
+    "U+FFFD itself": encode("\N{REPLACEMENT CHARACTER}"),
+    "halves of characters": encode("漢")[:2],
+    "a letter and a half": [*encode("a"), *encode("🙂")[:3]],
+}
+
+
+@pytest.mark.parametrize("ids", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, FALLBACK], ids=["byte level", "byte fallback"])
+def test_what_no_byte_can_complete_is_not_held_back(tokenizer: Tokenizer, ids: list[int]) -> None:
+    decoded: list[int] = []
+
+    class Counting:
+        id_to_token = staticmethod(tokenizer.id_to_token)
+
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            decoded.append(len(ids))
+            text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+
+    if tokenizer is FALLBACK:
+        ids = [4 + byte for byte in "".join(TOKENIZER.id_to_token(i) or "" for i in ids).encode()]
+        ids = [4 + 0x80] if len(ids) < 2 else [4 + 0xE6, 4 + 0xBC]
+    stream = Detokenizer(Counting(), [1], ())  # type: ignore[arg-type]
+    silent = 0
+    for number in range(200):
+        silent = 0 if stream.push(ids[number % len(ids)]) else silent + 1
+        assert silent <= 6
+    assert max(decoded) <= 24
+    if tokenizer is TOKENIZER:
+        whole = tokenizer.decode([ids[number % len(ids)] for number in range(200)])
+        stream.finish()
+        assert stream.text == whole
+
+
+@given(st.lists(st.sampled_from([*"aé漢🙂", "\N{REPLACEMENT CHARACTER}", STRAY]), max_size=40))
+def test_characters_between_stray_bytes_are_exact(pieces: list[str | int]) -> None:
+    ids = [i for piece in pieces for i in ([piece] if isinstance(piece, int) else encode(piece))]
+    shown, _ = run(ids)
+    assert "".join(shown) == TOKENIZER.decode(ids)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_hidden_tokens_show_nothing(last: bool) -> None:
+    """An end token that tokenizer.json does not call special, as some do."""
+    a, end, half = (*encode("a"), *encode("b"), encode("é")[0])
+    stream = Detokenizer(TOKENIZER, [end], ("ax",), hidden={end})
+    assert [stream.push(token) for token in (end, a)] == ["", ""]
+    assert stream.push(end, last=last) == ("a" if last else "")
+    if not last:
+        assert stream.push(half) == ""
+        assert stream.push(end) == ""
+        assert stream.push(encode("é")[1]) == "aé"
+
+
 def test_a_possible_stop_string_is_held_back() -> None:
     stream = Detokenizer(TOKENIZER, [], ("END",))
     assert [stream.push(token) for token in encode("aENxEN")] == ["a", "", "", "ENx", "", ""]

@@ -22,6 +22,14 @@ from ostinato.graphs import (
 ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
 
 
+class Unregistered(dict):
+    """A dict of which pytree does not know how one is made."""
+
+
+class UnregisteredTuple(tuple):
+    __slots__ = ()
+
+
 @pytest.mark.parametrize(
     ("result", "match"),
     [
@@ -29,6 +37,8 @@ ONE_ROW = {"tokens": [1], "hidden": [[1.0, 2.0, 3.0]]}
         (lambda batch: [batch.tokens], "step: returned list"),
         (lambda batch: (), "step: returned no tensor"),
         (lambda batch: {0: batch.tokens}, "step: returned dict"),
+        (lambda batch: Unregistered(x=batch.tokens), "step: returned Unregistered, expected a"),
+        (lambda batch: UnregisteredTuple([batch.tokens]), "step: returned UnregisteredTuple, exp"),
         (lambda batch: (batch.tokens, 3), r"step: output\[1\] is int"),
         (lambda batch: {"x": batch.tokens.sum()}, r"step: output\['x'\] has shape \(\)"),
         (lambda batch: batch.tokens[1:], r"step: output has shape \(1,\), expected a row for each"),

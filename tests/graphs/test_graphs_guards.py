@@ -1,9 +1,7 @@
 """Forks, memory that moves, captures and pools in two places."""
 
 import os
-import signal
 import threading
-import warnings
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from graphs_toys import SPECS, ToyStep, toy_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forks import in_a_fork
 from ostinato.graphs import (
     BusyError,
     CaptureError,
@@ -32,28 +31,6 @@ def cpu_runner(step, **options):
 def run_times(runner, count):
     for _ in range(count):
         runner.run(1, ONE_ROW)
-
-
-def in_a_fork(function):
-    """Run `function` in a forked child; return the name of the exception that it raised there."""
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks among threads
-        child = os.fork()
-    if child == 0:
-        signal.alarm(30)
-        try:
-            function()
-            os.write(write, b"nothing")
-        except BaseException as error:
-            os.write(write, type(error).__name__.encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return answer
 
 
 def test_a_fork_of_the_process_is_refused_and_the_parent_goes_on(step):

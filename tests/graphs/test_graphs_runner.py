@@ -5,6 +5,7 @@ import io
 import math
 import sys
 import threading
+from collections import OrderedDict, defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,9 @@ class Pair(NamedTuple):
         lambda t: (t, t + 1),
         lambda t: Pair(t, t + 1),
         lambda t: {"a": t, "b": t[:, None].expand(-1, 4)},
+        lambda t: OrderedDict(b=t, a=t + 1),
+        lambda t: defaultdict(list, a=t),
+        lambda t: t[:, None].max(1),  # a named tuple of torch's own kind
     ],
 )
 def test_outputs_come_packed_as_the_step_packs_them(pack, make_runner, device):
@@ -103,6 +107,16 @@ def test_changes_to_outputs_are_not_seen_in_the_next_run(step, make_runner):
     second = runner.run(3, toy_inputs(3) | {"tokens": [1, 2, 3]})
     assert second["hidden"].shape == (3, 3)
     assert second["tokens"].tolist() == [3, 5, 7]
+
+
+@pytest.mark.parametrize("earlier_runs", [0, 3])  # of which the last are repeated without Python
+def test_changes_to_dicts_of_other_classes_are_not_seen_later(earlier_runs, make_runner):
+    runner = make_runner(lambda batch: OrderedDict(tokens=batch.tokens + 1))
+    runner.capture([4])
+    for _ in range(earlier_runs):
+        runner.run(1, ONE_ROW)
+    runner.run(1, ONE_ROW).clear()
+    assert runner.run(1, ONE_ROW)["tokens"].tolist() == [2]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@
     python tests/jit/compare_sass.py both OLD_CHECKOUT NEW_CHECKOUT
 
 `record` goes on where an earlier run with the same FILE stopped, so that it fits into a limited
-time (`--seconds`). Names of symbols and the offsets of kernel parameters in constant memory are
-left out of the comparison: renaming or reordering them changes no instruction.
+time (`--seconds`). Names of symbols and the offsets of kernel parameters in constant memory, also
+those added to its address, are left out: renaming or reordering them changes no instruction.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ _PARAMETERS = 0x210  # where constant bank 0 holds the parameters of a kernel fo
 _FUNCTION = re.compile(r"^\s*Function\s*:")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?;)")
 _CONSTANT = re.compile(r"c\[(0x[0-9a-f]+)\]\[((?:U?R\w+(?:\.\w+)?\+)?)(-?0x[0-9a-f]+)\]")
+# The address of the parameters, loaded into a pair of registers, and an offset that is added to it.
+_ADDRESS = re.compile(r"ULDC\.64 (UR\d+), c\[0x0\]\[0x198\] ;")
+_ADDED = re.compile(r"(UIADD3 UR\d+, UP\d, (UR\d+), )0x[0-9a-f]+(, URZ ;)")
+_WRITTEN = re.compile(r"^(?:@!?U?P\d+ )?[\w.]+ (UR\d+)\b")
 _SYMBOL = re.compile(r"`\([^)]*\)|\b_Z\w+")
 _SHOWN_LINES = 12
 
@@ -121,7 +125,20 @@ def normalise(sass: str) -> str:
             functions[-1].append(_SYMBOL.sub("SYMBOL", _CONSTANT.sub(constant, found[1])))
     if not functions or min(map(len, functions)) < 2:
         raise SystemExit("a disassembly without instructions")
-    return "".join(sorted("\n".join(lines) + "\n" for lines in functions))
+    return "".join(sorted("\n".join(without_offsets(lines)) + "\n" for lines in functions))
+
+
+def without_offsets(instructions: Sequence[str]) -> Iterator[str]:
+    """Yield the instructions, a P for each offset that is added to the parameters' address."""
+    addresses: set[str] = set()  # registers that hold it
+    for instruction in instructions:
+        added = _ADDED.fullmatch(instruction)
+        is_offset = added is not None and added[2] in addresses
+        yield _ADDED.sub(r"\1P\3", instruction) if is_offset else instruction
+        if (loaded := _ADDRESS.fullmatch(instruction)) is not None:
+            addresses.add(loaded[1])
+        elif (written := _WRITTEN.match(instruction)) is not None:
+            addresses.discard(written[1])
 
 
 def disassemble(item: dict[str, object], cuobjdump: str, folder: Path) -> str:

@@ -195,7 +195,7 @@ def test_build_for_a_model_takes_what_its_options_launch(
         (["--dtypes", "int4"], "invalid choice: 'int4'"),
         (["--all", "--jobs", "0"], "--jobs: got 0, expected at least 1"),
         (["--all", "--inject-delay", "nowhere"], "--inject-delay: got 'nowhere', expected"),
-        (["--for-model", "/nowhere"], "/nowhere/config.json"),
+        (["--for-model", "/nowhere"], "--for-model: got '/nowhere', which does not exist"),
         (["--all", "--only", "embed"], "--all: got --only beside it, expected it alone"),
         (["--for-model", "/nowhere", "--all"], "--all: got --for-model beside it, expected"),
         (["--all", "--dtypes", "int8"], "--all: got --dtypes beside it, expected it alone"),

@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from jit_probe import HERE, Probe, fake_nvcc
 
 from ostinato.jit import cache as cache_module
-from ostinato.jit.cache import Entry, cache_folder, exclusive_build
+from ostinato.jit.cache import Entry, exclusive_build
 from ostinato.jit.compiler import Plan, build, find, plan
 from ostinato.jit.errors import KernelBuildError
 
@@ -222,18 +221,6 @@ def test_a_build_that_waited_for_a_lock_that_is_gone_waits_for_the_next(
     assert order == ["began", "ended", "waited"]
 
 
-def test_flags_from_the_environment_do_not_reach_the_compiler(
-    cache: Path, nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = nvcc_calls.parent / "bin" / "nvcc"
-    script.write_text(script.read_text().replace('"$*"', '"$* $NVCC_APPEND_FLAGS $TMPDIR $PWD"'))
-    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-G")
-    build(_plans(1))
-    (call,) = _calls(nvcc_calls)
-    assert "-G" not in call.split()
-    assert f" . {cache}/unfinished-" in call  # temporary files are in the folder it runs in
-
-
 def test_paths_may_hold_what_shells_and_ninja_treat_specially(
     tmp_path: Path, recorder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,77 +345,3 @@ def test_a_library_that_is_there_already_is_kept(cache: Path, nvcc_calls: Path) 
         copy.write_bytes(b"second")
         cache_module.publish(first, copy)
     assert first.library.read_bytes() != b"second"
-
-
-def _truncate(entry: Entry) -> None:
-    os.truncate(entry.library, 100)
-
-
-def _lose_library(entry: Entry) -> None:
-    entry.library.unlink()
-
-
-def _lose_record(entry: Entry) -> None:
-    (entry.folder / "build.json").unlink()
-
-
-def _empty_record(entry: Entry) -> None:
-    os.truncate(entry.folder / "build.json", 0)
-
-
-def _foreign_record(entry: Entry) -> None:
-    (entry.folder / "build.json").write_text("[]")
-
-
-@pytest.mark.parametrize(
-    "damage", [_truncate, _lose_library, _lose_record, _empty_record, _foreign_record]
-)
-def test_a_damaged_library_is_compiled_again(
-    cache: Path, nvcc_calls: Path, damage: Callable[[Entry], None]
-) -> None:
-    (item,) = _plans(1)
-    (built,) = build([item])
-    whole = built.library.read_bytes()
-    damage(built)
-    assert find(item) is None
-    (again,) = build([item])
-    assert find(item) == again
-    assert again.library.read_bytes() == whole
-    assert len(_calls(nvcc_calls)) == 2
-    assert not _leftovers(cache)
-
-
-def test_without_nvcc_a_damaged_library_does_not_hide_a_whole_one(
-    tmp_path: Path,
-    nvcc_calls: Path,
-    recorder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> None:
-    (whole,) = build(_plans(1))
-    fake_nvcc(tmp_path / "newer", recorder, version="13.1.0")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "newer"))
-    (newer,) = build(_plans(1))
-    _truncate(newer)
-    request.getfixturevalue("no_nvcc")
-    assert find(*_plans(1)) == whole
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"OSTINATO_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, "/a/b"),
-        ({"OSTINATO_CACHE": "~/b", "HOME": "/h"}, "/h/b"),
-        ({"XDG_CACHE_HOME": "/x"}, "/x/ostinato/kernels"),
-        ({"XDG_CACHE_HOME": "x", "HOME": "/h"}, "/h/.cache/ostinato/kernels"),
-        ({"HOME": "/h"}, "/h/.cache/ostinato/kernels"),
-    ],
-)
-def test_where_the_cache_is(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: str
-) -> None:
-    for name in ("OSTINATO_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert str(cache_folder()) == folder

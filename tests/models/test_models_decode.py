@@ -29,6 +29,52 @@ SMALL = {
 }
 
 
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+MIXED = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 64,
+    "long_factor": [1.0 + 0.05 * pair for pair in range(64)],
+    "original_max_position_embeddings": 32,
+}
+# One of each part that needs other launches than Llama's, or other arguments of them.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": FACTORS,
+    "granite_swa": {**FACTORS, **MIXED, "layer_rope_theta": [1e4, 0]},
+    "glm4": {},
+    "helium": {},
+    "llama": {"rope_scaling": LONGROPE},
+    "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
+    "olmo2": {},
+    "exaone4": MIXED,
+}
+
+
+def shape_of(family: str) -> dict[str, Any]:
+    """Return the configuration of a small model with untied embeddings and heads of 128."""
+    return {
+        **SMALL,
+        "model_type": family,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "tie_word_embeddings": False,
+        **FAMILIES[family],
+    }
+
+
 def converted(part: Any, device: torch.device, dense: torch.dtype) -> Any:
     """Return a copy of a tensor, or of a layer, on a device, with 16-bit numbers as `dense`."""
     if isinstance(part, torch.Tensor):
@@ -42,7 +88,7 @@ def converted(part: Any, device: torch.device, dense: torch.dtype) -> Any:
 
 
 def copy_of(model: Llama, device: torch.device, dense: torch.dtype) -> Llama:
-    return Llama(
+    return type(model)(
         replace(model.config, dtype=dense),
         converted(model.embedding, device, dense),
         [converted(layer, device, dense) for layer in model.layers],
@@ -101,13 +147,19 @@ def inputs_of(n: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch_invariant", [True, False])
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("family", "precision", "batch_invariant"),
+    [
+        *(("tiny", precision, fixed) for precision in ("int8", "fp8") for fixed in (True, False)),
+        *((family, "int8", True) for family in FAMILIES),
+        *((family, "bf16", True) for family in FAMILIES),
+    ],
+)
 def test_greedy_tokens_are_the_references_in_every_bucket(
-    precision: str, batch_invariant: bool
+    family: str, precision: str, batch_invariant: bool
 ) -> None:
     """The error in fp32's eyes is at most twice that of torch's operators with the same dtypes."""
-    config = read_config(SMALL)
+    config = read_config(SMALL if family == "tiny" else shape_of(family))
     plain = random_decoder(
         config,
         precision,
@@ -195,10 +247,11 @@ def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["tiny", *FAMILIES])
 def test_a_step_with_an_8_bit_projection_consists_of_our_kernels(
-    precision: str, logits: bool
+    family: str, precision: str, logits: bool
 ) -> None:
-    config = read_config(SMALL)
+    config = read_config(SMALL if family == "tiny" else shape_of(family))
     device = torch.device("cuda")
     model = random_decoder(config, precision, device, max_context=CONTEXT, lm_head=precision)
     buckets = (1, 8, 48)

@@ -104,8 +104,8 @@ def test_rows_before_the_padding_are_as_ever(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("tokens", 30, "tokens: got 30 for token 1, expected 0 to 29"),
-        ("tokens", -1, "tokens: got -1 for token 1, expected 0 to 29"),
+        ("tokens", 30, "tokens: got 30 for token 1, expected -1 to 29"),
+        ("tokens", -2, "tokens: got -2 for token 1, expected -1 to 29"),
         ("seen_rows", 3, "seen_rows: got 3 for token 1, expected 0 to 2"),
         ("seen_rows", -(2**63), "seen_rows: got -9223372036854775808 for token 1"),
     ],

@@ -272,7 +272,7 @@ __device__ __forceinline__ void store_values(void* row, const Chunk& chunk, cons
 template <typename Out, bool kAligned, bool kBounded>
 __device__ __forceinline__ void store_codes(uint8_t* row, const Chunk& chunk, const Divisor& scale,
                                             const Values (&x)[2]) {
-  const Grid<Out> grid(0.0f, true);
+  const Grid<Out> grid(0.0f);
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     uint32_t codes[kVectorSize / 4];

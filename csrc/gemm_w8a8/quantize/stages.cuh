@@ -155,13 +155,11 @@ struct Static {
   bool given;
   float scale;
   float zero_point;
-  bool symmetric;
 
   __device__ __forceinline__ explicit Static(const QuantizeParams& p)
       : given(p.static_scale != nullptr),
         scale(given ? *p.static_scale : 0.0f),
-        zero_point(p.zero_point == nullptr ? 0.0f : static_cast<float>(*p.zero_point)),
-        symmetric(p.zero_point == nullptr) {}
+        zero_point(p.zero_point == nullptr ? 0.0f : static_cast<float>(*p.zero_point)) {}
 };
 
 // The encoding of a row: its scale, and the grid of Code.
@@ -172,7 +170,7 @@ struct Encoder {
   bool bounded;  // all quotients are within the grid, and `scale` is fast
 
   __device__ __forceinline__ Encoder(const Static& fixed, float scale_value)
-      : scale(scale_value), grid{fixed.zero_point, fixed.symmetric} {
+      : scale(scale_value), grid{fixed.zero_point} {
     bounded = !fixed.given && scale.fast;
   }
 

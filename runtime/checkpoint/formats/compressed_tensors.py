@@ -6,15 +6,16 @@ Field names and matching rules are those of the compressed-tensors package, see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
-from ..patterns import match_regex
-from ..section import Section
+from ..patterns import PatternMatcher
+from ..section import KV_CACHE_REFUSED, Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -30,6 +31,10 @@ _FORMAT_TYPES = {
     "naive-quantized": ("int", "float"),
 }
 _PER_GROUP = "mixed-precision"
+
+_COARSE = "are not supported, only one scale per tensor, row of a weight, or token"
+_BLOCKS = f"block scales (block FP8) {_COARSE}"
+_GROUPS = f"group scales {_COARSE}"
 
 # Fields without a meaning for inference: observers belong to calibration, and the dtypes of
 # scales and zero points are those of the tensors in the file.
@@ -50,7 +55,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         _require_dense(config)
         config.reject_others(*_HARMLESS_FIELDS)
         config = inner
-    config.choice("kv_cache_scheme", None)
+    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
     _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
@@ -63,36 +68,46 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         )
         schemes.update(dict.fromkeys(targets, scheme))
     config.reject_others(*_HARMLESS_FIELDS)
-    for pattern in (*schemes, *ignore):
-        matches(pattern, "", config.where)  # a malformed one is refused now, not in mid-load
-    ordered = sorted(schemes, key=_specificity)
+    matcher = PatternMatcher(config.where)
+    ignored, targeted = ModuleNames(ignore, matcher), ModuleNames(schemes, matcher)
 
+    @cache
     def scheme_of(module: str) -> StoredScheme:
-        if any(matches(pattern, module, config.where) for pattern in ignore):
-            return DENSE
-        for target in ordered:
-            if matches(target, module, config.where):
-                return schemes[target]
-        return DENSE
+        target = None if ignored.find(module) else targeted.find(module)
+        return DENSE if target is None else schemes[target]
 
     return scheme_of
 
 
-def matches(pattern: str, module: str, where: str) -> bool:
-    """Return whether a target or ignore entry means a linear module.
+class ModuleNames:
+    """Targets or an ignore list: the class "Linear", modules' names, and regular expressions.
 
     Args:
-        pattern: the class name "Linear", a module's full name, or "re:" and a regular
-            expression that matches from the name's beginning.
-        module: the module's full name.
-        where: what the pattern comes from, for the message.
+        entries: a regular expression follows "re:" and matches from the name's beginning.
+        matcher: of the configuration that holds the entries.
 
     Raises:
-        CheckpointError: when the regular expression is malformed.
+        CheckpointError: naming a regular expression that is malformed.
     """
-    if pattern.startswith(_REGEX):
-        return match_regex(pattern.removeprefix(_REGEX), module, where)
-    return pattern in (module, _CLASS)
+
+    def __init__(self, entries: Iterable[str], matcher: PatternMatcher) -> None:
+        self._matcher = matcher
+        self._names = frozenset(entries)
+        self._patterns = sorted(name for name in self._names if name.startswith(_REGEX))
+        self.find("")  # a malformed pattern is refused now, not in mid-load
+
+    def find(self, module: str) -> str | None:
+        """Return the entry that means a module: its name before patterns before the class.
+
+        Raises:
+            CheckpointError: naming a regular expression that takes too long.
+        """
+        if module in self._names:
+            return module
+        for entry in self._patterns:
+            if self._matcher.matches(entry.removeprefix(_REGEX), module):
+                return entry
+        return _CLASS if _CLASS in self._names else None
 
 
 def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
@@ -119,11 +134,6 @@ def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _specificity(target: str) -> tuple[bool, bool, str]:
-    """Sort key of targets: modules' names come first, then patterns, then the class."""
-    return target == _CLASS, target.startswith(_REGEX), target
-
-
 def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], W8A8Scheme]:
     """Return (targets, scheme)."""
     targets = group.strings("targets")
@@ -138,7 +148,7 @@ def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...],
     file_format = group.choice("format", *_FORMAT_TYPES, default=default_format)
     kind, per_channel = _weights(group.child("weights"), _FORMAT_TYPES[file_format])
     static, symmetric = _activations(group.child("input_activations"), kind)
-    group.choice("output_activations", None)
+    group.reject("output_activations", "quantised outputs are not supported")
     group.reject_others()
     return targets, W8A8Scheme(_DTYPES[kind], per_channel, static, symmetric)
 
@@ -152,6 +162,16 @@ def _weights(arguments: Section, kinds: Sequence[str]) -> tuple[str, bool]:
     arguments.choice("dynamic", False, default=False)
     arguments.reject_others(*_HARMLESS_ARGUMENTS)
     return kind, strategy == "channel"
+
+
+def _require_coarse(arguments: Section) -> None:
+    """Check that no scale belongs to less than a row or a token."""
+    for name, reason in (("block", _BLOCKS), ("group", _GROUPS), ("tensor_group", _GROUPS)):
+        if arguments.get("strategy") == name:
+            raise arguments.refusal("strategy", reason)
+    arguments.reject("block_structure", _BLOCKS)
+    if arguments.get("group_size") not in (None, -1):
+        raise arguments.refusal("group_size", _GROUPS)
 
 
 def _require_dense(config: Section) -> None:
@@ -183,10 +203,10 @@ def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
 
 def _eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
     """Check what weights and activations have in common; return the type."""
+    _require_coarse(arguments)
     arguments.choice("num_bits", 8, default=8)
     # The other orders of calibration leave columns where they are, too, unlike "group".
     arguments.choice("actorder", None, False, "weight", "static")
-    arguments.choice("block_structure", None)
     kind: str = arguments.choice("type", *kinds, default="int")
     return kind
 

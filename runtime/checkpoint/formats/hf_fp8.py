@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 
-from ..errors import UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
-from ..patterns import match_regex
-from ..section import Section
+from ..patterns import PatternMatcher
+from ..section import KV_CACHE_REFUSED, Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -30,24 +30,24 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, for block scales or another extension.
     """
-    if config.get("weight_block_size") is not None:
-        raise UnsupportedCheckpointError(
-            f"{config.where}: weight_block_size: got {config.get('weight_block_size')!r}: "
-            "block FP8 is not supported, only one weight scale per tensor"
-        )
+    config.reject(
+        "weight_block_size", "block FP8 is not supported, only one weight scale per tensor"
+    )
     static = config.choice("activation_scheme", "static", "dynamic") == "static"
     config.choice("fmt", "e4m3", default="e4m3")
     config.choice("scale_fmt", "float", default="float")
-    config.choice("kv_cache_scheme", None)
+    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
     ignored = config.strings("ignored_layers", "modules_to_not_convert")
     config.reject_others("quant_method", "expert_dtype")
     ignore = [_regex(entry) for entry in ignored]
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
+    matcher = PatternMatcher(config.where)
     for pattern in ignore:
-        match_regex(pattern, "", config.where)
+        matcher.matches(pattern, "")
 
+    @cache
     def scheme_of(module: str) -> StoredScheme:
-        ignored = any(match_regex(pattern, module, config.where) for pattern in ignore)
+        ignored = any(matcher.matches(pattern, module) for pattern in ignore)
         return DENSE if ignored or module == _OUTPUT else scheme
 
     return scheme_of

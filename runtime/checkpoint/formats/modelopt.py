@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+import re
+from fnmatch import translate
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from ..files import is_there
 from ..format import Format, StoredSchemeOf
-from ..section import Section
+from ..patterns import PatternMatcher
+from ..section import KV_CACHE_REFUSED, Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -30,28 +34,32 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
             per tensor) and for a quantised KV cache.
     """
     config.choice("quant_algo", "FP8")
-    config.choice("kv_cache_quant_algo", None)
-    config.choice("kv_cache_scheme", None)
+    config.reject("kv_cache_quant_algo", KV_CACHE_REFUSED)
+    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
 
+    matcher = PatternMatcher(config.where)
+    patterns = [_regex(entry) for entry in ignore]
+
+    @cache
     def scheme_of(module: str) -> StoredScheme:
-        ignored = any(_excludes(entry, module) for entry in ignore)
+        ignored = any(matcher.matches(pattern, module) for pattern in patterns)
         return DENSE if ignored or module == _OUTPUT else scheme
 
     return scheme_of
 
 
-def _excludes(entry: str, module: str) -> bool:
-    """Return whether a ModelOpt wildcard, or the name of a parent, means `module`."""
-    return fnmatchcase(module, entry) or f".{entry}." in f".{module}."
+def _regex(entry: str) -> str:
+    """Return the regular expression of a ModelOpt wildcard, or of a part of modules' names."""
+    return rf"{translate(entry)}|(?:.*\.)?{re.escape(entry)}(?:\.|$)"
 
 
 def _find(config: Section, folder: Path) -> Section | None:
     """Return the configuration in a file of its own, None without one."""
     file = folder / _FILE
-    return Section.read(file).child("quantization") if file.exists() else None
+    return Section.read(file).child("quantization") if is_there(file) else None
 
 
 FORMAT = Format("modelopt", parse_modelopt, _find)

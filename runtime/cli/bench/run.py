@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ..budget import Budget, add_budget_flag
-from ..command import UserError, user_errors
+from ..command import FAILED, UserError, user_errors
 from ..device import add_device_flag, resolve_device
 from .output import Output, add_json_flag, add_peers_flag, add_targets_flag
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ...bench.harness.results import CaseResult
     from ...bench.harness.rotation import Pace
 
-_FAILED = 1
 _CaseT = TypeVar("_CaseT")
 
 
@@ -94,7 +93,7 @@ def run(
         results = time_cases(benchmark, cases, impls, device, pace=pace or RESTED)
         left = _measure(cases, results, budget, output)
     output.finish(benchmark, targets, left)
-    return _FAILED if output.failures else 0
+    return FAILED if output.failures else 0
 
 
 def ready_peers(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
-from ..command import Parser, UserError, check_folder, user_errors
+from ..command import Parser, UserError, check_folder, check_model, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
 from .output import add_peers_flag
@@ -113,6 +113,8 @@ def _run(args: argparse.Namespace) -> int:
         raise UserError("--peer goes with --shape: peers have random weights")
     if args.model is not None and args.lm_head == "bf16":
         raise UserError("--lm-head bf16 goes with --shape: a checkpoint has its own")
+    if args.model is not None:
+        check_model("--model", args.model)
     check_folder("--json", args.json)
     if args.timeline is not None:
         if not args.timeline.is_dir():

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from ... import ops
 from ...jit.variant import Variant
+from ..attention import Attention, HeadNorms
 from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
 from ..layers import InputKind, Linear, Sampling, tensors_of
 from ..parts import DecoderLayout, LinearPart, Loader, Module, TensorPart, TensorSpec, build
-from ..registry import Family, register
-from ..required_kernels import model_kernels
+from ..registry import Family, family_of, register
 
 # What comes before each linear layer of a decoder layer.
 INPUT_KINDS: dict[str, InputKind] = {
@@ -31,7 +31,11 @@ HEAD_KIND: InputKind = "rms_norm"
 
 @dataclass
 class DecoderLayer:
-    """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up]."""
+    """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up].
+
+    What some families have, None in the others: norms of each head of q and k, attention sinks
+    [num_heads] (in fp32, as attention reads them), norms of what attention and MLP return.
+    """
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -41,6 +45,23 @@ class DecoderLayer:
     down: Linear
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    attention_output_norm: torch.Tensor | None = None
+    mlp_output_norm: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks is not None:
+            self.sinks = self.sinks.float()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all layers of one call read; see `Decoder`."""
+
+    positions: torch.Tensor
+    attention: AttentionInputs
+    cache: PagedKVCache
+    n_active: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -55,15 +76,21 @@ class LayerParts:
     o: LinearPart
     gate_up: LinearPart
     down: LinearPart
+    sinks: TensorPart | None = None
+    attention_output_norm: TensorPart | None = None
+    mlp_output_norm: TensorPart | None = None
 
 
 class Llama(Decoder):
     """A decoder over a paged KV cache. It holds weights and no state between calls.
 
+    A family whose layers have other parts has a subclass with a `layer_type`, `input_kinds` and a
+    `_layer` of its own.
+
     Args:
         config: shape of the model.
         embedding: [vocab_size, hidden_size].
-        layers: one `DecoderLayer` per layer.
+        layers: one `layer_type` per layer.
         norm: weight of the final RMS norm, [hidden_size].
         lm_head: output projection; its weight is `embedding` itself when the two are tied.
         max_context: longest sequence served; sizes the RoPE table.
@@ -74,11 +101,15 @@ class Llama(Decoder):
         ValueError: when `max_context` exceeds the model's trained positions.
     """
 
+    layer_type: ClassVar[type] = DecoderLayer
+    # What comes before each linear layer of a decoder layer, by its field.
+    input_kinds: ClassVar[dict[str, InputKind]] = INPUT_KINDS
+
     def __init__(
         self,
         config: ModelConfig,
         embedding: torch.Tensor,
-        layers: list[DecoderLayer],
+        layers: list[Any],
         norm: torch.Tensor,
         lm_head: Linear,
         *,
@@ -92,8 +123,7 @@ class Llama(Decoder):
         self.lm_head = lm_head
         self.batch_invariant = batch_invariant
         self.max_context = config.context(max_context)
-        table = config.rope.cos_sin_table(config.head_dim, self.max_context)
-        self.cos_sin = table.to(embedding.device)
+        self.attention = Attention(config, self.max_context, embedding.device)
 
     @classmethod
     def load(
@@ -108,11 +138,17 @@ class Llama(Decoder):
         """Return the decoder that a loader makes of these parts; see `registry.Load`."""
         embedding = parts.embedding.build(loader)
         lm_head = loader.head(parts.lm_head, embedding)
+        norm = parts.norm.build(loader)
+        if config.logits_scale != 1.0:
+            lm_head, norm = lm_head.scaled(norm, config.logits_scale)
+        if config.embedding_scale != 1.0:
+            # Rounded as a product of the looked-up rows would be. A tied head keeps the original.
+            embedding = embedding * config.embedding_scale
         return cls(
             config,
             embedding,
-            [DecoderLayer(**build(layer, loader)) for layer in parts.layers],
-            parts.norm.build(loader),
+            [cls.layer_type(**build(layer, loader)) for layer in parts.layers],
+            norm,
             lm_head,
             max_context=max_context,
             batch_invariant=batch_invariant,
@@ -124,7 +160,7 @@ class Llama(Decoder):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
-        roots = [self.embedding, self.norm, self.cos_sin, *self.lm_head.tensors()]
+        roots = [self.embedding, self.norm, *self.attention.tables(), *self.lm_head.tensors()]
         for layer in self.layers:
             roots.extend(tensors_of(layer))
         for tensor in roots:
@@ -133,20 +169,21 @@ class Llama(Decoder):
                 yield tensor
 
     def tables(self) -> Sequence[torch.Tensor]:
-        """Return the RoPE table, and the embedding unless the output projection reads it."""
-        head = self.lm_head.tensors()
-        if any(tensor is self.embedding for tensor in head):
-            return (self.cos_sin,)
-        return (self.cos_sin, self.embedding)
+        """Return the RoPE tables, and the embedding unless the output projection reads it."""
+        tables = tuple(self.attention.tables())
+        if any(tensor is self.embedding for tensor in self.lm_head.tensors()):
+            return tables
+        return (*tables, self.embedding)
 
     def linears(self) -> Iterator[LinearUse]:
         for layer in self.layers:
-            for name, kind in INPUT_KINDS.items():
+            for name, kind in self.input_kinds.items():
                 yield LinearUse(name, kind, getattr(layer, name))
         yield LinearUse("lm_head", HEAD_KIND, self.lm_head)
 
     def kernels(self) -> list[Variant]:
-        found = model_kernels(self.config, batch_invariant=self.batch_invariant)
+        known = family_of(self.config)
+        found = known.kernels(self.config, batch_invariant=self.batch_invariant)
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
         return found
@@ -200,18 +237,34 @@ class Llama(Decoder):
         n_active: torch.Tensor | None = None,
         seen: SeenRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        eps = self.config.rms_norm_eps
         residual = None
         x = self._embed(tokens, n_active, seen)
-        for index, layer in enumerate(self.layers):
-            qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
-            x = layer.o(self._attend(index, layer, qkv, positions, attention, cache), n_active)
-            gate_up, residual = layer.gate_up.after_norm(
-                x, residual, layer.post_attention_norm, eps, n_active
-            )
-            x = layer.down.after_silu_mul(gate_up, n_active)
+        call = Call(positions, attention, cache, n_active)
+        for index in range(len(self.layers)):
+            x, residual = self._layer(index, x, residual, call)
         assert residual is not None, "a model has a layer"
         return x, residual
+
+    def _layer(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a layer: of x and what is to be added to it, [T, hidden_size] each, the next."""
+        layer, eps, n_active = self.layers[index], self.config.rms_norm_eps, call.n_active
+        qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
+        x = layer.o(self._attend(index, qkv, call), n_active)
+        if layer.attention_output_norm is not None:
+            x = self._normed(x, layer.attention_output_norm)
+        norm = layer.post_attention_norm
+        gate_up, residual = layer.gate_up.after_norm(x, residual, norm, eps, n_active)
+        x = layer.down.after_silu_mul(gate_up, n_active)
+        if layer.mlp_output_norm is not None:
+            x = self._normed(x, layer.mlp_output_norm)
+        return x, residual
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed = ops.rms_norm(x, weight, self.config.rms_norm_eps)
+        assert isinstance(normed, torch.Tensor), "there is no residual"
+        return normed
 
     def _embed(
         self, tokens: torch.Tensor, n_active: torch.Tensor | None, seen: SeenRows | None
@@ -224,69 +277,62 @@ class Llama(Decoder):
             n_active=n_active,
         )
 
-    def _attend(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionInputs,
-        cache: PagedKVCache,
-    ) -> torch.Tensor:
-        config = self.config
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        q, k, v = qkv.view(qkv.size(0), -1, config.head_dim).split(heads, dim=1)
-        k_cache, v_cache = cache.layer(index)
-        q = ops.append_kv(
+    def _attend(self, index: int, qkv: torch.Tensor, call: Call) -> torch.Tensor:
+        """Return what attention makes of qkv [T, q_size + 2 kv_size]: [T, q_size]."""
+        layer = self.layers[index]
+        q, k, v = self._heads(layer, qkv)
+        return self.attention(
+            index,
+            q,
             k,
             v,
-            k_cache,
-            v_cache,
-            attention.slot_mapping,
-            positions=positions,
-            cos_sin=self.cos_sin,
-            q=q,
-            q_norm_weight=layer.q_norm,
-            k_norm_weight=layer.k_norm,
-            norm_eps=config.rms_norm_eps,
-        )
-        assert q is not None, "q was given"
-        window = config.sliding_windows[index]
-        # Given, it is not zeroed for the sake of rows that belong to no sequence.
-        out = torch.empty_like(q)
-        ops.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            attention.page_table,
-            attention.seq_lens,
-            cu_seqlens_q=attention.cu_seqlens_q,
-            max_seqlen_q=attention.max_seqlen_q,
-            # A window of w keys counts the query's own position; the op counts those before it.
-            window=None if window is None else (window - 1, 0),
+            call.positions,
+            call.attention,
+            call.cache,
+            norms=HeadNorms(layer.q_norm, layer.k_norm, self.config.rms_norm_eps),
+            sinks=layer.sinks,
             batch_invariant=self.batch_invariant,
-            l2_partition=cache.l2_partition,
-            out=out,
         )
-        return out.flatten(1)
+
+    def _heads(
+        self, layer: Any, qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the q [T, q_size], k and v [T, kv_size] of a layer."""
+        config = self.config
+        q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
+        return q, k, v
 
 
 def layout(config: ModelConfig) -> DecoderLayout:
     """Return the parts of a decoder of this shape, in the names of Hugging Face files."""
+    return layout_of(config, layer_parts)
+
+
+def layout_of(config: ModelConfig, layer: Callable[[ModelConfig, int], Any]) -> DecoderLayout:
+    """Return the parts of a decoder with layers of another kind.
+
+    Args:
+        config: shape of the model.
+        layer: returns the parts of the layer of an index.
+    """
     vocabulary = (config.vocab_size, config.hidden_size)
     tied = config.tie_word_embeddings
-    copy = TensorSpec(("lm_head.weight",), (vocabulary,), required=False)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    copy = TensorSpec(names[1:], (vocabulary,), required=False)
+    # Of tied weights `safetensors.torch.save_model` keeps the name that sorts first.
+    embedding = TensorSpec(names if tied else names[:1], (vocabulary,))
     head = LinearPart((Module("lm_head", *vocabulary),), HEAD_KIND, "rows")
     return DecoderLayout(
-        embedding=TensorPart(TensorSpec(("model.embed_tokens.weight",), (vocabulary,)), True),
-        layers=tuple(_layer(config, index) for index in range(config.num_layers)),
-        norm=_norm("model.norm", config.hidden_size),
+        embedding=TensorPart(embedding, True),
+        layers=tuple(layer(config, index) for index in range(config.num_layers)),
+        norm=norm_part("model.norm", config.hidden_size),
         lm_head=None if tied else head,
         tied_output=TensorPart(copy) if tied else None,
     )
 
 
-def _layer(config: ModelConfig, index: int) -> LayerParts:
+def layer_parts(config: ModelConfig, index: int) -> LayerParts:
+    """Return the parts of a layer of Llama's kind."""
     prefix = f"model.layers.{index}."
     hidden, intermediate = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -300,7 +346,7 @@ def _layer(config: ModelConfig, index: int) -> LayerParts:
         return LinearPart(modules, INPUT_KINDS[name], "rows")
 
     def head_norm(name: str) -> TensorPart | None:
-        return _norm(f"{prefix}self_attn.{name}", config.head_dim) if config.qk_norm else None
+        return norm_part(f"{prefix}self_attn.{name}", config.head_dim) if config.qk_norm else None
 
     def mlp(name: str) -> Module:
         return Module(f"{prefix}mlp.{name}", intermediate, hidden, config.mlp_bias)
@@ -309,10 +355,10 @@ def _layer(config: ModelConfig, index: int) -> LayerParts:
         f"{prefix}self_attn.o_proj", hidden, config.q_size, config.o_bias, column_units=heads
     )
     return LayerParts(
-        input_norm=_norm(f"{prefix}input_layernorm", hidden),
+        input_norm=norm_part(f"{prefix}input_layernorm", hidden),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
-        post_attention_norm=_norm(f"{prefix}post_attention_layernorm", hidden),
+        post_attention_norm=norm_part(f"{prefix}post_attention_layernorm", hidden),
         qkv=linear(
             "qkv",
             projection("q_proj", config.q_size, heads),
@@ -327,7 +373,8 @@ def _layer(config: ModelConfig, index: int) -> LayerParts:
     )
 
 
-def _norm(name: str, size: int) -> TensorPart:
+def norm_part(name: str, size: int) -> TensorPart:
+    """Return the weight [size] of a norm."""
     return TensorPart(TensorSpec((f"{name}.weight",), ((size,),)))
 
 

@@ -116,6 +116,19 @@ def positive_scale(name: str, value: torch.Tensor | None, *, or_zero: bool = Fal
             raise ValueError(f"{name}: got {element}, expected finite numbers {expected}")
 
 
+def zero_points(name: str, value: torch.Tensor | None, *, wait: bool) -> None:
+    """Check that every zero point is from -128 to 127; None passes.
+
+    Those of a GPU are looked at only if the host may `wait` for it; so are vectors, which may have
+    elements of padding.
+    """
+    if value is None or not (wait or (value.numel() == 1 and value.device.type == "cpu")):
+        return
+    for element in value.flatten().tolist():
+        if not -128 <= element <= 127:
+            raise ValueError(f"{name}: got {element}, expected -128 to 127")
+
+
 def active(n_active: torch.Tensor | None, device: torch.device) -> None:
     """Check the number of rows that are real."""
     if n_active is not None:

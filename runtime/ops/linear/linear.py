@@ -96,6 +96,7 @@ def w8a8_linear(
         w_scale: fp32, [N] per output channel or a scalar.
         bias: [N] of `out_dtype`, or fp32, which is rounded to `out_dtype` first.
         x_zero_point: int32 in -128 .. 127, [M] or a scalar, int8 only: asymmetric activations.
+            Another scalar is refused on the CPU, any other number with `check_scales`.
         w_sum: [N] int32, the row sums of w; computed when None and needed.
         n_active: int32 [1], how many rows of x are real: those after them are padding, whose
             results mean nothing, and which a kernel may leave unread. On CUDA it is read while
@@ -108,7 +109,8 @@ def w8a8_linear(
             other rows, at the price of the faster kernel for up to 16 rows. int8 products and those
             on the CPU are so in any case.
         check_scales: for debugging: wait for the device, and refuse scales that are negative, NaN
-            or infinite. Not possible while a stream is being captured.
+            or infinite, and zero points out of range. Not possible while a stream is being
+            captured.
         out: [M, N] of `out_dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
@@ -254,6 +256,7 @@ def multiply(
     if check_scales:
         checks.positive_scale("x_scale", x_scale, or_zero=True)
         checks.positive_scale("w_scale", w_scale, or_zero=True)
+    checks.zero_points("x_zero_point", x_zero_point, wait=check_scales)
     if has_kernel(GemmTiled, x):
         how = (fast_accum, batch_invariant)
         operands = (x, w, x_scale, w_scale, bias, x_zero_point, w_sum, n_active)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from ...jit import compiler
-from ...jit.cache import cache_folder
+from ...jit.location import cache_folder
 from ...jit.mode import BuildMode
 from ...jit.targets import target_for
 from ...jit.toolchain import find_cutlass, find_nvcc

@@ -9,8 +9,8 @@ from ..common.device import has_kernel
 from ..common.torch_library import register
 from .quantize_cuda import Quantize, quantize_rows
 
-# The largest magnitude that each dtype's symmetric grid uses. For int8, -128 is left out so that
-# the grid is symmetric.
+# What a dynamic scale maps a row's largest magnitude to. Of int8, -128 is left out: the grid is
+# symmetric.
 GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 # A scale this small still has a finite reciprocal, and no 8-bit grid over it is subnormal.
@@ -32,16 +32,17 @@ def encode(
 ) -> torch.Tensor:
     """Return x / scale (+ zero_point) on the grid of `dtype`: to nearest, ties to even, saturated.
 
-    `x` is fp32 and `scale` broadcasts against it. The asymmetric INT8 grid includes -128.
+    `x` is fp32 and `scale` broadcasts against it. The INT8 grid is -128..127, of which codes by a
+    row's own dynamic scale leave out -128.
     """
     grid = x / scale
     limit = GRID_MAX[dtype]
     if dtype is torch.float8_e4m3fn:
         return grid.clamp_(-limit, limit).to(dtype)
     grid = grid.round_()
-    if zero_point is None:
-        return grid.clamp_(-limit, limit).to(dtype)
-    return (grid + zero_point).clamp_(-limit - 1, limit).to(dtype)
+    if zero_point is not None:
+        grid += zero_point
+    return grid.clamp_(-limit - 1, limit).to(dtype)
 
 
 def quantize_per_token(
@@ -57,6 +58,7 @@ def quantize_per_token(
 
     scale = amax(|row|) / 127 for int8, / 448 for e4m3 (a row of zeros gets the smallest normal
     fp32 number); values = row / scale, rounded to nearest, ties to even, saturated to ±127 or ±448.
+    (Dynamic int8 scales of compressed-tensors are amax / 127.5.)
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
@@ -102,16 +104,17 @@ def quantize_per_tensor(
 ) -> torch.Tensor:
     """Quantise x with one fixed scale.
 
-    values = round(x / scale) + zero_point, ties to even, saturated to ±127 (to -128..127 with a
-    zero point) for int8, or x / scale saturated to ±448 and rounded for e4m3.
+    values = round(x / scale) + zero_point, ties to even, saturated to -128..127, for int8, or
+    x / scale saturated to ±448 and rounded for e4m3.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
         scale: fp32 scalar tensor (0-d or [1]), positive.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        zero_point: int32 scalar tensor in -128..127, int8 only: asymmetric quantisation.
+        zero_point: int32 scalar tensor in -128..127, int8 only: asymmetric quantisation. Another
+            number is refused on the CPU, on CUDA with `check_scales`.
         check_scales: for debugging: wait for the device, and refuse a scale that is not positive
-            and finite.
+            and finite, or a zero point out of range.
         n_active: as of `quantize_per_token`.
         out: [M, K] of `dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
@@ -123,7 +126,8 @@ def quantize_per_tensor(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     _check_input(x, dtype)
-    check_static(scale, zero_point, dtype, x.device)
+    checks.scalar("scale", scale, torch.float32, x.device)
+    check_zero_point(zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
     checks.active(n_active, x.device)
     if out is not None:
@@ -144,13 +148,29 @@ def check_static(
     """Check the scale and zero point of static quantisation; None for both means dynamic."""
     if scale is not None:
         checks.scalar("scale", scale, torch.float32, device)
+    check_zero_point(zero_point, dtype, device)
+    if scale is None and zero_point is not None:
+        raise ValueError("zero_point: got a tensor without a scale, expected both or neither")
+
+
+def check_zero_point(
+    zero_point: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check the form of a zero point; None is symmetric quantisation."""
     if zero_point is None:
         return
     if dtype is not torch.int8:
         raise ValueError(f"zero_point: got a tensor, expected None for {dtype}")
-    if scale is None:
-        raise ValueError("zero_point: got a tensor without a scale, expected both or neither")
     checks.scalar("zero_point", zero_point, torch.int32, device)
+
+
+def check_static_values(
+    scale: torch.Tensor | None, zero_point: torch.Tensor | None, check_scales: bool
+) -> None:
+    """Check the numbers in the tensors that passed `check_static`, as `check_scales` says."""
+    if check_scales:
+        checks.positive_scale("scale", scale)
+    checks.zero_points("zero_point", zero_point, wait=check_scales)
 
 
 def quantize_into(
@@ -197,8 +217,7 @@ def _quantize_per_tensor(
     out: torch.Tensor,
     n_active: torch.Tensor | None = None,
 ) -> None:
-    if check_scales:
-        checks.positive_scale("scale", scale)
+    check_static_values(scale, zero_point, check_scales)
     if has_kernel(Quantize, x):
         quantize_rows("per_token", x, scale, zero_point, out, None, n_active=n_active)
     else:

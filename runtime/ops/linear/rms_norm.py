@@ -8,7 +8,7 @@ from ..common import checks
 from ..common.batch_invariant_rows import mean_square
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .quantize import check_static, quantize_into
+from .quantize import check_static, check_static_values, quantize_into
 from .quantize_cuda import Quantize, quantize_rows
 
 
@@ -169,8 +169,7 @@ def normalize_and_quantize(
     n_active: torch.Tensor | None = None,
 ) -> None:
     """Do `rms_norm_quantize` with checked arguments, into `out`, `scale_out`, `residual_out`."""
-    if check_scales:
-        checks.positive_scale("scale", scale)
+    check_static_values(scale, zero_point, check_scales)
     if has_kernel(Quantize, x):
         quantize_rows(
             "rms_norm",

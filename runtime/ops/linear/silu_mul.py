@@ -9,7 +9,7 @@ import torch
 from ..common import checks
 from ..common.device import has_kernel
 from ..common.torch_library import register
-from .quantize import check_static, quantize_into
+from .quantize import check_static, check_static_values, quantize_into
 from .quantize_cuda import Quantize, quantize_rows
 
 
@@ -123,8 +123,7 @@ def _silu_mul_quantize(
     *,
     discard_x: bool = False,
 ) -> None:
-    if check_scales:
-        checks.positive_scale("scale", scale)
+    check_static_values(scale, zero_point, check_scales)
     if has_kernel(Quantize, x):
         quantize_rows(
             "silu_mul",

@@ -26,7 +26,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...jit.cache import cache_folder
+from ...jit.location import cache_folder
 from ...jit.sources import digest, read_sources
 from ...jit.variant import OPERAND_DTYPES
 from . import tile_table
@@ -101,9 +101,11 @@ def tuning_for(gpu: str) -> Tuning:
         OSError: when a file cannot be read, or OSTINATO_GEMM_TABLE names none.
         ValueError: naming the file and the row, when it is not as this module says.
     """
+    if not gpu:
+        return {}
     named = os.environ.get(VARIABLE)
     path = _overriding or (Path(named) if named else tuning_path())
-    if not gpu or (path == tuning_path() and not path.exists()):
+    if path == tuning_path() and not path.exists():
         return {}
     return read(path, gpu)
 

@@ -21,5 +21,6 @@ def argmax_keys(logits: torch.Tensor) -> torch.Tensor:
 
 
 def argmax_tokens(places: torch.Tensor) -> torch.Tensor:
-    """Return the token [M] of the best of each row of places [M, P]."""
-    return (places ^ _SIGN).amin(dim=1) & _LOWER_HALF
+    """Return the token [M] of the best of each row of places [M, P]; -1 where that is NaN."""
+    best = (places ^ _SIGN).amin(dim=1) ^ _SIGN
+    return torch.where(best >> 32 == 0, -1, best & _LOWER_HALF)

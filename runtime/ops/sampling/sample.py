@@ -38,8 +38,8 @@ def sample(
     seed and counter (`ostinato.ops.sampling.philox`). So a row's token is the same in every batch.
 
     Args:
-        logits: [B, V] bf16, fp16 or fp32, V >= 1. A row whose best is NaN, which counts as the
-            largest, or infinite gives that token.
+        logits: [B, V] bf16, fp16 or fp32, V >= 1. A row with NaN has no token: it gives -1,
+            whatever the other arguments. One whose best is infinite gives that token.
         temperature: [B] fp32, finite; 0 is greedy: the largest logit, of equal ones the lowest id.
         top_k: [B] int32 or int64; 0 keeps all.
         top_p: [B] fp32; from 1 on keeps all, 0 keeps one.
@@ -56,6 +56,9 @@ def sample(
             in the lower 32 bits. With it the logits of greedy rows whose penalty is 1 are not read.
         out: [B] int64, written and returned; allocated when None.
         stream: see `ostinato.ops`.
+
+    Returns:
+        out: token ids, or -1, which `embed` takes for the last of the vocabulary.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
@@ -124,7 +127,8 @@ def _sample(
     if seen is not None and seen_rows is not None:
         seen = seen.index_select(0, seen_rows)  # a negative row is no row
     logits = _penalized(logits, repetition_penalty, seen)
-    greedy = logits.argmax(dim=1)
+    greedy = logits.argmax(dim=1, keepdim=True)  # of NaN, if there is any
+    greedy = torch.where(logits.gather(1, greedy).isnan(), -1, greedy).squeeze(1)
     if argmax is not None:
         token = argmax_tokens(argmax)
         if repetition_penalty is not None:
@@ -184,7 +188,8 @@ def _drawn(
     place = torch.searchsorted(cumulative, threshold, right=True)
     token = ids.gather(1, torch.minimum(place, last)).squeeze(1)
     # Where the best is infinite or NaN, no distance from it is a number.
-    return torch.where(falling[:, 0].isfinite(), token, ids[:, 0])
+    best = falling[:, 0]
+    return torch.where(best.isfinite(), token, torch.where(best.isnan(), -1, ids[:, 0]))
 
 
 def _cumulative(weights: torch.Tensor) -> torch.Tensor:

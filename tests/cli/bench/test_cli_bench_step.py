@@ -128,7 +128,7 @@ def test_a_checkpoint_is_measured_under_its_own_name(
         ("--shape giant", "argument --shape: invalid choice: 'giant'"),
         ("--shape tiny --dtype int4", "argument --dtype: invalid choice: 'int4'"),
         ("--model x --dtype int8", "--dtype goes with --shape"),
-        ("--model no-such-folder", "no-such-folder/config.json: cannot be read"),
+        ("--model no-such-folder", "--model: got 'no-such-folder', which does not"),
         ("--shape tiny --batch 0", "batch: got 0, expected at least 1"),
         ("--shape tiny --context 0", "context: got 0, expected at least 1"),
         ("--shape tiny --context 2049", "context: got 2049, expected at most the model's 2048"),

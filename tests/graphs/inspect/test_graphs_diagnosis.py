@@ -136,6 +136,11 @@ def test_work_outside_of_the_capture_is_named():
     [
         ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor "
          "is pinned.", "a copy between the host and the device"),
+        ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor "
+         "is pinned.\naten._grouped_mm.default", 'set_experts_implementation("batched_mm")'),
+        ("transformers.grouped_mm_fallback.default", 'set_experts_implementation("batched_mm")'),
+        ("aten.nonzero.default\nexpert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonz",
+         'set_experts_implementation("batched_mm")'),
         ("scale = torch.tensor(2.0, device=x.device)", "a copy between the host and the device"),
         ("aten._local_scalar_dense.default", "reads values of the device on the host"),
         ("aten.nonzero.default", "reads values of the device on the host"),

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from graphs_counting import COLUMNS, PAGE_SIZE, RULES, SPECS, CountingStep
-from test_graphs_guards import in_a_fork
 
+from forks import in_a_fork
 from ostinato.graphs import BurstError, StaticBuffers
 from ostinato.graphs.loop import cuda as module
 from ostinato.graphs.loop.memory import BurstMemory

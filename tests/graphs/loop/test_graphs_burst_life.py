@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_graphs_guards import in_a_fork
 
 import ostinato.graphs
+from forks import in_a_fork
 from ostinato.graphs import (
     BufferSpec,
     BurstRules,

@@ -11,6 +11,7 @@ from graphs_toys import SPECS, toy_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forks import in_a_fork
 from ostinato.graphs import GraphError, GraphRunner, Key, Misses, StaticBuffers, Variant
 from ostinato.graphs.metrics.histogram import BOUNDS_US, Histogram, HistogramBuilder
 from ostinato.graphs.metrics.prometheus import Metric, to_text
@@ -85,6 +86,27 @@ def test_a_signal_handler_may_read_times_being_collected(outer):
     thread.join(timeout=20)
     assert not thread.is_alive()
     assert (seen[0].count, observer.replay_us().count) == (0, 2)
+
+
+def test_times_in_a_fork_are_those_that_were_collected_before_it():
+    times = [[3.0, 5.0]]
+
+    def finished():
+        assert times, "the device cannot be asked in a fork"
+        return times.pop()
+
+    observer = ReplayObserver(SimpleNamespace(finished=finished), nvtx=False)
+    before = observer.replay_us()
+    assert before.count == 2
+
+    def child():
+        assert observer.replay_us() == before
+
+    # No thread of the parent goes on in its child to release this.
+    holder = threading.Thread(target=observer._lock.acquire)
+    holder.start()
+    holder.join()
+    assert in_a_fork(child) == "nothing"
 
 
 def test_stats_do_not_wait_for_a_replay():

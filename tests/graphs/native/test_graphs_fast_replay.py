@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
 from graphs_toys import SPECS, ToyStep, toy_inputs
-from test_graphs_guards import in_a_fork
 
+from forks import in_a_fork
 from ostinato.graphs import (
     AsleepError,
     BusyError,
@@ -180,6 +181,14 @@ def test_no_fast_replay_while_a_runner_waits_to_be_closed(step):
         assert runner._fast_replay.run(runner, 1, ONE_ROW, Variant()) is None
         assert runner.run(1, ONE_ROW)["tokens"].tolist() == [3]
     assert runner._fast_replay.run(runner, 1, ONE_ROW, Variant())["tokens"].tolist() == [3]
+
+
+def test_each_known_run_makes_a_dict_of_another_class_anew():
+    runner = known_runner(lambda batch: OrderedDict(tokens=batch.tokens + 1))
+    for _ in range(2):
+        outputs = runner._fast_replay.run(runner, 1, ONE_ROW, Variant())
+        assert type(outputs) is OrderedDict
+        assert outputs.pop("tokens").tolist() == [2]
 
 
 def test_a_fork_repeats_nothing(step):

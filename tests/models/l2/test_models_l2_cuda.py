@@ -274,9 +274,7 @@ def test_texts_do_not_depend_on_halves(cache: PagedKVCache) -> None:
 
 def _texts(device: torch.device, l2_partitioned: bool) -> list[list[int]]:
     config = replace(
-        read_config(SHAPES["llama-3.1-8b"]),
-        num_layers=2,
-        sliding_windows=(None, None),
+        read_config({**SHAPES["llama-3.1-8b"], "num_hidden_layers": 2}),
         hidden_size=1024,
         intermediate_size=1024,
         vocab_size=512,

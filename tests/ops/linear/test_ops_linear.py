@@ -319,6 +319,20 @@ def test_int8_sums_stay_within_32_bits(
     ops.w8a8_linear(*(wide.to(torch.float8_e4m3fn),) * 2, one, one)
 
 
+@pytest.mark.parametrize("bad", [-129, 400])
+def test_zero_points_beyond_int8_are_refused(bad: int, device: torch.device) -> None:
+    x, w, x_scale, w_scale = w8a8((3, 5, 16), torch.int8, device)
+    zero = torch.tensor([0, 3, -128], dtype=torch.int32, device=device)
+    ops.w8a8_linear(x, w, x_scale, w_scale, x_zero_point=zero, check_scales=True)
+    zero[1] = bad
+    message = f"x_zero_point: got {bad}, expected -128 to 127"
+    with pytest.raises(ValueError, match=message):
+        ops.w8a8_linear(x, w, x_scale, w_scale, x_zero_point=zero, check_scales=True)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=message):
+            ops.w8a8_linear(x, w, x_scale, w_scale, x_zero_point=zero[1])
+
+
 @pytest.mark.parametrize("bad", [-0.5, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["x_scale", "w_scale"])
 def test_scales_are_checked_where_asked(name: str, bad: float, device: torch.device) -> None:

@@ -52,15 +52,15 @@ def test_rows_of_zeros_get_a_positive_scale(dtype: torch.dtype, device: torch.de
 @given(st.lists(st.floats(-300, 300, width=32), min_size=1, max_size=40))
 def test_int8_rounds_half_to_even_like_numpy(values: list[float]) -> None:
     x = torch.tensor([values])
-    expected = np.clip(np.rint(np.array(values, dtype=np.float32)), -127, 127)
+    expected = np.clip(np.rint(np.array(values, dtype=np.float32)), -128, 127)
     got = ops.quantize_per_tensor(x, torch.ones(()), torch.int8)
     np.testing.assert_array_equal(got[0].numpy(), expected)
 
 
 def test_ties_go_to_even(device: torch.device) -> None:
-    x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5, 127.5]], device=device)
+    x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5, -127.5]], device=device)
     got = ops.quantize_per_tensor(x, torch.ones(1, device=device), torch.int8)
-    assert got.tolist() == [[0, 2, 2, 0, -2, 126, -126, 127]]
+    assert got.tolist() == [[0, 2, 2, 0, -2, 126, -126, -128]]
     # Between 16 and 32 e4m3 has steps of 2; subnormals have steps of 2^-9.
     x = torch.tensor([[17.0, 19.0, -21.0, 2.0**-10, 3 * 2.0**-10]], device=device)
     got = ops.quantize_per_tensor(x, torch.ones((), device=device), E4M3)
@@ -76,9 +76,41 @@ def test_static_int8(zero_point: int | None, device: torch.device) -> None:
         zero = torch.tensor(zero_point, dtype=torch.int32, device=device)
     values = ops.quantize_per_tensor(x, scale, torch.int8, zero_point=zero)
     assert_same_bits(values, reference.quantize_per_tensor(x, scale, torch.int8, zero_point=zero))
-    lowest = -127 if zero_point is None else -128
     unclipped = (x / scale).round() + (zero_point or 0)
-    assert_same_bits(values.float(), unclipped.clamp(lowest, 127))
+    assert_same_bits(values.float(), unclipped.clamp(-128, 127))
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_static_int8_saturates_to_its_whole_range(
+    x_dtype: torch.dtype, device: torch.device
+) -> None:
+    big = torch.finfo(x_dtype).max
+    x = torch.tensor([[-big, -129.0, -128.0, -127.0, 127.0, 128.0, big, -math.inf]])
+    x, expected = x.to(device, x_dtype), [[-128, -128, -128, -127, 127, 127, 127, -128]]
+    one = torch.ones((), device=device)
+    for values in (
+        ops.quantize_per_tensor(x, one, torch.int8),
+        reference.quantize_per_tensor(x, one, torch.int8),
+    ):
+        assert values.tolist() == expected
+
+
+@pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
+def test_fused_static_int8_saturates_likewise(x_dtype: torch.dtype, device: torch.device) -> None:
+    signs = torch.tensor([[-1.0, 1.0, -1.0, 1.0]], device=device, dtype=x_dtype)
+    ones, one = torch.ones_like(signs[0]), torch.tensor(2.0**-8, device=device)
+    gated = torch.cat([200 * torch.ones_like(signs), 200 * signs], dim=1)
+    for op in (ops, reference):
+        normed = op.rms_norm_quantize(signs, ones, 0.0, torch.int8, scale=one)[0]
+        assert normed.tolist() == [[-128, 127, -128, 127]]
+        values = op.silu_mul_quantize(gated, torch.int8, scale=one)[0]
+        assert values.tolist() == [[-128, 127, -128, 127]]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
+def test_dynamic_int8_stays_within_127(values: list[float]) -> None:
+    codes, _ = ops.quantize_per_token(torch.tensor([values]), torch.int8)
+    assert codes.min() >= -127
 
 
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
@@ -180,6 +212,14 @@ def test_bad_scale_out() -> None:
         ({"scale": torch.ones(2)}, ValueError, r"scale: got shape \[2\], expected \[1\]"),
         ({"scale": torch.ones(()).half()}, TypeError, "scale: got dtype torch.float16"),
         ({"scale": 1.0}, TypeError, "scale: got float"),
+        ({"scale": None}, TypeError, "scale: got NoneType, expected a tensor"),
+        ({"scale": None, "check_scales": True}, TypeError, "scale: got NoneType, expected a te"),
+        (
+            {"scale": None, "zero_point": torch.ones(()).int()},
+            TypeError,
+            "scale: got NoneType, expected a tensor",
+        ),
+        ({"zero_point": 400}, TypeError, "zero_point: got int"),
         ({"zero_point": torch.ones(())}, TypeError, "zero_point: got dtype torch.float32"),
         ({"zero_point": torch.ones(2).int()}, ValueError, "zero_point: got shape"),
         (
@@ -210,6 +250,29 @@ def test_scales_are_checked_where_asked(bad: float, device: torch.device) -> Non
         with pytest.raises(TypeError, match="check_scales: got int, expected a bool"):
             call(scale=torch.tensor(0.5, device=device), check_scales=1)
     ops.silu_mul_quantize(x, E4M3, check_scales=True)
+
+
+@pytest.mark.parametrize("bad", [-129, 128, 400, -(2**31), 2**31 - 1])
+def test_zero_points_beyond_int8_are_refused(bad: int, device: torch.device) -> None:
+    x, weight = torch.ones(2, 4, device=device), torch.ones(4, device=device)
+    one = torch.ones((), device=device)
+    # On a GPU the host sees no number unless it is asked to wait.
+    options: dict[str, Any] = {"scale": one, "check_scales": device.type == "cuda"}
+    out = torch.full((2, 4), 7, dtype=torch.int8, device=device)
+    calls: list[Callable[..., Any]] = [
+        lambda zero: ops.quantize_per_tensor(
+            x, dtype=torch.int8, zero_point=zero, out=out, **options
+        ),
+        lambda zero: ops.silu_mul_quantize(x, torch.int8, zero_point=zero, **options),
+        lambda zero: ops.rms_norm_quantize(x, weight, 0.0, torch.int8, zero_point=zero, **options),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"zero_point: got {bad}, expected -128 to 127"):
+            call(torch.tensor([bad], dtype=torch.int32, device=device))
+        if call is calls[0]:
+            assert (out == 7).all()
+        for good in (-128, 127):
+            call(torch.tensor(good, dtype=torch.int32, device=device))
 
 
 def quantizations(n_active: torch.Tensor | None, device: torch.device) -> list[Any]:

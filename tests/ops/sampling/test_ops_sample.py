@@ -14,6 +14,7 @@ from ops_cases import FLOATS, assert_same_bits
 
 from ostinato import ops
 from ostinato.ops import reference
+from ostinato.ops.sampling.argmax_key import argmax_keys
 from ostinato.ops.sampling.philox import philox4x32, uniform
 
 # The known answers that come with Random123 1.14 (file kat_vectors).
@@ -176,23 +177,51 @@ def test_rows_may_share_what_was_seen(device: torch.device) -> None:
                 ops.sample(logits, **arguments, seen_rows=torch.tensor([0, bad, 0]))
 
 
-def test_rows_without_a_best_token_still_give_one(device: torch.device) -> None:
-    logits = torch.tensor([[-math.inf] * 4, [math.nan] * 4, [0.0, math.nan, 1.0, 2.0]])
+NAN_ROWS = [[math.nan] * 4, [0.0, math.nan, 1.0, 2.0], [math.inf, 0.0, 0.0, math.nan]]
+
+
+def test_a_row_of_no_chances_still_gives_a_token(device: torch.device) -> None:
+    logits = torch.full((1, 4), -math.inf, device=device)
     for temperature in (0.0, 1.0):
-        arguments = parameters(3, device, temperature=temperature, top_p=0.9, top_k=3)
-        tokens = ops.sample(logits.to(device), **arguments)
-        assert ((tokens >= 0) & (tokens < 4)).all()
+        arguments = parameters(1, device, temperature=temperature, top_p=0.9, top_k=3)
+        assert 0 <= ops.sample(logits, **arguments).item() < 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 1}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.5}], ids=str
+)
+def test_rows_with_nan_have_no_token(
+    filters: dict[str, float], temperature: float, device: torch.device
+) -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0, 2.0], *NAN_ROWS], device=device)
+    arguments = parameters(4, device, temperature=temperature, **filters)
+    seen = torch.tensor([[True, False] * 2] * 4, device=device)
+    penalty = torch.full((4,), 1.5, device=device)
+    for sample in (ops.sample, reference.sample):
+        first, *others = sample(logits, **arguments).tolist()
+        assert 0 <= first < 4
+        assert others == [-1] * 3
+        penalized = sample(logits, **(arguments | {"repetition_penalty": penalty, "seen": seen}))
+        assert penalized[1:].tolist() == [-1] * 3
+
+
+def test_keys_of_nan_have_no_token(device: torch.device) -> None:
+    """As an output projection hands them over, which has seen the logits itself."""
+    logits = torch.tensor([[0.0, 9.0, 1.0, 2.0], *NAN_ROWS], device=device)
+    halves = torch.cat([argmax_keys(logits[:, :2]), argmax_keys(logits[:, 2:]) + 2], dim=1)
+    arguments = parameters(4, device, temperature=0.0)
+    unread = torch.zeros_like(logits)
+    assert ops.sample(unread, **arguments, argmax=halves).tolist() == [1, -1, -1, -1]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_an_infinite_best_logit_is_drawn(filters: dict[str, float], device: torch.device) -> None:
     inf = math.inf
-    logits = torch.tensor(
-        [[inf, 0, 1, 2], [0, 5, inf, -inf], [1, inf, inf, 2], [3, 2, 1, math.nan], [-inf] * 4]
-    )
-    arguments = parameters(5, device, temperature=1.0, **filters)
+    logits = torch.tensor([[inf, 0, 1, 2], [0, 5, inf, -inf], [1, inf, inf, 2], [-inf] * 4])
+    arguments = parameters(4, device, temperature=1.0, **filters)
     for sample in (ops.sample, reference.sample):
-        assert sample(logits.to(device), **arguments).tolist() == [0, 2, 1, 3, 0]
+        assert sample(logits.to(device), **arguments).tolist() == [0, 2, 1, 0]
 
 
 def test_a_logit_that_a_penalty_makes_infinite_is_drawn(device: torch.device) -> None:

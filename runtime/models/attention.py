@@ -1,0 +1,164 @@
+"""Attention of a decoder layer: norms of heads, RoPE, the append to the cache, softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+from .cache import PagedKVCache
+from .config import ModelConfig
+from .decoder import AttentionInputs
+from .rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotary embedding as `append_kv` reads it.
+
+    Attributes:
+        cos_sin: [positions, rotary_dim] fp32, for keys, and for queries as well without
+            `query_cos_sin`.
+        query_cos_sin: [positions, head_dim] likewise, times the factors of queries.
+        interleaved: which elements are rotated together.
+    """
+
+    cos_sin: torch.Tensor
+    query_cos_sin: torch.Tensor | None
+    interleaved: bool
+
+
+def rotation(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> Rotation:
+    """Return the tables of a rotary embedding for so many positions."""
+    table = rope.cos_sin_table(head_dim, max_positions)
+    scales = rope.query_scales(max_positions)
+    queries = None if scales is None else (table * scales[:, None]).to(device)
+    return Rotation(table.to(device), queries, rope.interleaved)
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of heads before they are rotated, [head_dim] each; None where there is none."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    eps: float
+
+
+class Attention:
+    """How the layers of a decoder attend; it holds the tables of RoPE and no weights.
+
+    Args:
+        config: shape of the model.
+        max_context: longest sequence served; sizes the tables.
+        device: of the tables.
+    """
+
+    def __init__(self, config: ModelConfig, max_context: int, device: torch.device) -> None:
+        self._config = config
+        made = {r: rotation(r, config.head_dim, max_context, device) for r in config.rotations}
+        self._tables = tuple(made.values())
+        self.rotations = tuple(None if rope is None else made[rope] for rope in config.ropes)
+
+    def tables(self) -> Iterator[torch.Tensor]:
+        """Yield every table, of which a step gathers a few rows."""
+        for made in self._tables:
+            yield made.cos_sin
+            if made.query_cos_sin is not None:
+                yield made.query_cos_sin
+
+    def __call__(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: AttentionInputs,
+        cache: PagedKVCache,
+        *,
+        norms: HeadNorms,
+        sinks: torch.Tensor | None = None,
+        batch_invariant: bool,
+    ) -> torch.Tensor:
+        """Append k and v to the cache of a layer, and attend to it.
+
+        Args:
+            index: of the layer.
+            q: [T, q_size], rows of any stride.
+            k: [T, kv_size], likewise.
+            v: like k.
+            positions: [T] int32, as of a `Decoder`.
+            inputs: where the tokens sit, likewise.
+            cache: keys and values, likewise.
+            norms: of the heads of q and k.
+            sinks: as of `ops.paged_attention`.
+            batch_invariant: likewise.
+
+        Returns:
+            [T, q_size].
+        """
+        config = self._config
+        q, k, v = (x.unflatten(1, (-1, config.head_dim)) for x in (q, k, v))
+        q = self._append(index, q, k, v, positions, inputs, cache, norms)
+        k_cache, v_cache = cache.layer(index)
+        window = config.sliding_windows[index]
+        # Given, it is not zeroed for the sake of rows that belong to no sequence.
+        out = torch.empty_like(q)
+        ops.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            inputs.page_table,
+            inputs.seq_lens,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_q=inputs.max_seqlen_q,
+            scale=config.attention_scale,
+            # A window of w keys counts the query's own position; the op counts those before it.
+            window=None if window is None else (window - 1, 0),
+            sinks=sinks,
+            batch_invariant=batch_invariant,
+            l2_partition=cache.l2_partition,
+            out=out,
+        )
+        return out.flatten(1)
+
+    def _append(
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: AttentionInputs,
+        cache: PagedKVCache,
+        norms: HeadNorms,
+    ) -> torch.Tensor:
+        """Write k and v [T, heads, head_dim] to the cache; return q as attention takes it."""
+        rotated = self.rotations[index]
+
+        def append(table: torch.Tensor | None, queries: torch.Tensor | None) -> torch.Tensor | None:
+            return ops.append_kv(
+                k,
+                v,
+                *cache.layer(index),
+                inputs.slot_mapping,
+                positions=None if table is None else positions,
+                cos_sin=table,
+                q=queries,
+                interleaved=rotated is not None and rotated.interleaved,
+                q_norm_weight=None if queries is None else norms.q,
+                k_norm_weight=norms.k,
+                norm_eps=norms.eps,
+            )
+
+        if rotated is None or rotated.query_cos_sin is None:
+            result = append(None if rotated is None else rotated.cos_sin, q)
+        else:
+            # The op rotates q and k by one table: the second call writes the keys once more.
+            result = append(rotated.query_cos_sin, q)
+            append(rotated.cos_sin, None)
+        assert result is not None, "q was given"
+        return result

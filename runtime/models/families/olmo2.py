@@ -1,0 +1,161 @@
+"""OLMo 2: norms after attention and MLP instead of before, and of all heads of q, and of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from ... import ops
+from ..config import ModelConfig, Ropes, Windows, full_attention, same_rope, standard_config
+from ..config_fields import Fields, UnsupportedModelError
+from ..layers import InputKind, Linear
+from ..parts import DecoderLayout, LinearPart, TensorPart
+from ..registry import Family, register
+from ..required_kernels import kernels_with_norms
+from .llama import INPUT_KINDS, Call, Llama, layer_parts, layout_of, norm_part
+
+
+@dataclass
+class PostNormLayer:
+    """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up].
+
+    `q_norm` and `k_norm` are of each head; `all_q_norm` [q_size] and `all_k_norm` [kv_size] of all.
+    """
+
+    qkv: Linear
+    o: Linear
+    attention_output_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    mlp_output_norm: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    all_q_norm: torch.Tensor | None = None
+    all_k_norm: torch.Tensor | None = None
+    sinks: None = None
+
+
+@dataclass(frozen=True)
+class PostNormParts:
+    """The parts of one layer, by the fields of `PostNormLayer`."""
+
+    qkv: LinearPart
+    q_norm: TensorPart | None
+    k_norm: TensorPart | None
+    all_q_norm: TensorPart | None
+    all_k_norm: TensorPart | None
+    o: LinearPart
+    attention_output_norm: TensorPart
+    gate_up: LinearPart
+    down: LinearPart
+    mlp_output_norm: TensorPart
+
+
+@dataclass(frozen=True)
+class UndividedNorm(TensorPart):
+    """The weight of a norm over what ranks divide: its mean of squares is of no rank alone."""
+
+    def shard(self, rank: int, size: int) -> UndividedNorm:
+        """Return the norm, for a single rank."""
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{self.spec.name}: got {size} ranks, expected 1 for a norm over all heads"
+            )
+        return self
+
+
+class PostNormLlama(Llama):
+    """Llama, whose layers normalise what they return instead of what they read."""
+
+    layer_type = PostNormLayer
+    input_kinds: ClassVar[dict[str, InputKind]] = {
+        **INPUT_KINDS,
+        "qkv": "per_token",
+        "gate_up": "per_token",
+    }
+
+    def _layer(
+        self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, n_active = self.layers[index], call.n_active
+        if residual is not None:
+            x = self._sum(x, residual)
+        attended = self._attend(index, layer.qkv(x, n_active), call)
+        attended = self._normed(layer.o(attended, n_active), layer.attention_output_norm)
+        residual = self._sum(attended, x)
+        x = layer.down.after_silu_mul(layer.gate_up(residual, n_active), n_active)
+        return self._normed(x, layer.mlp_output_norm), residual
+
+    def _sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return x + residual, which the kernel of norms gives beside a norm that is not read."""
+        _, total = ops.rms_norm(x, self.norm, self.config.rms_norm_eps, residual=residual)
+        return total
+
+    def _heads(
+        self, layer: Any, qkv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super()._heads(layer, qkv)
+        if layer.all_q_norm is not None:
+            q, k = self._normed(q, layer.all_q_norm), self._normed(k, layer.all_k_norm)
+        return q, k, v
+
+
+def layout(config: ModelConfig) -> DecoderLayout:
+    """Return the parts of a decoder of this shape."""
+    return layout_of(config, _layer)
+
+
+def _layer(config: ModelConfig, index: int) -> PostNormParts:
+    prefix = f"model.layers.{index}.self_attn."
+    q, k = (
+        UndividedNorm(norm_part(f"{prefix}{name}_norm", size).spec)
+        for name, size in (("q", config.q_size), ("k", config.kv_size))
+    )
+    return replace(post_norm_parts(config, index), all_q_norm=q, all_k_norm=k)
+
+
+def post_norm_parts(config: ModelConfig, index: int) -> PostNormParts:
+    """Return the parts of a layer, without norms over all heads."""
+    usual, prefix = layer_parts(config, index), f"model.layers.{index}."
+    return PostNormParts(
+        qkv=replace(usual.qkv, kind="per_token"),
+        q_norm=usual.q_norm,
+        k_norm=usual.k_norm,
+        all_q_norm=None,
+        all_k_norm=None,
+        o=usual.o,
+        attention_output_norm=norm_part(f"{prefix}post_attention_layernorm", config.hidden_size),
+        gate_up=replace(usual.gate_up, kind="per_token"),
+        down=usual.down,
+        mlp_output_norm=norm_part(f"{prefix}post_feedforward_layernorm", config.hidden_size),
+    )
+
+
+def olmo_config(
+    fields: Fields, *, windows: Windows = full_attention, ropes: Ropes | None = None
+) -> ModelConfig:
+    """Read the fields of config.json, windows and rotary embeddings as of `standard_config`."""
+    bias = fields.boolean("attention_bias", False)
+    return standard_config(
+        fields,
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=False,
+        ropes=ropes or same_rope(),
+    )
+
+
+register(
+    Family(
+        "olmo2",
+        ("Olmo2ForCausalLM",),
+        olmo_config,
+        layout,
+        PostNormLlama.load,
+        kernels=kernels_with_norms,
+        defaults={"eos_token_id": 50279, "rms_norm_eps": 1e-5},
+    )
+)

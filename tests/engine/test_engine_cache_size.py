@@ -1,0 +1,43 @@
+"""Sizes for which there is no memory are refused by name, before any memory is taken."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.engine import cache_size
+from ostinato.engine.cache_size import check_room
+
+_CPU = torch.device("cpu")
+
+
+@given(count=st.integers(0, 10**18), each=st.integers(1, 10**9), free=st.integers(0, 10**12))
+def test_what_fits_is_what_the_error_says(count: int, each: int, free: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_size, "available_memory", lambda: free)
+        if count * each <= free:
+            check_room("num_pages", count, each, _CPU)
+            return
+        with pytest.raises(ValueError, match=rf"num_pages: got {count}, expected at most") as said:
+            check_room("num_pages", count, each, _CPU)
+        fits = int(re.findall(r"at most (\d+):", str(said.value))[0])
+        assert fits < count
+        check_room("num_pages", fits, each, _CPU)
+        with pytest.raises(ValueError, match="num_pages"):
+            check_room("num_pages", fits + 1, each, _CPU)
+
+
+@pytest.mark.gpu
+def test_a_gpus_memory_counts_with_what_torch_keeps() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(device)
+    kept = torch.empty(total // 2, dtype=torch.uint8, device=device)
+    del kept  # torch keeps its memory, which another tensor may take
+    check_room("num_pages", 1, total // 2, device)
+    with pytest.raises(ValueError, match=r"num_pages: got 1, expected at most 0: .* on cuda:0"):
+        check_room("num_pages", 1, total + 1, device)
