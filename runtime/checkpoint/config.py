@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from ..models import ModelConfig, family_of, read_config
+from ..models import ModelConfig, decoder_fields, family_of, read_config
 from .files import is_there
 from .folder import checkpoint_folder
 from .reader import CheckpointReader, holds_weights
@@ -29,9 +29,10 @@ def load_config(path: str | os.PathLike[str]) -> ModelConfig:
     folder = checkpoint_folder("path", path, CONFIG_FILE)
     written = Section.read(folder / CONFIG_FILE)
     config = read_config(written.fields, written.where)
-    says = any(written.get(name) is not None for name in ("dtype", "torch_dtype"))
+    fields = decoder_fields(written.fields, written.where)
+    says = any(fields.get(name) is not None for name in ("dtype", "torch_dtype"))
     if not says and holds_weights(folder):
-        with CheckpointReader(folder) as reader:
+        with CheckpointReader(folder, text_tower=config.text_tower) as reader:
             reader.check_layers(config.num_layers)
             embedding = family_of(config).layout(config).embedding.spec
             config = replace(config, dtype=reader.dense_dtype(embedding) or config.dtype)

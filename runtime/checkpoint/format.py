@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from .section import Section
 from .storage.base import StoredScheme
 
-# Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
-StoredSchemeOf = Callable[[str], StoredScheme]
+
+class StoredSchemeOf(Protocol):
+    """Maps a module to how it is stored."""
+
+    def __call__(self, *names: str) -> StoredScheme:
+        """Return it for a module that has these names, such as "model.layers.0.mlp.up_proj"."""
 
 
 def nowhere_else(_config: Section, _folder: Path) -> Section | None:

@@ -31,6 +31,7 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face checkpoint folder of any family of `ostinato.models`.
 
+    Of a model with several towers, such as vision and text, it is the text tower that is loaded.
     Reads plain bf16, fp16 and fp32 weights; compressed-tensors W8A8 INT8 and FP8; Hugging Face
     `fp8` and ModelOpt FP8 with a scale per tensor. q, k, v and gate, up are joined into one layer
     each: their weights keep their scales (one per output row from then on), and a static
@@ -72,9 +73,9 @@ def load_model(
         expected = " or ".join(map(str, QUANTIZED_DTYPES))
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     max_context = config.context(max_context)
-    scheme_of = load_quantization(folder)
+    scheme_of = load_quantization(folder, text_tower=config.text_tower)
     target = Target(torch.device(device), config.dtype, batch_invariant)
-    with CheckpointReader(folder) as reader:
+    with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
         layout = checked_layout(config, scheme_of)
         reader.check(layout.tensors(scheme_of))

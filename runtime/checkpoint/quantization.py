@@ -5,16 +5,23 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from .format import Format, StoredSchemeOf
 from .section import CONFIG_FILE, Section
+from .storage.base import StoredScheme
 from .storage.dense import unquantized
+from .text_tower import spellings
 
 
-def load_quantization(folder: Path) -> StoredSchemeOf:
+def load_quantization(folder: Path, *, text_tower: bool = False) -> StoredSchemeOf:
     """Read how each linear module of a checkpoint is stored, without reading any weight.
+
+    Args:
+        folder: of the checkpoint.
+        text_tower: whether it holds other towers, too. Configurations then name modules as one
+            version of transformers or another does: each spelling counts.
 
     Raises:
         CheckpointError: when a configuration file is missing or malformed.
@@ -24,7 +31,12 @@ def load_quantization(folder: Path) -> StoredSchemeOf:
     if config is None:
         return unquantized
     known = formats()
-    return known[config.choice("quant_method", *known)].parse(config)
+    scheme_of = known[config.choice("quant_method", *known)].parse(config)
+    return partial(_any_spelling, scheme_of) if text_tower else scheme_of
+
+
+def _any_spelling(scheme_of: StoredSchemeOf, *names: str) -> StoredScheme:
+    return scheme_of(*(spelt for name in names for spelt in spellings(name)))
 
 
 def quantization_config(folder: Path) -> Section | None:

@@ -27,6 +27,7 @@ from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
 from .storage.w8a8 import W8A8Scheme
+from .text_tower import modules_to_ignore, spellings
 from .weights import quantize_weight
 from .writer import CheckpointWriter, PlannedTensor
 
@@ -49,10 +50,11 @@ def quantize_checkpoint(
 
     The new folder is in compressed-tensors format and holds the weights with a scale per output
     row (in the model's dtype), every other tensor as it was, the tokenizer and the generation
-    settings. It appears whole or not at all: it is written beside `dst` under a temporary name,
-    forced to disk, and renamed. On an error and on SIGINT, SIGTERM or SIGHUP nothing is left; what
-    another signal leaves, the next run for the same `dst` removes. Links in `src` are followed
-    within the folder and, in a snapshot of the Hugging Face Hub, to the blobs of its repository.
+    settings. Of a model with several towers the text tower is quantised. The folder appears whole
+    or not at all: it is written beside `dst` under a temporary name, forced to disk, and renamed.
+    On an error and on SIGINT, SIGTERM or SIGHUP nothing is left; what another signal leaves, the
+    next run for the same `dst` removes. Links in `src` are followed within the folder and, in a
+    snapshot of the Hugging Face Hub, to the blobs of its repository.
     Memory use is that of the largest tensor, not of the model.
 
     Args:
@@ -82,7 +84,7 @@ def quantize_checkpoint(
             f"({quantized.get('quant_method')}); expected a plain one"
         )
     companions = find_companions(source)
-    with CheckpointReader(source) as reader:
+    with CheckpointReader(source, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
         layout = checked_layout(config, unquantized)
         chosen = _choose(config, SCHEMES[scheme], ignore)
@@ -92,7 +94,8 @@ def quantize_checkpoint(
         with new_folder(target) as folder:
             conversion = _Conversion(reader, SCHEMES[scheme].dtype, config.dtype, chosen)
             conversion.run(layout, folder, max_shard_bytes, progress)
-            _write_config(source, folder, describe(SCHEMES[scheme], ignore))
+            whole = (*ignore, *modules_to_ignore(reader.others))
+            _write_config(source, folder, describe(SCHEMES[scheme], whole))
             copy_companions(companions, source, folder)
 
 
@@ -116,15 +119,19 @@ def _choose(config: ModelConfig, scheme: W8A8Scheme, ignore: Sequence[str]) -> f
     matcher = PatternMatcher("ignore")
     ignored = ModuleNames(ignore, matcher)
 
+    def names_of(module: str) -> tuple[str, ...]:
+        return spellings(module) if config.text_tower else (module,)
+
     def scheme_of(module: str) -> StoredScheme:
-        return DENSE if ignored.find(module) else scheme
+        return DENSE if ignored.find(*names_of(module)) else scheme
 
     layout = checked_layout(config, scheme_of)
     linears = [module for part in layout.linears() for module in part.modules]
     modules = [*(module.name for module in linears), "lm_head"]
     for pattern in ignore:
         # A misspelt name would let a module be quantised that was meant to stay as it is.
-        if not any(map(ModuleNames([pattern], matcher).find, modules)):
+        entry = ModuleNames([pattern], matcher)
+        if not any(entry.find(*names_of(module)) for module in modules):
             raise ValueError(
                 f"ignore: got {pattern!r}, which matches no linear module of the model; "
                 f"expected names such as {modules[0]}"
@@ -153,35 +160,43 @@ class _Conversion:
             if (copy is None or spec is not copy.spec) and self.reader.has(spec)
         ]
         planned = [tensor for spec in specs for tensor in self._plan(spec)]
+        planned += [_as_it_is(name, self.reader.read_other(name)) for name in self.reader.others]
         writer = CheckpointWriter(folder, planned, max_shard_bytes)
         for spec in tqdm(
             specs, desc="Quantising", unit="tensor", disable=None if progress else True
         ):
             self._convert(spec, writer)
+        for name in self.reader.others:
+            writer.write(name, self.reader.read_other(name))
 
     def _plan(self, spec: TensorSpec) -> Iterator[PlannedTensor]:
+        name = self.reader.stored_name(spec.name)
         if spec.name in self.chosen:
-            yield PlannedTensor(spec.name, self.dtype, spec.shape)
-            yield PlannedTensor(_scale_name(spec), self.scale_dtype, (spec.shape[0], 1))
+            yield PlannedTensor(name, self.dtype, spec.shape)
+            yield PlannedTensor(_scale_name(name), self.scale_dtype, (spec.shape[0], 1))
         else:
-            yield PlannedTensor(spec.name, self.reader.read(spec).dtype, spec.shape)
+            yield _as_it_is(name, self.reader.read(spec))
 
     def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
-        tensor = self.reader.read(spec)
+        tensor, name = self.reader.read(spec), self.reader.stored_name(spec.name)
         if spec.name not in self.chosen:
             require_finite(self.reader, spec)
-            writer.write(spec.name, tensor)
+            writer.write(name, tensor)
             return
         try:
             values, scale = quantize_weight(tensor, self.dtype, self.scale_dtype)
         except ValueError as error:
             raise CheckpointError(f"{self.reader.where(spec)}: {error}") from error
-        writer.write(spec.name, values)
-        writer.write(_scale_name(spec), scale)
+        writer.write(name, values)
+        writer.write(_scale_name(name), scale)
 
 
-def _scale_name(weight: TensorSpec) -> str:
-    return f"{weight.name}_scale"
+def _as_it_is(name: str, tensor: torch.Tensor) -> PlannedTensor:
+    return PlannedTensor(name, tensor.dtype, tuple(tensor.shape))
+
+
+def _scale_name(weight: str) -> str:
+    return f"{weight}_scale"
 
 
 def _write_config(source: Path, target: Path, quantization: dict[str, object]) -> None:

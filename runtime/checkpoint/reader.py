@@ -18,6 +18,7 @@ from .files import MAX_INDEX_BYTES, is_there
 from .finite import is_finite
 from .header import DTYPE_NAMES, StoredTensor, read_header
 from .section import Section
+from .text_tower import split_towers, stored_name
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -33,13 +34,14 @@ class CheckpointReader:
 
     Args:
         folder: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+        text_tower: whether it holds other towers, too, which are not part of the model.
 
     Raises:
         CheckpointError: naming the file, when one is missing, truncated or damaged, or when the
             index and its shards disagree. No tensor data has been read then.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, text_tower: bool = False) -> None:
         self._files = ExitStack()
         self._opened: dict[Path, Any] = {}
         single, index = folder / SINGLE_FILE, folder / INDEX_FILE
@@ -54,6 +56,9 @@ class CheckpointReader:
                 f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}; weights in other "
                 "formats (.bin, .gguf, .pth) are not read"
             )
+        self._others: dict[str, StoredTensor] = {}
+        if text_tower:
+            self._stored, self._others = split_towers(self._stored)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -74,8 +79,9 @@ class CheckpointReader:
             CheckpointError: when it holds fewer tensors.
         """
         if len(self._stored) < count:
+            of = " of the text tower" if self._others else ""
             raise CheckpointError(
-                f"{self._source}: holds {len(self._stored)} tensors, too few for "
+                f"{self._source}: holds {len(self._stored)} tensors{of}, too few for "
                 f"num_hidden_layers = {count} of config.json"
             )
 
@@ -94,13 +100,13 @@ class CheckpointReader:
                 known.add(stored.name)
                 _check_tensor(stored, spec)
             elif spec.required:
-                missing.append(" or ".join(spec.names))
+                missing.append(" or ".join(map(self.stored_name, spec.names)))
         if missing:
             raise CheckpointError(f"{self._source}: missing {_some(missing)}")
         extra = [
             stored
-            for name, stored in self._stored.items()
-            if name not in known and not name.endswith(HARMLESS)
+            for stored in self._stored.values()
+            if stored.name not in known and not stored.name.endswith(HARMLESS)
         ]
         if extra:
             names = [stored.name for stored in extra]
@@ -120,7 +126,24 @@ class CheckpointReader:
         Raises:
             CheckpointError: when the data cannot be read.
         """
-        stored = self._located(spec)
+        return self._read(self._located(spec))
+
+    def stored_name(self, name: str) -> str:
+        """Return what the checkpoint calls a tensor, or would if it held it."""
+        if name in self._stored:
+            return self._stored[name].name
+        return stored_name(name, (tensor.name for tensor in self._stored.values()))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The names of tensors of other towers than the text tower."""
+        return tuple(self._others)
+
+    def read_other(self, name: str) -> torch.Tensor:
+        """Return a tensor of another tower; see `read`."""
+        return self._read(self._others[name])
+
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
         try:
             if stored.file not in self._opened:
                 self._opened[stored.file] = self._files.enter_context(
@@ -141,7 +164,7 @@ class CheckpointReader:
     @property
     def files(self) -> set[Path]:
         """The files that hold the tensors."""
-        return {stored.file for stored in self._stored.values()}
+        return {stored.file for stored in (*self._stored.values(), *self._others.values())}
 
     def where(self, spec: TensorSpec) -> str:
         """Return the file and the name of a tensor, for messages."""

@@ -172,7 +172,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
-    scheme_of = load_quantization(folder)
+    scheme_of = load_quantization(folder, text_tower=config.text_tower)
     layout = checked_layout(config, scheme_of)
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())

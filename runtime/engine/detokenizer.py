@@ -65,14 +65,15 @@ class Detokenizer:
             fresh = self._undecoded(len(self._window))
             silent = not fresh and self._is_silent(token)
             decided = self._decided(fresh, last=last)
-            text = fresh if decided == len(self._window) else self._undecoded(decided)
+            if self._window_shown < decided < len(self._window):
+                fresh = self._undecoded(decided)
         except BaseException:
             self._window.pop()
             raise
         if silent:
             self._window.pop()  # or every token behind many of them would take long
         elif decided > self._window_shown:
-            self._decoded += text
+            self._decoded += fresh
             self._window = self._window[self._window_shown :]
             self._window_shown = decided - self._window_shown
         return self._show(self._end() if last else self._safe_end())

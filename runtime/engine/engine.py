@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 import weakref
 from collections import deque
@@ -25,17 +24,15 @@ from .async_tokens import AsyncTokens
 from .cache_size import check_room, default_pages, page_bytes
 from .capture_examples import CaptureExamples
 from .decode_step import DecodeStep, SeenTokens, sampling_counters, sampling_inputs
-from .detokenizer import Detokenizer
+from .new_request import Prompt, new_request
 from .prefill_step import Prefill
 from .request import Request
 from .sampling_params import Completion, SamplingParams, TokenEvent
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats
-from .stop_strings import split_stop
 from .stream import TokenStream
 from .upload import by_default_on_the_host, upload
 
-Prompt = str | Sequence[int]
 _DEFAULT_CHUNK = 512
 
 
@@ -402,59 +399,14 @@ class Engine:
         self.stats.preemptions = scheduler.preemptions
 
     def _request(self, prompt: Prompt, sampling_params: SamplingParams) -> Request:
-        if not isinstance(sampling_params, SamplingParams):
-            raise TypeError(f"sampling_params: got {sampling_params!r}, expected SamplingParams")
-        if isinstance(prompt, str):
-            try:  # Python's texts may hold halves of characters, which tokenizers take for no text
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                half = prompt[error.start]
-                raise ValueError(
-                    f"prompt: got a text with {half!r}, expected valid Unicode"
-                ) from error
-            tokens = tuple(self.tokenizer.encode(prompt).ids)
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            tokens = tuple(as_integer("prompt", token) for token in prompt)
-        else:
-            raise TypeError(f"prompt: got {prompt!r}, expected a text or a sequence of token ids")
-        if not tokens:
-            raise ValueError("prompt: got no tokens, expected at least one")
-        vocab_size = self.model.config.vocab_size
-        strange = [token for token in tokens if not 0 <= token < vocab_size]
-        if strange:
-            raise ValueError(f"prompt: got token id {strange[0]}, expected 0 to {vocab_size - 1}")
-        if len(tokens) >= self.max_context:
-            raise ValueError(
-                f"prompt: got {len(tokens)} tokens, expected fewer than "
-                f"max_context = {self.max_context}"
-            )
-        max_new_tokens = min(sampling_params.max_tokens, self.max_context - len(tokens))
-        for token in sampling_params.stop_token_ids:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"stop_token_ids: got token id {token}, expected 0 to {vocab_size - 1}"
-                )
-        stop, special = split_stop(self.tokenizer, sampling_params.stop)
-        stop_ids = {*sampling_params.stop_token_ids, *special}
-        end_ids = self.model.config.eos_token_ids
-        if not sampling_params.ignore_eos:
-            stop_ids.update(end_ids)
-        request = Request(
-            id=-1,
-            prompt=tokens,
-            sampling_params=sampling_params,
-            seed=secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed,
-            max_new_tokens=max_new_tokens,
-            stop_ids=frozenset(stop_ids),
-            detokenizer=Detokenizer(self.tokenizer, tokens, stop, hidden=end_ids),
+        return new_request(
+            prompt,
+            sampling_params,
+            tokenizer=self.tokenizer,
+            config=self.model.config,
+            cache=self.cache,
+            max_context=self.max_context,
         )
-        needed = self.cache.pages_for(request.final_length)
-        if needed > self.cache.usable_pages:
-            raise ValueError(
-                f"prompt: got {len(tokens)} tokens, which with {max_new_tokens} more need {needed} "
-                f"pages; expected at most the cache's {self.cache.usable_pages}"
-            )
-        return request
 
     @uninterrupted
     def _enqueue(self, request: Request) -> int:

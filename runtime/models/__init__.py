@@ -6,7 +6,7 @@ from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
-from .registry import family_of, read_config
+from .registry import decoder_fields, family_of, read_config
 from .required_kernels import compile_kernels
 from .rope import RopeConfig
 from .scoring import sequence_logits
@@ -27,6 +27,7 @@ __all__ = [
     "UnsupportedModelError",
     "W8A8Linear",
     "compile_kernels",
+    "decoder_fields",
     "family_of",
     "read_config",
     "sequence_logits",

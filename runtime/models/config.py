@@ -35,6 +35,8 @@ class ModelConfig:
 
     Queries times keys are multiplied by `attention_scale` (None: 1/sqrt(head_dim)), embeddings by
     `embedding_scale` when they are loaded, and logits by `logits_scale`.
+
+    `text_tower` says that the checkpoint holds more than this decoder, such as a vision tower.
     """
 
     family: str
@@ -60,6 +62,7 @@ class ModelConfig:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    text_tower: bool = False
 
     def __post_init__(self) -> None:
         sizes = (
@@ -185,7 +188,7 @@ def standard_config(
     Raises:
         UnsupportedModelError: naming the field.
     """
-    fields.choice("hidden_act", "silu", default="silu")
+    fields.choice("hidden_act", "silu", "swish", default="silu")  # two names of one function
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     num_heads = fields.integer("num_attention_heads")
@@ -210,9 +213,18 @@ def standard_config(
         sliding_windows=windows(fields, num_layers),
         ropes=(ropes or same_rope())(fields, num_layers),
         dtype=_dtype(fields),
-        bos_token_id=fields.optional_integer("bos_token_id", least=0, most=last_id),
+        bos_token_id=_bos(fields, last_id),
         eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
     )
+
+
+def _bos(fields: Fields, last_id: int) -> int | None:
+    """Return the token before a text; None where the file names one that the model lacks.
+
+    Some files say -1 for none, or keep the token of the model that theirs was made from.
+    """
+    written = fields.optional_integer("bos_token_id", least=-(2**31))
+    return None if written is None or not 0 <= written <= last_id else written
 
 
 def _head_dim(fields: Fields) -> int:

@@ -1,11 +1,11 @@
-"""Which model families there are: each registers itself, in a file of `families/`."""
+"""Which models there are: each family registers itself, in a file below `families/`."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from .config_fields import Fields, UnsupportedModelError
 from .decoder import Decoder
 from .parts import DecoderLayout, Loader
 from .required_kernels import model_kernels
+from .tower import Tower
 
 
 class Kernels(Protocol):
@@ -51,6 +52,7 @@ class Family:
         load: makes the decoder.
         kernels: names the kernels beside those of linear layers.
         defaults: of fields that transformers fills in for this family.
+        text_defaults: of further fields that a `text_config` may omit; see `Tower`.
     """
 
     model_type: str
@@ -60,26 +62,38 @@ class Family:
     load: Load
     kernels: Kernels = model_kernels
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _families: dict[str, Family] = {}
+_towers: dict[str, Tower] = {}
 
 
-def register(family: Family) -> None:
-    """Add a family.
+def register(model: Family | Tower) -> None:
+    """Add a family, or a model with a text tower of some family.
 
     Raises:
         ValueError: when its model_type is taken.
     """
-    if family.model_type in _families:
-        raise ValueError(f"model_type: got {family.model_type!r}, which is registered already")
-    _families[family.model_type] = family
+    name = model.model_type
+    if name in _families or name in _towers:
+        raise ValueError(f"model_type: got {name!r}, which is registered already")
+    if isinstance(model, Family):
+        _families[name] = model
+    else:
+        _towers[name] = model
 
 
 def families() -> Mapping[str, Family]:
     """Return all families by their model_type."""
     _discover()
     return _families
+
+
+def towers() -> Mapping[str, Tower]:
+    """Return all models with a text tower by their model_type."""
+    _discover()
+    return _towers
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -101,28 +115,56 @@ def read_config(config: Mapping[str, Any], where: str = "config.json") -> ModelC
         UnsupportedModelError: naming the field, for an architecture, activation or RoPE scaling
             that this runtime does not implement, or a field that is missing or malformed.
     """
-    known = families()
-    family = known[Fields(where, config).choice("model_type", *sorted(known))]
-    fields = Fields(where, {**family.defaults, **config})
-    if not set(fields.strings("architectures")) <= set(family.architectures):
-        raise fields.wrong("architectures", repr(list(family.architectures)))
-    return family.config(fields)
+    fields = decoder_fields(config, where)
+    read = families()[fields.get("model_type")].config(fields)
+    return replace(read, text_tower=config.get("model_type") in towers())
+
+
+def decoder_fields(config: Mapping[str, Any], where: str = "config.json") -> Fields:
+    """Return the fields of the decoder that `config.json` describes, with its family's defaults.
+
+    Arguments are those of `read_config`.
+
+    Raises:
+        UnsupportedModelError: naming the field, for an architecture that is not implemented.
+    """
+    fields = Fields(where, config)
+    tower = towers().get(fields.choice("model_type", *sorted({*families(), *towers()})))
+    if tower is None:
+        family = families()[fields.get("model_type")]
+        _check_architectures(fields, family.architectures)
+        return Fields(where, {**family.defaults, **config})
+    _check_architectures(fields, tower.architectures)
+    text = tower.text_fields(fields)
+    family = families()[text.choice("model_type", *sorted(families()))]
+    # Some files name those of the whole model there.
+    _check_architectures(text, (*family.architectures, *tower.architectures))
+    defaults = {**family.defaults, **family.text_defaults}
+    return Fields(text.where, {**defaults, **text.fields})
+
+
+def _check_architectures(fields: Fields, known: tuple[str, ...]) -> None:
+    if not set(fields.strings("architectures")) <= set(known):
+        raise fields.wrong("architectures", repr(list(known)))
 
 
 @cache
 def _discover() -> None:
     package = importlib.import_module(".families", __package__)
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
 
 
 __all__ = [
     "Family",
     "Kernels",
     "Load",
+    "Tower",
     "UnsupportedModelError",
+    "decoder_fields",
     "families",
     "family_of",
     "read_config",
     "register",
+    "towers",
 ]

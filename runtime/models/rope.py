@@ -22,6 +22,8 @@ _KNOWN = (
 )
 # Of the families that scale queries by position; the second repeats a field of the model.
 _QUERY_SCALING = ("llama_4_scaling_beta", "max_position_embeddings")
+# Of text towers whose positions have a time, a height and a width, which are equal in texts.
+_MULTIMODAL = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class RopeConfig:
         partial: bool = False,
         interleaved: bool = False,
         query_scaling: bool = False,
+        multimodal: bool = False,
     ) -> RopeConfig:
         """Read `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before).
 
@@ -77,6 +80,7 @@ class RopeConfig:
             partial: whether the family reads `partial_rotary_factor`.
             interleaved: which elements the family rotates together.
             query_scaling: whether the family reads `llama_4_scaling_beta`.
+            multimodal: whether the family has positions of several axes (M-RoPE).
 
         Raises:
             UnsupportedModelError: naming the field, for a scaling type other than `ROPE_TYPES`,
@@ -84,10 +88,12 @@ class RopeConfig:
         """
         outer = Fields(where, config)
         fields = _scaling_fields(outer)
-        fields.only(*_KNOWN, *(_QUERY_SCALING if query_scaling else ()))
+        known = (*(_QUERY_SCALING if query_scaling else ()), *(_MULTIMODAL if multimodal else ()))
+        fields.only(*_KNOWN, *known)
         spelling = "type" if fields.get("rope_type") is None else "rope_type"
-        kind = fields.choice(spelling, *ROPE_TYPES, *_ALIASES, default="default")
-        kind = _ALIASES.get(kind, kind)
+        aliases = {**_ALIASES, "mrope": "default"} if multimodal else _ALIASES
+        kind = fields.choice(spelling, *ROPE_TYPES, *aliases, default="default")
+        kind = aliases.get(kind, kind)
         theta = outer.number("rope_theta", 10000.0, above=1.0)
         rope = RopeConfig(
             theta=fields.number("rope_theta", theta, above=1.0),

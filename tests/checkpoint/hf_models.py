@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
     Glm4Config,
@@ -17,15 +19,27 @@ from transformers import (
     GraniteConfig,
     GraniteSWAConfig,
     HeliumConfig,
+    InternLM3Config,
+    IQuestCoderConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
+    LlavaOnevisionConfig,
     Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
+    Qwen3VLConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -51,6 +65,31 @@ TOKENS = [(7 * index * index + 3) % SHAPE["vocab_size"] for index in range(40)]
 
 def rope(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **fields}
+
+
+# Vision towers as small as they can be.
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 1,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 8,
+}
+CLIP, SIGLIP, PIXTRAL = (
+    {**VISION, "model_type": kind}
+    for kind in ("clip_vision_model", "siglip_vision_model", "pixtral")
+)
+# Their sum is half of a head.
+MROPE = {"mrope_section": [2, 1, 1]}
 
 
 MODELS: dict[str, PreTrainedConfig] = {
@@ -151,12 +190,93 @@ MODELS: dict[str, PreTrainedConfig] = {
     "exaone4-full": Exaone4Config(
         **TIED, **IDS, sliding_window=None, layer_types=["full_attention"] * 2
     ),
+    "internlm3": InternLM3Config(
+        **SHAPE, head_dim=16, qkv_bias=True, bias=True, rope_parameters=rope("dynamic", factor=6.0)
+    ),
+    "iquestcoder": IQuestCoderConfig(**SHAPE, head_dim=16),
+    "seed_oss": SeedOssConfig(**SHAPE, **IDS, head_dim=16, attention_out_bias=True),
+    "ministral": MinistralConfig(**SHAPE, head_dim=16, sliding_window=8, layer_types=SLIDING_FIRST),
+    "cwm": CwmConfig(
+        **SHAPE,
+        **IDS,
+        head_dim=16,
+        sliding_window=8,
+        rope_parameters=rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "phi3": Phi3Config(**SHAPE, **IDS),
+    "phi3-window": Phi3Config(**SHAPE, **IDS, sliding_window=8),
+    "phi3-mini": Phi3Config(
+        **TIED,
+        **IDS,
+        original_max_position_embeddings=1,
+        rope_parameters=rope(
+            "longrope",
+            partial_rotary_factor=0.75,
+            short_factor=[1.0] * 3,
+            long_factor=[1.0, 1.3, 2.5],
+            attention_factor=1.2,
+        ),
+    ),
+    "qwen2_vl": Qwen2VLConfig(
+        text_config={**SHAPE, **IDS, "rope_parameters": rope("default", **MROPE)},
+        vision_config={**QWEN_VISION, "embed_dim": 16, "mlp_ratio": 1, "hidden_size": 32},
+    ),
+    "qwen2_5_vl": Qwen2_5_VLConfig(
+        text_config={
+            **SHAPE,
+            **IDS,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "rope_parameters": rope(
+                "yarn", factor=4.0, original_max_position_embeddings=16, **MROPE
+            ),
+        },
+        vision_config={**QWEN_VISION, "intermediate_size": 16, "out_hidden_size": 32},
+        tie_word_embeddings=True,
+    ),
+    "qwen3_vl": Qwen3VLConfig(
+        text_config={
+            **SHAPE,
+            **IDS,
+            "head_dim": 8,
+            "rope_parameters": rope("default", mrope_interleaved=True, **MROPE),
+        },
+        vision_config={
+            **QWEN_VISION,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
+    "mistral3": Mistral3Config(
+        text_config=MistralConfig(**SHAPE, head_dim=16, sliding_window=None).to_dict(),
+        vision_config={**PIXTRAL, "head_dim": 8},
+        tie_word_embeddings=False,
+    ),
+    "llava": LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), vision_config=CLIP),
+    "llava-mistral": LlavaConfig(
+        text_config=MistralConfig(**SHAPE, sliding_window=8).to_dict(), vision_config=CLIP
+    ),
+    "llava_next": LlavaNextConfig(text_config=LlamaConfig(**SHAPE).to_dict(), vision_config=CLIP),
+    "llava_onevision": LlavaOnevisionConfig(
+        text_config=Qwen2Config(**TIED).to_dict(), vision_config=SIGLIP, tie_word_embeddings=True
+    ),
 }
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Return an fp32 model whose every parameter, biases and norms included, is random."""
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    several_towers = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if several_towers else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)

@@ -82,6 +82,9 @@ def compressed_tensors(
     }
 
 
+# Where transformers puts the modules of other towers than the text tower.
+OTHER_TOWERS = ("model.visual", "model.vision_tower", "model.multi_modal_projector")
+
 # Relative to a row's largest activation. What is seen after two layers is about 3e-7.
 FP32_NOISE = 1e-6
 
@@ -268,7 +271,9 @@ def sturdy_tokens(twin: PreTrainedModel) -> list[int]:
     layers = [module for module in twin.modules() if isinstance(module, FakeQuantLinear)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
-        prompt = torch.randint(twin.config.vocab_size, (6,), generator=generator).tolist()
+        prompt = torch.randint(
+            twin.config.get_text_config().vocab_size, (6,), generator=generator
+        ).tolist()
         for layer in layers:
             layer.fragile = False
         hf_logits(twin, prompt)
@@ -285,7 +290,7 @@ def write_quantized(
     tensors = tensors_of(plain)
     result = QuantizedFile(folder, form, plain)
     for name, linear in plain.named_modules():
-        if not isinstance(linear, nn.Linear) or name.startswith(form.skipped):
+        if not isinstance(linear, nn.Linear) or name.startswith((*form.skipped, *OTHER_TOWERS)):
             continue
         module = quantize(linear.weight.data, form)
         child = name.rpartition(".")[2]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -152,22 +151,6 @@ def test_a_compiler_that_does_not_run_is_no_reason_to_leave_what_there_is(
     else:
         with pytest.raises(KernelBuildError, match="does not run"):
             find(*_plans(2))
-
-
-def test_what_is_no_entry_counts_as_none_and_is_replaced(
-    cache: Path, nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (item,) = _plans(1)
-    (built,) = build([item])
-    shutil.rmtree(built.folder)
-    built.folder.write_text("a file")
-    assert Entry.read(built.folder) is None
-    (cache / f"{item.key}-nvcc9.9.9").symlink_to(cache / "nowhere")
-    monkeypatch.setenv("OSTINATO_JIT", "0")
-    assert find(item) is None
-    (again,) = build([item])
-    assert again.library.is_file()
-    assert find(item) == again
 
 
 def test_a_process_forked_during_a_build_does_not_hold_up_the_next(cache: Path) -> None:

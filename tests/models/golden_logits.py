@@ -31,7 +31,7 @@ from ostinato.models import sequence_logits  # noqa: E402
 from tiny import byte_tokenizer  # noqa: E402
 
 # The families that began it; the logits of all are compared with those of transformers.
-NAMES = [name for name in MODELS if name.startswith(("llama", "mistral", "qwen"))]
+NAMES = [n for n in MODELS if n.split("-")[0] in ("llama", "mistral", "qwen2", "qwen3")]
 NAMES.remove("llama-longrope")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Families whose quantised layers have biases, norms of q and k, and windows.

@@ -7,18 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models_sizes import SIZES
 
 from ostinato.models import UnsupportedModelError, read_config
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 # For the head dim of `SIZES`, 8.
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
@@ -26,7 +18,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] 
 # What a file of each family must say, beside what all of them must.
 REQUIRED: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"num_key_value_heads": 4, "sliding_window": 7},
+    "mistral": {"num_key_value_heads": 4},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 1, "head_dim": 24},
 }
@@ -92,6 +84,13 @@ def test_qwen3_has_norms_of_q_and_k_and_its_own_head_dim() -> None:
     [
         ("mistral", {"sliding_window": 7}, (7, 7, 7)),
         ("mistral", {"sliding_window": None}, (None, None, None)),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, (None, None, None)),
+        ("mistral", {"layer_types": ["sliding_attention"] * 3}, (7, 7, 7)),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+            (None, 7, 7),
+        ),
         ("qwen2", {"sliding_window": 7, "use_sliding_window": False}, (None, None, None)),
         (
             "qwen2",
@@ -112,7 +111,7 @@ def test_qwen3_has_norms_of_q_and_k_and_its_own_head_dim() -> None:
 def test_sliding_windows(
     family: str, fields: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert read_config(hf(family, **fields)).sliding_windows == windows
+    assert read_config(hf(family, **{"sliding_window": 7, **fields})).sliding_windows == windows
 
 
 @pytest.mark.parametrize("written", ["minimal", "by transformers"])
@@ -178,11 +177,11 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'ernie4_5' or"),
-        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'ernie4_5'"),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'cwm' or"),
+        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'cwm'"),
         ({"architectures": ["LlamaModel"]}, r"architectures: got \['LlamaModel'\], expected \['Ll"),
         ({"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM', expected"),
-        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish'"),
         ({"vocab_size": 0}, "vocab_size: got 0, expected an integer from 1 to"),
         ({"vocab_size": "x"}, "vocab_size: got 'x', expected an integer"),
         ({"vocab_size": 2**31}, "vocab_size: got 2147483648, expected an integer"),
@@ -207,7 +206,7 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
         ({"torch_dtype": "float64"}, "torch_dtype: got 'float64', expected 'bfloat16' or"),
         ({"torch_dtype": ["a"]}, r"torch_dtype: got \['a'\], expected 'bfloat16'"),
         ({"dtype": {}}, "dtype: got {}, expected 'bfloat16'"),
-        ({"bos_token_id": "<s>"}, "bos_token_id: got '<s>', expected an integer from 0 to 63"),
+        ({"bos_token_id": "<s>"}, "bos_token_id: got '<s>', expected an integer from -2147"),
         ({"eos_token_id": "</s>"}, "eos_token_id: got '</s>', expected integers from 0 to 63"),
         ({"eos_token_id": 64}, "eos_token_id: got 64, expected integers from 0 to 63"),
         ({"eos_token_id": [2, -1]}, r"eos_token_id: got \[2, -1\], expected integers from 0"),
@@ -277,8 +276,8 @@ def test_a_window_holds_at_least_one_key(family: str, window: Any) -> None:
         ("qwen3", {**WINDOW, "layer_types": ["chunked_attention"] * 3}),
         ("qwen3", {**WINDOW, "layer_types": ["full_attention"] * 2}),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}),
-        ("mistral", {"layer_types": ["full_attention"] * 3}),
-        ("mistral", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}),
+        ("mistral", {"layer_types": ["full_attention"] * 2}),
+        ("mistral", {"layer_types": ["chunked_attention"] * 3}),
     ],
 )
 def test_layer_types_are_one_per_layer_and_fit_the_window(
@@ -286,6 +285,23 @@ def test_layer_types_are_one_per_layer_and_fit_the_window(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layer_types: got \[.*\], expected 3 times"):
         read_config(hf(family, **fields))
+
+
+def test_layers_with_a_window_need_one() -> None:
+    config = hf("mistral", sliding_window=None, layer_types=["sliding_attention"] * 3)
+    with pytest.raises(UnsupportedModelError, match="sliding_window: got None, expected an integ"):
+        read_config(config)
+
+
+@pytest.mark.parametrize(("written", "read"), [(-1, None), (64, None), (63, 63), (0, 0)])
+def test_a_first_token_that_the_model_lacks_is_none(written: int, read: int | None) -> None:
+    assert read_config(hf("llama", bos_token_id=written)).bos_token_id == read
+
+
+def test_the_activation_and_the_architecture_have_two_names() -> None:
+    plain = read_config(hf("llama", hidden_act="silu", architectures=["LlamaForCausalLM"]))
+    old = read_config(hf("llama", hidden_act="swish", architectures=["LLaMAForCausalLM"]))
+    assert old == plain
 
 
 def test_a_config_that_is_no_object_is_refused() -> None:

@@ -60,6 +60,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
     "olmo2": {},
     "exaone4": MIXED,
+    "phi3": {
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            **LONGROPE,
+            "short_factor": [1.0] * 48,
+            "long_factor": [1.0 + 0.05 * pair for pair in range(48)],
+        },
+        "original_max_position_embeddings": 32,
+    },
 }
 
 

@@ -32,6 +32,14 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1}
 # What a file of each family must say beside its sizes, and its class of transformers.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,6 +57,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {}),
     "exaone4": ("Exaone4", {"num_key_value_heads": 2}),
+    "internlm3": ("InternLM3", HEADS),
+    "iquestcoder": ("IQuestCoder", HEADS),
+    "seed_oss": ("SeedOss", HEADS),
+    "ministral": ("Ministral", {"num_key_value_heads": 2}),
+    "cwm": ("Cwm", {**HEADS, "rope_parameters": LLAMA3}),
+    "phi3": ("Phi3", {}),
 }
 
 
@@ -136,6 +150,26 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
             {"rope_parameters": {"rope_type": "default"}},
             "rope_type: got 'default', a fiel",
         ),
+        ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv: got 8.0, expected None"),
+        ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window: got True, expected Fal"),
+        ("internlm3", {"qkv_bias": 1}, "qkv_bias: got 1, expected true or false"),
+        ("internlm3", {"bias": "no"}, "bias: got 'no', expected true or false"),
+        ("seed_oss", {"attention_out_bias": 0}, "attention_out_bias: got 0, expected true or fal"),
+        ("ministral", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
+        ("cwm", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
+        ("cwm", {"sliding_window": 0}, "sliding_window: got 0, expected an integer from 1"),
+        ("phi3", {"rope_scaling": YARN}, "llama_4_scaling_beta: got 0.1, a field that is not"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling: got .*, expected the type 'default' or 'longrope'",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": LLAMA3},
+            "rope_parameters: got .*, expected the type 'default' or 'longrope'",
+        ),
+        ("phi3", {"layer_types": ["sliding_attention"] * 8}, "layer_types: got .* 8 times 'full"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern: got 'LLLG', expe"),
         (
             "exaone4",
@@ -206,8 +240,14 @@ def test_a_head_with_a_bias_can_not_be_scaled() -> None:
             head.scaled(norm, 2.0)
 
 
+# Models of several towers among them.
+NEWER = [
+    name for name in MODELS if name.split("-")[0] not in ("llama", "mistral", "qwen2", "qwen3")
+]
+
+
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
-@pytest.mark.parametrize("name", [name for name in MODELS if name.split("-")[0] in FAMILIES])
+@pytest.mark.parametrize("name", NEWER)
 def test_our_quantisers_files_equal_a_fake_quantized_twin(
     name: str, scheme: str, tmp_path: Path
 ) -> None:
@@ -249,6 +289,7 @@ def test_ranks_divide_sinks_as_they_divide_heads() -> None:
     [
         ("olmo2", r"q_norm\.weight: got 2 ranks, expected 1 for a norm over all heads"),
         ("glm4", r"gate_up_proj: got 1 for 2 ranks, expected a multiple"),
+        ("phi3", r"qkv_proj: got 1 for 2 ranks, expected a multiple"),
     ],
 )
 def test_what_ranks_can_not_divide_is_refused(name: str, match: str) -> None:

@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models_sizes import SIZES
 
 from ostinato.models import RopeConfig, UnsupportedModelError
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
     "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},

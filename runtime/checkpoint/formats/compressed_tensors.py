@@ -72,8 +72,8 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
     ignored, targeted = ModuleNames(ignore, matcher), ModuleNames(schemes, matcher)
 
     @cache
-    def scheme_of(module: str) -> StoredScheme:
-        target = None if ignored.find(module) else targeted.find(module)
+    def scheme_of(*names: str) -> StoredScheme:
+        target = None if ignored.find(*names) else targeted.find(*names)
         return DENSE if target is None else schemes[target]
 
     return scheme_of
@@ -96,16 +96,18 @@ class ModuleNames:
         self._patterns = sorted(name for name in self._names if name.startswith(_REGEX))
         self.find("")  # a malformed pattern is refused now, not in mid-load
 
-    def find(self, module: str) -> str | None:
-        """Return the entry that means a module: its name before patterns before the class.
+    def find(self, *names: str) -> str | None:
+        """Return the entry that means a module: one of its names before patterns before the class.
 
         Raises:
             CheckpointError: naming a regular expression that takes too long.
         """
-        if module in self._names:
-            return module
+        for name in names:
+            if name in self._names:
+                return name
         for entry in self._patterns:
-            if self._matcher.matches(entry.removeprefix(_REGEX), module):
+            pattern = entry.removeprefix(_REGEX)
+            if any(self._matcher.matches(pattern, name) for name in names):
                 return entry
         return _CLASS if _CLASS in self._names else None
 

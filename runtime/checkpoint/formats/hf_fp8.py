@@ -46,9 +46,9 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
         matcher.matches(pattern, "")
 
     @cache
-    def scheme_of(module: str) -> StoredScheme:
-        ignored = any(matcher.matches(pattern, module) for pattern in ignore)
-        return DENSE if ignored or module == _OUTPUT else scheme
+    def scheme_of(*names: str) -> StoredScheme:
+        ignored = any(matcher.matches(pattern, name) for pattern in ignore for name in names)
+        return DENSE if ignored or _OUTPUT in names else scheme
 
     return scheme_of
 

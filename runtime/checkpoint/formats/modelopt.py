@@ -44,9 +44,9 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     patterns = [_regex(entry) for entry in ignore]
 
     @cache
-    def scheme_of(module: str) -> StoredScheme:
-        ignored = any(matcher.matches(pattern, module) for pattern in patterns)
-        return DENSE if ignored or module == _OUTPUT else scheme
+    def scheme_of(*names: str) -> StoredScheme:
+        ignored = any(matcher.matches(pattern, name) for pattern in patterns for name in names)
+        return DENSE if ignored or _OUTPUT in names else scheme
 
     return scheme_of
 

@@ -56,6 +56,6 @@ class DenseScheme:
 DENSE = DenseScheme()
 
 
-def unquantized(_module: str) -> DenseScheme:
+def unquantized(*_names: str) -> DenseScheme:
     """Return how every module of a plain checkpoint is stored."""
     return DENSE

@@ -383,4 +383,23 @@ def _config(fields: Fields) -> ModelConfig:
     return standard_config(fields, windows=full_attention, qkv_bias=bias, o_bias=bias)
 
 
-register(Family("llama", ("LlamaForCausalLM",), _config, layout, Llama.load, defaults=LLAMA_IDS))
+_TEXT_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+
+register(
+    Family(
+        "llama",
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second in the first conversions
+        _config,
+        layout,
+        Llama.load,
+        defaults=LLAMA_IDS,
+        text_defaults=_TEXT_DEFAULTS,
+    )
+)

@@ -14,4 +14,25 @@ def _config(fields: Fields) -> ModelConfig:
     return standard_config(fields, windows=mixed_windows, qkv_bias=True, o_bias=False)
 
 
-register(Family("qwen2", ("Qwen2ForCausalLM",), _config, layout, Llama.load))
+_TEXT_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+register(
+    Family(
+        "qwen2",
+        ("Qwen2ForCausalLM",),
+        _config,
+        layout,
+        Llama.load,
+        text_defaults=_TEXT_DEFAULTS,
+    )
+)

@@ -1,0 +1,93 @@
+"""Makes a request of what a caller asks for, or says what is wrong with it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+
+from ostinato.graphs.arguments import as_integer
+
+from ..models import ModelConfig, PagedKVCache
+from .detokenizer import Detokenizer
+from .request import Request
+from .sampling_params import SamplingParams
+from .stop_strings import split_stop
+
+Prompt = str | Sequence[int]
+
+
+def new_request(
+    prompt: Prompt,
+    sampling_params: SamplingParams,
+    *,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    cache: PagedKVCache,
+    max_context: int,
+) -> Request:
+    """Return a request that has no id yet.
+
+    Args:
+        prompt: a text or token ids.
+        sampling_params: how to go on.
+        tokenizer: of the model.
+        config: of the model.
+        cache: which must hold the whole text, if need be alone.
+        max_context: the longest prompt plus text.
+
+    Raises:
+        TypeError, ValueError: as `Engine.submit`.
+    """
+    if not isinstance(sampling_params, SamplingParams):
+        raise TypeError(f"sampling_params: got {sampling_params!r}, expected SamplingParams")
+    tokens = _tokens(prompt, tokenizer)
+    if not tokens:
+        raise ValueError("prompt: got no tokens, expected at least one")
+    _check_ids("prompt", tokens, config.vocab_size)
+    if len(tokens) >= max_context:
+        raise ValueError(
+            f"prompt: got {len(tokens)} tokens, expected fewer than max_context = {max_context}"
+        )
+    max_new_tokens = min(sampling_params.max_tokens, max_context - len(tokens))
+    _check_ids("stop_token_ids", sampling_params.stop_token_ids, config.vocab_size)
+    stop, special = split_stop(tokenizer, sampling_params.stop)
+    stop_ids = {*sampling_params.stop_token_ids, *special}
+    if not sampling_params.ignore_eos:
+        stop_ids.update(config.eos_token_ids)
+    request = Request(
+        id=-1,
+        prompt=tokens,
+        sampling_params=sampling_params,
+        seed=secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed,
+        max_new_tokens=max_new_tokens,
+        stop_ids=frozenset(stop_ids),
+        detokenizer=Detokenizer(tokenizer, tokens, stop, hidden=config.eos_token_ids),
+    )
+    needed = cache.pages_for(request.final_length)
+    if needed > cache.usable_pages:
+        raise ValueError(
+            f"prompt: got {len(tokens)} tokens, which with {max_new_tokens} more need {needed} "
+            f"pages; expected at most the cache's {cache.usable_pages}"
+        )
+    return request
+
+
+def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        try:  # Python's texts may hold halves of characters, which tokenizers take for no text
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            half = prompt[error.start]
+            raise ValueError(f"prompt: got a text with {half!r}, expected valid Unicode") from error
+        return tuple(tokenizer.encode(prompt).ids)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        return tuple(as_integer("prompt", token) for token in prompt)
+    raise TypeError(f"prompt: got {prompt!r}, expected a text or a sequence of token ids")
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    strange = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if strange is not None:
+        raise ValueError(f"{name}: got token id {strange}, expected 0 to {vocab_size - 1}")

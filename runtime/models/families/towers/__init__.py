@@ -1,0 +1,1 @@
+"""Models of several towers, a file each: what their text tower is."""
