@@ -32,6 +32,7 @@ from ..loop.rules import BurstRules
 from ..outputs import Outputs, Step
 from ..process_group import CaptureGroup
 from .launch import Launch
+from .library_workspaces import LibraryWorkspaces
 from .pool_views import pool_views
 from .streams import CallerOrder, EventTimer, StreamScope
 
@@ -39,6 +40,10 @@ from .streams import CallerOrder, EventTimer, StreamScope
 _CAPTURE_MODE = "thread_local"
 _CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
 _TIMED_REPLAYS, _TIMED_US = 3, 10_000  # at most, after one that is not timed; ranks take all
+
+
+def _nothing() -> None:
+    """Do what a capture without a step does, or note no reasons."""
 
 
 class CudaBackend:
@@ -71,6 +76,9 @@ class CudaBackend:
         self._order = CallerOrder(device, self.run_lock)
         self._scope = StreamScope(self._stream, self._order)
         self.inspector = CudaInspector(device, pool)
+        self._libraries = LibraryWorkspaces(
+            self.inspector.pool_blocks, self._capture_empty, device, self._stream
+        )
         self._library = ctypes.CDLL("libcuda.so.1")
         self._log = DriverLog(self._library)
         self._watch_again = False
@@ -115,13 +123,20 @@ class CudaBackend:
         except RuntimeError:
             return True
 
-    def prepare_capture(self) -> None:
+    def prepare_captures(self, *, into_pool: bool) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
-        self.inspector.pool = self._given_pool or torch.cuda.graph_pool_handle()
-        if self._anchor is None:
-            self._anchor = self._empty_graph()
-        gc.collect()  # dead reference cycles may hold device memory
-        torch.cuda.empty_cache()
+        if not into_pool:
+            self.inspector.pool = self._given_pool or torch.cuda.graph_pool_handle()
+            if self._anchor is None:
+                self._anchor = self._capture_empty()
+            gc.collect()  # dead reference cycles may hold device memory
+        self._libraries.begin()
+        if not into_pool:
+            torch.cuda.empty_cache()
+
+    def finish_captures(self) -> None:
+        """Leave the workspaces of libraries to the graphs alone."""
+        self._libraries.end()
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Capture one call of the step and instantiate the graph."""
@@ -217,6 +232,7 @@ class CudaBackend:
 
     def leave_pool(self) -> None:
         """Give back a pool of the runner's own."""
+        self._libraries.release()
         if self._given_pool is None:
             self.close()
 
@@ -251,7 +267,7 @@ class CudaBackend:
             ),
             end=partial(torchs.capture_end, graph),
             reset=partial(torchs.reset, graph),
-            note=self._note_reasons if keep else _note_nothing,
+            note=self._note_reasons if keep else _nothing,
             keep=keep,
         )
 
@@ -264,8 +280,8 @@ class CudaBackend:
         error = self._library.cuStreamIsCapturing(stream, ctypes.byref(status))
         return error == 0 and status.value != _CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
-    def _empty_graph(self) -> torch.cuda.CUDAGraph:
-        """Return a graph of nothing in the pool.
+    def _capture_empty(self, allocate: Callable[[], None] = _nothing) -> torch.cuda.CUDAGraph:
+        """Return a graph of nothing in the pool, in whose capture memory is allocated.
 
         A pool whose last graph is destroyed is refused by torch from then on (seen in 2.11: an
         assertion in its host allocator). This one keeps a pool usable while graphs in it come and
@@ -273,7 +289,7 @@ class CudaBackend:
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with _no_warning_of_empty_graphs(), self._capture_guard(graph, self.inspector.pool):
-            pass
+            allocate()
         return graph
 
 
@@ -317,10 +333,6 @@ def _empty_cache() -> None:
     """
     with suppress(BusyError), only_capture():
         torch.cuda.empty_cache()
-
-
-def _note_nothing() -> None:
-    """Keep what is known of the capture that this one is to explain."""
 
 
 @contextmanager
