@@ -46,7 +46,7 @@ class Pool:
 
 
 def libraries_of(pool, torchs, patch):
-    """Return LibraryWorkspaces over a pool; torch has those workspaces whose addresses are given."""
+    """Return LibraryWorkspaces over a pool; torch has the workspaces at those addresses."""
 
     def clear():
         while torchs:

@@ -11,6 +11,7 @@ import torch
 from ops_cases import PagedCase, assert_same_bits, packed
 
 from ostinato import ops
+from ostinato.graphs import BufferSpec, CaptureError, GraphRunner, StaticBuffers
 from ostinato.ops.attention import decode_cuda, prefill_cuda
 from ostinato.ops.common.workspace import Workspaces
 
@@ -136,13 +137,29 @@ def test_a_capture_that_fails_holds_nothing(make: Callable[[], Step]) -> None:
     step = make()
     step()
 
+    def fail(_batch: object = None) -> None:
+        step()
+        if torch.cuda.is_current_stream_capturing():
+            raise failure
+
+    def be_invalid(_batch: object) -> None:
+        step()
+        torch.cuda.synchronize()
+
     def capture() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            step()
-            torch.cuda.synchronize()
+            fail()
 
-    with pytest.raises(RuntimeError, match="captur"):
+    failure = ArithmeticError()
+    with pytest.raises(ArithmeticError):
         capture()
+    for failing in (fail, be_invalid):  # the graph manager leaves torch usable where torch does not
+        runner = GraphRunner(
+            failing, StaticBuffers({"x": BufferSpec((), torch.int64, 0)}, 1, "cuda")
+        )
+        with pytest.raises(CaptureError):
+            runner.capture([1], progress=False)
+        runner.close()
     torch.cuda.synchronize()
     for spaces in (decode_cuda._workspaces, prefill_cuda._workspaces):
         spaces._drop_unused()
