@@ -28,6 +28,8 @@ def is_interrupted_at(event, call):
                 raise Interrupt
         return trace
 
+    # Python 3.12 sends no such events to a function that is set before a frame asks for them.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         call()
