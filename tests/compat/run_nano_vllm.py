@@ -63,7 +63,7 @@ def generate(folder: str, prompts: list[list[int]], *, eager: bool) -> list[list
         enforce_eager=eager,
         max_model_len=2048,
         max_num_seqs=64,
-        gpu_memory_utilization=0.3,
+        gpu_memory_utilization=0.5,
     )
     torch.manual_seed(1)
     params = SamplingParams(temperature=1e-6, max_tokens=TOKENS, ignore_eos=True)

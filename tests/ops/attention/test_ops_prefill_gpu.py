@@ -276,8 +276,9 @@ def test_what_lies_behind_the_last_query_costs_nothing_and_changes_no_bit() -> N
         expected = out[:600].clone() if expected is None else expected
         assert_same_bits(out[:600], expected)
         fastest = min(fastest, min(times))
-        # A tile whose scores were all found again would take ten times as long.
-        assert min(times) < 2 * fastest
+        # A tile whose scores were all found again would take ten times as long; other processes on
+        # the GPU may make it thrice.
+        assert min(times) < 5 * fastest
 
 
 @pytest.mark.usefixtures("tiles")
