@@ -33,7 +33,7 @@ from .attention.varlen import varlen_attention
 from .embed import embed
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from .linear.linear import linear, w8a8_linear
-from .linear.lm_head import Logits, rms_norm_w8a8_logits
+from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
 from .linear.rms_norm import rms_norm, rms_norm_quantize
@@ -48,6 +48,7 @@ __all__ = [
     "dynamic_w8a8_linear",
     "embed",
     "linear",
+    "linear_logits",
     "merge_states",
     "pack_weight",
     "paged_attention",
