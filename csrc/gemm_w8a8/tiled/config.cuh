@@ -63,7 +63,7 @@ inline constexpr int kTokens = OSTINATO_TOKENS;
 inline constexpr int kTileRows = kTokenRows ? kTokens : kChannels;
 inline constexpr int kTileColumns = kTokenRows ? kChannels : kTokens;
 inline constexpr int kMmaRows = 64;
-inline constexpr int kMmaDepth = 32;  // bytes
+inline constexpr int kMmaDepth = 32;    // bytes
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kConsumers = kPingPong || (kTileRows > kMmaRows && !kSmallM) ? 2 : 1;
 inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups that share a tile
@@ -82,8 +82,8 @@ static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the
 inline constexpr int kProducerThreads = kConsumers == 1 ? 64 : kWarpgroup;
 inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 
-// A stage of the ring holds kStageDepth bytes of K of the tile's tokens and channels. For small tiles
-// that is two or four units of 128, since each stage costs a round of barriers.
+// A stage of the ring holds kStageDepth bytes of K of the tile's tokens and channels. For small
+// tiles that is two or four units of 128, since each stage costs a round of barriers.
 inline constexpr int kUnitDepth = 128;
 inline constexpr int kUnits = kChannels + kTokens <= 80 ? 4 : kChannels + kTokens <= 160 ? 2 : 1;
 inline constexpr int kStageDepth = kUnits * kUnitDepth;

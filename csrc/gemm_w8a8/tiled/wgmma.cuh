@@ -37,14 +37,14 @@ struct MmaOf<OperandType::e4m3> {
 template <>
 struct MmaOf<OperandType::bf16> {
   using Sum = float;
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, 16, F32BF16BF16_SS)<
-      cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(
+      OSTINATO_COLUMNS, 16, F32BF16BF16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 template <>
 struct MmaOf<OperandType::fp16> {
   using Sum = float;
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, 16, F32F16F16_SS)<
-      cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(
+      OSTINATO_COLUMNS, 16, F32F16F16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 #undef OSTINATO_MMA_NAME
 #undef OSTINATO_MMA_NAME_OF

@@ -43,7 +43,8 @@ def kernel(case: Case, operand: str, device: torch.device) -> Variant:
 def _with_pdl(s: Inputs) -> torch.Tensor:
     if s.x.dtype is torch.bfloat16:
         return ops.linear(s.x, s.weight.packed, out=s.out)
-    return ops.w8a8_linear(s.x, s.weight.packed, s.x_scale, s.weight.scale, out=s.out, fast_accum=True)
+    scales = (s.x_scale, s.weight.scale)
+    return ops.w8a8_linear(s.x, s.weight.packed, *scales, out=s.out, fast_accum=True)
 
 
 def _without_pdl(s: Inputs) -> torch.Tensor:

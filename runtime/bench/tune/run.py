@@ -79,8 +79,10 @@ def choices(case: Case, operand: str, sms: int) -> list[Choice]:
         sms: multiprocessors of the GPU.
     """
     n, k = case.shape.n, case.shape.k
-    how = {"packed": True, "batch_invariant": operand in DTYPES_16_BIT, "sms": sms}
-    built_in = tile_table.choose(case.m, n, k, operand, "bf16", **how)
+    in_order = operand in DTYPES_16_BIT
+    built_in = tile_table.choose(
+        case.m, n, k, operand, "bf16", packed=True, batch_invariant=in_order, sms=sms
+    )
     found = candidates(case, tunable_variants(operand), sms=sms)
     return list(dict.fromkeys([built_in, *found]))
 

@@ -193,9 +193,7 @@ GEMM_TILED = tuple(
     if (tokens, out_dtype) != (256, "fp32")
 )
 GEMM_TILED += tuple(
-    GemmTiled(
-        dtype=dtype, out_dtype=out_dtype, channels=channels, tokens=tokens, pingpong=pingpong
-    )
+    GemmTiled(dtype=dtype, out_dtype=out_dtype, channels=channels, tokens=tokens, pingpong=pingpong)
     for dtype in DTYPES_16_BIT
     for channels, tokens, pingpong in (*_FEW_FP8_TILES, *_TILES)
     for out_dtype in out_dtypes(dtype)

@@ -66,8 +66,8 @@ def linear_logits(
     data = w.data if isinstance(w, PackedWeight) else w
     parts = argmax_parts(x, shape[1], data, True) if runs_dense_kernel(x) else 0
     if parts == 0:
-        how = {"bias": bias, "n_active": n_active, "out_dtype": torch.float32, "stream": stream}
-        return Logits(linear(x, w, **how))
+        fp32 = torch.float32
+        return Logits(linear(x, w, bias=bias, n_active=n_active, out_dtype=fp32, stream=stream))
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=torch.float32, device=x.device)
         argmax = torch.empty((shape[0], parts), dtype=torch.int64, device=x.device)

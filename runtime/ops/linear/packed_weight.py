@@ -101,7 +101,7 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
 
 def pack(w: torch.Tensor) -> torch.Tensor:
     """Return the data of a `PackedWeight`."""
-    tiles, blocks, rows, _ = packed_shape(*w.shape, w.dtype)
+    tiles, blocks, rows, _ = packed_shape(w.size(0), w.size(1), w.dtype)
     # Bytes: torch does not pad FP8, and all bits zero is 0.0 in every dtype.
     data = _bytes_of(w)
     padding = (0, blocks * TILE_DEPTH - data.size(1), 0, tiles * rows - data.size(0))

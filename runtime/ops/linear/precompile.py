@@ -78,9 +78,9 @@ def dense_layer_kernels(
     if dtype not in DTYPES_16_BIT:
         return []
     names = (KERNEL_NAMES[dtype], KERNEL_NAMES[dtype if out_dtype is None else out_dtype])
-    gpu_and_sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
-    how = {"fast_accum": False, "batch_invariant": True}
-    return [*tile_tuning.variants(*gpu_and_sms, *shape, *names, **how)]
+    name, sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
+    gemms = tile_tuning.variants(name, sms, *shape, *names, fast_accum=False, batch_invariant=True)
+    return [*gemms]
 
 
 def precompile(variants: Iterable[Variant], device: torch.device | None = None) -> None:

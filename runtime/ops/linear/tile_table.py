@@ -1,4 +1,4 @@
-"""Which kernel multiplies matrices of which dtypes and sizes: one table, with a reason beside each row.
+"""Which kernel multiplies matrices of which dtype and sizes: a table, with a reason for each row.
 
 The table is data; `choose` reads it. Its first rows say for which sizes they hold; among the others
 the model of `gemm_model` finds the fastest. What `python -m ostinato tune` measured on a machine

@@ -233,7 +233,7 @@ def test_a_capture_without_the_kernel(tmp_path: Path, monkeypatch: pytest.Monkey
     out = torch.zeros(4, 64, dtype=torch.bfloat16, device=CUDA)
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out.add_(1.0)
-        with pytest.raises(MissingKernelError, match="gemm_tiled-bf16-bf16-.*being captured"):
+        with pytest.raises(MissingKernelError, match=r"gemm_tiled-bf16-bf16-.*being captured"):
             ops.linear(x, packed, out=out)
     graph.replay()
     assert (out == 1.0).all()
