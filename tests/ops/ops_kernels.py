@@ -62,7 +62,7 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
         if isinstance(variant, Quantize) and variant.kind == "rms_norm":
             yield replace(variant, weight_dtype="fp32")
     yield from _attention()
-    yield from _dense_products(sms)
+    yield from dense_products(sms)
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
         for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:
             for packed, fast_accum, invariant in product([False, True], repeat=3):
@@ -83,7 +83,8 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
         yield tile_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
 
 
-def _dense_products(sms: int) -> Iterator[Variant]:
+def dense_products(sms: int) -> Iterator[Variant]:
+    """Yield what the tests of 16-bit products launch on a GPU of so many SMs."""
     how: dict[str, Any] = {"fast_accum": False, "batch_invariant": True, "sms": sms}
     for dtype, packed in product(DTYPES_16_BIT, (False, True)):
         for out_dtype, m in product(out_dtypes(dtype), filter(None, (*TOKENS, *FEW_TOKENS))):

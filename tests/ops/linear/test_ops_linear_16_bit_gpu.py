@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from ops_cases import assert_same_bits
-from ops_kernels import FEW_TOKENS, TOKENS
+from ops_kernels import FEW_TOKENS, TOKENS, dense_products
 
 from ostinato import ops
 from ostinato.jit import loader
 from ostinato.jit.errors import MissingKernelError
 from ostinato.ops.common.pdl import pdl
+from ostinato.ops.linear.precompile import precompile
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -26,6 +27,13 @@ SIZES = (
     *((136, k) for k in (1, 7, 8, 9, 32, 63, 64, 65, 500, 2048)),
     *((1, 1), (17, 15), (1003, 65), (1003, 500)),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    """Have those of the sizes below compiled side by side."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    precompile(dense_products(sms))
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
