@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from .command import UserError
 
-_DTYPES = ("int8", "fp8")
+_DTYPES = ("int8", "fp8", "bf16")
+_DEFAULT = ("int8", "fp8")
 
 
 def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +16,9 @@ def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         nargs="+",
-        default=list(_DTYPES),
+        default=list(_DEFAULT),
         choices=_DTYPES,
-        help="of our operands (default: both)",
+        help=f"of our operands (default: {' '.join(_DEFAULT)})",
     )
 
 

@@ -15,10 +15,11 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, `rms_norm`, `silu_mul`, `append_kv`, `merge_states`
-  and `sample` are kernels of ours, on Hopper GPUs W8A8 products and attention too (`python -m
-  ostinato env` lists them). They are compiled on first use (`python -m ostinato build` does it
-  before) and, from sm_90 on, launched so that they overlap the end of the kernel before them; what
-  this asks of packed weights and norm weights, those ops say. All else runs on torch's operators.
+  and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products and attention too
+  (`python -m ostinato env` lists them). They are compiled on first use (`python -m ostinato build`
+  does it before) and, from sm_90 on, launched so that they overlap the end of the kernel before
+  them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
+  operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -34,7 +35,7 @@ from .attention.workspace import paged_attention_workspace, varlen_attention_wor
 from .embed import embed
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from .linear.linear import linear, w8a8_linear
-from .linear.lm_head import Logits, rms_norm_w8a8_logits
+from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
 from .linear.rms_norm import rms_norm, rms_norm_quantize
@@ -49,6 +50,7 @@ __all__ = [
     "dynamic_w8a8_linear",
     "embed",
     "linear",
+    "linear_logits",
     "merge_states",
     "pack_weight",
     "paged_attention",

@@ -29,7 +29,7 @@ class Epilogue {
       const int in_tile = thread_ + i * kWarpgroup;
       const int channel = work_tile.channel + in_tile;
       const bool inside = in_tile < kChannels && channel < params_.n;
-      if (in_tile < kChannels) {
+      if (kResultScales && in_tile < kChannels) {
         const int64_t offset = inside ? int64_t(channel) * params_.w_scale_stride : 0;
         copy_word_async(&w_scale_[in_tile], params_.w_scale + offset, inside);
         if (has_zero_points()) {
@@ -158,8 +158,7 @@ class Epilogue {
 #pragma unroll
     for (int pair = 0; pair < kCount / kStoredChannels; ++pair) {
       const int column = first + pair * kStoredChannels + lane_channel();
-      const float2 w_scale[2] = {pair_of<float2>(w_scale_, column),
-                                 pair_of<float2>(w_scale_, column + 8)};
+      const float2 w_scale[2] = {two_scales(w_scale_ + column), two_scales(w_scale_ + column + 8)};
       const float2 bias[2] = {pair_of<float2>(bias_, column), pair_of<float2>(bias_, column + 8)};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -248,7 +247,7 @@ class Epilogue {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int column = first + pair * kStoredChannels + i * 8 + lane_channel();
-          const float2 w_scale = pair_of<float2>(w_scale_, column);
+          const float2 w_scale = two_scales(w_scale_ + column);
           const float2 bias = pair_of<float2>(bias_, column);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {

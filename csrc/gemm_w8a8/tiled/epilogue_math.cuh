@@ -1,6 +1,6 @@
 // Helpers shared by the epilogues of the tiled GEMM, which compute
 //   out = x_scale · (w_scale · (sum − x_zero_point · w_sum)) + bias
-// in fp32, and round once.
+// in fp32, and round once. Scales are 1 where the sums are scaled already.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,10 +23,21 @@ __device__ __forceinline__ float to_float(uint32_t int32_bits) {
 
 // The scale of a channel or token; zero past the last one.
 __device__ __forceinline__ float w_scale_of(const W8A8GemmParams& params, int channel) {
+  if (!kResultScales) {
+    return 1.0F;
+  }
   return channel < params.n ? params.w_scale[int64_t(channel) * params.w_scale_stride] : 0.0F;
 }
 __device__ __forceinline__ float x_scale_of(const W8A8GemmParams& params, int token) {
+  if (!kResultScales) {
+    return 1.0F;
+  }
   return token < params.m ? params.x_scale[int64_t(token) * params.x_scale_stride] : 0.0F;
+}
+
+// Two adjacent scales of results in shared memory.
+__device__ __forceinline__ float2 two_scales(const float* scales) {
+  return kResultScales ? *reinterpret_cast<const float2*>(scales) : make_float2(1.0F, 1.0F);
 }
 
 // Copies 4 bytes to shared memory with cp.async, or writes zero if they do not exist.

@@ -46,7 +46,7 @@ class Epilogue {
       known_token_ = work_tile.token;
       read_chunks_ = chunks_read(params_, plan_, work_tile);
     }
-    for (int i = thread_; i < kTokens; i += kWarpgroup) {
+    for (int i = thread_; kResultScales && i < kTokens; i += kWarpgroup) {
       const int token = work_tile.token + i;
       const bool inside = token < params_.m;
       const int64_t offset = inside ? int64_t(token) * params_.x_scale_stride : 0;
@@ -278,7 +278,7 @@ class Epilogue {
     const float* const x_scale = x_scales(token);
 #pragma unroll
     for (int i = 0; i < kChunkPairs; ++i) {
-      const float2 scale = *reinterpret_cast<const float2*>(x_scale + i / 2 * 8);
+      const float2 scale = two_scales(x_scale + i / 2 * 8);
       const float2 y = scaled(sums + i * 2, scale, block, i % 2);
       packed[i] = pack_pair<Out>(y.x, y.y);
     }
@@ -310,7 +310,7 @@ class Epilogue {
       const float* const x_scale = x_scales(token);
 #pragma unroll
       for (int group = 0; group < kChunkTokens / 8; ++group) {
-        const float2 scale = *reinterpret_cast<const float2*>(x_scale + group * 8);
+        const float2 scale = two_scales(x_scale + group * 8);
         const int row = group * 8 + lane % 4 * 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -1,4 +1,4 @@
-"""`bench gemm`: W8A8 products, ours and the peers'."""
+"""`bench gemm`: W8A8 and bf16 products, ours and the peers'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..harness.benchmark import Benchmark
 from ..harness.summary import OURS, Summary
 from .cases import SHAPE_GROUPS, Case
 from .check import CHECK
-from .impls import NOT_W8A8, PEERS
+from .impls import BF16_PEERS, NOT_W8A8, OURS_BF16, PEERS
 from .inputs import Inputs, Layout, inputs
 
 Times = Mapping[Case, Mapping[str, float]]
@@ -34,7 +34,9 @@ def num_bytes(case: Case, layout: Layout) -> int:
 
 
 def is_rival(impl: str, name: str) -> bool:
-    """Return whether a name is of a W8A8 peer, of either dtype."""
+    """Return whether a name is of a peer: of a W8A8 one of either dtype, or of a bf16 one."""
+    if impl.startswith(OURS_BF16):
+        return name in BF16_PEERS
     return name not in NOT_W8A8 and not name.startswith(OURS)
 
 
@@ -63,7 +65,7 @@ BENCHMARK: Benchmark[Case, Inputs] = Benchmark(
     check=CHECK,
     num_bytes=num_bytes,
     summary=Summary(
-        peer="W8A8 peer",
+        peer="peer",
         rivals=is_rival,
         groups=GROUPS,
         label=lambda case: f"M = {case.m}",

@@ -1,4 +1,4 @@
-"""Implementations of W8A8 products: our op, and torch's operators."""
+"""Implementations of W8A8 and bf16 products: our ops, and torch's operators."""
 
 from __future__ import annotations
 
@@ -12,31 +12,39 @@ from ...jit.variant import Variant
 from ...ops.common.device import device_index, gpu
 from ...ops.common.pdl import pdl
 from ...ops.linear import tile_tuning
+from ...ops.linear.gemm_variants import DTYPES_16_BIT
 from ..harness.benchmark import Implementation, each
 from ..harness.summary import OURS
 from .cases import Case
 from .inputs import OUT_DTYPE, Inputs, Layout
 
-DTYPES = {"int8": "int8", "fp8": "e4m3"}  # as the command line and the rows call operands
+DTYPES = {"int8": "int8", "fp8": "e4m3", "bf16": "bf16"}  # as the command line calls operands
+OURS_BF16 = f"{OURS}bf16"
 
 
 def ours(dtype: str, *, with_pdl: bool) -> Implementation[Case, Inputs]:
     """Return our op for a dtype in `DTYPES`, launched with or without PDL."""
     name = f"{OURS}{dtype}" if with_pdl else f"{OURS}{dtype}_nopdl"
     call = _with_pdl if with_pdl else _without_pdl
-    return Implementation(name, Layout(DTYPES[dtype]), each(call))
+    return Implementation(name, Layout(DTYPES[dtype], scaled=dtype != "bf16"), each(call))
 
 
 def kernel(case: Case, operand: str, device: torch.device) -> Variant:
     """Return the kernel that our op takes for a case with these operands."""
     name, sms = gpu(device_index(device))
     n, k = case.shape.n, case.shape.k
-    choice = tile_tuning.choose(name, sms, case.m, n, k, operand, "bf16", True, True, False)
+    in_order = operand in DTYPES_16_BIT
+    choice = tile_tuning.choose(
+        name, sms, case.m, n, k, operand, "bf16", True, not in_order, in_order
+    )
     return choice.variant
 
 
 def _with_pdl(s: Inputs) -> torch.Tensor:
-    return ops.w8a8_linear(s.x, s.packed, s.x_scale, s.weight.scale, out=s.out, fast_accum=True)
+    if s.x.dtype is torch.bfloat16:
+        return ops.linear(s.x, s.weight.packed, out=s.out)
+    scales = (s.x_scale, s.weight.scale)
+    return ops.w8a8_linear(s.x, s.weight.packed, *scales, out=s.out, fast_accum=True)
 
 
 def _without_pdl(s: Inputs) -> torch.Tensor:
@@ -81,6 +89,7 @@ def _few_tokens(case: Case) -> str | None:
 
 # Shown beside the others: they do not do what ours does.
 NOT_W8A8 = ("int_mm", "bf16")
+BF16_PEERS = ("bf16",)  # cuBLAS
 # In the order in which they are timed: torch's operators, and the adapters of others.
 PEERS: Mapping[str, Implementation[Case, Inputs] | str] = {
     "sgl_i8": "sgl_kernel.py",

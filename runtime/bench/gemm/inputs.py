@@ -1,4 +1,4 @@
-"""Random operands of W8A8 products, in as many sets as it takes to keep the L2 cold."""
+"""Random operands of products, in as many sets as it takes to keep the L2 cold."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: `plain` [n, k], `packed` for our kernels (None for bf16), `scale` [n] fp32."""
+    """One weight: `plain` [n, k], `packed` for our kernels, `scale` [n] fp32."""
 
     plain: torch.Tensor
-    packed: ops.PackedWeight | None
+    packed: ops.PackedWeight
     scale: torch.Tensor
 
 
@@ -50,17 +50,6 @@ class Inputs:
     x_scale: torch.Tensor
     weight: Weight
     out: torch.Tensor
-
-    @property
-    def packed(self) -> ops.PackedWeight:
-        """The weight as our kernels read it.
-
-        Raises:
-            ValueError: for bf16, which they do not.
-        """
-        if self.weight.packed is None:
-            raise ValueError(f"weight: got {self.weight.plain.dtype}, expected a packed one")
-        return self.weight.packed
 
 
 def inputs(
@@ -111,8 +100,7 @@ def random_weights(
         scale = _scale(shape.n, device)
         for name, weights in found.items():
             plain = _as_operand(codes, name, _W_STEP)
-            packed = None if name == "bf16" else ops.pack_weight(plain)
-            weights.append(Weight(plain, packed, scale))
+            weights.append(Weight(plain, ops.pack_weight(plain), scale))
     return found
 
 

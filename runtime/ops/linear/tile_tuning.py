@@ -1,4 +1,4 @@
-"""Choices of W8A8 kernels that were measured on a machine, and go before the built-in table.
+"""Choices of GEMM kernels that were measured on a machine, and go before the built-in table.
 
 `python -m ostinato tune` writes them as JSON:
 
@@ -28,9 +28,8 @@ from typing import Any
 
 from ...jit.location import cache_folder
 from ...jit.sources import digest, read_sources
-from ...jit.variant import OPERAND_DTYPES
 from . import tile_table
-from .gemm_variants import GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
+from .gemm_variants import GEMM_DTYPES, GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
 from .packed_weight import TILE_CHANNELS
 from .tile_table import CUT, Choice, GemmVariant
 
@@ -234,8 +233,8 @@ def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
             f"got {sorted(row)}, expected {sorted(_KEYS)} and perhaps {', '.join(_OPTIONAL)}"
         )
     dtype, variant = row["dtype"], _VARIANTS.get(row["variant"])
-    if dtype not in OPERAND_DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(OPERAND_DTYPES)}")
+    if dtype not in GEMM_DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(GEMM_DTYPES)}")
     if variant is None or variant.dtype != dtype:
         raise ValueError(f"variant: got {row['variant']!r}, expected a compiled GEMM of {dtype}")
     for name in ("n", "k", "m_max"):
