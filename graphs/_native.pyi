@@ -82,6 +82,34 @@ class RunLockGuard:
     def end(self) -> None:
         """Give the run lock back, if it is still had; again does nothing."""
 
+class CaptureGuard:
+    """Captures a graph of torch's inside of a `with` statement; no exception leaves it half done.
+
+    Args:
+        stream: the handle of the stream that is captured.
+        select: makes it torch's current one.
+        begin, end, reset: of the graph. None of them, nor `select`, may have a frame of Python.
+        note: called when the capture has failed, before it is abandoned.
+        keep: else the capture is abandoned in any case.
+
+    Raises:
+        RuntimeError: when the stream is unusable after a failed capture.
+    """
+
+    def __init__(
+        self,
+        stream: int,
+        *,
+        select: Callable[[], object],
+        begin: Callable[[], object],
+        end: Callable[[], object],
+        reset: Callable[[], object],
+        note: Callable[[], object],
+        keep: bool,
+    ) -> None: ...
+    def __enter__(self) -> CaptureGuard: ...
+    def __exit__(self, *error: object) -> None: ...
+
 class PendingCloses:
     """Counts the calls that wait to close a runner, each inside of a `with` statement.
 

@@ -9,7 +9,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,7 +102,7 @@ def capture_graphs(
         group.agree(f"the capture of {sizes}, verify={options.verify}, audit={options.audit!r}")
         not_inspected = _why_not_inspected(backend, options.audit)
         # What the step makes here may outlive the caller's inference mode.
-        with backend.scope(), torch.inference_mode(False), torch.no_grad():
+        with backend.scope(), torch.inference_mode(False), torch.no_grad(), ExitStack() as end:
             if not_inspected is None:
                 auditor.begin()
             for key in bar(_largest_first(warmed), "Warming up"):
@@ -113,8 +113,8 @@ def capture_graphs(
             # A step may place its memory in the warm-up; from here on graphs have the addresses.
             watch.note()
             with only_capture():
-                if not options.into_pool:
-                    backend.prepare_capture()
+                end.callback(backend.finish_captures)
+                backend.prepare_captures(into_pool=options.into_pool)
                 with _garbage_collection_paused():
                     for key in bar(largest_first, "Capturing graphs"):
                         batch = buffers.view(*key)

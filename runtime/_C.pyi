@@ -6,6 +6,24 @@ from collections.abc import Sequence
 def is_capturing(stream: int) -> bool:
     """Return whether launches on the stream are being captured into a CUDA graph."""
 
+def capture_of(stream: int) -> int:
+    """Return the id of the capture that the stream is in, unique in the process; 0 for none."""
+
+class GraphHold:
+    """Tells whether the graph that a stream is being captured into may still be run.
+
+    Attributes:
+        is_alive: until the graph, all that was instantiated of it, and their launches are gone;
+            also of a capture that failed.
+
+    Raises:
+        RuntimeError: when the stream is not being captured, or in the driver's words.
+    """
+
+    def __init__(self, stream: int) -> None: ...
+    @property
+    def is_alive(self) -> bool: ...
+
 class Library:
     """A loaded kernel library, which says itself what its launch takes (csrc/common/fields.h).
 

@@ -48,14 +48,14 @@ def tiny_llama(
         # Large enough that logits differ clearly and greedy text does not settle on one token.
         return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
 
-    def linear(rows: int, columns: int, quantized: str = scheme) -> DenseLinear:
+    def linear(rows: int, columns: int) -> DenseLinear:
         weight = random(rows, columns)
-        if quantized == "plain":
+        if scheme == "plain":
             return DenseLinear(weight.to(device, config.dtype))
-        top, dtype = (127.0, torch.int8) if quantized == "int8" else (448.0, torch.float8_e4m3fn)
+        top, dtype = (127.0, torch.int8) if scheme == "int8" else (448.0, torch.float8_e4m3fn)
         scale = weight.abs().amax(1) / top
         scaled = weight / scale[:, None]
-        stored = (scaled.round() if quantized == "int8" else scaled).to(dtype)
+        stored = (scaled.round() if scheme == "int8" else scaled).to(dtype)
         return W8A8Linear(stored.to(device), scale.to(device), config.dtype)
 
     def norm(size: int) -> torch.Tensor:
@@ -76,9 +76,9 @@ def tiny_llama(
         for _ in range(config.num_layers)
     ]
     embedding = random(config.vocab_size, hidden).to(device, config.dtype)
-    return Llama(
-        config, embedding, layers, norm(hidden), linear(config.vocab_size, hidden, "plain")
-    )
+    final_norm, head = norm(hidden), random(config.vocab_size, hidden).to(device, config.dtype)
+    lm_head = DenseLinear(head, out_dtype=torch.float32)
+    return Llama(config, embedding, layers, final_norm, lm_head)
 
 
 def byte_tokenizer() -> Tokenizer:

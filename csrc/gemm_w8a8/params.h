@@ -1,5 +1,5 @@
-// Arguments of the W8A8 GEMMs, in plain C++ without CUDA or torch headers. Strides count elements,
-// sizes are logical, pointers are device pointers.
+// Arguments of the W8A8 and 16-bit GEMMs, in plain C++ without CUDA or torch headers. Strides count
+// elements, sizes are logical, pointers are device pointers.
 #pragma once
 
 #include "common/fields.h"
@@ -7,14 +7,15 @@
 namespace ostinato {
 
 // y[m][n] = x_scale[m] * (w_scale[n] * sum_k (x[m][k] - x_zero_point[m]) w[n][k]) + bias[n]
+// With operands of 16 bits there are neither scales nor zero points: these pointers are null.
 //
 // With block scales (a variant of the tiled kernel), a group is 128 of K, and
 // y[m][n] = sum_group x_scale[group][m] * w_scale[group][n / 8] * sum_k x[m][k] w[n][k] + bias[n]
 struct W8A8GemmParams {
   OSTINATO_FIELDS_BEGIN(W8A8GemmParams);
-  OSTINATO_FIELD(const void*, x);  // [m, k] 8-bit
+  OSTINATO_FIELD(const void*, x);  // [m, k] 8- or 16-bit
   OSTINATO_FIELD(int64_t, x_stride);
-  OSTINATO_FIELD(const void*, w);     // [n, k] 8-bit
+  OSTINATO_FIELD(const void*, w);     // [n, k] of the dtype of x
   OSTINATO_FIELD(int64_t, w_stride);  // 0: packed (packed.h)
   // [m] with stride 1 (per token), or one element with stride 0. Block scales: [k / 128][m], and
   // the stride is that of the groups, a multiple of 4, from a 16-byte aligned base.

@@ -1,12 +1,14 @@
 // The extension of ostinato.graphs: locks, run counts and replays that have to be whole, or fast,
 // in C++. It is built by the host compiler alone and links neither CUDA nor torch. Nothing here
 // knows under which name the package is imported, so that a copy of it has an extension of its own.
+#include "capture_guard.h"
 #include "driver.h"
 #include "fast_replay_type.h"
 #include "run_lock.h"
 #include "run_lock_guard.h"
 
 PYBIND11_MODULE(_native, module) {
+  using ostinato::CaptureGuard;
   using ostinato::PendingCloses;
   using ostinato::RunCounts;
   using ostinato::RunLock;
@@ -48,6 +50,18 @@ PYBIND11_MODULE(_native, module) {
       .def("__exit__", [](RunLockGuard& guard, const py::args&) { guard.exit(); })
       .def("detach", &RunLockGuard::detach)
       .def("end", &RunLockGuard::end);
+  py::class_<CaptureGuard>(module, "CaptureGuard", local)
+      .def(py::init<std::uintptr_t, py::object, py::object, py::object, py::object, py::object,
+                    bool>(),
+           arg("stream"), py::kw_only(), arg("select"), arg("begin"), arg("end"), arg("reset"),
+           arg("note"), arg("keep"))
+      .def("__enter__",
+           [](const py::object& guard) {
+             guard.cast<CaptureGuard&>().enter();
+             return guard;
+           })
+      .def("__exit__", [](CaptureGuard& guard, const py::object& error_type, const py::object&,
+                          const py::object&) { guard.exit(error_type); });
   py::class_<PendingCloses>(module, "PendingCloses", local)
       .def(py::init<py::object>(), arg("run_lock"))
       .def("__enter__", &PendingCloses::enter)

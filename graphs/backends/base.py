@@ -50,8 +50,15 @@ class Backend(LoopMaker, Protocol):
     def is_idle(self) -> bool:
         """Return whether all that was run in `scope` has ended, without waiting; also by errors."""
 
-    def prepare_capture(self) -> None:
-        """Make ready for a series of captures, after their warm-up."""
+    def prepare_captures(self, *, into_pool: bool) -> None:
+        """Make ready for a series of captures, after their warm-up.
+
+        Args:
+            into_pool: whether they come into the pool of the last series, beside its graphs.
+        """
+
+    def finish_captures(self) -> None:
+        """End the series after its last call of the step, or when it has failed."""
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Capture one call of the step. A step that raises leaves the backend usable."""

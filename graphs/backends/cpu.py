@@ -63,8 +63,11 @@ class CpuBackend:
         """Return True: every call has finished when it returns."""
         return True
 
-    def prepare_capture(self) -> None:
+    def prepare_captures(self, *, into_pool: bool) -> None:
         """Make nothing ready."""
+
+    def finish_captures(self) -> None:
+        """End nothing: libraries keep no memory for a graph."""
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Call the step once and keep memory for its outputs."""

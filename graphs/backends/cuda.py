@@ -9,15 +9,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
 import torch
 
-from .._native import FastReplay, is_capturing
+from .._native import CaptureGuard, FastReplay, is_capturing
 from ..buffer_spec import BufferSpec
 from ..buffers import BatchView
-from ..errors import BusyError, GraphError
+from ..errors import BusyError
 from ..failures import Failure, Trace
 from ..graph import BurstLoop, Graph, ReplayTimer
 from ..guards import only_capture, run_lock_of
@@ -31,14 +32,18 @@ from ..loop.rules import BurstRules
 from ..outputs import Outputs, Step
 from ..process_group import CaptureGroup
 from .launch import Launch
+from .library_workspaces import LibraryWorkspaces
 from .pool_views import pool_views
 from .streams import CallerOrder, EventTimer, StreamScope
 
 # Calls of other threads (a data loader's, a monitor's) must not break a capture of this one.
 _CAPTURE_MODE = "thread_local"
-_CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 _CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
 _TIMED_REPLAYS, _TIMED_US = 3, 10_000  # at most, after one that is not timed; ranks take all
+
+
+def _nothing() -> None:
+    """Do what a capture without a step does, or note no reasons."""
 
 
 class CudaBackend:
@@ -71,6 +76,9 @@ class CudaBackend:
         self._order = CallerOrder(device, self.run_lock)
         self._scope = StreamScope(self._stream, self._order)
         self.inspector = CudaInspector(device, pool)
+        self._libraries = LibraryWorkspaces(
+            self.inspector.pool_blocks, self._capture_empty, device, self._stream
+        )
         self._library = ctypes.CDLL("libcuda.so.1")
         self._log = DriverLog(self._library)
         self._watch_again = False
@@ -115,32 +123,36 @@ class CudaBackend:
         except RuntimeError:
             return True
 
-    def prepare_capture(self) -> None:
+    def prepare_captures(self, *, into_pool: bool) -> None:
         """Take a pool, and return memory that only the warm-up needed to the driver."""
-        self.inspector.pool = self._given_pool or torch.cuda.graph_pool_handle()
-        if self._anchor is None:
-            self._anchor = self._empty_graph()
-        gc.collect()  # dead reference cycles may hold device memory
-        torch.cuda.empty_cache()
+        if not into_pool:
+            self.inspector.pool = self._given_pool or torch.cuda.graph_pool_handle()
+            if self._anchor is None:
+                self._anchor = self._capture_empty()
+            gc.collect()  # dead reference cycles may hold device memory
+        self._libraries.begin()
+        if not into_pool:
+            torch.cuda.empty_cache()
+
+    def finish_captures(self) -> None:
+        """Leave the workspaces of libraries to the graphs alone."""
+        self._libraries.end()
 
     def capture(self, step: Step, batch: BatchView) -> Graph:
         """Capture one call of the step and instantiate the graph."""
         # Kept, a graph is instantiated apart from the end of its capture: whatever fails up to
-        # that end is mended by `_abandon`, and nothing after it needs to be.
+        # that end is mended by the guard, and nothing after it needs to be.
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._watch_again, self._reasons = False, ()
         self._log.mark()
-        self._begin(graph, self.inspector.pool)
         try:
-            try:
-                outputs = Outputs.of(step(batch), batch)
-            finally:
-                self._watch_again = not self._is_valid()
-            graph.capture_end()
-        except BaseException as error:
-            self._reasons = self._log.since_mark()
-            self._watch_again |= isinstance(error, RuntimeError)
-            self._abandon(graph)
+            with self._capture_guard(graph, self.inspector.pool):
+                try:
+                    outputs = Outputs.of(step(batch), batch)
+                finally:
+                    self._watch_again = not self._is_valid()
+        except RuntimeError:
+            self._watch_again = True
             raise
         started = time.perf_counter()
         graph.instantiate()
@@ -161,16 +173,14 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         watch = OperatorWatch(self._is_valid, torch.cuda.is_current_stream_capturing)
         error = None
-        self._begin(graph, torch.cuda.graph_pool_handle())
-        try:
-            with watch:
-                step(batch)
-        except Exception as raised:
-            error = raised
-        finally:
+        with self._capture_guard(graph, torch.cuda.graph_pool_handle(), keep=False):
+            try:
+                with watch:
+                    step(batch)
+            except Exception as raised:
+                error = raised
             trace = watch.finish(error)
-            self._abandon(graph)
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         return trace
 
     def replay_us(self, graph: Graph, group: CaptureGroup) -> float | None:
@@ -222,6 +232,7 @@ class CudaBackend:
 
     def leave_pool(self) -> None:
         """Give back a pool of the runner's own."""
+        self._libraries.release()
         if self._given_pool is None:
             self.close()
 
@@ -234,9 +245,34 @@ class CudaBackend:
     def _views_of(self, outputs: Outputs) -> Outputs:
         return pool_views(outputs, self.inspector.owned(outputs), self._anchor)
 
-    def _begin(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None) -> None:
+    def _capture_guard(
+        self, graph: torch.cuda.CUDAGraph, pool: PoolHandle | None, *, keep: bool = True
+    ) -> CaptureGuard:
+        """Return what captures its `with` block into a graph of the pool.
+
+        Torch's functions are those beneath its Python: a signal handler may raise in any frame.
+        """
+        torchs, stream = torch._C._CUDAGraph, self._stream
         handle = cast("torch.cuda._POOL_HANDLE", pool)
-        graph.capture_begin(pool=handle, capture_error_mode=_CAPTURE_MODE)
+        return CaptureGuard(
+            stream.cuda_stream,
+            select=partial(
+                torch._C._cuda_setStream,
+                stream_id=stream.stream_id,
+                device_index=stream.device_index,
+                device_type=stream.device_type,
+            ),
+            begin=partial(
+                torchs.capture_begin, graph, pool=handle, capture_error_mode=_CAPTURE_MODE
+            ),
+            end=partial(torchs.capture_end, graph),
+            reset=partial(torchs.reset, graph),
+            note=self._note_reasons if keep else _nothing,
+            keep=keep,
+        )
+
+    def _note_reasons(self) -> None:
+        self._reasons = self._log.since_mark()
 
     def _is_valid(self) -> bool:
         """Return whether the capture of the backend's stream can still succeed."""
@@ -244,40 +280,17 @@ class CudaBackend:
         error = self._library.cuStreamIsCapturing(stream, ctypes.byref(status))
         return error == 0 and status.value != _CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
-    def _empty_graph(self) -> torch.cuda.CUDAGraph:
-        """Return a graph of nothing in the pool.
+    def _capture_empty(self, allocate: Callable[[], None] = _nothing) -> torch.cuda.CUDAGraph:
+        """Return a graph of nothing in the pool, in whose capture memory is allocated.
 
         A pool whose last graph is destroyed is refused by torch from then on (seen in 2.11: an
         assertion in its host allocator). This one keeps a pool usable while graphs in it come and
         go, and mapped while somebody holds outputs in it.
         """
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with _no_warning_of_empty_graphs():
-            self._begin(graph, self.inspector.pool)
-            graph.capture_end()
+        with _no_warning_of_empty_graphs(), self._capture_guard(graph, self.inspector.pool):
+            allocate()
         return graph
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture so that the stream, the allocators and the generators are usable.
-
-        `capture_end` raises at the driver's first complaint, before it tells torch's allocators
-        and random generators that the capture is over: they would refuse the next capture, and
-        random numbers outside of it. So the failed capture is ended here, and an empty one begun
-        in its place for `capture_end` to end.
-        """
-        driver, stream = self._library, ctypes.c_void_p(self._stream.cuda_stream)
-        with torch.cuda.stream(self._stream), _no_warning_of_empty_graphs():
-            _end_capture(driver, stream)
-            status = driver.cuStreamBeginCapture_v2(stream, _CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            if status:
-                raise GraphError(
-                    f"the stream is unusable after a failed capture: CUresult {status}"
-                )
-            try:
-                graph.capture_end()
-            finally:
-                _end_capture(driver, stream)
-        graph.reset()
 
 
 class _CudaGraph:
@@ -320,15 +333,6 @@ def _empty_cache() -> None:
     """
     with suppress(BusyError), only_capture():
         torch.cuda.empty_cache()
-
-
-def _end_capture(driver: ctypes.CDLL, stream: ctypes.c_void_p) -> None:
-    """End whatever capture the stream is in, valid, failed or none, and drop its graph."""
-    graph = ctypes.c_void_p()
-    # The status repeats why the capture failed, which the caller is raising already.
-    driver.cuStreamEndCapture(stream, ctypes.byref(graph))
-    if graph:
-        driver.cuGraphDestroy(graph)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -53,6 +53,18 @@ class CudaInspector:
             if any(start <= tensor.data_ptr() < start + size for start, size in segments)
         ]
 
+    def pool_blocks(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the pool's blocks in use, and its free ones: bytes of each, by address."""
+        used: dict[int, int] = {}
+        free: dict[int, int] = {}
+        for segment in self._segments():
+            start = segment["address"]
+            for block in segment["blocks"]:
+                is_free = block["state"] == "inactive"
+                (free if is_free else used)[start] = block["size"]
+                start += block["size"]
+        return used, free
+
     def memory(self) -> MemoryUse | None:
         """Measure the pool through torch's allocator, and free memory through the driver."""
         pool_bytes = sum(size for _, size in self._pool_segments())
@@ -91,9 +103,14 @@ class CudaInspector:
         return self.driver.location_of(address)
 
     def _pool_segments(self) -> list[tuple[int, int]]:
+        return [(segment["address"], segment["total_size"]) for segment in self._segments()]
+
+    def _segments(self) -> list[dict[str, Any]]:
+        # Of all pools: asked for one, torch (to 2.14; pull request 196366) drops references to the
+        # numbers of its handle that are not its own, which ends the process some captures later.
         return [
-            (segment["address"], segment["total_size"])
-            for segment in torch.cuda.memory_snapshot(self.pool)
+            segment
+            for segment in torch.cuda.memory_snapshot()
             if tuple(segment["segment_pool_id"]) == self.pool
             and segment["device"] == self._device.index
         ]

@@ -107,7 +107,7 @@ class _RandomLoader:
 
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
         if part is None and self.lm_head == "bf16":
-            return DenseLinear(embedding)
+            return DenseLinear(embedding, out_dtype=torch.float32)
         shape = (self.config.vocab_size, self.config.hidden_size)
         return self._linear(shape, self.lm_head, torch.float32)
 
@@ -118,7 +118,7 @@ class _RandomLoader:
     def _linear(self, shape: tuple[int, int], precision: str, out: torch.dtype) -> Linear:
         weight = self._normal(*shape)
         if precision == "bf16":
-            return DenseLinear(weight)
+            return DenseLinear(weight, out_dtype=out)
         if precision == _BLOCKS:
             values, scale = quantize_weight_blocks(weight, torch.float32)
             of_channels = channel_scales([(scale, slice(0, shape[0]))])

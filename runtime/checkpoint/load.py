@@ -15,7 +15,7 @@ from .format import StoredSchemeOf
 from .layout import check_tied, checked_layout
 from .quantization import load_quantization
 from .reader import CheckpointReader
-from .storage.base import Kept, StoredScheme, Target, stack
+from .storage.base import Kept, StoredScheme, Target, biases, stack
 from .storage.dense import DENSE
 from .weights import QUANTIZED_DTYPES, quantize_weight
 
@@ -105,25 +105,28 @@ class _CheckpointLoader:
         return self._scheme(part).build(self.reader, part.modules, self.target)
 
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
+        target = replace(self.target, out_dtype=torch.float32)
         if part is not None and self._scheme(part) != DENSE:
-            return self.linear(part)
-        if part is None:
-            dense = DenseLinear(embedding)
-        else:
-            dense = DENSE.build(self.reader, part.modules, self.target)
-        return dense if self.lm_head_dtype is None else self._quantized(dense, self.lm_head_dtype)
+            return self._scheme(part).build(self.reader, part.modules, target)
+        if self.lm_head_dtype is not None:
+            return self._quantized_head(part, embedding, target, self.lm_head_dtype)
+        if part is not None:
+            return DENSE.build(self.reader, part.modules, target)
+        return DenseLinear(embedding, out_dtype=target.out_dtype)
 
     def _scheme(self, part: LinearPart) -> StoredScheme:
         return self.scheme_of(part.modules[0].name)
 
-    def _quantized(self, linear: DenseLinear, dtype: torch.dtype) -> W8A8Linear:
-        """Return a layer with 8-bit weights and fp32 output, as logits are wanted."""
-        weight, scale = quantize_weight(linear.weight, dtype, torch.float32)
-        bias = None if linear.bias is None else linear.bias.float()
+    def _quantized_head(
+        self, part: LinearPart | None, embedding: torch.Tensor, target: Target, dtype: torch.dtype
+    ) -> W8A8Linear:
+        """Return an output projection with 8-bit weights of one that is stored in 16 or 32."""
+        plain = embedding if part is None else DENSE.plain(self.reader, part.modules, target)
+        weight, scale = quantize_weight(plain, dtype, torch.float32)
         return W8A8Linear(
             weight=weight,
             weight_scale=scale.squeeze(1),
-            out_dtype=torch.float32,
-            bias=bias,
-            batch_invariant=self.target.batch_invariant,
+            out_dtype=target.results,
+            bias=None if part is None else biases(self.reader, part.modules, target),
+            batch_invariant=target.batch_invariant,
         )

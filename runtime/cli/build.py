@@ -187,6 +187,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
                     *(part.kind, part.shape, config.dtype),
                     batch_invariant=batch_invariant,
                     device=device,
+                    out_dtype=torch.float32 if part is layout.lm_head else None,
                 )
             )
     if quantizes_head:
@@ -201,7 +202,13 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
             )
         )
     elif layout.lm_head is None:
-        needed.update(dense_kernels("rms_norm", config.dtype))
+        needed.update(
+            dense_kernels(
+                *("rms_norm", (config.vocab_size, config.hidden_size), config.dtype),
+                out_dtype=torch.float32,
+                device=device,
+            )
+        )
     return needed
 
 

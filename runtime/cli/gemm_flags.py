@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .command import UserError
 
-_DTYPES = ("int8", "fp8", "fp8-block")
+_DTYPES = ("int8", "fp8", "fp8-block", "bf16")
 _DEFAULT = ("int8", "fp8")
 
 
@@ -18,7 +18,7 @@ def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=list(_DEFAULT),
         choices=_DTYPES,
-        help="of our operands (default: int8 fp8)",
+        help=f"of our operands (default: {' '.join(_DEFAULT)})",
     )
 
 

@@ -1,4 +1,4 @@
-"""`tune`: measures which kernels W8A8 products shall use on this GPU."""
+"""`tune`: measures which kernels products shall use on this GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="ostinato tune",
         usage="python -m ostinato tune [--shapes S ... | --model DIR] [options]",
-        description="Time the kernels and tiles that may be the fastest for W8A8 products, and "
+        description="Time the kernels and tiles that may be the fastest for products, and "
         "keep the best in a file that the ops read. What it has already is not timed again, so "
         "that a run which was interrupted can be taken up.",
     )
@@ -198,4 +198,4 @@ class _Progress:
             self._report.write(self._all_times)
 
 
-COMMAND = Command("measure the fastest W8A8 kernels for this GPU", _main)
+COMMAND = Command("measure the fastest GEMM kernels for this GPU", _main)

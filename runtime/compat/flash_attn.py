@@ -7,7 +7,8 @@ theirs, but for four things: there is no backward pass, queries that see no key 
 where FlashAttention-3 returns two.
 
 - `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata` and `deterministic` are about speed,
-  or about the backward pass: they are taken and do nothing.
+  or about the backward pass: they are taken and do nothing. The bits of a decode step of one query
+  a sequence depend neither on the batch nor on the width of the block table.
 - What would change the result and is not built raises a ValueError that names the argument:
   dropout, ALiBi slopes, `qv`, descales (8-bit inputs), `attention_chunk`, `cache_leftpad`,
   `seqused_q`, `cu_seqlens_k_new`, `rotary_seqlens`, and k and v to be written to a cache whose
@@ -311,6 +312,9 @@ def flash_attn_with_kvcache(
             causal=causal,
             window=window,
             softcap=softcap,
+            # A decode step in a graph has a wider block table than the same step called eagerly,
+            # and often more rows: its tokens must not depend on either.
+            batch_invariant=cu_seqlens_q is None and seqlen_q == 1,
             return_lse=True,
         )
     out = out.view(*q.shape[:-1], v_cache.size(-1))

@@ -17,7 +17,8 @@ from .. import ops
 from ..jit.variant import Variant
 from ..ops.common.device import has_kernel
 from ..ops.linear.gemm_variants import GemmTiled
-from ..ops.linear.precompile import layer_kernels
+from ..ops.linear.linear import runs_dense_kernel
+from ..ops.linear.precompile import dense_layer_kernels, layer_kernels
 from ..ops.linear.quantize_cuda import quantize_kernel
 
 # What comes before a linear layer, and is one kernel with the quantisation of the layer's input.
@@ -107,26 +108,36 @@ class Linear(Protocol):
 class DenseLinear(Linear):
     """y = x·Wᵀ + b with 16- or 32-bit weights.
 
-    `weight` [N, K] and `bias` [N] share x's dtype.
+    `weight` [N, K] in x's dtype, packed for GPUs with kernels for it: a plain one is packed here.
+    Weight and bias are constants from then on (see `ops.linear`). `bias` [N] in `out_dtype`, which
+    is x's dtype (None) or fp32, as logits are wanted.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | ops.PackedWeight
     bias: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, torch.Tensor) and runs_dense_kernel(self.weight):
+            self.weight = ops.pack_weight(self.weight)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.weight.size(0), self.weight.size(1)
+        return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def weight_dtype(self) -> torch.dtype:
         return self.weight.dtype
 
     def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        """Return the norm or gate before the layer: its product is torch's."""
-        return dense_kernels(kind, dtype)
+        """Return the norm or gate before the layer, and what multiplies."""
+        device = self.weight.device if self.weight.device.type == "cuda" else None
+        return dense_kernels(kind, self.shape, dtype, out_dtype=self.out_dtype, device=device)
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.linear(x, self.weight, bias=self.bias)
+        return ops.linear(
+            x, self.weight, bias=self.bias, n_active=n_active, out_dtype=self.out_dtype
+        )
 
     def after_norm(
         self,
@@ -136,17 +147,33 @@ class DenseLinear(Linear):
         eps: float,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            normed = ops.rms_norm(x, norm, eps)
-            assert isinstance(normed, torch.Tensor), "there is no residual"
-            return self(normed), x
-        normed, residual = ops.rms_norm(x, norm, eps, residual=residual)
-        return self(normed), residual
+        normed, total = _normed(x, residual, norm, eps)
+        return self(normed, n_active), total
+
+    def logits_after_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        sampling: Sampling,
+        n_active: torch.Tensor | None = None,
+    ) -> ops.Logits:
+        if self.out_dtype is not torch.float32:
+            return super().logits_after_norm(x, residual, norm, eps, sampling, n_active)
+        return ops.linear_logits(
+            _normed(x, residual, norm, eps)[0],
+            self.weight,
+            temperature=sampling.temperature,
+            repetition_penalty=sampling.repetition_penalty,
+            bias=self.bias,
+            n_active=n_active,
+        )
 
     def after_silu_mul(
         self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self(ops.silu_mul(gate_up))
+        return self(ops.silu_mul(gate_up), n_active)
 
     def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
         require_no_bias(self.bias)
@@ -327,14 +354,37 @@ def require_no_bias(bias: torch.Tensor | None) -> None:
         raise ValueError("bias: got a tensor, expected None in a layer whose results are scaled")
 
 
-def dense_kernels(kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-    """Return what a layer with 16- or 32-bit weights launches of ours: the norm or gate before it.
+def _normed(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x plus the residual, normalised, and the sum; without a residual that is x itself."""
+    if residual is None:
+        normed = ops.rms_norm(x, norm, eps)
+        assert isinstance(normed, torch.Tensor), "there is no residual"
+        return normed, x
+    normed, total = ops.rms_norm(x, norm, eps, residual=residual)
+    return normed, total
+
+
+def dense_kernels(
+    kind: InputKind,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[Variant]:
+    """Return what a layer with 16- or 32-bit weights launches of ours.
 
     Args:
-        kind: what comes before the layer.
+        kind: what comes before the layer: a norm or a gate is a kernel of its own.
+        shape: [N, K] of the weight.
         dtype: of the model.
+        out_dtype: of the layer's output; by default that of its input.
+        device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
     """
-    return [] if kind == "per_token" else [quantize_kernel(kind, dtype, dtype)]
+    before = [] if kind == "per_token" else [quantize_kernel(kind, dtype, dtype)]
+    return [*before, *dense_layer_kernels(shape, dtype, out_dtype=out_dtype, device=device)]
 
 
 def tensors_of(part: object) -> Iterator[torch.Tensor]:

@@ -109,8 +109,12 @@ class Scheme(Protocol):
         *,
         batch_invariant: bool,
         device: torch.device | None,
+        out_dtype: torch.dtype | None = None,
     ) -> list[Variant]:
-        """Return what a layer [N, K] of this kind launches; see `Linear.kernels`."""
+        """Return what a layer [N, K] of this kind launches; see `Linear.kernels`.
+
+        Its results are of `out_dtype`, by default that of the model.
+        """
 
 
 # Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
@@ -127,7 +131,10 @@ class Loader(Protocol):
         """Return the layer of a part."""
 
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
-        """Return the output projection; None is one that shares the embedding's weight."""
+        """Return the output projection, whose results are fp32.
+
+        None is one that shares the embedding's weight.
+        """
 
 
 class Part(ABC):

@@ -16,10 +16,11 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, `rms_norm`, `silu_mul`, `append_kv`, `merge_states`
-  and `sample` are kernels of ours, on Hopper GPUs W8A8 products and attention too (`python -m
-  ostinato env` lists them). They are compiled on first use (`python -m ostinato build` does it
-  before) and, from sm_90 on, launched so that they overlap the end of the kernel before them; what
-  this asks of packed weights and norm weights, those ops say. All else runs on torch's operators.
+  and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products and attention too
+  (`python -m ostinato env` lists them). They are compiled on first use (`python -m ostinato build`
+  does it before) and, from sm_90 on, launched so that they overlap the end of the kernel before
+  them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
+  operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -31,12 +32,13 @@ from .attention.l2_partition import L2Partition
 from .attention.merge_states import merge_states
 from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
+from .attention.workspace import paged_attention_workspace, varlen_attention_workspace
 from .embed import embed
 from .linear.block_linear import fp8_block_linear
 from .linear.block_scales import channel_scales
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from .linear.linear import linear, w8a8_linear
-from .linear.lm_head import Logits, rms_norm_w8a8_logits
+from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
 from .linear.quantize_groups import (
@@ -58,9 +60,11 @@ __all__ = [
     "embed",
     "fp8_block_linear",
     "linear",
+    "linear_logits",
     "merge_states",
     "pack_weight",
     "paged_attention",
+    "paged_attention_workspace",
     "quantize_per_group",
     "quantize_per_tensor",
     "quantize_per_token",
@@ -74,5 +78,6 @@ __all__ = [
     "silu_mul_quantize",
     "silu_mul_quantize_per_group",
     "varlen_attention",
+    "varlen_attention_workspace",
     "w8a8_linear",
 ]

@@ -49,7 +49,8 @@ def implementations(capability: Capability, target: Target | None) -> dict[str, 
     found["dynamic_w8a8_linear, one token"] = (
         kernel if FusedLinear.supports(capability) else "quantize, then w8a8_linear"
     )
-    found["linear"] = "torch (mm)"
+    found["linear, 16 bits"] = kernel if GemmTiled.supports(capability) else "torch (mm)"
+    found["linear, fp32"] = "torch (mm)"
     return found
 
 

@@ -163,3 +163,18 @@ def test_quantize_writes_what_it_says(name: str, tmp_path: Path) -> None:
     tokens = sturdy_tokens(twin, 2)
     ours = sequence_logits(load_model(target), tokens)
     assert (ours - hf_logits(twin, tokens)).abs().max() <= 1e-4
+
+
+def test_a_head_in_blocks_returns_fp32(tmp_path: Path) -> None:
+    model = random_model(MODELS["llama"])
+    form = FORMATS["hf-minimax"]
+    config = {**compressed_tensors(), "ignore": []}
+    written = write_blocks(
+        tmp_path, model, BlockFormat(config, form.scale_dtype, "weight_scale", skipped=())
+    )
+    loaded = load_model(tmp_path, dtype=torch.bfloat16)
+    assert isinstance(loaded.lm_head, BlockFP8Linear)
+    assert loaded.lm_head.out_dtype is torch.float32
+    tokens = sturdy_tokens(written.twin(), 2)
+    ours = sequence_logits(load_model(tmp_path), tokens)
+    assert (ours - hf_logits(written.twin(), tokens)).abs().max() <= 1e-4

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quantized_files import FORMATS, INT8, write_quantized
 from safetensors.torch import load_file
 
+from ostinato import ops
 from ostinato.checkpoint import CheckpointError, load_config, load_model
 from ostinato.checkpoint.scales import merge_asymmetric
 from ostinato.models import DenseLinear, W8A8Linear, sequence_logits
@@ -26,6 +27,11 @@ FUSED = {
     "gate_up": [MLP + "gate_proj", MLP + "up_proj"],
     "down": [MLP + "down_proj"],
 }
+
+
+def in_rows(weight: torch.Tensor | ops.PackedWeight) -> torch.Tensor:
+    """Return the weight [N, K] of a layer, which is packed on GPUs with kernels for it."""
+    return weight.unpack() if isinstance(weight, ops.PackedWeight) else weight
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -40,7 +46,8 @@ def test_plain_tensors_are_those_of_the_file(
     assert torch.equal(model.embedding, stored["model.embed_tokens.weight"])
     assert torch.equal(model.norm, stored["model.norm.weight"])
     assert isinstance(model.lm_head, DenseLinear)
-    assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+    assert torch.equal(in_rows(model.lm_head.weight), stored["lm_head.weight"])
+    assert model.lm_head.out_dtype is torch.float32
     layer = model.layers[1]
     assert torch.equal(layer.input_norm, stored["model.layers.1.input_layernorm.weight"])
     assert torch.equal(
@@ -49,7 +56,8 @@ def test_plain_tensors_are_those_of_the_file(
     for field, names in FUSED.items():
         linear = getattr(layer, field)
         assert isinstance(linear, DenseLinear)
-        assert torch.equal(linear.weight, torch.cat([stored[f"{n}.weight"] for n in names]))
+        weights = torch.cat([stored[f"{n}.weight"] for n in names])
+        assert torch.equal(in_rows(linear.weight), weights)
         assert torch.equal(linear.bias, torch.cat([stored[f"{n}.bias"] for n in names]))
 
 
@@ -105,6 +113,20 @@ def test_a_quantized_output_projection_is_loaded(tmp_path: Path) -> None:
     head = load_model(tmp_path).lm_head
     assert isinstance(head, W8A8Linear)
     assert torch.equal(head.weight, file.modules["lm_head"].weight)
+
+
+@pytest.mark.parametrize("form", [None, "ct-int8-with-lm-head"])
+def test_logits_of_16_bit_models_are_fp32(form: str | None, tmp_path: Path) -> None:
+    hf = random_model(MODELS["llama-biases"])
+    if form is None:
+        save_plain(tmp_path, hf)
+    else:
+        write_quantized(tmp_path, hf, FORMATS[form])
+    model = load_model(tmp_path, dtype=torch.bfloat16)
+    assert (model.lm_head.out_dtype, model.layers[0].o.out_dtype) == (torch.float32, torch.bfloat16)
+    logits = sequence_logits(model, TOKENS)
+    assert logits.dtype is torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

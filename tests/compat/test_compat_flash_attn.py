@@ -487,3 +487,20 @@ def test_gradients_are_refused_unless_nobody_wants_them() -> None:
         flash_attn_func(**arguments)
     with torch.no_grad():
         assert not flash_attn_func(**arguments).requires_grad
+
+
+@pytest.mark.gpu
+def test_bits_of_a_decode_step_do_not_depend_on_its_bucket() -> None:
+    device = torch.device("cuda")
+    caches = [randn(device, 12, 256, 2, 128) for _ in "kv"]
+    table = int32([[3, 1, 7], [4, 9, 2]], device)
+    lengths, q = int32([700, 515], device), randn(device, 2, 1, 16, 128)
+    few = flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, block_table=table)
+    wide = torch.zeros(16, 8, dtype=torch.int32, device=device)
+    wide[:2, :3] = table
+    many = flash_attn_with_kvcache(
+        *(torch.cat([q, q.new_zeros(14, 1, 16, 128)]), *caches),
+        cache_seqlens=torch.cat([lengths, lengths.new_zeros(14)]),
+        block_table=wide,
+    )
+    assert torch.equal(many[:2], few)

@@ -186,7 +186,7 @@ def test_our_prefill_kernel_changes_no_token(
     launches: list[bool] = []
 
     def attend(*args: Any) -> None:
-        launches.append(args[-3])  # batch_invariant
+        launches.append(args[-4])  # batch_invariant
         attend_paged(*args)
 
     monkeypatch.setattr(prefill_cuda, "attend_paged", attend)

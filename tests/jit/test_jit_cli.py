@@ -121,18 +121,17 @@ def _checkpoint(folder: Path, quantization: dict | None) -> Path:
 
 
 # Attention of head dim 16 is not in the catalogue: it is compiled for who asks for it.
-_PLAIN = {"l2_probe-", "embed-", "quantize-", "append_kv-", "sample-"}
-_PLAIN |= {"attention_decode-", "attention_prefill-"}
-_FP8 = _PLAIN | {"gemm_tiled-"}
+_TILED = {"l2_probe-", "embed-", "quantize-", "append_kv-", "sample-", "gemm_tiled-"}
+_TILED |= {"attention_decode-", "attention_prefill-"}
 
 
 @pytest.mark.parametrize(
     ("quantization", "families"),
     [
         # FP8 results must not depend on the batch, which rules the streaming GEMM out.
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _FP8),
-        (INT8, _FP8 | {"gemm_small_m-", "fused_linear-"}),
-        (None, _PLAIN),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _TILED),
+        (INT8, _TILED | {"gemm_small_m-", "fused_linear-"}),
+        (None, _TILED),
     ],
     ids=["fp8", "int8", "plain"],
 )
@@ -155,6 +154,10 @@ def test_build_for_a_model_takes_what_it_may_launch(
     }
     # Logits are fp32.
     assert all("-fp16" in name for name in built - {"sample-fp32", "l2_probe-atomics"})
+    operands = {name.split("-")[1] for name in built if name.startswith("gemm_tiled-")}
+    expected = {"fp8": "e4m3", "compressed-tensors": "int8"}
+    layers = "fp16" if quantization is None else expected[quantization["quant_method"]]
+    assert operands == {layers, "fp16"}
 
     # The output projection has 16 bits, and a norm before it.
     count = 2 if quantization is None else 4
@@ -177,7 +180,9 @@ def test_build_for_a_model_takes_what_its_options_launch(
         lines = capsys.readouterr().out.splitlines()[1:]
         return {line.split("] ")[1].split()[0] for line in lines}
 
-    assert not any("-fp32" in name for name in built() - {"sample-fp32"})
+    fp32 = {name for name in built() if "-fp32" in name} - {"sample-fp32"}
+    assert fp32
+    assert all(name.startswith("gemm_tiled-fp16-fp32-") for name in fp32)  # the 16-bit projection
     head = built("--lm-head", "int8")
     assert head
     assert all("int8-fp32" in name or name == "quantize-rms_norm-fp16-int8" for name in head)

@@ -1,4 +1,4 @@
-"""W8A8 GEMM kernels without the ops before them: launches, guarded outputs, an exact reference."""
+"""GEMM kernels without the ops before them: launches, guarded outputs, an exact reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ostinato import _C, ops
 from ostinato.jit.compiler import build, plan
 from ostinato.jit.mode import BuildMode
 from ostinato.jit.variant import Variant
+from ostinato.ops.common.device import address_of
 
 Kind = TypeVar("Kind", bound=Variant)
 
@@ -34,12 +35,12 @@ def launch(
     library: _C.Library,
     x: torch.Tensor,
     w: ops.PackedWeight,
-    x_scale: torch.Tensor,
-    w_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
     out: torch.Tensor,
     **more: int,
 ) -> None:
-    """Launch the product of x [m, k] and w [n, k], with a scale for each row of both.
+    """Launch the product of x [m, k] and w [n, k], with a scale for each row of both, or none.
 
     `more` are other arguments of the launch: how the kernel cuts the output, for one.
     """
@@ -48,14 +49,14 @@ def launch(
         x_stride=x.stride(0),
         w=w.data.data_ptr(),
         w_stride=0,
-        x_scale=x_scale.data_ptr(),
+        x_scale=address_of(x_scale),
         x_scale_stride=1,
-        w_scale=w_scale.data_ptr(),
+        w_scale=address_of(w_scale),
         w_scale_stride=1,
         out=out.data_ptr(),
         out_stride=out.stride(0),
         m=x.size(0),
-        n=w_scale.numel(),
+        n=w.n,
         k=x.size(1),
         stream=torch.cuda.current_stream().cuda_stream,
         pdl=True,
@@ -75,9 +76,28 @@ def multiply(library: _C.Library, x: torch.Tensor, w: torch.Tensor, **cut: int) 
     Raises:
         AssertionError: the kernel wrote outside its output.
     """
+    x_scale, w_scale, bias = _constants(x.size(0), w.size(0))
+    return _guarded(library, x, w, x_scale, w_scale, bias, **cut)
+
+
+def multiply_16_bit(
+    library: _C.Library, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, **cut: int
+) -> torch.Tensor:
+    """Return x·wᵀ + bias as `multiply` does, in the dtype of the bias, which is the kernel's."""
+    return _guarded(library, x, w, None, None, bias, **cut)
+
+
+def _guarded(
+    library: _C.Library,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    bias: torch.Tensor,
+    **cut: int,
+) -> torch.Tensor:
     m, n = x.size(0), w.size(0)
-    x_scale, w_scale, bias = _constants(m, n)
-    guarded = torch.full((m + 2, n + 16), 99.0, dtype=torch.bfloat16, device="cuda")
+    guarded = torch.full((m + 2, n + 16), 99.0, dtype=bias.dtype, device="cuda")
     out = guarded[1 : m + 1, 8 : n + 8].fill_(torch.nan)
     launch(library, x, ops.pack_weight(w), x_scale, w_scale, out, bias=bias.data_ptr(), **cut)
     whole = guarded.clone()

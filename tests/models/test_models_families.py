@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ostinato.models import (
     sequence_logits,
 )
 from ostinato.models.parts import shard
+from ostinato.ops.linear.gemm_variants import GemmTiled
 
 SIZES: dict[str, Any] = {
     "vocab_size": 200000,  # in which the tokens of all defaults are
@@ -272,6 +274,27 @@ def test_kernels_named_ahead_are_those_of_the_model(
         write_quantized(tmp_path, hf, FORMATS[form])
     ahead = _model_kernels(tmp_path, lm_head=None, batch_invariant=True)
     assert ahead == set(load_model(tmp_path).kernels())
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("llama-biases", form) for form in (None, "ct-int8-dynamic", "ct-int8-with-lm-head")),
+        *(("qwen3-tied", form) for form in (None, "ct-int8-dynamic")),
+    ],
+)
+def test_kernels_named_ahead_of_16_bit_models(name: str, form: str | None, tmp_path: Path) -> None:
+    hf = random_model(MODELS[name])
+    if form is None:
+        save_plain(tmp_path, hf, torch.bfloat16)
+    else:
+        write_quantized(tmp_path, hf, FORMATS[form])
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    ahead = _model_kernels(tmp_path, lm_head=None, batch_invariant=True)
+    assert ahead == set(load_model(tmp_path).kernels())
+    outputs = {v.out_dtype for v in ahead if isinstance(v, GemmTiled)}
+    assert outputs == {"bf16", "fp32"}
 
 
 def layer_of(name: str) -> Any:

@@ -14,12 +14,18 @@ from ostinato import ops
 from ostinato.checkpoint import load_model
 from ostinato.jit import loader
 from ostinato.jit.variant import Variant
-from ostinato.models import W8A8Linear, compile_kernels, required_kernels, sequence_logits
+from ostinato.models import (
+    DenseLinear,
+    W8A8Linear,
+    compile_kernels,
+    required_kernels,
+    sequence_logits,
+)
 from ostinato.ops.attention import append_kv_cuda, decode_cuda, prefill_cuda
 from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.attention.l2_partition import L2Probe
 from ostinato.ops.embed import Embed
-from ostinato.ops.linear import quantize_cuda, w8a8_gemm
+from ostinato.ops.linear import dense_gemm, quantize_cuda, w8a8_gemm
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 from tiny import tiny_llama
@@ -40,6 +46,23 @@ def test_weights_are_packed_on_cuda_only(dtype: torch.dtype, device: torch.devic
     weight = layer(device, dtype).weight
     assert isinstance(weight, ops.PackedWeight if device.type == "cuda" else torch.Tensor)
     assert (weight.shape, weight.dtype, weight.device.type) == ((24, 40), dtype, device.type)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_dense_weights_of_16_bits_are_packed_on_cuda(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    linear = DenseLinear(torch.zeros(24, 40, dtype=dtype, device=device))
+    packs = device.type == "cuda" and dtype is not torch.float32
+    assert isinstance(linear.weight, ops.PackedWeight if packs else torch.Tensor)
+    assert (linear.shape, linear.weight_dtype) == ((24, 40), dtype)
+
+
+def test_a_packed_dense_weight_serves_on_the_cpu_too() -> None:
+    plain, x = DenseLinear(torch.randn(24, 40).bfloat16()), torch.randn(3, 40).bfloat16()
+    packed = DenseLinear(ops.pack_weight(plain.weight))
+    assert torch.equal(packed(x), plain(x))
+    assert [tensor.dim() for tensor in packed.tensors()] == [4]
 
 
 def test_a_packed_weight_serves_on_the_cpu_too() -> None:
@@ -65,6 +88,25 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     assert all(variant.dtypes() == {dtype, "fp32"} for variant in found if variant not in plain)
     assert any(variant.family == "gemm_small_m" for variant in found) == (scheme == "int8")
     assert set(tiny_llama(scheme="plain").kernels()) == {*plain, gate}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_16_bit_model_multiplies_by_kernels_alone(dtype: str) -> None:
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    model = tiny_llama(dtype=torch_dtype, head_dim=16)
+    for name, kind, linear in model.linears():
+        out = "fp32" if name == "lm_head" else dtype
+        gemms = [v for v in linear.kernels(kind, torch_dtype) if v.family == "gemm_tiled"]
+        assert gemms
+        assert {(v.dtype, v.out_dtype) for v in gemms} == {(dtype, out)}, name
+    assert not [v for v in tiny_llama().kernels() if v.family == "gemm_tiled"]  # of fp32
+
+
+def test_logits_of_16_bits_are_fp32() -> None:
+    model = tiny_llama(dtype=torch.bfloat16)
+    logits = sequence_logits(model, [5, 9, 7])
+    assert logits.dtype is torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
 
 
 def test_prompts_and_steps_of_16_bits_have_attention_kernels() -> None:
@@ -104,8 +146,8 @@ def test_no_kernel_is_launched_that_was_not_foreseen(
         launched.add(variant)
         return loader.load(variant, device=device, stream=stream)
 
-    modules = (append_kv_cuda, decode_cuda, embed_module, w8a8_gemm, prefill_cuda, quantize_cuda)
-    for module in modules:
+    gemms = (dense_gemm, w8a8_gemm)
+    for module in (append_kv_cuda, decode_cuda, embed_module, *gemms, prefill_cuda, quantize_cuda):
         monkeypatch.setattr(module, "load", load)
     model = tiny_llama("cuda", scheme, dtype=dtype, head_dim=16)
     model.batch_invariant = batch_invariant

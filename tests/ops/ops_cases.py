@@ -177,3 +177,32 @@ class PagedCase:
         plain = replace(PagedCase())
         fields = {k: v for k, v in vars(self).items() if v != vars(plain)[k]}
         return ",".join(f"{k}={v}" for k, v in fields.items()) or "plain"
+
+
+def packed(
+    q_lens: tuple[int, ...],
+    k_lens: tuple[int, ...] | None = None,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 128,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+) -> list[Any]:
+    """Return the arguments of `varlen_attention`; rows that no sequence owns are NaN."""
+    device = torch.device("cuda") if device is None else device
+    k_lens = q_lens if k_lens is None else k_lens
+    tensors = []
+    for lens, count, size in (
+        (q_lens, heads[0], dim),
+        (k_lens, heads[1], dim),
+        (k_lens, heads[1], value_dim or dim),
+    ):
+        rows = torch.full((sum(lens) + 3, 2 * count, size), math.nan, dtype=dtype, device=device)
+        rows[: sum(lens), :count] = torch.randn(sum(lens), count, size, device=device)
+        tensors.append(rows[:, :count])
+    tensors[0] = tensors[0][: sum(q_lens)]
+    offsets = [
+        int32([sum(lens[:b]) for b in range(len(lens) + 1)], device) for lens in (q_lens, k_lens)
+    ]
+    return [*tensors, *offsets, max(q_lens), max(k_lens)]

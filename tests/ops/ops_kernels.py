@@ -1,4 +1,4 @@
-"""Which sizes the GPU tests of W8A8 products cover, and which kernels the GPU tests launch."""
+"""Which sizes the GPU tests of products cover, and which kernels the GPU tests launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
-from ostinato.ops.linear.gemm_variants import BLOCK_E4M3
+from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 
@@ -62,6 +62,7 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
         if isinstance(variant, Quantize) and variant.kind == "rms_norm":
             yield replace(variant, weight_dtype="fp32")
     yield from _attention()
+    yield from dense_products(sms)
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
         for m in TOKENS if out_dtype == "bf16" else FEW_TOKENS:
             for packed, fast_accum, invariant in product([False, True], repeat=3):
@@ -93,6 +94,18 @@ def block_kernels(sms: int) -> Iterator[Variant]:
         for (n, k), m, invariant in product(sizes, filter(None, TOKENS), (False, True)):
             how = {"packed": True, "batch_invariant": invariant, "sms": sms}
             yield tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how).variant
+
+
+def dense_products(sms: int) -> Iterator[Variant]:
+    """Yield what the tests of 16-bit products launch on a GPU of so many SMs."""
+    how: dict[str, Any] = {"fast_accum": False, "batch_invariant": True, "sms": sms}
+    for dtype, packed in product(DTYPES_16_BIT, (False, True)):
+        for out_dtype, m in product(out_dtypes(dtype), filter(None, (*TOKENS, *FEW_TOKENS))):
+            choice = tile_table.choose(m, 1000, 500, dtype, out_dtype, packed=packed, **how)
+            yield choice.variant
+    for m, n in product(LOGITS_TOKENS, VOCABULARIES):
+        choice = tile_table.choose(m, n, LOGITS_FEATURES, "bf16", "fp32", packed=True, **how)
+        yield choice.variant
 
 
 # Head dims that the catalogue does not list.

@@ -12,7 +12,7 @@
 #include "gemm_w8a8/packed.h"
 #include "gemm_w8a8/params.h"
 
-// -DOSTINATO_OPERAND=int8|e4m3      x and w
+// -DOSTINATO_OPERAND=int8|e4m3|bf16|fp16   x and w
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias
 // -DOSTINATO_CHANNELS=64...256      most channels of a tile
 // -DOSTINATO_TOKENS=8|16|32|64|128|256   most tokens of a tile
@@ -28,18 +28,25 @@ namespace dtype {
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 using fp32 = float;
-enum Operand { int8, e4m3 };
 }  // namespace dtype
+enum class OperandType { int8, e4m3, bf16, fp16 };
 
 using Output = dtype::OSTINATO_OUT;
-inline constexpr bool kInt8 = dtype::OSTINATO_OPERAND == dtype::int8;
+inline constexpr OperandType kOperandType = OperandType::OSTINATO_OPERAND;
+inline constexpr bool kInt8 = kOperandType == OperandType::int8;
+inline constexpr bool k16Bit =
+    kOperandType == OperandType::bf16 || kOperandType == OperandType::fp16;
+// K is counted in bytes wherever the launch has converted it: an MMA multiplies 32 bytes of K of
+// any operands in the same time.
+inline constexpr int kOperandBytes = k16Bit ? 2 : 1;
 inline constexpr bool kFastAccum = OSTINATO_FAST_ACCUM;
-inline constexpr bool kPromote = !kInt8 && !kFastAccum;
-static_assert(!(kInt8 && kFastAccum), "INT8 sums are exact: there is nothing to accumulate fast");
+inline constexpr bool kPromote = kOperandType == OperandType::e4m3 && !kFastAccum;
+static_assert(!kFastAccum || kOperandType == OperandType::e4m3,
+              "only FP8 sums lose bits in the tensor cores");
 inline constexpr bool kBlockScales = OSTINATO_BLOCK_SCALES;
 static_assert(!kBlockScales || kPromote, "block scales belong to FP8 sums of 128 products");
 // Whether results are multiplied by a scale of the token and one of the channel.
-inline constexpr bool kResultScales = !kBlockScales;
+inline constexpr bool kResultScales = !k16Bit && !kBlockScales;
 
 inline constexpr bool kPingPong = OSTINATO_PINGPONG;
 // Tokens or channels are the MMA's 64 rows; the others are its columns, whose number is flexible.
@@ -60,7 +67,7 @@ inline constexpr int kTokens = OSTINATO_TOKENS;
 inline constexpr int kTileRows = kTokenRows ? kTokens : kChannels;
 inline constexpr int kTileColumns = kTokenRows ? kChannels : kTokens;
 inline constexpr int kMmaRows = 64;
-inline constexpr int kMmaDepth = 32;
+inline constexpr int kMmaDepth = 32;    // bytes
 inline constexpr int kWarpgroup = 128;  // threads
 inline constexpr int kConsumers = kPingPong || (kTileRows > kMmaRows && !kSmallM) ? 2 : 1;
 inline constexpr int kSharers = kPingPong ? 1 : kConsumers;  // warpgroups that share a tile
@@ -78,8 +85,8 @@ static_assert(kTileColumns == 8 || (kTileColumns % 16 == 0 && kTileColumns <= 25
 inline constexpr int kProducerThreads = kConsumers == 1 ? 64 : kWarpgroup;
 inline constexpr int kThreads = kConsumers * kWarpgroup + kProducerThreads;
 
-// A stage of the ring holds kStageDepth of K of the tile's tokens and channels. For small tiles
-// that is two or four units of 128, since each stage costs a round of barriers.
+// A stage of the ring holds kStageDepth bytes of K of the tile's tokens and channels. For small
+// tiles that is two or four units of 128, since each stage costs a round of barriers.
 inline constexpr int kUnitDepth = 128;
 inline constexpr int kUnits = kChannels + kTokens <= 80 ? 4 : kChannels + kTokens <= 160 ? 2 : 1;
 inline constexpr int kStageDepth = kUnits * kUnitDepth;

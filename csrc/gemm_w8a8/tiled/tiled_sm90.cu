@@ -1,4 +1,4 @@
-// W8A8 GEMM for any number of tokens on Hopper (sm_90a): TMA, wgmma, a persistent grid.
+// W8A8 and 16-bit GEMM for any number of tokens on Hopper (sm_90a): TMA, wgmma, a persistent grid.
 //
 // Tokens or channels are the MMA's 64 rows, the others its columns (swap-AB). Two producers fill a
 // ring of stages, and one or two consumer warpgroups multiply (consumer.cuh). A tile may be smaller
@@ -125,9 +125,10 @@ constexpr int kLargestSize = INT32_MAX - 1024;
 
 bool implemented(const W8A8GemmParams& params) {
   return params.m >= 0 && params.n >= 0 && params.k > 0 && params.m <= kLargestSize &&
-         params.n <= kLargestSize && params.k <= kLargestSize && params.x_scale != nullptr &&
-         params.w_scale != nullptr && aligned(params.x, params.x_stride) &&
-         aligned(params.w, params.w_stride) &&
+         params.n <= kLargestSize && params.k <= kLargestSize / kOperandBytes &&
+         (params.x_scale != nullptr) == !k16Bit && (params.w_scale != nullptr) == !k16Bit &&
+         aligned(params.x, params.x_stride * kOperandBytes) &&
+         aligned(params.w, params.w_stride * kOperandBytes) &&
          (!kBlockScales ||
           (aligned(params.x_scale, params.x_scale_stride * int64_t{sizeof(float)}) &&
            aligned(params.w_scale, params.w_scale_stride * int64_t{sizeof(float)}) &&
@@ -192,10 +193,19 @@ cudaError_t encode_scales(const W8A8GemmParams& params, ScaleMaps* maps) {
   return encode_tensor_map(&maps->w, params.w_scale, w, kWhole, kElement);
 }
 
-cudaError_t launch_gemm(const W8A8GemmParams& params, cudaStream_t stream) {
-  if (!implemented(params)) {
+// Counts K in bytes, as all that follows does.
+W8A8GemmParams in_bytes(W8A8GemmParams params) {
+  params.x_stride *= kOperandBytes;
+  params.w_stride *= kOperandBytes;
+  params.k *= kOperandBytes;
+  return params;
+}
+
+cudaError_t launch_gemm(const W8A8GemmParams& in_elements, cudaStream_t stream) {
+  if (!implemented(in_elements)) {
     return cudaErrorInvalidValue;
   }
+  const W8A8GemmParams params = in_bytes(in_elements);
   if (params.m == 0 || params.n == 0) {
     return cudaSuccess;
   }

@@ -13,8 +13,8 @@
 
 namespace ostinato::tiled {
 
-#define OSTINATO_MMA_NAME_OF(columns, types) MMA_64x##columns##x32_##types##_SS_TN
-#define OSTINATO_MMA_NAME(columns, types) OSTINATO_MMA_NAME_OF(columns, types)
+#define OSTINATO_MMA_NAME_OF(columns, depth, types) MMA_64x##columns##x##depth##_##types
+#define OSTINATO_MMA_NAME(columns, depth, types) OSTINATO_MMA_NAME_OF(columns, depth, types)
 
 #if OSTINATO_TOKEN_ROWS
 #define OSTINATO_COLUMNS OSTINATO_CHANNELS
@@ -22,21 +22,35 @@ namespace ostinato::tiled {
 #define OSTINATO_COLUMNS OSTINATO_TOKENS
 #endif
 
-template <bool kIsInt8>
-struct MmaOf {
+template <OperandType>
+struct MmaOf;
+template <>
+struct MmaOf<OperandType::int8> {
   using Sum = uint32_t;  // the bits of an int32
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, S32S8S8);
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, 32, S32S8S8_SS_TN);
 };
 template <>
-struct MmaOf<false> {
+struct MmaOf<OperandType::e4m3> {
   using Sum = float;
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, F32E4M3E4M3)<>;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, 32, F32E4M3E4M3_SS_TN)<>;
+};
+template <>
+struct MmaOf<OperandType::bf16> {
+  using Sum = float;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(
+      OSTINATO_COLUMNS, 16, F32BF16BF16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct MmaOf<OperandType::fp16> {
+  using Sum = float;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(
+      OSTINATO_COLUMNS, 16, F32F16F16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 #undef OSTINATO_MMA_NAME
 #undef OSTINATO_MMA_NAME_OF
 
-using Sum = MmaOf<kInt8>::Sum;
-using Mma = MmaOf<kInt8>::Mma;
+using Sum = MmaOf<kOperandType>::Sum;
+using Mma = MmaOf<kOperandType>::Mma;
 
 // A wgmma operand of rows of kRowBytes, swizzled by TMA (PTX ISA, "matrix descriptor"): address,
 // distance of groups of 8 rows, and the swizzle, which is as wide as a row.
@@ -84,7 +98,7 @@ using Tokens = Operand<kUnitDepth>;
 
 // Issues sums += channels · tokensᵀ, or its transpose, for one unit of K, at `channel_offset` and
 // `token_offset` bytes from the operands. Blocks of K of channels are `block_bytes` apart. All
-// tiles accumulate K in this order, so that FP8 sums have the same bits in each.
+// tiles accumulate K in this order, so that floating-point sums have the same bits in each.
 __device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
                                               int block_bytes, Tokens tokens, int token_offset,
                                               bool accumulate, Sum (&sums)[kBlocks][kSums]) {

@@ -1,1 +1,1 @@
-"""W8A8 products beside their peers."""
+"""W8A8 and bf16 products beside their peers."""

@@ -1,4 +1,4 @@
-"""`bench gemm`: W8A8 products, ours and the peers'."""
+"""`bench gemm`: W8A8 and bf16 products, ours and the peers'."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..harness.benchmark import Benchmark
 from ..harness.summary import OURS, Summary
 from .cases import SHAPE_GROUPS, Case
 from .check import CHECK
-from .impls import BLOCK_PEERS, NOT_W8A8, PEERS
+from .impls import BF16_PEERS, BLOCK_PEERS, NOT_W8A8, OURS_BF16, PEERS
 from .inputs import Inputs, Layout, inputs
 
 Times = Mapping[Case, Mapping[str, float]]
@@ -39,7 +39,9 @@ def num_bytes(case: Case, layout: Layout) -> int:
 
 
 def is_rival(impl: str, name: str) -> bool:
-    """Return whether a name is of a W8A8 peer, of either dtype, with scales as ours has them."""
+    """Return whether a name is of a peer: a bf16 one, or a W8A8 one with scales as ours has."""
+    if impl.startswith(OURS_BF16):
+        return name in BF16_PEERS
     if name in NOT_W8A8 or name.startswith(OURS):
         return False
     return (name in BLOCK_PEERS) == ("block" in impl)
@@ -70,7 +72,7 @@ BENCHMARK: Benchmark[Case, Inputs] = Benchmark(
     check=CHECK,
     num_bytes=num_bytes,
     summary=Summary(
-        peer="W8A8 peer",
+        peer="peer",
         rivals=is_rival,
         groups=GROUPS,
         label=lambda case: f"M = {case.m}",

@@ -1,4 +1,4 @@
-"""The check of a W8A8 product, element by element."""
+"""The check of a product, element by element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implementations of W8A8 products: our op, and torch's operators."""
+"""Implementations of W8A8 and bf16 products: our ops, and torch's operators."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ...ops.common.device import device_index, gpu
 from ...ops.common.pdl import pdl
 from ...ops.linear import tile_tuning
 from ...ops.linear.block_scales import aligned_scales
-from ...ops.linear.gemm_variants import BLOCK_E4M3
+from ...ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT
 from ..harness.benchmark import Implementation, each
 from ..harness.summary import OURS
 from .cases import Case
 from .inputs import OUT_DTYPE, Inputs, Layout
 
 # As the command line, and the rows with underscores, call operands.
-DTYPES = {"int8": "int8", "fp8": "e4m3", "fp8-block": BLOCK_E4M3}
+DTYPES = {"int8": "int8", "fp8": "e4m3", "fp8-block": BLOCK_E4M3, "bf16": "bf16"}
+OURS_BF16 = f"{OURS}bf16"
 
 
 def ours(dtype: str, *, with_pdl: bool) -> Implementation[Case, Inputs]:
@@ -28,21 +29,27 @@ def ours(dtype: str, *, with_pdl: bool) -> Implementation[Case, Inputs]:
     spelt = dtype.replace("-", "_")
     name = f"{OURS}{spelt}" if with_pdl else f"{OURS}{spelt}_nopdl"
     call = _with_pdl if with_pdl else _without_pdl
-    return Implementation(name, Layout(DTYPES[dtype]), each(call))
+    return Implementation(name, Layout(DTYPES[dtype], scaled=dtype != "bf16"), each(call))
 
 
 def kernel(case: Case, operand: str, device: torch.device) -> Variant:
     """Return the kernel that our op takes for a case with these operands."""
     name, sms = gpu(device_index(device))
     n, k = case.shape.n, case.shape.k
-    choice = tile_tuning.choose(name, sms, case.m, n, k, operand, "bf16", True, True, False)
+    in_order = operand in DTYPES_16_BIT
+    choice = tile_tuning.choose(
+        name, sms, case.m, n, k, operand, "bf16", True, not in_order, in_order
+    )
     return choice.variant
 
 
 def _with_pdl(s: Inputs) -> torch.Tensor:
+    if s.x.dtype is torch.bfloat16:
+        return ops.linear(s.x, s.weight.packed, out=s.out)
+    scales = (s.x_scale, s.weight.scale)
     if s.weight.blocks is not None:
-        return ops.fp8_block_linear(s.x, s.packed, s.x_scale, s.weight.scale, out=s.out)
-    return ops.w8a8_linear(s.x, s.packed, s.x_scale, s.weight.scale, out=s.out, fast_accum=True)
+        return ops.fp8_block_linear(s.x, s.weight.packed, *scales, out=s.out)
+    return ops.w8a8_linear(s.x, s.weight.packed, *scales, out=s.out, fast_accum=True)
 
 
 def _without_pdl(s: Inputs) -> torch.Tensor:
@@ -112,6 +119,7 @@ def _scaled_mm_blockwise(
 NOT_W8A8 = ("int_mm", "bf16")
 # Compared with our products with block scales, and with no others.
 BLOCK_PEERS = ("dg_blk", "tri_blk", "smm_blk")
+BF16_PEERS = ("bf16",)  # cuBLAS
 # In the order in which they are timed: torch's operators, and the adapters of others.
 PEERS: Mapping[str, Implementation[Case, Inputs] | str] = {
     "sgl_i8": "sgl_kernel.py",

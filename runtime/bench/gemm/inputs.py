@@ -1,4 +1,4 @@
-"""Random operands of W8A8 products, in as many sets as it takes to keep the L2 cold."""
+"""Random operands of products, in as many sets as it takes to keep the L2 cold."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from ... import ops
 from ...ops.common.sizes import ceil_div
 from ...ops.linear.block_scales import aligned_scales
+from ...ops.linear.gemm_operands import row_stride
 from ...ops.linear.gemm_variants import BLOCK_E4M3
 from ...ops.linear.quantize_cuda import GROUP
-from ...ops.linear.w8a8_gemm import row_stride
 from ..harness.rotation import num_sets
 from .cases import Case, Shape
 
@@ -45,14 +45,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: `plain` [n, k], `packed` for our kernels (None for bf16), and its scales in fp32.
+    """One weight: `plain` [n, k], `packed` for our kernels, and its scales in fp32.
 
     `scale` is [n]; with block scales it is that of `ops.fp8_block_linear`, and `blocks`
     [ceil(n / 128), ceil(k / 128)] holds what it was made of.
     """
 
     plain: torch.Tensor
-    packed: ops.PackedWeight | None
+    packed: ops.PackedWeight
     scale: torch.Tensor
     blocks: torch.Tensor | None = None
 
@@ -78,17 +78,6 @@ class Inputs:
     def x_scale_stride(self) -> int:
         """Likewise, of x_scale."""
         return row_stride(self.x_scale) if self.weight.blocks is not None else 1
-
-    @property
-    def packed(self) -> ops.PackedWeight:
-        """The weight as our kernels read it.
-
-        Raises:
-            ValueError: for bf16, which they do not.
-        """
-        if self.weight.packed is None:
-            raise ValueError(f"weight: got {self.weight.plain.dtype}, expected a packed one")
-        return self.weight.packed
 
 
 def inputs(
@@ -139,7 +128,7 @@ def random_weights(
         scale = _scale(shape.n, device)
         for name, weights in found.items():
             plain = _as_operand(codes, name, _W_STEP)
-            packed = None if name == "bf16" else ops.pack_weight(plain)
+            packed = ops.pack_weight(plain)
             if name == BLOCK_E4M3:
                 blocks = _scales(ceil_div(shape.n, GROUP), ceil_div(shape.k, GROUP), device)
                 of_channels = ops.channel_scales([(blocks, slice(0, shape.n))])

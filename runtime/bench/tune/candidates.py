@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ...ops.linear.gemm_variants import DTYPES_16_BIT, GemmSmallM, GemmTiled
 from ...ops.linear.tile_cost_model import Cut, predictions
 from ...ops.linear.tile_table import H200_SMS, Choice, GemmVariant, serving
 from ..gemm.cases import Case
@@ -33,7 +33,8 @@ def candidates(case: Case, variants: Iterable[GemmVariant], *, sms: int = H200_S
     )
     found = dict.fromkeys([*_streaming(case.m, given), *_tiled(case, tiled, sms)])
     n = case.shape.n
-    return [c for c in found if serving(c, case.m, n, True, True, False, sms) == c]
+    in_order = any(variant.dtype in DTYPES_16_BIT for variant in given)
+    return [c for c in found if serving(c, case.m, n, True, True, in_order, sms) == c]
 
 
 def _streaming(m: int, variants: Sequence[GemmVariant]) -> Iterator[Choice]:

@@ -1,4 +1,4 @@
-"""Measuring which kernel and which tile are the fastest for a W8A8 product."""
+"""Measuring which kernel and which tile are the fastest for a product."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from ...jit.loader import load
-from ...ops.common.device import current_stream, on_device
+from ...ops.common.device import address_of, current_stream, on_device
 from ...ops.linear import tile_table
-from ...ops.linear.gemm_variants import GEMM_SMALL_M, GEMM_TILED
+from ...ops.linear.gemm_variants import DTYPES_16_BIT, GEMM_SMALL_M, GEMM_TILED
 from ...ops.linear.tile_table import Choice, GemmVariant
 from ..gemm.cases import Case, Shape
 from ..gemm.check import difference, product
@@ -77,11 +77,14 @@ def choices(case: Case, operand: str, sms: int) -> list[Choice]:
 
     Args:
         case: the product.
-        operand: "int8", "e4m3" or `BLOCK_E4M3`.
+        operand: "int8", "e4m3", "bf16" or `BLOCK_E4M3`.
         sms: multiprocessors of the GPU.
     """
     n, k = case.shape.n, case.shape.k
-    built_in = tile_table.choose(case.m, n, k, operand, "bf16", packed=True, sms=sms)
+    in_order = operand in DTYPES_16_BIT
+    built_in = tile_table.choose(
+        case.m, n, k, operand, "bf16", packed=True, batch_invariant=in_order, sms=sms
+    )
     found = candidates(case, tunable_variants(operand), sms=sms)
     return list(dict.fromkeys([built_in, *found]))
 
@@ -97,7 +100,7 @@ def tune_shape(
 
     Args:
         shape: of the weights.
-        operands: some of "int8", "e4m3" and `BLOCK_E4M3`.
+        operands: some of "int8", "e4m3", "bf16" and `BLOCK_E4M3`.
         tokens: for which the choices are timed.
         device: a CUDA device with its index; the kernels should be compiled.
         report: called with what was timed in each case.
@@ -174,16 +177,18 @@ def _calls(choice: Choice, sets: Sequence[Inputs], device: torch.device) -> list
 
 def _launch(choice: Choice, inputs: Inputs, device: int) -> None:
     m, n = inputs.out.shape
+    scaled = inputs.x.dtype is not torch.bfloat16
+    x_scale, w_scale = (inputs.x_scale, inputs.weight.scale) if scaled else (None, None)
     with on_device(device):
         stream = current_stream(device)
         load(choice.variant, device=device, stream=stream).launch(
             x=inputs.x.data_ptr(),
             x_stride=inputs.x.stride(0),
-            w=inputs.packed.data.data_ptr(),
+            w=inputs.weight.packed.data.data_ptr(),
             w_stride=0,
-            x_scale=inputs.x_scale.data_ptr(),
+            x_scale=address_of(x_scale),
             x_scale_stride=inputs.x_scale_stride,
-            w_scale=inputs.weight.scale.data_ptr(),
+            w_scale=address_of(w_scale),
             w_scale_stride=inputs.weight.scale_stride,
             out=inputs.out.data_ptr(),
             out_stride=inputs.out.stride(0),
@@ -212,7 +217,7 @@ def _checked(timed: Timed, inputs: Inputs, expected: torch.Tensor, device: torch
         return timed
     inputs.out.fill_(torch.nan)
     _launch(timed.choice, inputs, device.index)
-    wrong = difference(inputs.out, expected, inputs)
+    wrong = difference(inputs.out, expected, inputs, scaled=inputs.x.dtype is not torch.bfloat16)
     if wrong is None:
         return timed
     return Timed(timed.choice, math.inf, failure=f"wrong result: {wrong}")

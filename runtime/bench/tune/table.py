@@ -47,7 +47,7 @@ class Table:
         """Put choices in the place of those for the dtype, the shape and as many tokens.
 
         Args:
-            dtype: "int8" or "e4m3".
+            dtype: "int8", "e4m3" or "bf16".
             shape: of the weights.
             tuned: at least one, m ascending.
             m_min: the smallest m that was timed.

@@ -21,13 +21,20 @@ class Target:
 
     Args:
         device: of its tensors.
-        dtype: of unquantised weights, biases and outputs.
+        dtype: of the model: of unquantised weights and of what layers read.
         batch_invariant: as of `load_model`.
+        out_dtype: of biases and outputs; None is `dtype`.
     """
 
     device: torch.device
     dtype: torch.dtype
     batch_invariant: bool
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def results(self) -> torch.dtype:
+        """The dtype of biases and outputs."""
+        return self.dtype if self.out_dtype is None else self.out_dtype
 
 
 class StoredScheme(Scheme, Protocol):
@@ -94,7 +101,7 @@ def biases(
 ) -> torch.Tensor | None:
     """Return the biases of modules one after another, None where there are none."""
     kept = [Kept(m.bias, m.kept_rows) for m in modules if m.bias is not None and m.keeps_bias]
-    return stack(reader, kept, target.dtype, target.device) if kept else None
+    return stack(reader, kept, target.results, target.device) if kept else None
 
 
 def weight_of(module: Module, spec: TensorSpec) -> Kept:

@@ -40,17 +40,24 @@ class DenseScheme:
         *,
         batch_invariant: bool,
         device: torch.device | None,
+        out_dtype: torch.dtype | None = None,
     ) -> list[Variant]:
-        """Return the norm or gate before the layer."""
-        return dense_kernels(kind, dtype)
+        """Return the norm or gate before the layer, and what multiplies."""
+        return dense_kernels(kind, shape, dtype, out_dtype=out_dtype, device=device)
 
     def build(
         self, reader: CheckpointReader, modules: Sequence[Module], target: Target
     ) -> DenseLinear:
         """Return the layer in the target's dtype."""
-        weights = [weight_of(module, self.weight(module)) for module in modules]
         bias = biases(reader, modules, target)
-        return DenseLinear(stack(reader, weights, target.dtype, target.device), bias)
+        return DenseLinear(self.plain(reader, modules, target), bias, target.results)
+
+    def plain(
+        self, reader: CheckpointReader, modules: Sequence[Module], target: Target
+    ) -> torch.Tensor:
+        """Return the weight [N, K] of the layer in the target's dtype."""
+        weights = [weight_of(module, self.weight(module)) for module in modules]
+        return stack(reader, weights, target.dtype, target.device)
 
 
 DENSE = DenseScheme()

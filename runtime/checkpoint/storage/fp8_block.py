@@ -68,10 +68,16 @@ class FP8BlockScheme:
         *,
         batch_invariant: bool,
         device: torch.device | None,
+        out_dtype: torch.dtype | None = None,
     ) -> list[Variant]:
         """Return what quantises the layer's input and multiplies it."""
         return block_kernels(
-            kind, shape, dtype, out_dtype=dtype, batch_invariant=batch_invariant, device=device
+            kind,
+            shape,
+            dtype,
+            out_dtype=out_dtype,
+            batch_invariant=batch_invariant,
+            device=device,
         )
 
     def build(
@@ -95,7 +101,7 @@ class FP8BlockScheme:
         return BlockFP8Linear(
             weight=weight,
             weight_scale=scale.to(target.device),
-            out_dtype=target.dtype,
+            out_dtype=target.results,
             bias=bias,
             power_of_two=self.power_of_two,
             batch_invariant=target.batch_invariant,

@@ -88,6 +88,7 @@ class W8A8Scheme:
         *,
         batch_invariant: bool,
         device: torch.device | None,
+        out_dtype: torch.dtype | None = None,
     ) -> list[Variant]:
         """Return what quantises the layer's input and multiplies it."""
         return layer_kernels(
@@ -95,7 +96,7 @@ class W8A8Scheme:
             shape,
             self.dtype,
             dtype,
-            out_dtype=dtype,
+            out_dtype=out_dtype,
             batch_invariant=batch_invariant,
             device=device,
         )
@@ -115,7 +116,7 @@ class W8A8Scheme:
         return W8A8Linear(
             weight=weight,
             weight_scale=torch.cat(scales).to(target.device),
-            out_dtype=target.dtype,
+            out_dtype=target.results,
             bias=bias,
             input_scale=input_scale,
             input_zero_point=zero_point,

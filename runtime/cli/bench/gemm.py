@@ -1,4 +1,4 @@
-"""`bench gemm`: W8A8 products, ours and the peers'."""
+"""`bench gemm`: W8A8 and bf16 products, ours and the peers'."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     parser = sections.add_parser(
         "gemm",
         usage="python -m ostinato bench gemm [options]",
-        help="W8A8 products, and those of other libraries",
-        description="Time W8A8 products of quantised activations and packed weights: many "
-        "launches in one CUDA graph, with inputs that are not in the L2. Every result is checked "
-        "before it is timed. Ends with our times relative to those of the fastest W8A8 peer.",
+        help="W8A8 and bf16 products, and those of other libraries",
+        description="Time products of activations and packed weights: many launches in one CUDA "
+        "graph, with inputs that are not in the L2. Every result is checked before it is timed. "
+        "Ends with our times relative to those of the fastest peer: of W8A8 products, or of bf16 "
+        "ones for ours in bf16.",
     )
     add_dtype_flag(parser)
     parser.add_argument(
@@ -82,8 +83,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     add_run_flags(
         parser,
         "sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by tensor), "
-        "int_mm and bf16 (torch's, not W8A8: for reference); for fp8-block dg_blk (DeepGEMM), "
-        "tri_blk (Triton) and smm_blk (torch._scaled_mm)",
+        "int_mm and bf16 (torch's; not W8A8: for reference, and bf16 is what ours in bf16 is "
+        "compared with); for fp8-block dg_blk (DeepGEMM), tri_blk (Triton) and smm_blk "
+        "(torch._scaled_mm)",
     )
     parser.set_defaults(run=_run)
 

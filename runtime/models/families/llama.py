@@ -92,7 +92,8 @@ class Llama(Decoder):
         embedding: [vocab_size, hidden_size].
         layers: one `layer_type` per layer.
         norm: weight of the final RMS norm, [hidden_size].
-        lm_head: output projection; its weight is `embedding` itself when the two are tied.
+        lm_head: output projection with fp32 results; its weight is `embedding` itself when the two
+            are tied, unless it is packed.
         max_context: longest sequence served; sizes the RoPE table.
         batch_invariant: whether attention gives a sequence the same bits whatever others are served
             beside it, at the price of its fastest kernel for few sequences.

@@ -9,7 +9,6 @@ from typing import get_args
 
 import torch
 
-from ... import _C
 from ...jit.loader import load
 from ..common import pdl
 from ..common.device import (
@@ -23,6 +22,7 @@ from ..common.device import (
     on_device,
     slots_of,
 )
+from ..common.workspace import Workspaces, given
 from .decode_variants import SPLIT_TOKENS, AttentionDecode, DecodeLoad, decode_cluster
 from .l2_partition import L2_WORDS
 from .softmax_torch import LogitRule
@@ -45,14 +45,12 @@ _FEW_SPLIT_SEGMENTS, _FEW_SPLITS = 32, 56
 _SOME_SEGMENTS = 128
 _LONG_TOKENS = 2048
 
-# Of a workspace of our own: what no kernel exceeds that does not split sequences, and how much more
-# than one kernel's need another's of the same splits may be (5120 bytes for 4352), for which a
-# smaller batch may ask.
-_LEAST_WORKSPACE, _SPLITS_MARGIN = 10 << 20, 1.2
+# What no kernel exceeds that does not split sequences, and how much more than one kernel's need
+# another's of the same splits may be (5120 bytes for 4352), for which a smaller batch may ask.
+_workspaces = Workspaces(least_bytes=10 << 20, margin=1.2)
 
 # Of an `L2Partition`, whose words the kernel takes: nothing is known.
 _NOT_KNOWN = (0,) * L2_WORDS
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 
 
 def variant(
@@ -187,7 +185,7 @@ def attend(
 
     Raises:
         ValueError: for a workspace that is too small.
-        RuntimeError: when the stream is captured and its own workspace does not exist yet.
+        OutOfMemoryError: torch's, when there is no room for one.
     """
     if seq_lens.size(0) == 0 or q.size(0) == 0:
         return
@@ -202,16 +200,9 @@ def attend(
             tokens=page_table.size(1) * k_cache.size(1),
         )
         if workspace is None:
-            workspace = _own_workspace(device, stream, needed)
-        elif workspace.numel() < needed:
-            raise ValueError(
-                f"workspace: got {workspace.numel()} bytes, expected at least {needed}"
-            )
-        elif workspace.data_ptr() % _VECTOR_BYTES:
-            raise ValueError(
-                f"workspace: got address {workspace.data_ptr()}, expected a multiple of "
-                f"{_VECTOR_BYTES}"
-            )
+            workspace = _workspaces.get(device, stream, needed)
+        else:
+            workspace = given(workspace, needed)
         batch = seq_lens.size(0)
         for first in range(0, batch, _MOST_SEQUENCES):
             # Rows of q, unless cu_seqlens_q names them.
@@ -247,6 +238,58 @@ def attend(
             )
 
 
+def workspace_bytes(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    group: int,
+    heads_kv: int,
+    dim: int,
+    *,
+    max_batch: int,
+    max_pages: int,
+    page_size: int,
+    max_seqlen_q: int,
+    batch_invariant: bool,
+    device: int,
+) -> int:
+    """Return the bytes that suffice for all launches within these capacities; 0 without a kernel.
+
+    Kernels that are not compiled yet are compiled. The arguments are those of
+    `paged_attention_workspace`, checked; `group` is the number of query heads of a KV head.
+    """
+    batch = min(max_batch, _MOST_SEQUENCES)
+    tokens = max_pages * page_size
+    loads = {
+        _load_of(size * heads_kv, tokens, batch_invariant=batch_invariant)
+        for size in range(1, batch + 1)
+    }
+    rows = range(group, min(max_seqlen_q * group, _COLUMNS[-1]) + 1, group)
+    kernels = {
+        kernel_for(
+            dtype,
+            kv_dtype,
+            dim,
+            count,
+            copy_pages=page_size % _PAGE == 0,
+            batch_invariant=batch_invariant,
+            load=amount,
+        ): count
+        for count, amount in product(rows, sorted(loads))
+    }
+    with on_device(device):
+        stream = current_stream(device)
+        return max(
+            (
+                load(kernel, device=device, stream=stream).workspace_bytes(
+                    rows=count, sequences=batch * heads_kv, tokens=tokens
+                )
+                for kernel, count in kernels.items()
+                if kernel is not None
+            ),
+            default=0,
+        )
+
+
 def _load_of(segments: int, tokens: int, *, batch_invariant: bool) -> DecodeLoad:
     """Return how much there may be to do for sequences times KV heads, of up to so many tokens."""
     if batch_invariant:
@@ -265,29 +308,3 @@ def _within_limits(page_table: torch.Tensor, page_size: int, heads_kv: int) -> b
     sequences = min(page_table.size(0), _MOST_SEQUENCES)
     tiles = sequences * heads_kv * (tokens // _TILE_TOKENS + 2)
     return tokens < _MOST_TOKENS and tiles < _MOST_TILES
-
-
-def _own_workspace(device: int, stream: int, needed: int) -> torch.Tensor:
-    """Return the stream's workspace, which grows but never while it is captured.
-
-    An earlier, smaller one stays where it is: a captured graph may hold it.
-    """
-    found = _workspaces.get((device, stream))
-    if found is not None and found.numel() >= needed:
-        return found
-    if _C.is_capturing(stream):
-        raise RuntimeError(
-            "workspace: got None while the stream is being captured and none of its own, expected "
-            f"{needed} bytes, or a call like this one on the stream before the capture"
-        )
-    size = max(_LEAST_WORKSPACE, int(_SPLITS_MARGIN * needed))
-    made = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
-    # A kernel counts its CTAs there before it waits for the one in front of it, the zeros'.
-    torch.cuda.current_stream(device).synchronize()
-    _workspaces[device, stream] = made
-    if found is not None:
-        _outgrown.append(found)
-    return made
-
-
-_outgrown: list[torch.Tensor] = []

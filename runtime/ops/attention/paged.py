@@ -79,13 +79,11 @@ def paged_attention(
         v_scale: likewise of v_cache; at least 0 if it or k_scale is [pages, page_size, heads_kv].
         out: [tokens, heads_q, value_dim] of q's dtype, written and returned; allocated when None.
         return_lse: return the LSE too.
-        workspace: [bytes] uint8, scratch memory on q's device for the kernels of decode steps,
-            zero before its first use, and with `l2_partition` before the kernel in front of that is
-            launched; one stream at a time may use it. None: one that is kept for
-            the stream, made by the first call that is not captured, and made anew where a later one
-            needs more: what a smaller batch needs may be more. A few MB, whatever the lengths; with
-            `batch_invariant` more if the capacity of a sequence is above 1024 tokens, for each 1024
-            of them and each KV head: about the bytes of the queries in fp32.
+        workspace: [bytes] uint8, scratch memory on q's device: as many bytes as
+            `paged_attention_workspace` says, at an address that is a multiple of 16. Zero before
+            its first use, and with `l2_partition` before the kernel in front of that is launched;
+            launches that may run at once need one each. None: one that is kept for the stream, or
+            for the graphs of one memory pool that are captured on it, as long as they live.
         batch_invariant: make the bits of a row on CUDA independent of the other sequences, at a
             price: decode steps split each sequence after every 1024 tokens that it sees, whatever
             the load, so that a few sequences shorter than that may keep few SMs busy; where there
@@ -206,7 +204,7 @@ def _paged_attention(
         q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
     )
     if prefill is not None:
-        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse)
+        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse, workspace)
         return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ... import _C
 from ...jit.loader import load
 from ..common import pdl
 from ..common.device import (
@@ -23,6 +23,7 @@ from ..common.device import (
     on_device,
     slots_of,
 )
+from ..common.workspace import Workspaces, given
 from .prefill_variants import AttentionPrefill
 from .softmax_torch import LogitRule
 
@@ -44,7 +45,7 @@ _STRIP_BYTES = 128  # of a row, that are copied together
 # with it in which order a query's keys are added up.
 _KERNELS_CHOICE, _ONE_HEAD = 0, 1
 
-_workspaces: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and bytes
+_workspaces = Workspaces()
 
 
 def packed_variant(
@@ -178,10 +179,38 @@ def fp8_variant(
         or not _serves(q, k, v, out)
     ):
         return None
-    kernel = AttentionPrefill(head_dim=q.size(2), dtype="e4m3", out_dtype=KERNEL_NAMES[out.dtype])
+    kernel = _fp8_kernel(q.size(2), out.dtype)
     if windowed or max_seqlen_q < _LEAST_FP8_QUERIES:
         return kernel
     return _with_rows(kernel, q, batch, max_seqlen_q)
+
+
+def _fp8_kernel(dim: int, out_dtype: torch.dtype) -> AttentionPrefill:
+    return AttentionPrefill(head_dim=dim, dtype="e4m3", out_dtype=KERNEL_NAMES[out_dtype])
+
+
+def packed_kernels(
+    dtype: torch.dtype, dim: int, value_dim: int, out_dtype: torch.dtype
+) -> list[AttentionPrefill]:
+    """Return what `varlen_attention` takes for packed keys and values, however many there are.
+
+    Args:
+        dtype: of queries, keys and values.
+        dim: of queries and keys.
+        value_dim: of values.
+        out_dtype: of the output of FP8 queries.
+    """
+    kernel: AttentionPrefill | None
+    if dtype is torch.float8_e4m3fn:
+        served = dim in _FP8_DIMS and value_dim == dim
+        kernel = _fp8_kernel(dim, out_dtype) if served else None
+    else:
+        kernel = kernel_for(dtype, dim, "packed", value_dim)
+    if kernel is None:
+        return []
+    if not dim == value_dim == 128:
+        return [kernel]
+    return [kernel, replace(kernel, warpgroups=3)]
 
 
 def prefill_kernels(
@@ -201,6 +230,14 @@ def prefill_kernels(
     return [kernel for kernel in (pages, many, slots) if kernel is not None]
 
 
+def workspace_bytes(kernels: Sequence[AttentionPrefill], device: int) -> int:
+    """Return the bytes that suffice for launches of any of the kernels; 0 of none."""
+    with on_device(device):
+        stream = current_stream(device)
+        libraries = [load(kernel, device=device, stream=stream) for kernel in kernels]
+        return max((library.workspace_bytes() for library in libraries), default=0)
+
+
 def attend_packed(
     kernel: AttentionPrefill,
     q: torch.Tensor,
@@ -214,6 +251,7 @@ def attend_packed(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
     scales: Fp8Scales | None = None,
 ) -> None:
     """Launch the kernel that `packed_variant` or `fp8_variant` chose on torch's current stream.
@@ -221,7 +259,8 @@ def attend_packed(
     The kernel before it on the stream may still be writing any of these.
 
     Raises:
-        RuntimeError: when the stream is captured and its workspace does not exist yet.
+        ValueError: for a workspace that is too small.
+        OutOfMemoryError: torch's, when there is no room for one.
     """
     batch = cu_seqlens_q.size(0) - 1
     for first in range(0, batch, _MOST_SEQUENCES):
@@ -233,6 +272,7 @@ def attend_packed(
             sinks,
             out,
             lse,
+            workspace,
             heads_kv=k.size(1),
             batch=min(batch - first, _MOST_SEQUENCES),
             k=_packed_slots(k),
@@ -259,6 +299,7 @@ def attend_paged(
     batch_invariant: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Launch the kernel that `paged_variant` chose; else as `attend_packed`."""
     batch = seq_lens.size(0)
@@ -271,6 +312,7 @@ def attend_paged(
             sinks,
             out,
             lse,
+            workspace,
             # The first row, unless cu_seqlens_q names them.
             row=0 if cu_seqlens_q is not None else first * max_seqlen_q,
             heads_kv=k_cache.size(2),
@@ -296,6 +338,7 @@ def _launch(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
     *,
     row: int = 0,
     **keys: Any,
@@ -307,6 +350,11 @@ def _launch(
     with on_device(device):
         stream = current_stream(device)
         library = load(kernel, device=device, stream=stream)
+        needed = library.workspace_bytes()
+        if workspace is None:
+            workspace = _workspaces.get(device, stream, needed)
+        else:
+            workspace = given(workspace, needed)
         library.launch(
             q=heads_of(q, row),
             out=heads_of(out, row),
@@ -319,7 +367,7 @@ def _launch(
             left=rule.left,
             right=0 if rule.causal else rule.right,
             sinks=address_of(sinks),
-            workspace=_workspace(device, stream, library.workspace_bytes()).data_ptr(),
+            workspace=workspace.data_ptr(),
             pdl=pdl.enabled(),
             stream=stream,
             **keys,
@@ -362,22 +410,3 @@ def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:
     """Return the address and strides of packed [tokens, heads, dim]: there are no pages."""
     data, stride, head_stride = heads_of(x)
     return (data, 0, stride, head_stride)
-
-
-def _workspace(device: int, stream: int, needed: int) -> torch.Tensor:
-    """Return the stream's workspace of so many bytes, which stays where it is.
-
-    It begins with a counter of the work that was taken, which every launch leaves at zero. What the
-    CTAs of some kernels put aside comes after it (csrc: promote_gmem.cuh): on an H200 13 MB, with
-    a head dim of 256 17 MB.
-    """
-    found = _workspaces.get((device, stream, needed))
-    if found is None:
-        if _C.is_capturing(stream):
-            raise RuntimeError(
-                "workspace: none exists for a stream that is being captured, expected a call like "
-                "this one on the stream before the capture"
-            )
-        found = torch.zeros(needed, dtype=torch.uint8, device=f"cuda:{device}")
-        _workspaces[device, stream, needed] = found
-    return found

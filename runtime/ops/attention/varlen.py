@@ -56,8 +56,7 @@ def varlen_attention(
     - k_scale, v_scale: fp32 factors of int8 or e4m3 keys and values, and only of them: a scalar,
       [heads_kv] or [total_k, heads_kv].
     - out: as there; of e4m3 queries it is bf16, or what is given, bf16 or fp16.
-    - workspace: for decode steps alone. Prompts' kernels have one that is kept for the stream of
-      the call, or of its capture: graphs captured on one stream may not run at once.
+    - workspace: of as many bytes as `varlen_attention_workspace` says.
     - check_bounds: check the offsets, which reads them on the host; the CPU always does.
 
     Returns:
@@ -98,6 +97,7 @@ def varlen_attention(
             check_bounds,
             out,
             lse,
+            workspace,
         )
     return out if lse is None else (out, lse)
 
@@ -122,6 +122,7 @@ def _varlen_attention(
     check_bounds: bool,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
 ) -> None:
     max_seqlen_q, max_seqlen_k = min(max_seqlen_q, q.size(0)), min(max_seqlen_k, k.size(0))
     rule = LogitRule(scale, causal, left, right, softcap)
@@ -141,7 +142,7 @@ def _varlen_attention(
             q, k, v, out, scales, cu_seqlens_q.size(0) - 1, max_seqlen_q, left >= 0
         )
         if kernel is not None:
-            prefill_cuda.attend_packed(kernel, q, *how, scales)
+            prefill_cuda.attend_packed(kernel, q, *how, workspace, scales)
             return
     if q_scale is not None:
         q = _dequantized(q, q_scale, k.size(1))
@@ -151,7 +152,7 @@ def _varlen_attention(
         return
     kernel = prefill_cuda.packed_variant(q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q)
     if kernel is not None:
-        prefill_cuda.attend_packed(kernel, q, *how)
+        prefill_cuda.attend_packed(kernel, q, *how, workspace)
         return
     k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)
@@ -168,6 +169,6 @@ _varlen_attention_op = register(
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, int left, int right, "
     "float softcap, Tensor? sinks, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "bool check_bounds, "
-    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
     _varlen_attention,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..common.sizes import ceil_div, round_up
+from .gemm_operands import aligned_copy, is_aligned
 from .quantize_cuda import GROUP
 
 SCALE_CHANNELS = 8  # csrc/gemm_w8a8/packed.h: kScaleChannels
@@ -22,19 +23,9 @@ def empty_scales(groups: int, columns: int, device: torch.device) -> torch.Tenso
     return torch.empty(groups, padded, dtype=torch.float32, device=device)[:, :columns]
 
 
-def are_aligned(scales: torch.Tensor) -> bool:
-    """Return whether kernels read scales [groups, columns] as they lie."""
-    groups, columns = scales.shape
-    stride = scales.stride(0)
-    rows = groups == 1 or (stride % _ALIGNMENT == 0 and stride >= columns)
-    return rows and scales.data_ptr() % (4 * _ALIGNMENT) == 0
-
-
 def aligned_scales(scales: torch.Tensor) -> torch.Tensor:
     """Return scales [groups, columns] in rows as kernels read them: a copy, unless they are so."""
-    if are_aligned(scales):
-        return scales
-    return _aligned_copy(scales)
+    return scales if is_aligned(scales) else aligned_copy(scales)
 
 
 def channel_scales(blocks: list[tuple[torch.Tensor, slice]]) -> torch.Tensor:
@@ -64,9 +55,4 @@ def channel_scales(blocks: list[tuple[torch.Tensor, slice]]) -> torch.Tensor:
             ceil_div(count, SCALE_CHANNELS), device=scales.device
         )
         rows.append(scales.float()[first // GROUP])
-    return _aligned_copy(torch.cat(rows).t())
-
-
-def _aligned_copy(scales: torch.Tensor) -> torch.Tensor:
-    groups, columns = scales.shape
-    return empty_scales(groups, columns, scales.device).copy_(scales)
+    return aligned_scales(torch.cat(rows).t().contiguous())

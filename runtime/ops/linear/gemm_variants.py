@@ -1,4 +1,4 @@
-"""The kernels of W8A8 products: one for few tokens, one for any number."""
+"""The kernels of W8A8 and 16-bit products: one for few tokens, one for any number."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ...jit.sources import CSRC
 from ...jit.targets import HOPPER
 from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 
+DTYPES_16_BIT = ("bf16", "fp16")
+GEMM_DTYPES = (*OPERAND_DTYPES, *DTYPES_16_BIT)
 # What tables of tiles call e4m3 operands with block scales.
 BLOCK_E4M3 = "e4m3_block"
 
@@ -64,11 +66,11 @@ class GemmSmallM(Variant):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTiled(Variant):
-    """W8A8 GEMM for any number of tokens: TMA, wgmma and a persistent grid.
+    """W8A8 or 16-bit GEMM for any number of tokens: TMA, wgmma and a persistent grid.
 
     Args:
-        dtype: of x and w, int8 or e4m3.
-        out_dtype: of the output and the bias.
+        dtype: of x and w, int8, e4m3, bf16 or fp16.
+        out_dtype: of the output and the bias; with 16-bit operands their own, or fp32.
         channels: most channels of a CTA's tile: a multiple of 32 up to 256 where `token_rows`,
             otherwise 64 or 128.
         tokens: most tokens of a tile: 8, 16, 32, 64, 128 or 256.
@@ -92,8 +94,8 @@ class GemmTiled(Variant):
     block_scales: bool = False
 
     def __post_init__(self) -> None:
-        check("dtype", self.dtype, OPERAND_DTYPES)
-        check("out_dtype", self.out_dtype, FLOAT_DTYPES)
+        check("dtype", self.dtype, GEMM_DTYPES)
+        check("out_dtype", self.out_dtype, out_dtypes(self.dtype))
         check("tokens", self.tokens, (8, 16, 32, 64, 128, 256))
         check(
             "channels", self.channels, tuple(range(64, 257, 32)) if self.token_rows else (64, 128)
@@ -117,8 +119,13 @@ class GemmTiled(Variant):
         return self.tokens in (64, 128) and not self.pingpong
 
     @property
+    def operand_bytes(self) -> int:
+        """Bytes of an element of x and w (csrc: kOperandBytes)."""
+        return 2 if self.dtype in DTYPES_16_BIT else 1
+
+    @property
     def stage_depth(self) -> int:
-        """How much of K a stage of the ring holds (csrc: kStageDepth)."""
+        """How many bytes of K a stage of the ring holds (csrc: kStageDepth)."""
         size = self.channels + self.tokens
         return 512 if size <= 80 else 256 if size <= 160 else 128
 
@@ -157,6 +164,11 @@ class GemmTiled(Variant):
         }
 
 
+def out_dtypes(dtype: str) -> tuple[str, ...]:
+    """Return in which dtypes a product of operands of a dtype can be written."""
+    return (dtype, "fp32") if dtype in DTYPES_16_BIT else FLOAT_DTYPES
+
+
 # (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
 # weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
 _SMALL_M = ((8, 1, 2, 4), (16, 1, 2, 4), (16, 1, 3, 4))
@@ -179,7 +191,7 @@ _TILES = (
     *((channels, 128, False) for channels in (64, 96, 128, 160, 192, 224, 256)),
     *((128, 256, False), (128, 128, True)),
 )
-# For few tokens in FP8: INT8 has gemm_small_m for them.
+# For few tokens in FP8 and 16 bits: INT8 has gemm_small_m for them.
 _FEW_FP8_TILES = ((64, 8, False), (128, 8, False), (128, 16, False))
 # fp32 sums beside those of the tensor cores: half the tile fits in the registers.
 _EXACT_FP8_TILES = ((64, 16, False), (64, 64, False), (128, 128, False))
@@ -208,6 +220,13 @@ GEMM_TILED = tuple(
     )
     for (channels, tokens, pingpong), out_dtype in product(tiles, FLOAT_DTYPES)
     # The epilogue's fp32 rows do not fit in the registers beside the sums of the largest tile.
+    if (tokens, out_dtype) != (256, "fp32")
+)
+GEMM_TILED += tuple(
+    GemmTiled(dtype=dtype, out_dtype=out_dtype, channels=channels, tokens=tokens, pingpong=pingpong)
+    for dtype in DTYPES_16_BIT
+    for channels, tokens, pingpong in (*_FEW_FP8_TILES, *_TILES)
+    for out_dtype in out_dtypes(dtype)
     if (tokens, out_dtype) != (256, "fp32")
 )
 register_family(GemmTiled, GEMM_TILED)

@@ -14,49 +14,88 @@ from ..common.precision import full_precision
 from ..common.sizes import ceil_div, round_up
 from ..common.torch_library import register
 from . import packed_weight
+from .dense_gemm import dense_gemm
 from .gemm_variants import GemmTiled
 from .packed_weight import PackedWeight
 from .w8a8_gemm import ToSample, w8a8_gemm
 from .w8a8_torch import fp8_product, int8_product
 
+DTYPES_16_BIT = (torch.bfloat16, torch.float16)
 _CACHE_LINE = 64  # bytes
 
 
 def linear(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | PackedWeight,
     *,
     bias: torch.Tensor | None = None,
+    n_active: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
-    """Multiply x by wᵀ and add `bias`, with fp32 accumulation.
+    """Multiply x by wᵀ and add `bias`, with fp32 accumulation, rounded once.
 
     A row of the result has the same bits whatever other rows are in the call.
 
+    With 16-bit operands this is one launch of a kernel on a Hopper GPU, compiled on first use; fp32
+    ones, and other GPUs, multiply by torch's operators. The kernel is at its fastest with a
+    `PackedWeight`: then w and bias are constants, which the kernel may read while kernels before it
+    on the stream are still running, so none of those may write them. A plain w is read as it lies
+    if it and its rows are aligned to 16 bytes, and otherwise packed for the call; x is copied if it
+    or its rows are not so aligned.
+
     Args:
         x: [M, K] bf16, fp16 or fp32.
-        w: [N, K] of x's dtype.
-        bias: [N] of x's dtype.
-        out: [M, N] of x's dtype, written and returned; allocated when None.
+        w: [N, K] of x's dtype, plain or, in 16 bits, packed (`pack_weight`); where there is no
+            kernel, a packed one is unpacked at every call.
+        bias: [N] of x's dtype or of `out_dtype`.
+        n_active: int32 [1], how many rows of x are real: those after them are padding, whose
+            results mean nothing, and which a kernel may leave unread. On CUDA it is read early, as
+            a packed w is.
+        out_dtype: x's dtype, or fp32; None for x's.
+        out: [M, N] of `out_dtype`, written and returned; allocated when None.
         stream: see `ostinato.ops`.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
+        MissingKernelError: when the kernel is not compiled, and must or can not be now.
     """
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     device = x.device
-    checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), device)
-    shape = (x.size(0), w.size(0))
-    if bias is not None:
-        checks.tensor("bias", bias, (x.dtype,), (shape[1],), device)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    shape = check_dense_weight(w, x, bias, out_dtype)
+    checks.active(n_active, device)
     if out is not None:
-        checks.output("out", out, (x.dtype,), shape, device)
+        checks.output("out", out, (out_dtype,), shape, device)
     with checks.launch_stream(stream, device):
         if out is None:
-            out = torch.empty(shape, dtype=x.dtype, device=device)
-        _linear_op(x, w, bias, out)
+            out = torch.empty(shape, dtype=out_dtype, device=device)
+        _linear_op(x, w.data if isinstance(w, PackedWeight) else w, bias, n_active, out)
     return out
+
+
+def check_dense_weight(
+    w: torch.Tensor | PackedWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Check what belongs to the weight of `linear` for x [M, K], and return [M, N]."""
+    if isinstance(w, PackedWeight):
+        if w.k != x.size(1):
+            raise ValueError(f"w: got shape {list(w.shape)}, expected [N, {x.size(1)}]")
+        checks.tensor("w", w.data, (x.dtype,), w.data.shape, x.device)
+    else:
+        checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), x.device)
+    check_tiles(x.shape, w.shape)
+    checks.int32_sizes("x", (x.size(1) * x.itemsize,), "bytes of K")
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    checks.option("out_dtype", out_dtype, dtypes)
+    if bias is not None:
+        dtypes = tuple(dict.fromkeys((x.dtype, out_dtype)))
+        checks.tensor("bias", bias, dtypes, (w.shape[0],), x.device)
+    return x.size(0), w.shape[0]
 
 
 def w8a8_linear(
@@ -175,10 +214,27 @@ def check_weight(
     return columns
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def dense_multiply(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    n_active: torch.Tensor | None,
+    out: torch.Tensor,
+    to_sample: ToSample | None = None,
+) -> None:
+    """Do `linear` with checked arguments; w is [N, K] or the data of a `PackedWeight`.
+
+    `to_sample` is for GPUs with kernels alone.
+    """
+    if runs_dense_kernel(x):
+        dense_gemm(x, w, bias, n_active, out, to_sample)
+        return
+    if w.dim() == 4:
+        w = packed_weight.unpack(w, out.size(1), x.size(1))
     if x.device.type == "cpu":
-        if not (x.dtype is torch.bfloat16 and _has_bf16_kernels()):
-            # Where oneDNN lacks the dtype, torch's own loops are slower than widening everything.
+        if out.dtype is not x.dtype or not (x.dtype is torch.bfloat16 and _has_bf16_kernels()):
+            # Where oneDNN lacks the dtype, torch's own loops are slower than widening everything;
+            # and it rounds results to the operands' dtype.
             x, w, bias = x.float(), w.float(), None if bias is None else bias.float()
         _float_product_cpu(x, w, bias, out)
         return
@@ -195,6 +251,11 @@ def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: to
         return acc if bias is None else acc + bias
 
     in_row_blocks(product, x, out)
+
+
+def runs_dense_kernel(x: torch.Tensor) -> bool:
+    """Return whether x, or a weight like it, is multiplied by the kernel for 16-bit operands."""
+    return x.dtype in DTYPES_16_BIT and x.size(1) > 0 and has_kernel(GemmTiled, x)
 
 
 def _float_product_cpu(
@@ -301,8 +362,8 @@ def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 _linear_op = register(
-    "linear(Tensor x, Tensor w, Tensor? bias, Tensor(a!) out) -> ()",
-    _linear,
+    "linear(Tensor x, Tensor w, Tensor? bias, Tensor? n_active, Tensor(a!) out) -> ()",
+    dense_multiply,
 )
 _w8a8_linear_op = register(
     "w8a8_linear(Tensor x, Tensor w, Tensor x_scale, Tensor w_scale, Tensor? bias, "

@@ -1,4 +1,4 @@
-"""Which kernels a W8A8 layer launches, and compiling many of them at once."""
+"""Which kernels a linear layer launches, and compiling many of them at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ..common.device import KERNEL_NAMES, device_index, gpu, runs
 from . import tile_table, tile_tuning
 from .fused_cuda import fused_kernel
 from .gemm_variants import BLOCK_E4M3, GemmSmallM
+from .linear import DTYPES_16_BIT
 from .quantize_cuda import GROUP, quantize_kernel
 
-__all__ = ["Variant", "block_kernels", "layer_kernels", "precompile"]
+__all__ = ["Variant", "block_kernels", "dense_layer_kernels", "layer_kernels", "precompile"]
 
 
 def layer_kernels(
@@ -80,6 +81,29 @@ def block_kernels(
         batch_invariant=batch_invariant,
     )
     return [quantize_kernel(kind, activations, torch.float8_e4m3fn, group=GROUP), *gemms]
+
+
+def dense_layer_kernels(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[Variant]:
+    """Return what `linear` may launch for a packed weight, whatever the number of rows.
+
+    Args:
+        shape: [N, K] of the weight.
+        dtype: of the weight; in fp32 torch's operators multiply.
+        out_dtype: as of `linear`.
+        device: as of `layer_kernels`.
+    """
+    if dtype not in DTYPES_16_BIT:
+        return []
+    names = (KERNEL_NAMES[dtype], KERNEL_NAMES[dtype if out_dtype is None else out_dtype])
+    name, sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
+    gemms = tile_tuning.variants(name, sms, *shape, *names, fast_accum=False, batch_invariant=True)
+    return [*gemms]
 
 
 def precompile(variants: Iterable[Variant], device: torch.device | None = None) -> None:

@@ -28,13 +28,13 @@ _LAUNCH_CLOCKS = 4390
 _IDLE = 1.27
 _ALONE_CLOCKS = 1600  # that a launch without clusters saves of what is left
 _FEW_CLOCKS, _FEW_TOKENS = 1115, 32  # that tiles for so many tokens, which turn results, add
-# For 128 of K, of which the largest counts, more or less:
+# For 128 bytes of K, of which the largest counts, more or less:
 _STEP_CLOCKS = 122  # at least
 _ROW_CLOCKS = 1.61  # of TMA, for a row of 128 bytes
 _SHARED_BYTES_PER_CLOCK = 208
 _MMA_CLOCKS = 0.926  # of the tensor cores, as a multiple of what they should take
 _WEIGHT_ROW_CLOCKS = 1.31  # and in addition for a row of weights; with many tokens the L2 has them
-_STAGE_CLOCKS = 49  # likewise for a stage of the ring, of 128 to 512 of K
+_STAGE_CLOCKS = 49  # likewise for a stage of the ring, of 128 to 512 bytes of K
 _WIDE = 0.988  # of the clocks of a step: 256 tokens, channels as rows
 _EPILOGUE_CLOCKS = 8.3  # for a column
 # The widest tile is stored while the next one is summed: what is left is at the end.
@@ -95,7 +95,7 @@ def fastest(
     starts.
 
     Args:
-        variants: the kernels to choose from.
+        variants: the kernels to choose from, of one dtype of operands.
         m: tokens, at least 1.
         n: output channels.
         k: input features.
@@ -164,7 +164,9 @@ def _predict(
     tiles = every.take(which)
     tokens = -(-m // (-(-m // tiles.most_tokens) + tiles.one_more))
     cluster, share_weights, split_k = np.array(_SHARING).T[:, sharing]
-    us = _predicted_us(tiles, tokens, cluster, share_weights, split_k, m, n, k, sms)
+    # Copies and MMAs take as long for a byte of K in each dtype.
+    k_bytes = k * variants[0].operand_bytes
+    us = _predicted_us(tiles, tokens, cluster, share_weights, split_k, m, n, k_bytes, sms)
     return _Predicted(variants, tiles, tokens, sharing, us)
 
 
@@ -239,7 +241,7 @@ def _predicted_us(
     split_k: _Ints,
     m: int,
     n: int,
-    k: int,
+    k_bytes: int,
     sms: int,
 ) -> _Floats:
     """Return about how long products take on an H200, launched with PDL."""
@@ -269,7 +271,7 @@ def _predicted_us(
     clocks = np.maximum(0.0, _LAUNCH_CLOCKS * kept - _ALONE_CLOCKS * (cluster == 1))
     clocks += _FEW_CLOCKS * (rows.most_tokens == _FEW_TOKENS)
     wide = rows.most_tokens == _WIDE_TOKENS
-    clocks += rounds * ceil_div(k, _STEP_DEPTH) * step * np.where(wide, _WIDE, 1.0)
+    clocks += rounds * ceil_div(k_bytes, _STEP_DEPTH) * step * np.where(wide, _WIDE, 1.0)
     # Of ping-pong one warpgroup stores a whole tile while the other multiplies; none does at the
     # end.
     epilogues = np.where(rows.pingpong == 1, 2, whole + (left > 0)) * _EPILOGUE_CLOCKS
@@ -277,7 +279,7 @@ def _predicted_us(
     results = rows.most_channels * TILE_CHANNELS * rows.most_tokens
     exchange = _EXCHANGE_CLOCKS + _EXCHANGE_CLOCKS_PER_RESULT * results
     clocks += np.where(split_k > 0, exchange, 0.0)
-    memory = n * k / _BYTES_PER_US + _LATENCY_US * kept
+    memory = n * k_bytes / _BYTES_PER_US + _LATENCY_US * kept
     at_once = (cluster == 1) & (groups <= sms) & (m >= _AT_ONCE_M)
     return np.where(at_once, _AT_ONCE, 1.0) * _about_largest(clocks / _GHZ / 1e3, memory)
 

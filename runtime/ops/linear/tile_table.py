@@ -1,4 +1,4 @@
-"""Which kernel multiplies W8A8 matrices of which sizes: one table, with a reason beside each row.
+"""Which kernel multiplies matrices of which dtype and sizes: a table, with a reason for each row.
 
 The table is data; `choose` reads it. Its first rows say for which sizes they hold; among the others
 the model of `gemm_model` finds the fastest. What `python -m ostinato tune` measured on a machine
@@ -144,10 +144,10 @@ TABLE: tuple[Streaming | Measured | Tile, ...] = (
     Streaming(16, 2, "reads weights at memory speed", (1, 2, 4), range(2048, _END)),
     Streaming(16, 2, "reads weights at memory speed", range(6, 14)),
     *MEASURED,
-    Tile(64, 8, "FP8: no more columns than tokens"),
-    Tile(128, 8, "FP8: likewise; an SM's share of larger N in one tile"),
+    Tile(64, 8, "FP8, 16 bits: no more columns than tokens"),
+    Tile(128, 8, "FP8, 16 bits: likewise; an SM's share of larger N in one tile"),
     Tile(64, 16, "no more columns than tokens"),
-    Tile(128, 16, "FP8: likewise; an SM's share of larger N in one tile"),
+    Tile(128, 16, "FP8, 16 bits: likewise; an SM's share of larger N in one tile"),
     Tile(64, 32, "no more columns than tokens; an SM's share of N <= 8192"),
     Tile(128, 32, "an SM's share of larger N in one tile"),
     Tile(64, 64, "N = 4096 has 64 of them, or 128 for 128 tokens"),
@@ -186,10 +186,11 @@ def choose(
         m: tokens.
         n: output channels.
         k: input features.
-        dtype: of x and w, "int8", "e4m3", or `BLOCK_E4M3` for e4m3 with block scales.
-        out_dtype: "bf16", "fp16" or "fp32".
+        dtype: of x and w, in `gemm_variants.GEMM_DTYPES`, or `BLOCK_E4M3`: e4m3 with block scales.
+        out_dtype: of `gemm_variants.out_dtypes`.
         packed: whether w is packed.
-        fast_accum: whether FP8 sums may stay in the tensor cores; block scales leave no choice.
+        fast_accum: whether FP8 sums may stay in the tensor cores; those of 16 bits do anyway, and
+            block scales leave no choice.
         batch_invariant: whether a row's bits must not depend on m.
         sms: multiprocessors of the GPU.
     """
@@ -252,7 +253,7 @@ def _fastest(
     sms: int,
 ) -> Choice:
     """Return the tiled kernel that the model takes for the fastest."""
-    # FP8 sums of shared K are added in another order (`serving`).
+    # Floating-point sums of shared K are added in another order (`serving`).
     may_split = dtype == "int8" or not batch_invariant
     variants = _tiles(dtype, out_dtype, fast_accum)
     variant, cut = tile_cost_model.fastest(variants, m, n, k, sms, may_split=may_split)
@@ -290,8 +291,8 @@ def serving(
 ) -> Choice | None:
     """Return a choice, with K left whole if need be, if it may be used for a call of its dtypes.
 
-    The tiled kernels of one kind of accumulation add along K in one order, unless they split K. FP8
-    results that must not depend on m are left to those that do not.
+    The tiled kernels of one kind of accumulation add along K in one order, unless they split K.
+    Results that must not depend on m are left to those that do not, but for INT8.
     """
     variant = choice.variant
     if variant not in _COMPILED:
@@ -299,7 +300,8 @@ def serving(
     if isinstance(variant, GemmSmallM):
         return choice if packed and m <= variant.max_m else None
     exact = variant.dtype == "int8"
-    if not exact and not variant.block_scales and variant.fast_accum != fast_accum:
+    takes_either = variant.dtype != "e4m3" or variant.block_scales
+    if not takes_either and variant.fast_accum != fast_accum:
         return None
     in_order = not exact and batch_invariant
     if choice.split_k > 1 and (in_order or not can_split(choice, m, n, sms)):

@@ -1,4 +1,4 @@
-"""Choices of W8A8 kernels that were measured on a machine, and go before the built-in table.
+"""Choices of GEMM kernels that were measured on a machine, and go before the built-in table.
 
 `python -m ostinato tune` writes them as JSON:
 
@@ -28,9 +28,15 @@ from typing import Any
 
 from ...jit.location import cache_folder
 from ...jit.sources import digest, read_sources
-from ...jit.variant import OPERAND_DTYPES
 from . import tile_table
-from .gemm_variants import BLOCK_E4M3, GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
+from .gemm_variants import (
+    BLOCK_E4M3,
+    GEMM_DTYPES,
+    GEMM_SMALL_M,
+    GEMM_TILED,
+    GemmSmallM,
+    GemmTiled,
+)
 from .packed_weight import TILE_CHANNELS
 from .tile_table import CUT, Choice, GemmVariant
 
@@ -234,7 +240,7 @@ def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
             f"got {sorted(row)}, expected {sorted(_KEYS)} and perhaps {', '.join(_OPTIONAL)}"
         )
     dtype, variant = row["dtype"], _VARIANTS.get(row["variant"])
-    known = (*OPERAND_DTYPES, BLOCK_E4M3)
+    known = (*GEMM_DTYPES, BLOCK_E4M3)
     if dtype not in known:
         raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(known)}")
     if variant is None or variant.operands != dtype:

@@ -9,13 +9,11 @@ import torch
 from ...jit.loader import load
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
-from ..common.sizes import round_up
 from . import packed_weight, tile_tuning
-from .block_scales import aligned_scales, are_aligned
+from .block_scales import aligned_scales
+from .gemm_operands import aligned_copy, is_aligned, row_stride
 from .gemm_variants import BLOCK_E4M3, GemmTiled
 from .tile_table import Choice
-
-_ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
 
 
 def w8a8_gemm(
@@ -50,16 +48,16 @@ def w8a8_gemm(
             bias, early = bias.to(out.dtype), False
         if x_zero_point is not None and w_sum is None:
             w_sum, early = packed_weight.channel_sums(w, n), False
-        if w.dim() == 2 and not _is_aligned(w):
+        if w.dim() == 2 and not is_aligned(w):
             w = packed_weight.pack(w)
-        if not _is_aligned(x):
-            x = _aligned_copy(x)
+        if not is_aligned(x):
+            x = aligned_copy(x)
         packed = w.dim() == 4
         name, sms = gpu(device)
         dtype, out_dtype = KERNEL_NAMES[x.dtype], KERNEL_NAMES[out.dtype]
         scale_strides = (int(x_scale.numel() > 1), int(w_scale.numel() > 1))
         if block_scales:
-            dtype, early = BLOCK_E4M3, early and are_aligned(w_scale)
+            dtype, early = BLOCK_E4M3, early and is_aligned(w_scale)
             x_scale, w_scale = aligned_scales(x_scale), aligned_scales(w_scale)
             scale_strides = (row_stride(x_scale), row_stride(w_scale))
         choice = tile_tuning.choose(
@@ -83,7 +81,7 @@ def w8a8_gemm(
             w_sum=0 if w_sum is None or x_zero_point is None else w_sum.data_ptr(),
             n_active=address_of(n_active),
             out=out.data_ptr(),
-            out_stride=out.stride(0) if m > 1 else round_up(n, _ALIGNMENT),
+            out_stride=row_stride(out),
             m=m,
             n=n,
             k=k,
@@ -130,14 +128,15 @@ class ToSample:
 def argmax_parts(x: torch.Tensor, n: int, w: torch.Tensor, batch_invariant: bool) -> int:
     """Return in how many parts the best of a row of n logits come, for x [m, k] on a Hopper GPU.
 
-    w is as of `w8a8_gemm`, in fp32; 0 where the kernel that is chosen does not look for them.
+    w is as of `w8a8_gemm` or `dense_gemm`, logits are fp32; 0 where the kernel that is chosen does
+    not look for them. Products of 16 bits are batch invariant anyway.
     """
     (m, k), device = x.shape, x.get_device()
     if m == 0 or n == 0:
         return 0
     # One that does not lie as it can be read is packed for the call.
-    dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4 or not _is_aligned(w)
-    how = (packed, True, batch_invariant)
+    dtype, packed = KERNEL_NAMES[w.dtype], w.dim() == 4 or not is_aligned(w)
+    how = (packed, True, batch_invariant or w.itemsize > 1)
     return _parts_of(tile_tuning.choose(*gpu(device), m, n, k, dtype, "fp32", *how), n)
 
 
@@ -146,24 +145,3 @@ def _parts_of(choice: Choice, n: int) -> int:
     if isinstance(variant, GemmTiled) and variant.finds_argmax:
         return variant.argmax_parts(n, choice.tile_channels)
     return 0
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Return whether TMA can read a matrix of bytes as it lies: not if its rows overlap, either."""
-    stride = x.stride(0)
-    rows = x.size(0) == 1 or (stride % _ALIGNMENT == 0 and stride >= x.size(1))
-    return rows and x.data_ptr() % _ALIGNMENT == 0
-
-
-def row_stride(x: torch.Tensor) -> int:
-    """Return the elements between two rows of a matrix."""
-    # The stride of a single row says nothing, but TMA wants a good one all the same.
-    return x.stride(0) if x.size(0) > 1 else round_up(x.size(1), _ALIGNMENT)
-
-
-def _aligned_copy(x: torch.Tensor) -> torch.Tensor:
-    rows, columns = x.shape
-    copy = torch.empty(rows, round_up(columns, _ALIGNMENT), dtype=torch.int8, device=x.device)[
-        :, :columns
-    ]
-    return copy.copy_(x.view(torch.int8)).view(x.dtype)

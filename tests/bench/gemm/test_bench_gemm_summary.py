@@ -49,6 +49,13 @@ def test_the_best_w8a8_peer_of_either_dtype_counts() -> None:
     assert compare("ostinato_fp8_nopdl", OURS, PEERS, partial(is_rival, "ostinato_int8")) == []
 
 
+def test_ours_in_bf16_is_compared_with_bf16_alone() -> None:
+    case = Case.parse("N6144 K4096 M1")
+    ours = {case: {"ostinato_bf16": 0.9}}
+    [only] = compare("ostinato_bf16", ours, PEERS, partial(is_rival, "ostinato_bf16"))
+    assert (only.peer, only.ratio) == ("bf16", 0.9)
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
 def test_the_geometric_mean(values: list[float]) -> None:
     mean = geometric_mean(values)
@@ -75,7 +82,7 @@ def test_the_summary_has_every_case_groups_and_the_worst() -> None:
     assert "N6144 K4096 M1          smm_ten       8.00      6.00 ×0.750      8.00 ×1.000" in text
     assert "N6144 K4096 M2048       sgl_f8      100.00    110.00 ×1.100                -" in text
     assert "N8 K8" not in text
-    assert "ostinato_int8 / best W8A8 peer:\n  all: ×0.908, at most ×1.100, 2 cases" in text
+    assert "ostinato_int8 / best peer:\n  all: ×0.908, at most ×1.100, 2 cases" in text
     assert "  llama-8b, M <= 16: ×0.750, at most ×0.750, 1 cases" in text
     assert "  M > 1024: ×1.100, at most ×1.100, 1 cases" in text
     assert "  worst: N6144 K4096 M2048 ×1.100 of sgl_f8\n  worst: N6144 K4096 M1" in text

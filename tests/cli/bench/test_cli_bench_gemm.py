@@ -47,8 +47,18 @@ def test_ours_and_the_peers_are_measured_and_compared(
     assert file.with_suffix(".txt").read_text() == printed
     run_part, target_part = printed.split("== against the targets")
     assert "== against the peers of this run" in run_part
-    assert "ostinato_int8 / best W8A8 peer:\n  all: ×" in run_part
+    assert "ostinato_int8 / best peer:\n  all: ×" in run_part
     assert "sgl_f8   1000000000.00" in target_part
+
+
+def test_bf16_is_compared_with_torchs_bf16(tmp_path: Path) -> None:
+    file = tmp_path / "gemm.json"
+    flags = ["--json", str(file), "--device", "cpu"]
+    assert run(f"{SMALL} --dtype bf16 --peer smm_row bf16", *flags) == 0
+    rows = json.loads(file.read_text())["rows"]
+    ours = [row for row in rows if row["impl"] == "ostinato_bf16"]
+    assert len(ours) == 4
+    assert {row["peer"] for row in ours} == {"bf16"}
 
 
 def test_by_default_what_is_not_installed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

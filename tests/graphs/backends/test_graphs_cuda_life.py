@@ -1,6 +1,7 @@
 """What only a GPU can show of runs on any stream, of sleeping, and of graphs that come and go."""
 
 import ctypes
+import sys
 
 import pytest
 import torch
@@ -324,3 +325,18 @@ def test_many_batches_may_be_staged_while_the_device_is_busy(step, make_runner):
         out = runner.run(n, toy_inputs(n) | {"tokens": [i] * n})
         results.append(out["tokens"].clone())
     assert [set(result.tolist()) for result in results] == [{2 * i + 1} for i in range(8)]
+
+
+def test_pools_are_looked_at_without_harm_to_their_handles(step, make_runner):
+    runner = make_runner(step)
+    for _ in range(300):  # Python counts references to integers above 256 alone
+        pool = torch.cuda.graph_pool_handle()
+    runner.capture([2], progress=False)
+    inspector = runner._backend.inspector
+    inspector.pool = pool = tuple(int(str(part)) for part in pool)
+    before = [sys.getrefcount(part) for part in pool]
+    for _ in range(20):
+        inspector.memory()
+        inspector.allocations()
+        inspector.pool_blocks()
+    assert [sys.getrefcount(part) for part in pool] == before

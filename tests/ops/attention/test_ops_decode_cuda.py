@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -179,38 +178,3 @@ def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
         )
         assert kernel is not None
         assert kernel.cluster == expected
-
-
-@pytest.mark.parametrize(("first", "then"), [(373_000, 4_600_000), (18_110_000, 18_880_000)])
-def test_a_call_makes_room_for_those_of_other_batches(
-    first: int, then: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may need more, and be captured next: so docs/decode.md, "Which cluster"."""
-    zeros = torch.zeros
-
-    def on_the_cpu(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
-        assert device == "cuda:0"
-        return zeros(size, dtype=dtype)
-
-    capturing = False
-    monkeypatch.setattr(decode_cuda, "_workspaces", {})
-    monkeypatch.setattr(decode_cuda, "_outgrown", [])
-    monkeypatch.setattr(decode_cuda.torch, "zeros", on_the_cpu)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
-    monkeypatch.setattr(decode_cuda._C, "is_capturing", lambda stream: capturing)
-    made = decode_cuda._own_workspace(0, 7, first)
-    capturing = True
-    assert decode_cuda._own_workspace(0, 7, then) is made
-    with pytest.raises(
-        RuntimeError, match="workspace: got None while the stream is being captured"
-    ):
-        decode_cuda._own_workspace(0, 7, made.numel() + 1)
-    with pytest.raises(
-        RuntimeError, match="workspace: got None while the stream is being captured"
-    ):
-        decode_cuda._own_workspace(0, 8, first)
-    capturing = False
-    larger = decode_cuda._own_workspace(0, 7, made.numel() + 1)
-    assert larger.numel() > made.numel()
-    assert decode_cuda._outgrown == [made]

@@ -283,9 +283,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "on_device": lambda device: nullcontext(),
         "current_stream": lambda device: 7,
         "load": lambda kernel, *, device, stream: recorder,
-        "_workspace": lambda device, stream, needed: torch.zeros(8, dtype=torch.uint8),
     }.items():
         monkeypatch.setattr(prefill_cuda, name, value)
+    memory = torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(prefill_cuda._workspaces, "get", lambda device, stream, needed: memory)
     return recorder.launches
 
 
@@ -295,7 +296,7 @@ def test_a_launch_has_the_strides_of_values_of_another_dim(launches: list[dict[s
     kernel = packed_variant(q, k, v, out)
     assert kernel is not None
     offsets, rule = torch.tensor([0, 5], dtype=torch.int32), LogitRule(1.0, True, -1, -1, 0.0)
-    attend_packed(kernel, q, k, v, offsets, offsets, 5, 5, rule, None, out, None)
+    attend_packed(kernel, q, k, v, offsets, offsets, 5, 5, rule, None, out, None, None)
     (launch,) = launches
     assert launch["k"] == (k.data_ptr(), 0, 2 * 192, 192)
     assert launch["v"] == (v.data_ptr(), 0, 6 * 128, 128)
@@ -313,9 +314,8 @@ def test_heads_share_tiles_only_where_rows_may_depend_on_other_sequences(
     kernel = paged_variant(q, k_cache, k_cache, table, out)
     assert kernel is not None
     rule = LogitRule(1.0, True, -1, -1, 0.0)
-    attend_paged(
-        kernel, q, k_cache, k_cache, table, lens, None, 1, rule, None, batch_invariant, out, None
-    )
+    given = (q, k_cache, k_cache, table, lens, None, 1, rule, None)
+    attend_paged(kernel, *given, batch_invariant, out, None, None)
     assert [launch["pack"] for launch in launches] == [int(batch_invariant)] * 2
     assert [launch["batch"] for launch in launches] == [512, 88]
     assert launches[1]["q"][0] == q[512].data_ptr()

@@ -102,6 +102,7 @@ class Case:
             rule.get("sinks"),
             out,
             lse,
+            None,
             self.scales,
         )
         return out, lse
@@ -366,7 +367,7 @@ def test_whether_a_reference_rises_depends_on_no_other_row(kernel: dict[str, int
             chosen = replace(chosen, warpgroups=kernel.get("warpgroups", 0))
             lens = (1, 2 * half)
             prefill_cuda.attend_packed(
-                chosen, *tensors, *offsets, *lens, rule, None, out, None, scales
+                chosen, *tensors, *offsets, *lens, rule, None, out, None, None, scales
             )
             found.append(out[0])
         assert_same_bits(*found)

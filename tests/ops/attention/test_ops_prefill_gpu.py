@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_cases import PagedCase, assert_same_bits, int32
+from ops_cases import PagedCase, assert_same_bits, int32, packed
 
 from ostinato import ops
 from ostinato.ops import reference
@@ -34,33 +34,6 @@ RULES: list[dict[str, Any]] = [
     *({"window": window} for window in [(0, 0), (30, -1), (130, -1), (5000, -1), (-1, 2)]),
     {"window": (50, 40), "causal": False, "softcap": 15.0, "sinks": True},
 ]
-
-
-def packed(
-    q_lens: tuple[int, ...] = Q_LENS,
-    k_lens: tuple[int, ...] | None = None,
-    *,
-    heads: tuple[int, int] = (4, 2),
-    dim: int = 128,
-    value_dim: int | None = None,
-    dtype: torch.dtype = BF16,
-) -> list[Any]:
-    """Return the arguments of `varlen_attention`; rows that no sequence owns are NaN."""
-    k_lens = q_lens if k_lens is None else k_lens
-    tensors = []
-    for lens, count, size in (
-        (q_lens, heads[0], dim),
-        (k_lens, heads[1], dim),
-        (k_lens, heads[1], value_dim or dim),
-    ):
-        rows = torch.full((sum(lens) + 3, 2 * count, size), math.nan, dtype=dtype, device=CUDA)
-        rows[: sum(lens), :count] = torch.randn(sum(lens), count, size, device=CUDA)
-        tensors.append(rows[:, :count])
-    tensors[0] = tensors[0][: sum(q_lens)]
-    offsets = [
-        int32([sum(lens[:b]) for b in range(len(lens) + 1)], CUDA) for lens in (q_lens, k_lens)
-    ]
-    return [*tensors, *offsets, max(q_lens), max(k_lens)]
 
 
 def attend(args: list[Any], **options: Any) -> Any:
@@ -117,7 +90,7 @@ def check_paged(case: PagedCase) -> None:
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("k_lens", [None, K_LENS], ids=["all", "chunks"])
 def test_dims_and_dtypes(k_lens: tuple[int, ...] | None, dim: int, dtype: torch.dtype) -> None:
-    check_packed(packed(k_lens=k_lens, dim=dim, dtype=dtype))
+    check_packed(packed(Q_LENS, k_lens, dim=dim, dtype=dtype))
 
 
 @pytest.mark.usefixtures("tiles")
@@ -163,7 +136,7 @@ def test_more_sequences_than_one_launch_takes() -> None:
 def test_values_of_another_dim(
     k_lens: tuple[int, ...] | None, dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
-    check_packed(packed(k_lens=k_lens, dim=dim, value_dim=value_dim, dtype=dtype))
+    check_packed(packed(Q_LENS, k_lens, dim=dim, value_dim=value_dim, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -303,8 +276,9 @@ def test_what_lies_behind_the_last_query_costs_nothing_and_changes_no_bit() -> N
         expected = out[:600].clone() if expected is None else expected
         assert_same_bits(out[:600], expected)
         fastest = min(fastest, min(times))
-        # A tile whose scores were all found again would take ten times as long.
-        assert min(times) < 2 * fastest
+        # A tile whose scores were all found again would take ten times as long; other processes on
+        # the GPU may make it thrice.
+        assert min(times) < 5 * fastest
 
 
 @pytest.mark.usefixtures("tiles")
@@ -342,18 +316,6 @@ def test_one_graph_serves_hundreds_of_length_vectors() -> None:
             assert not out[: sum(lengths)].isnan().any()
             assert out[sum(lengths) :].isnan().all()
             assert_same_bits(out, attend(args, out=torch.full_like(out, torch.nan)))
-
-
-def test_a_capture_without_a_workspace_says_so() -> None:
-    args = packed((50,), dim=64)
-    attend(args)
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with (
-        pytest.raises(RuntimeError, match="workspace: none exists for a stream that is being"),
-        torch.cuda.graph(graph, stream=stream),
-    ):
-        attend(args)
 
 
 @pytest.mark.usefixtures("tiles")

@@ -74,7 +74,7 @@ def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 0), 5, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 6), 5, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 9), 5, "torch (_int_mm)", "torch (_scaled_mm)"),
-        (HOPPER, 11, "kernel (sm_90a)", "kernel (sm_90a)"),
+        (HOPPER, 12, "kernel (sm_90a)", "kernel (sm_90a)"),
         ((10, 0), 5, "torch (_int_mm)", "torch (_scaled_mm)"),
         ((12, 1), 5, "torch (_int_mm)", "torch (_scaled_mm)"),
     ],
@@ -87,7 +87,8 @@ def test_what_ops_run_on(capability: Capability, kernels: int, int8: str, fp8: s
     assert found["w8a8_linear, fp8"] == fp8
     if kernels:
         assert found["sample"] == f"kernel ({target})"
-    assert found["linear"] == "torch (mm)"
+    assert found["linear, 16 bits"] == (int8 if capability == HOPPER else "torch (mm)")
+    assert found["linear, fp32"] == "torch (mm)"
 
 
 _SIZES = [(1, 1, 1), (3, 17, 15), (17, 8, 16), (33, 100, 272), (70, 9, 129), (200, 136, 1000)]

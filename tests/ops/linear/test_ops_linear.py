@@ -29,6 +29,42 @@ def test_linear(
     assert_close(ops.linear(x, w, bias=b), lambda dt: reference.linear(x, w, bias=b, dtype=dt))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fp32_results_are_not_rounded_to_the_operands_dtype(
+    dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device
+) -> None:
+    rows, columns, depth = shape
+    x = torch.randn(rows, depth).to(dtype).to(device)
+    w = torch.randn(columns, depth).to(dtype).to(device)
+    for bias in (None, torch.randn(columns, device=device), torch.randn(columns).to(x)):
+        y = ops.linear(x, w, bias=bias, out_dtype=torch.float32)
+        assert y.dtype is torch.float32
+        assert_close(y, lambda dt, b=bias: reference.linear(x, w, bias=b, dtype=dt))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (0, 4, 8), (3, 33, 65), (20, 16, 128)], ids=str)
+def test_packed_16_bit_weights_give_the_bits_of_plain_ones(
+    dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device
+) -> None:
+    rows, columns, depth = shape
+    x = torch.randn(rows, depth).to(dtype).to(device)
+    w = torch.randn(columns, depth).to(dtype).to(device)
+    for out_dtype in (dtype, torch.float32):
+        plain = ops.linear(x, w, out_dtype=out_dtype)
+        assert_same_bits(ops.linear(x, ops.pack_weight(w), out_dtype=out_dtype), plain)
+
+
+def test_padding_of_linear_changes_no_real_row(device: torch.device) -> None:
+    x, w = torch.randn(5, 16, device=device).bfloat16(), torch.randn(7, 16, device=device)
+    expected = ops.linear(x, w.bfloat16())
+    x[3:] = torch.nan
+    n_active = torch.tensor([3], dtype=torch.int32, device=device)
+    y = ops.linear(x, w.bfloat16(), n_active=n_active)
+    assert_same_bits(y[:3], expected[:3])
+
+
 def test_linear_honours_strides(device: torch.device) -> None:
     x = torch.randn(5, 3, 20, device=device)[:, 1, :12]
     w = torch.randn(9, 30, device=device)[::2, 3:15]
@@ -207,6 +243,13 @@ def test_fp8_nan_reaches_its_row_only(device: torch.device) -> None:
         ({"w": torch.zeros(3, 4).half()}, TypeError, "w: got dtype torch.float16"),
         ({"bias": torch.zeros(2)}, ValueError, r"bias: got shape \[2\], expected \[3\]"),
         ({"bias": torch.zeros(3).half()}, TypeError, "bias: got dtype"),
+        ({"w": ops.pack_weight(torch.zeros(3, 4).half())}, TypeError, "w: got dtype torch.float16"),
+        ({"n_active": torch.zeros(1)}, TypeError, "n_active: got dtype torch.float32"),
+        (
+            {"out_dtype": torch.float16},
+            TypeError,
+            "out_dtype: got torch.float16, expected",
+        ),
         ({"out": torch.zeros(2, 2)}, ValueError, "out: got shape"),
         ({"out": torch.zeros(2, 3).half()}, TypeError, "out: got dtype"),
         ({"out": torch.zeros(1, 3).expand(2, 3)}, ValueError, r"out: got strides \[0, 1\] for"),
@@ -216,6 +259,35 @@ def test_fp8_nan_reaches_its_row_only(device: torch.device) -> None:
 def test_linear_bad_input(changes: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         ops.linear(**{"x": torch.zeros(2, 4), "w": torch.zeros(3, 4), **changes})
+
+
+HALF = torch.zeros(2, 4).half()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"out_dtype": torch.bfloat16}, TypeError, "out_dtype: got torch.bfloat16, expected"),
+        ({"bias": torch.zeros(3)}, TypeError, "bias: got dtype torch.float32"),
+        ({"out": torch.zeros(2, 3)}, TypeError, "out: got dtype torch.float32"),
+        (
+            {"w": ops.pack_weight(HALF[:, :3])},
+            ValueError,
+            r"w: got shape \[2, 3\], expected \[N, 4\]",
+        ),
+    ],
+)
+def test_16_bit_linear_bad_input(
+    changes: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        ops.linear(**{"x": HALF, "w": torch.zeros(3, 4).half(), **changes})
+
+
+def test_k_of_16_bits_beyond_32_bits_of_bytes() -> None:
+    x, w = (torch.empty(rows, 2**30, dtype=torch.bfloat16, device="meta") for rows in (1, 8))
+    with pytest.raises(ValueError, match="x: got bytes of K = 2147483648, expected at most"):
+        ops.linear(x, w)
 
 
 INT8 = torch.zeros(2, 4, dtype=torch.int8)

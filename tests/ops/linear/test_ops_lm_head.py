@@ -60,6 +60,86 @@ def chosen(arguments: dict[str, Any], row: dict[str, torch.Tensor], seen: torch.
     return whole, logits, expected, got
 
 
+def dense_layer(m: int, n: int, k: int, device: torch.device) -> dict[str, Any]:
+    """Return arguments of `linear`."""
+    w = torch.randn(n, k).bfloat16().to(device)
+    return {
+        "x": torch.randn(m, k).bfloat16().to(device),
+        "w": ops.pack_weight(w) if device.type == "cuda" else w,
+        "bias": torch.randn(n).to(device),
+    }
+
+
+def chosen_dense(
+    arguments: dict[str, Any], row: dict[str, torch.Tensor], seen: torch.Tensor
+) -> Any:
+    """Do as `chosen` for `linear_logits`."""
+    whole = ops.linear(**arguments, out_dtype=torch.float32)
+    how = {name: row[name] for name in ("temperature", "repetition_penalty")}
+    logits = ops.linear_logits(**arguments, **how)
+    expected = ops.sample(whole, **row, seen=seen)
+    got = ops.sample(logits.values, **row, seen=seen, argmax=logits.argmax)
+    return whole, logits, expected, got
+
+
+def test_on_the_cpu_all_dense_logits_are_there() -> None:
+    m, n = 20, 300
+    arguments, row = dense_layer(m, n, 64, CPU), columns(m, CPU)
+    whole, logits, expected, got = chosen_dense(arguments, row, torch.rand(m, n) < 0.3)
+    assert logits.argmax is None
+    assert logits.values.dtype is torch.float32
+    assert_same_bits(logits.values, whole)
+    assert_same_bits(got, expected)
+
+
+def test_the_dense_op_hands_over_the_best_on_the_cpu_too() -> None:
+    m, n = 12, 40
+    arguments, row = dense_layer(m, n, 64, CPU), columns(m, CPU, greedy=True)
+    arguments["bias"][7] = 1000.0
+    out, argmax = torch.empty(m, n), torch.empty(m, 1, dtype=torch.int64)
+    given = (*arguments.values(), None, row["temperature"], None, out, argmax)
+    op = torch.ops.ostinato.linear_logits.default
+    op(*given)
+    assert_same_bits(out, ops.linear(**arguments, out_dtype=torch.float32))
+    tokens = ops.sample(torch.randn(m, n), **row, seen=torch.zeros(m, n) > 0, argmax=argmax)
+    assert_same_bits(tokens, torch.full((m,), 7))
+    torch.library.opcheck(op, given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"temperature": torch.zeros(3)}, r"temperature: got shape \[3\], expected \[4\]"),
+        ({"repetition_penalty": torch.ones(5)}, r"repetition_penalty: got shape \[5\]"),
+        ({"bias": torch.ones(8).half()}, "bias: got dtype torch.float16"),
+        ({"n_active": torch.ones(1)}, "n_active: got dtype torch.float32"),
+    ],
+)
+def test_bad_arguments_of_dense_logits(changed: dict[str, Any], message: str) -> None:
+    arguments = {**dense_layer(4, 8, 16, CPU), "temperature": torch.zeros(4)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        ops.linear_logits(**{**arguments, **changed})
+
+
+@pytest.mark.gpu
+@pytest.mark.nvcc
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("n", VOCABULARIES)
+@pytest.mark.parametrize("m", LOGITS_TOKENS)
+def test_tokens_are_those_of_whole_dense_logits(m: int, n: int, greedy: bool) -> None:
+    arguments, row = dense_layer(m, n, LOGITS_FEATURES, CUDA), columns(m, CUDA, greedy=greedy)
+    arguments["x"][m // 2] = 0
+    arguments["bias"][n // 2 :] = arguments["bias"].amax()  # equal ones
+    if m > 4:
+        arguments["x"][4] = math.nan
+    whole, logits, expected, got = chosen_dense(arguments, row, torch.rand(m, n, device=CUDA) < 0.3)
+    assert_same_bits(got, expected)
+    parts = argmax_parts(arguments["x"], n, arguments["w"].data, True)
+    assert (logits.argmax is None) == (parts == 0)
+    read = (row["temperature"] > 0) | (row["repetition_penalty"] != 1)
+    assert_same_bits(logits.values[read], whole[read])
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
 def test_on_the_cpu_all_logits_are_there(dtype: torch.dtype) -> None:
     m, n = 20, 300
@@ -150,4 +230,4 @@ def test_equal_logits_and_nan_in_some_channels(m: int) -> None:
     arguments["w_scale"][[17001, 16999, 30000]] = math.nan
     _, _, expected, got = chosen(arguments, row, seen)
     assert_same_bits(got, expected)
-    assert int(got.min()) == int(got.max()) == 16999
+    assert int(got.min()) == int(got.max()) == -1

@@ -13,17 +13,24 @@ from ops_cases import E4M3, assert_same_bits, quantized_randn
 from ostinato import ops
 from ostinato.ops.linear import packed_weight
 
+DTYPES = [torch.int8, E4M3, torch.bfloat16, torch.float16]
 SIZES = [(1, 1), (16, 128), (17, 129), (5, 64), (48, 300), (1003, 15)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+def random(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype) if dtype.itemsize > 1 else quantized_randn(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SIZES, ids=str)
 def test_every_byte_has_its_place(
     dtype: torch.dtype, shape: tuple[int, int], device: torch.device
 ) -> None:
-    w = quantized_randn(shape, dtype)
+    w = random(shape, dtype)
     packed = ops.pack_weight(w.to(device))
-    tiles, blocks, rows, depth = packed.data.shape
+    data = packed.data.cpu().view(torch.int8)
+    shape = (shape[0], shape[1] * dtype.itemsize)  # in bytes
+    tiles, blocks, rows, depth = data.shape
     assert (rows, depth, blocks % 2) == (16, 64, 0)
     channel = torch.arange(tiles * rows).view(tiles, 1, rows, 1)
     # The vectors of 16 bytes are swizzled, in a way of each pair of rows.
@@ -32,21 +39,21 @@ def test_every_byte_has_its_place(
     inside = (channel < shape[0]) & (feature < shape[1])
     index = (channel * shape[1] + feature).where(inside, 0)
     expected = w.view(torch.int8).flatten()[index].where(inside, 0)
-    assert_same_bits(packed.data.cpu().view(torch.int8), expected.to(torch.int8))
+    assert_same_bits(data, expected.to(torch.int8))
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 70), st.integers(1, 300), st.sampled_from([torch.int8, E4M3]))
+@given(st.integers(1, 70), st.integers(1, 300), st.sampled_from(DTYPES))
 def test_unpack_undoes_pack(n: int, k: int, dtype: torch.dtype) -> None:
-    w = quantized_randn((n, k), dtype)
+    w = random((n, k), dtype)
     packed = ops.pack_weight(w)
     assert_same_bits(packed.unpack(), w)
     assert (packed.dtype, packed.device, packed.shape) == (dtype, w.device, (n, k))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_strides(dtype: torch.dtype, device: torch.device) -> None:
-    wide = quantized_randn((40, 300), dtype).to(device)
+    wide = random((40, 300), dtype).to(device)
     for w in (wide[::2, 3:200], wide.t(), wide[:, ::3], wide[:1].expand(5, -1)):
         assert_same_bits(ops.pack_weight(w).unpack(), w)
 
@@ -95,6 +102,8 @@ DATA = torch.zeros(1, 2, 16, 64, dtype=torch.int8)
         ({"n": 0}, ValueError, "n: got 0, expected at least 1"),
         ({"k": 1.0}, TypeError, "k: got float, expected an int"),
         ({"data": DATA.float()}, TypeError, "data: got dtype torch.float32"),
+        ({"data": DATA.half()}, ValueError, r"data: got shape .*, expected \[1, 2, 16, 32\]"),
+        ({"data": DATA[0]}, ValueError, r"data: got shape .*, expected \[tiles, blocks, "),
         ({"data": DATA[:, :1].expand(-1, 2, -1, -1)}, ValueError, "data: got strides"),
     ],
 )

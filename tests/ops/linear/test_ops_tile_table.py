@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.linear import tile_table, tile_tuning
-from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
+from ostinato.ops.linear.gemm_variants import GEMM_DTYPES, GemmSmallM, GemmTiled, out_dtypes
 from ostinato.ops.linear.tile_table import Choice, choose
 
 GPU, SMS = "NVIDIA H200", 132
@@ -27,15 +27,19 @@ sizes = st.one_of(
     st.integers(1, 2**31 - 1),
     st.builds(lambda bits, by: max(1, 2**bits + by), st.integers(0, 30), st.integers(-1, 1)),
 )
-calls = st.fixed_dictionaries(
+dtypes = st.sampled_from(GEMM_DTYPES).flatmap(
+    lambda dtype: st.fixed_dictionaries(
+        {"dtype": st.just(dtype), "out_dtype": st.sampled_from(out_dtypes(dtype))}
+    )
+)
+ways = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from(["int8", "e4m3"]),
-        "out_dtype": st.sampled_from(["bf16", "fp16", "fp32"]),
         "packed": st.booleans(),
         "fast_accum": st.booleans(),
         "batch_invariant": st.booleans(),
     }
 )
+calls = st.builds(lambda of, how: {**of, **how}, dtypes, ways)
 
 
 def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
@@ -54,7 +58,7 @@ def check_legal(choice: Choice, m: int, n: int, call: dict[str, Any]) -> None:
     assert choice.cluster in (0, 1, 2)
     assert choice.split_k in (0, 2)
     assert choice.cluster == 2 or not choice.share_weights
-    if call["batch_invariant"] and variant.dtype == "e4m3":
+    if call["batch_invariant"] and variant.dtype != "int8":
         assert not choice.split_k
     assert choice.band >= 0
 
@@ -242,6 +246,15 @@ def test_rows_hold_for_their_size_and_up_to_their_m(tuned: Path) -> None:
     assert picked(9, out_dtype="fp32").variant.out_dtype == "fp32"
 
 
+def test_a_row_for_bf16_holds_with_k_in_one_order(tuned: Path) -> None:
+    wide = GemmTiled(dtype="bf16", out_dtype="bf16", channels=128, tokens=64)
+    write(tuned, row(64, wide, tile_channels=48, cluster=2, split_k=2))
+    how = {"dtype": "bf16", "fast_accum": False, "batch_invariant": True}
+    assert picked(9, **how) == Choice(wide, tile_channels=48, cluster=2)
+    assert picked(9, **how, out_dtype="fp32").variant.out_dtype == "fp32"
+    assert picked(9, **{**how, "dtype": "fp16"}, out_dtype="fp16").variant.dtype == "fp16"
+
+
 def test_rows_do_not_hold_below_the_least_m_that_was_timed(tuned: Path) -> None:
     write(tuned, row(64, m_min=33, tile_channels=48), row(300, m_min=300, tile_channels=16))
     assert picked(33).tile_channels == picked(64).tile_channels == 48
@@ -342,7 +355,7 @@ def test_without_a_gpu_nothing_is_tuned(tuned: Path, capsys: pytest.CaptureFixtu
         ([1], r"rows\[0\]: got int, expected an object"),
         ([row(64), {}], r"rows\[1\]: got \[\], expected \['dtype', 'k', "),
         ([row(64, tiles=1)], r"rows\[0\]: got .*'tiles'.*, expected"),
-        ([row(64, dtype="int4")], "dtype: got 'int4', expected int8 or e4m3"),
+        ([row(64, dtype="int4")], "dtype: got 'int4', expected int8 or e4m3 or bf16 or fp16"),
         ([row(64, variant="gemm")], "variant: got 'gemm', expected a compiled GEMM of int8"),
         ([row(64, dtype="e4m3")], "variant: got 'gemm_tiled-int8-bf16-128x64', expected"),
         ([row(64, variant=["a"])], r"rows\[0\]: "),

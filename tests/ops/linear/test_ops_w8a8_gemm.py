@@ -150,8 +150,8 @@ def test_an_x_that_tma_cannot_read_is_copied(
         made.append(original(x))
         return made[-1]
 
-    original = w8a8_gemm._aligned_copy
-    monkeypatch.setattr(w8a8_gemm, "_aligned_copy", aligned_copy)
+    original = w8a8_gemm.aligned_copy
+    monkeypatch.setattr(w8a8_gemm, "aligned_copy", aligned_copy)
     x = view(matrix(8, 64, dtype))
     launch = call(launches, x, ops.pack_weight(matrix(40, x.size(1), dtype)))
     assert (launch["x"], launch["x_stride"]) == (made[0].data_ptr(), 64)

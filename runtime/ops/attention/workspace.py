@@ -1,0 +1,132 @@
+"""How large a workspace of attention must be, from capacities alone."""
+
+from __future__ import annotations
+
+import torch
+
+from ..common import checks
+from ..common.device import device_index, runs
+from . import decode_cuda, prefill_cuda
+from .decode_variants import AttentionDecode
+from .prefill_variants import AttentionPrefill
+
+
+def paged_attention_workspace(
+    dtype: torch.dtype,
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    *,
+    max_batch: int,
+    max_pages: int,
+    page_size: int,
+    max_seqlen_q: int = 1,
+    kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Return the bytes that suffice as `workspace` of `paged_attention` within these capacities.
+
+    A few MB, whatever the lengths; with `batch_invariant` more if the capacity of a sequence is
+    above 1024 tokens: for each 1024 of them and each KV head about the bytes of the queries in
+    fp32. Kernels that are not compiled yet are compiled.
+
+    Args:
+        dtype: of the queries: bf16, fp16 or fp32.
+        heads_q: query heads, a multiple of `heads_kv`.
+        heads_kv: KV heads.
+        head_dim: of queries and keys.
+        max_batch: the most sequences of a call.
+        max_pages: columns of `page_table`.
+        page_size: tokens of a page.
+        max_seqlen_q: the largest that calls are given.
+        kv_dtype: of the caches: `dtype`, which None means, int8 or e4m3.
+        batch_invariant: as calls are given it.
+        device: where the calls run.
+
+    Returns:
+        Bytes; 0 where no kernel of ours runs, whose calls use no workspace.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    checks.option("dtype", dtype, checks.FLOAT_DTYPES)
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    checks.option("kv_dtype", kv_dtype, (dtype, *checks.QUANTIZED_DTYPES))
+    for name, value in (
+        ("heads_kv", heads_kv),
+        ("heads_q", heads_q),
+        ("head_dim", head_dim),
+        ("max_batch", max_batch),
+        ("max_pages", max_pages),
+        ("page_size", page_size),
+        ("max_seqlen_q", max_seqlen_q),
+    ):
+        checks.integer(name, value, least=1)
+    if heads_q % heads_kv:
+        raise ValueError(f"heads_q: got {heads_q}, expected a multiple of heads_kv = {heads_kv}")
+    checks.flag("batch_invariant", batch_invariant)
+    place = torch.device(device)
+    if place.type != "cuda":
+        return 0
+    index = device_index(place)
+    decode = prefill = 0
+    if runs(AttentionDecode, index):
+        decode = decode_cuda.workspace_bytes(
+            dtype,
+            kv_dtype,
+            heads_q // heads_kv,
+            heads_kv,
+            head_dim,
+            max_batch=max_batch,
+            max_pages=max_pages,
+            page_size=page_size,
+            max_seqlen_q=max_seqlen_q,
+            batch_invariant=batch_invariant,
+            device=index,
+        )
+    if runs(AttentionPrefill, index) and kv_dtype == dtype:
+        kernels = prefill_cuda.prefill_kernels(dtype, head_dim, batch_invariant=batch_invariant)
+        prefill = prefill_cuda.workspace_bytes(kernels, index)
+    return max(decode, prefill)
+
+
+def varlen_attention_workspace(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    value_dim: int | None = None,
+    out_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cuda",
+) -> int:
+    """Return the bytes that suffice as `workspace` of `varlen_attention`, whatever the lengths.
+
+    Kernels that are not compiled yet are compiled.
+
+    Args:
+        dtype: of queries, keys and values: bf16, fp16, fp32 or e4m3.
+        head_dim: of queries and keys.
+        value_dim: of values; None is `head_dim`.
+        out_dtype: of the output of e4m3 queries: bf16, which None means, or fp16.
+        device: where the calls run.
+
+    Returns:
+        Bytes; 0 where no kernel of ours runs, whose calls use no workspace.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    checks.option("dtype", dtype, (*checks.FLOAT_DTYPES, torch.float8_e4m3fn))
+    checks.integer("head_dim", head_dim, least=1)
+    value_dim = head_dim if value_dim is None else value_dim
+    checks.integer("value_dim", value_dim, least=1)
+    out_dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    checks.option("out_dtype", out_dtype, (torch.bfloat16, torch.float16))
+    place = torch.device(device)
+    if place.type != "cuda":
+        return 0
+    index = device_index(place)
+    if not runs(AttentionPrefill, index):
+        return 0
+    kernels = prefill_cuda.packed_kernels(dtype, head_dim, value_dim, out_dtype)
+    return prefill_cuda.workspace_bytes(kernels, index)
