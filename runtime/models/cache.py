@@ -38,7 +38,7 @@ class PagedKVCache:
         page_size: tokens per page, at least 1.
         dtype, device: of the keys and values.
         l2_partitioned: on a Hopper GPU, put pages where it is known which L2 partition holds them,
-            if their sizes allow it, and each sequence's into one partition (docs/l2_partition.md).
+            if their sizes allow it, and each sequence's into one partition (docs/notebooks/l2_partition.md).
 
     Attributes:
         storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.

@@ -1,4 +1,4 @@
-"""Which partition of a GPU's L2 holds what (docs/l2_partition.md), and the probe's kernel."""
+"""Which partition of a GPU's L2 holds what (docs/notebooks/l2_partition.md), and the probe's kernel."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_the_room_in_the_page_table_decides_how_many_share_a_sequence(
 def test_a_call_makes_room_for_those_of_other_batches(
     first: int, then: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may need more, and be captured next: so docs/decode.md, "Which cluster"."""
+    """They may need more, and be captured next: so docs/notebooks/decode.md, "Which cluster"."""
     zeros = torch.zeros
 
     def on_the_cpu(size: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
