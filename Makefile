@@ -11,6 +11,10 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
+# Notebooks and results are records, and not held to it.
+PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md)
+
 .PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
 
 demo: install
@@ -38,6 +42,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
 	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+	$(BIN)/proselint --config .proselintrc.json check $(PROSE)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
