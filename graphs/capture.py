@@ -1,6 +1,6 @@
 """The capture protocol: warm up every size, then capture largest first, then audit and verify.
 
-`docs/graphs.md` says which failure each step of it prevents.
+`docs/graphs/capture.md` says which failure each step of it prevents.
 """
 
 from __future__ import annotations

@@ -167,8 +167,7 @@ class GraphRunner(Generic[OutputT]):
 
         Raises:
             NotCapturedError: when there was none.
-            ValueError, CaptureError, AuditError, VerificationError, GraphError, ClosedError,
-                BusyError: as `capture`.
+            ValueError, GraphError: as `capture`.
         """
         _check_audit(audit)
         with self._lifecycle.exclusively("recapture"):

@@ -13,4 +13,4 @@ if __name__ != "ostinato":
         "install it with `pip install -e .` and `import ostinato`"
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,12 +1,28 @@
-"""`python -m ostinato`: the process around `ostinato.cli.main`."""
+"""`ostinato`, or `python -m ostinato`: the process around `ostinato.cli.main`."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from .cli.interrupt import INTERRUPTED
+
+
+def run() -> NoReturn:
+    """Run the command line and end the process: `ostinato`, or `python -m ostinato`."""
+    # A shell script starts its background jobs with SIGINT ignored; Ctrl-C shall work there too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Read when torch is loaded. OpenMP threads that spin instead of sleeping keep each other off a
+    # busy processor: a small model's step took 70 times as long beside two other processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    code = _run()
+    if code == INTERRUPTED:
+        # `main` has flushed what was printed. A normal exit might print the traceback of a second
+        # Ctrl-C, or end by the signal instead of the code when the first one hit an import.
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run() -> int:
@@ -31,14 +47,4 @@ def _open_closed_streams() -> None:
 
 
 if __name__ == "__main__":
-    # A shell script starts its background jobs with SIGINT ignored; Ctrl-C shall work there too.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Read when torch is loaded. OpenMP threads that spin instead of sleeping keep each other off a
-    # busy processor: a small model's step took 70 times as long beside two other processes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    code = _run()
-    if code == INTERRUPTED:
-        # `main` has flushed what was printed. A normal exit might print the traceback of a second
-        # Ctrl-C, or end by the signal instead of the code when the first one hit an import.
-        os._exit(code)
-    sys.exit(code)
+    run()

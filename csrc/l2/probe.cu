@@ -1,4 +1,4 @@
-// Measures the latency from SMs to addresses in L2, in clocks (docs/l2_partition.md).
+// Measures the latency from SMs to addresses in L2, in clocks (docs/notebooks/l2_partition.md).
 //
 // Uses atomics, which execute in the partition that owns the address, while a load may hit a copy
 // in the SM's own partition. They add zero, so memory does not change. Each CTA has an SM to

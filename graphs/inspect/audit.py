@@ -1,7 +1,8 @@
 """The audit of captured graphs: nodes that do not belong in one, addresses that may not last.
 
 A graph repeats the addresses that it was captured with. Each address in it must lie in memory that
-stays where it is for as long as the graph is replayed; `docs/graphs.md` says what can be missed.
+stays where it is for as long as the graph is replayed; `docs/graphs/capture.md` says what can be
+missed.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ def _parser() -> Parser:
         usage="python -m ostinato build (--all | --only NAME ... | --for-model DIR | "
         "--dtypes D ...) [options]",
         description="Compile kernels into the cache; what is there already is left alone. "
-        "Selections other than --all combine. Needs nvcc and, for the tiled GEMM, CUTLASS: "
-        "`pip install 'ostinato[cuda]'`.",
+        "Selections other than --all combine. Needs nvcc: `pip install 'ostinato[cuda]'`.",
     )
     chosen = parser.add_argument_group("which kernels")
     chosen.add_argument("--all", action="store_true", help="every kernel there is")

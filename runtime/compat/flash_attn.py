@@ -15,8 +15,8 @@ where FlashAttention-3 returns two.
   values have another dim than its keys.
 
 All of it can be captured in a graph, with lengths and tables that change between replays, where
-`cache_seqlens` is a tensor. How much runs on our kernels, `docs/prefill.md` and `docs/decode.md`
-say.
+`cache_seqlens` is a tensor. How much runs on our kernels, `docs/notebooks/prefill.md` and
+`docs/notebooks/decode.md` say.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ on the device from what the cache says: nothing is copied to the host, no keys a
 query heads that share them, and of a `StaticCache` only what it holds is read, so that a step can
 be captured in a graph. `seq_lens=` of the model's call says it instead of the cache, for each
 sequence by itself: a row of 0 attends to nothing and costs next to nothing, as the padding of a
-batch should. `docs/graphs.md` has an example.
+batch should. `docs/graphs/transformers.md` has an example.
 
 What would change the result and is not built is refused by name: dropout, attention weights as an
 output, additive masks and biases, 2D masks with padding, packed sequences, chunked attention.

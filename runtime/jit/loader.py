@@ -13,7 +13,7 @@ from .errors import MissingKernelError
 from .location import cache_folder
 from .mode import BuildMode
 from .targets import DEFAULT, target_for
-from .toolchain import find_cutlass, find_nvcc
+from .toolchain import INSTALL_CUTLASS, find_cutlass, find_nvcc
 from .variant import Variant
 
 _loaded: dict[tuple[Variant, int], _C.Library] = {}
@@ -95,7 +95,7 @@ def _obstacle(plan: compiler.Plan, stream: int) -> str | None:
     if find_nvcc() is None:
         return "there is no nvcc to compile it now (`pip install 'ostinato[cuda]'` brings one)"
     if plan.sources.uses_cutlass and find_cutlass() is None:
-        return "CUTLASS is not installed (`pip install 'ostinato[cuda]'` brings it)"
+        return f"there are no CUTLASS headers ({INSTALL_CUTLASS})"
     return None
 
 

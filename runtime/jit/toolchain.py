@@ -14,8 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from .errors import KernelBuildError
+from .sources import CSRC
 
 _INSTALL = "`pip install 'ostinato[cuda]'` brings it"
+# `setup.py` puts them into the sdist, and so into the wheel.
+PACKAGED_CUTLASS = CSRC / "third_party" / "cutlass"
+INSTALL_CUTLASS = "install them with `pip install --no-deps nvidia-cutlass==4.2.0.0`"
 # Where programs and their own libraries are found, and the language of messages.
 _HARMLESS = (*("PATH", "LD_LIBRARY_PATH", "HOME"), *("LANG", "LC_ALL", "LC_CTYPE", "LC_MESSAGES"))
 _VERSION = re.compile(r"release [\d.]+, V([\d.]+)")
@@ -78,7 +82,13 @@ def find_nvcc() -> Nvcc | None:
 
 
 def find_cutlass() -> Cutlass | None:
-    """Return the CUTLASS headers of the PyPI package `nvidia-cutlass`, None when not installed."""
+    """Return the CUTLASS headers of a wheel or sdist of ours, or else those of `nvidia-cutlass`.
+
+    A git checkout has no headers: it needs the PyPI package. None when that is not installed.
+    """
+    version = PACKAGED_CUTLASS / "version.txt"
+    if version.is_file():
+        return Cutlass(PACKAGED_CUTLASS / "include", version.read_text(encoding="utf-8").strip())
     spec = importlib.util.find_spec("cutlass_library")
     if spec is None or spec.origin is None:
         return None
@@ -120,7 +130,7 @@ def require_cutlass() -> Cutlass:
     """
     cutlass = find_cutlass()
     if cutlass is None:
-        raise KernelBuildError(f"the CUTLASS headers (nvidia-cutlass) not found: {_INSTALL}")
+        raise KernelBuildError(f"the CUTLASS headers not found: {INSTALL_CUTLASS}")
     return cutlass
 
 

@@ -33,12 +33,16 @@ class PagedKVCache:
     """Keys and values of all layers in pages of `page_size` tokens.
 
     Args:
-        num_layers, num_kv_heads, head_dim: shape of the model.
+        num_layers: of the model.
         num_pages: pages per layer, the dummy page 0 included.
         page_size: tokens per page, at least 1.
-        dtype, device: of the keys and values.
+        num_kv_heads: KV heads of a layer.
+        head_dim: elements of a head.
+        dtype: of the keys and values.
+        device: of the keys and values.
         l2_partitioned: on a Hopper GPU, put pages where it is known which L2 partition holds them,
-            if their sizes allow it, and each sequence's into one partition (docs/l2_partition.md).
+            if their sizes allow it, and each sequence's into one partition
+            (docs/notebooks/l2_partition.md).
 
     Attributes:
         storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.

@@ -34,7 +34,7 @@ from ostinato.ops import reference
 
 transformers.logging.set_verbosity_error()
 
-GRAPHS = Path(__file__).parents[2] / "docs" / "graphs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "graphs" / "transformers.md"
 SIZES: dict[str, Any] = {**compat_sizes.SIZES, "num_hidden_layers": 3}
 # With all that changes what attention does: windows in all layers or some, softcap, sinks.
 MODELS: dict[str, Any] = {
@@ -295,8 +295,7 @@ def test_what_a_ragged_cache_refuses() -> None:
 
 
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    section = GRAPHS.read_text().split("## A model of Hugging Face\n")[1]
-    example = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
+    example = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[0]
     model, ids = make("llama"), prompts([9, 4, 1])
     names: dict[str, Any] = {"model": model, "ids": ids}
     names["seq_lens"] = torch.tensor([9, 4, 1], dtype=torch.int32)

@@ -81,7 +81,7 @@ def model_of(name: str, experts: str | None) -> Any:
 
 
 def step_of(model: Any, cache: RaggedStaticCache) -> Callable[[BatchView], torch.Tensor]:
-    """Return a decode step of a model, as docs/graphs.md has it."""
+    """Return a decode step of a model, as docs/graphs/transformers.md has it."""
 
     def step(batch: BatchView) -> torch.Tensor:
         rows = cache.rows(batch.seq_lens)

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# As docs/graphs.md, "In a project of your own", says.
+# As docs/graphs/index.md, "In a project of your own", says.
 SETUP = """\
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup

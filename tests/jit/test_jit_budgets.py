@@ -118,7 +118,7 @@ def test_wrong_budget_files(tmp_path: Path, document: str, match: str) -> None:
         read_budgets(file)
 
 
-# Since decode v19 it spills two registers (docs/decode.md, "Missed"); no other kernel may.
+# It spills two registers (docs/notebooks/decode.md, v19 and "Missed"); no other kernel may.
 _ALLOWED_SPILLS = {"attention_decode-bf16-e4m3_kv-d256-c32": 8}
 
 

@@ -563,11 +563,13 @@ def test_without_nvcc_the_error_names_the_command(cache: Path, no_nvcc: None) ->
         loader.load(_VARIANT, device=0, stream=0)
 
 
-def test_without_cutlass_the_error_names_the_command(
+def test_without_cutlass_the_error_names_the_commands(
     nvcc_calls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(toolchain, "PACKAGED_CUTLASS", nvcc_calls)
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingKernelError, match=rf"CUTLASS is not .*--only {_TILED.name}`"):
+    commands = rf"pip install --no-deps nvidia-cutlass==.*--only {_TILED.name}`"
+    with pytest.raises(MissingKernelError, match=rf"no CUTLASS headers.*{commands}"):
         loader.load(_TILED, device=0, stream=0)
 
 

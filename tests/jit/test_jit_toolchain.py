@@ -92,8 +92,10 @@ def test_ninja_of_the_environment_comes_first(bare: Path, monkeypatch: pytest.Mo
 
 
 def test_cutlass_is_found_without_importing_it(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = bare / "csrc" / "cutlass"
+    monkeypatch.setattr(toolchain, "PACKAGED_CUTLASS", packaged)
     assert toolchain.find_cutlass() is None
-    with pytest.raises(KernelBuildError, match="CUTLASS headers"):
+    with pytest.raises(KernelBuildError, match=r"CUTLASS headers .*pip install --no-deps nvidia-"):
         toolchain.require_cutlass()
     package = bare / "site" / "cutlass_library"
     package.mkdir(parents=True)
@@ -104,6 +106,11 @@ def test_cutlass_is_found_without_importing_it(bare: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", [str(bare / "site")])
     found = toolchain.require_cutlass()
     assert found == toolchain.Cutlass(package / "source" / "include", "4.2.0.0")
+
+    packaged.mkdir(parents=True)
+    assert toolchain.require_cutlass() == found  # a checkout has the folder, with the licence only
+    (packaged / "version.txt").write_text("4.1.0.0\n")
+    assert toolchain.require_cutlass() == toolchain.Cutlass(packaged / "include", "4.1.0.0")
 
 
 def _group(folder: Path, **files: str) -> Path:

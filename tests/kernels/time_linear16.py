@@ -1,11 +1,13 @@
 """Times bf16 products beside cuBLAS, and tiles beside the table's: a JSON of ratios.
 
     python tests/kernels/time_linear16.py --json F [--budget-s 170] [--no-sweep]
+    python tests/kernels/time_linear16.py --json F --budget-s 25 --cases "N2048 K8192 M64" ...
 
 Launches are captured in CUDA graphs and rotate over weights that are not in the L2; every result is
 checked before it is timed. The first part is `bench gemm --dtype bf16 --peer bf16` of the shapes of
 8B, 1B and 70B models, output projections and a router. With what is left of the budget, the second
-part times tiles that the table could choose for up to 64 tokens, those for the model's too.
+part times tiles that the table could choose for up to 64 tokens, those for the model's too, and the
+best of them beside the table's and cuBLAS. `--cases` is the second part of some cases alone.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,11 @@ import torch
 from ostinato.bench.gemm.benchmark import BENCHMARK
 from ostinato.bench.gemm.cases import Case, Shape, cases
 from ostinato.bench.gemm.impls import OURS_BF16, PEERS, ours
-from ostinato.bench.gemm.inputs import random_inputs, random_weights
+from ostinato.bench.gemm.inputs import Inputs, random_inputs, random_weights
 from ostinato.bench.harness.benchmark import Implementation
+from ostinato.bench.harness.rotation import interleave, rotate
 from ostinato.bench.harness.runner import time_cases
-from ostinato.bench.tune.run import Timed, choices, time_choices
+from ostinato.bench.tune.run import Timed, _calls, choices, time_choices
 from ostinato.ops.common.device import gpu
 from ostinato.ops.linear import tile_table, tile_tuning
 from ostinato.ops.linear.gemm_variants import GEMM_TILED, GemmTiled
@@ -47,7 +51,6 @@ _TIMED = (
     *cases(map(Shape.parse, _70B[:2]), (1024, 4096)),
 )
 _SWEPT = tuple(cases(map(Shape.parse, (*_1B, *_8B, "128x2048", "128256x4096")), _FEW))
-_FEW_BYTES = 2 << 20  # of weights: with fewer, launches last no longer than their starts
 
 
 def main() -> None:
@@ -56,19 +59,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="written after each part")
     parser.add_argument("--budget-s", type=float, default=170.0)
     parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[])
     args = parser.parse_args()
     end = time.monotonic() + args.budget_s
     device = torch.device("cuda", 0)
     name, sms = gpu(0)
-    precompile({_choice(name, sms, case).variant for case in _TIMED}, device)
+    timed = () if args.cases else _TIMED
+    swept = args.cases or (() if args.no_sweep else _SWEPT)
+    precompile({_choice(name, sms, case).variant for case in timed}, device)
     document: dict[str, Any] = {"gpu": name, "torch": torch.__version__, "rows": [], "sweep": []}
     try:
-        for row in _rows(name, sms, device, end):
+        for row in _rows(name, sms, timed, device, end):
             document["rows"].append(row)
             print(json.dumps(row), flush=True)
         document["means"] = _means(document["rows"])
         print(json.dumps(document["means"], indent=1), flush=True)
-        for row in () if args.no_sweep else _sweep(sms, device, end):
+        for row in _sweep(sms, swept, device, end):
             document["sweep"].append(row)
             print(json.dumps(row), flush=True)
     finally:
@@ -80,14 +86,21 @@ def _choice(name: str, sms: int, case: Case) -> Choice:
     return tile_tuning.choose(name, sms, case.m, n, k, "bf16", "bf16", True, False, True)
 
 
-def _rows(name: str, sms: int, device: torch.device, end: float) -> Iterator[dict[str, Any]]:
+def _cublas() -> Implementation[Case, Inputs]:
     cublas = PEERS["bf16"]
     assert isinstance(cublas, Implementation)
-    for result in time_cases(BENCHMARK, _TIMED, [ours("bf16", with_pdl=True), cublas], device):
+    return cublas
+
+
+def _rows(
+    name: str, sms: int, timed: Sequence[Case], device: torch.device, end: float
+) -> Iterator[dict[str, Any]]:
+    impls = [ours("bf16", with_pdl=True), _cublas()]
+    for result in time_cases(BENCHMARK, timed, impls, device):
         us = {row.impl: row.us for row in result.rows}
         row: dict[str, Any] = {"case": str(result.case), **us, **result.failures}
         if len(us) == 2:
-            row["ratio"] = round(us[OURS_BF16] / us[cublas.name], 3)
+            row["ratio"] = round(us[OURS_BF16] / us["bf16"], 3)
         yield {**row, **_described(_choice(name, sms, result.case))}
         if time.monotonic() > end:
             return
@@ -113,9 +126,11 @@ def _means(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _sweep(sms: int, device: torch.device, end: float) -> Iterator[dict[str, Any]]:
+def _sweep(
+    sms: int, swept: Sequence[Case], device: torch.device, end: float
+) -> Iterator[dict[str, Any]]:
     weights, of_shape = {}, None
-    for case in _SWEPT:
+    for case in swept:
         if time.monotonic() > end:
             return
         if of_shape != case.shape:
@@ -125,11 +140,19 @@ def _sweep(sms: int, device: torch.device, end: float) -> Iterator[dict[str, Any
         timed = time_choices(given, sets, device)
         ranked = sorted(timed, key=lambda one: one.us)
         best = min((one for one in timed if one.final), key=lambda one: one.us)
+        beside = [_calls(one.choice, sets, device) for one in (timed[0], best)]
+        rotations = [rotate(calls, device) for calls in (*beside, _cublas().bind(case, sets))]
+        table_us, best_us, cublas_us = (
+            1e6 * statistics.median(seconds) for seconds in interleave(rotations, device)
+        )
         yield {
             "case": str(case),
+            "cublas_us": round(cublas_us, 2),
+            "ratio": round(table_us / cublas_us, 3),
+            "best_ratio": round(best_us / cublas_us, 3),
             "table": _timed(timed[0]),
             "best": _timed(best),
-            "gain": round(best.us / timed[0].us, 3),
+            "gain": round(best_us / table_us, 3),
             "others": [_timed(one) for one in ranked[:4]],
             "failures": [one.failure for one in timed if one.failure],
         }
@@ -139,15 +162,17 @@ def _more(case: Case) -> Iterator[Choice]:
     """Yield ways to cut an output that the model does not consider, or takes for slow."""
     m, n = case.m, case.shape.n
     fitting = [v for v in GEMM_TILED if (v.dtype, v.out_dtype) == ("bf16", "bf16")]
-    fitting = [v for v in fitting if not v.pingpong and v.tokens <= 64 and v.channels <= 128]
+    fitting = [v for v in fitting if not v.pingpong and v.tokens <= 128]
+    if m <= 64:
+        fitting = [v for v in fitting if v.tokens <= 64 and v.channels <= 128]
     for variant in fitting:
         if variant.tokens < min(m, 16) or variant.tokens >= 4 * max(m, 8):
             continue
-        least = 16 if n * case.shape.k * 2 <= 40 * _FEW_BYTES else variant.channels // 2
+        least = 16 if variant.channels == 64 else 80  # those of the smaller kernel are not repeated
         for channels, sharing in product(range(least, variant.channels + 1, 16), range(3)):
-            if math.ceil(n / channels) < 60 and channels > 32:
-                continue
-            yield from _shared(variant, channels, m, sharing)
+            ctas = math.ceil(n / channels) * math.ceil(m / variant.tokens)
+            if 60 <= ctas <= 2 * 132 or channels <= 32:
+                yield from _shared(variant, channels, m, sharing)
 
 
 def _shared(variant: GemmTiled, channels: int, m: int, sharing: int) -> Iterator[Choice]:

@@ -7,8 +7,8 @@
 //   OSTINATO_CACHE_DTYPE  of the cache: the same, int8 or e4m3
 //
 // The semantics are those of runtime/ops/attention/append_kv.py. The bits of a head depend on that
-// head alone: not on other tokens, its index, alignment or strides. docs/append.md has the reasons
-// and the measurements.
+// head alone: not on other tokens, its index, alignment or strides. docs/notebooks/append.md has
+// the reasons and the measurements.
 #include <cuda_runtime.h>
 
 #include <cstdint>

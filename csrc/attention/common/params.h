@@ -24,7 +24,7 @@ struct Slots {
 constexpr const char* kind_of(const Slots*) { return "pqqq"; }
 
 // The mapping of SMs and pages to L2 partitions, if known. Reads from the other partition cross the
-// chip, which takes energy (docs/l2_partition.md). A hint: results do not depend on it.
+// chip, which takes energy (docs/notebooks/l2_partition.md). A hint: results do not depend on it.
 struct L2Partition {
   static constexpr int kSmWords = 8;
   uint32_t sms[kSmWords];  // bit i % 32 of word i / 32: the partition that SM i is on

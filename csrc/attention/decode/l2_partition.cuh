@@ -1,6 +1,6 @@
 // Maps heads and CTAs to L2 partitions, if the L2 partition of each page is known: a CTA reads
 // pages from the partition of its own SM. Reading from the other partition costs energy and goes
-// through a narrow link across the chip (docs/l2_partition.md).
+// through a narrow link across the chip (docs/notebooks/l2_partition.md).
 //
 // Each partition holds partition of the heads of a page. The scheduler's head indices are permuted
 // per sequence: even indices are the heads in partition 0, odd indices those in partition 1. CTAs

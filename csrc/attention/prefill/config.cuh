@@ -71,7 +71,7 @@ inline constexpr int kKeySteps = kKeys / kMmaDepth;
    (OSTINATO_VALUE_DIM == 256 || (OSTINATO_VALUE_DIM == 128 && OSTINATO_CONSUMERS == 3)))
 inline constexpr bool kPromotesToGmem = OSTINATO_PROMOTES_TO_GMEM;
 // Tiles that the tensor cores accumulate, and slices of the output, one of which is promoted with
-// each tile. Fewer tiles lose less precision and are slower (docs/prefill.md).
+// each tile. Fewer tiles lose less precision and are slower (docs/notebooks/prefill.md).
 inline constexpr int kSumTiles = 16;
 // The workspace: counters, and each CTA's promoted sums.
 inline constexpr int kCounterBytes = kPromotesToGmem ? 256 : 8;
@@ -149,8 +149,9 @@ inline constexpr int kStagesFit = kRingRoom / kStageBytes;
 inline constexpr int kMaxStages = kDebugPrint ? 2 : 8;
 inline constexpr int kStages = kStagesFit < kMaxStages ? kStagesFit : kMaxStages;
 // Remaining shared memory may hold one more tile: of values, which are held for longer than keys,
-// or of keys where a warpgroup begins with the third tile of a work tile (docs/prefill.md). With 8
-// bits this helps three warpgroups with promotion, and then for both.
+// or of keys where a warpgroup begins with the third tile of a work tile
+// (docs/notebooks/prefill.md). With 8 bits this helps three warpgroups with promotion, and then for
+// both.
 inline constexpr int kRoomLeft = kStages < kMaxStages ? kRingRoom - kStages * kStageBytes : 0;
 inline constexpr bool kHasSpareTile = (!kFp8 || kPromotesToGmem) && kRoomLeft >= kValueBytes;
 inline constexpr bool kSpareIsKeys =
@@ -167,7 +168,7 @@ static_assert(kShareOutput ? kOutputFits : kPasses == 1, "the output must fit in
 inline constexpr int kWorkTiles = 3;
 // Whether one warp finds work tiles and copies queries, and one each copies keys and values. For
 // three consumer warpgroups: finding a work tile takes as long as multiplying a tile, and the first
-// keys that the first of them uses are those of the third tile (docs/prefill.md).
+// keys that the first of them uses are those of the third tile (docs/notebooks/prefill.md).
 inline constexpr bool kHasFinder = kSource != Source::Slots && !kFp8 && kConsumers == 3;
 // That warp also reads the ids of a work tile's first pages, to hide their latency from the copies.
 inline constexpr bool kHandsOverBoxes = kHasFinder && kSource == Source::Pages;

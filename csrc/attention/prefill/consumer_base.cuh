@@ -75,7 +75,7 @@ class ConsumerBase {
 
   // Two consumer warpgroups alternate at the tensor cores (ping-pong): each one passes the turn to
   // the other by named barriers. Without turns 8-bit kernels are faster, and so are three
-  // warpgroups, of which one or another always has MMAs to issue (docs/prefill.md).
+  // warpgroups, of which one or another always has MMAs to issue (docs/notebooks/prefill.md).
   static constexpr bool kTurns = !kFp8 && kConsumers == 2;
   __device__ __forceinline__ void take_turn() const {
     if constexpr (kTurns) {

@@ -149,7 +149,8 @@ class Consumer : public ConsumerBase<Softmax> {
 
   // Processes a tile whose products accumulate in the tensor cores. kExact: nothing is masked,
   // scores are direct, and promotion is due with every tile. These are most tiles; they have a loop
-  // of their own without those branches. (Unrolling it by slices was slower: docs/prefill.md.)
+  // of their own without those branches. (Unrolling it by slices was slower:
+  // docs/notebooks/prefill.md.)
   template <bool kExact>
   __device__ __forceinline__ void multiply_tile(const WorkTile& work_tile, int n,
                                                 const Operand& queries, KeysOperand& keys,
@@ -219,7 +220,7 @@ class Consumer : public ConsumerBase<Softmax> {
         find_reference(work_tile, n, n < masked, r);
         softmax_.exponentiate(r.scores);
         // ptxas starts this wait before most of the exponentials, which is best: keeping them
-        // before the wait made tiles up to a tenth slower (docs/prefill.md).
+        // before the wait made tiles up to a tenth slower (docs/notebooks/prefill.md).
         wait_multiplied<0>();
         add_values(fade, r);
         release<Values>(values_);

@@ -1,7 +1,7 @@
 // W8A8 linear layer for one token, in one launch: each CTA quantises x (after RMS norm and
 // residual, if requested) into its shared memory, and multiplies it like the small-M GEMM, whose
 // ring of weights fills meanwhile. Quantising in every CTA costs less than the boundary between two
-// kernels. docs/performance.md has the measurements.
+// kernels. docs/notebooks/decode_step.md has the measurements.
 //
 // Compiled with the macros of gemm_w8a8/small_m/config.cuh, those of gemm_w8a8/quantize/quantize.cu
 // (kinds per_token and rms_norm) and

@@ -10,8 +10,8 @@
 //   OSTINATO_GROUP         128: each 128 of a row have a scale of their own; 0: rows have
 //
 // The semantics are those of runtime/ops/linear (quantize, rms_norm, silu_mul). A row's bits depend
-// on the row alone: not on m, its index, alignment or strides. docs/quantize_kernels.md has the
-// measurements, and the treatment of NaN and infinities.
+// on the row alone: not on m, its index, alignment or strides. docs/notebooks/quantize_kernels.md
+// has the measurements, and the treatment of NaN and infinities.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -91,8 +91,8 @@ Plan many_rows_plan(const QuantizeParams& p) {
 }
 
 // Chosen from capacities, alignment and the set of tensors, all fixed at graph capture; a row's
-// bits do not depend on the choice. docs/quantize_kernels.md has the measurements behind the
-// bounds.
+// bits do not depend on the choice. docs/notebooks/quantize_kernels.md has the measurements behind
+// the bounds.
 Plan plan(const QuantizeParams& p, bool aligned) {
   constexpr int32_t kSms = 132;
   // With 8 elements per thread: limited by the registers of an SM.

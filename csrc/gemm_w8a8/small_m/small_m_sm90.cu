@@ -3,8 +3,9 @@
 // One CTA per SM processes a contiguous run of weight tiles. One thread keeps a ring of bulk copies
 // full, and starts before it waits for the preceding kernel, since weights are constants. Eight
 // warps divide each chunk of K (and, for many tokens, the tokens), keep their share of x in
-// registers, and add their sums through shared memory in a fixed order. docs/gemm_small_m.md has
-// reasons and measurements; config.cuh the macros; packed.h the layout of weights.
+// registers, and add their sums through shared memory in a fixed order.
+// docs/notebooks/gemm_small_m.md has reasons and measurements; config.cuh the macros; packed.h the
+// layout of weights.
 //
 // With params.pdl, the preceding kernel may write x, x_scale and x_zero_point. It must not write w,
 // w_scale, w_sum or bias, which are read before the wait.

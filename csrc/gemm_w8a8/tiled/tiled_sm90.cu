@@ -4,8 +4,8 @@
 // ring of stages, and one or two consumer warpgroups multiply (consumer.cuh). A tile may be smaller
 // than the compiled one in both dimensions, so that tiles fit the SMs and time grows evenly with m.
 // Scheduler: tile_scheduler.cuh. Mainloop: consumer.cuh. Epilogues: epilogue.cuh,
-// epilogue_small_m.cuh, epilogue_swap_ab.cuh, epilogue_argmax.cuh. docs/gemm_tiled.md has reasons
-// and measurements.
+// epilogue_small_m.cuh, epilogue_swap_ab.cuh, epilogue_argmax.cuh. docs/notebooks/gemm_tiled.md has
+// reasons and measurements.
 //
 // Any m, n and k. x has a 16-byte aligned base and row stride (TMA); w is packed (w_stride 0) or
 // plain with 16-byte aligned rows. With params.pdl, the preceding kernel may write x, x_scale and

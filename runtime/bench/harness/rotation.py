@@ -51,9 +51,9 @@ class Pace:
 
 
 # The clock follows the power that the kernels of the last 100 ms took: an H200 runs a product at
-# half speed for 10 ms after another one, then settles in 100 (docs/gemm_tiled.md, "Large M"). So
-# what is timed begins on a card at rest, as it does where each implementation is timed on its own,
-# or when the clock has settled to what the power limit leaves.
+# half speed for 10 ms after another one, then settles in 100 (docs/notebooks/gemm_tiled.md, "Large
+# M"). So what is timed begins on a card at rest, as it does where each implementation is timed on
+# its own, or when the clock has settled to what the power limit leaves.
 RESTED = Pace(rest_s=30e-3, run_in_s=6e-3)
 SUSTAINED = Pace(rest_s=0.0, run_in_s=160e-3)
 

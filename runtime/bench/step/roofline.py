@@ -25,8 +25,8 @@ class Roofline:
     flop_s: Mapping[int, float]
 
 
-# Reading: the most that was measured (docs/performance.md, docs/results/h100/gemm.json). Tensor
-# cores: NVIDIA's data sheets, without sparsity.
+# Reading: the most that was measured (docs/notebooks/decode_step.md, docs/results/h100/gemm.json).
+# Tensor cores: NVIDIA's data sheets, without sparsity.
 _FLOP_S = {1: 1979e12, 2: 989.5e12}
 _ROOFLINES = {
     "NVIDIA H200": Roofline(4.5e12, _FLOP_S),

@@ -1,8 +1,9 @@
 """Which L2 partition of a GPU holds an address, found out by how long SMs take to reach it.
 
-docs/l2_partition.md says what was measured. An SM reaches its own partition in two thirds of the
-time that the other takes. Which partition holds a block of 4096 bytes is the parity of some bits of
-its physical address: within a page of 2 MiB those of an offset, and one more for the whole page.
+docs/notebooks/l2_partition.md says what was measured. An SM reaches its own partition in two thirds
+of the time that the other takes. Which partition holds a block of 4096 bytes is the parity of some
+bits of its physical address: within a page of 2 MiB those of an offset, and one more for the whole
+page.
 """
 
 from __future__ import annotations

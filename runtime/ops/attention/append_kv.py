@@ -42,7 +42,7 @@ def append_kv(
     rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), all
     in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of slot -1 is not
     written, but its q is returned like any other's. No other slot may occur twice. On a GPU, from
-    sm_80 on, all of it is one launch (docs/append.md).
+    sm_80 on, all of it is one launch (docs/notebooks/append.md).
 
     Args:
         k: [tokens, heads_kv, dim] bf16, fp16 or fp32.

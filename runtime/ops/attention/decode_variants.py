@@ -113,7 +113,7 @@ def decode_cluster(
     quantized: bool,
     batch_invariant: bool,
 ) -> int:
-    """Return the CTAs of a cluster of the fastest kernel (docs/decode.md).
+    """Return the CTAs of a cluster of the fastest kernel (docs/notebooks/decode.md).
 
     With `batch_invariant` the load changes no bit.
     """

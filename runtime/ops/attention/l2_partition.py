@@ -1,4 +1,7 @@
-"""Which partition of a GPU's L2 holds what (docs/l2_partition.md), and the probe's kernel."""
+"""Which partition of a GPU's L2 holds what, and the probe's kernel.
+
+`docs/notebooks/l2_partition.md` has the measurements.
+"""
 
 from __future__ import annotations
 

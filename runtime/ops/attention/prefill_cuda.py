@@ -32,8 +32,8 @@ _MOST_SEQUENCES = 512  # of a launch (csrc: kMaxBatch); more take several
 _MOST_TOKENS = 1 << 29  # of a sequence (csrc: kFarthest)
 _FP8_DIMS = (64, 128, 256)
 # Of 128 columns, packed or in pages, there are tiles of two sizes. The cost is that of a query and
-# key in the larger ones, beside the others' (docs/prefill.md); with so many for each multiprocessor
-# none waits long.
+# key in the larger ones, beside the others' (docs/notebooks/prefill.md); with so many for each
+# multiprocessor none waits long.
 _ROWS, _MANY_ROWS = 128, 192
 _MANY_ROWS_COST = 0.94
 _MANY_TILES = 4

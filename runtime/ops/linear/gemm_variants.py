@@ -169,8 +169,8 @@ def out_dtypes(dtype: str) -> tuple[str, ...]:
     return (dtype, "fp32") if dtype in DTYPES_16_BIT else FLOAT_DTYPES
 
 
-# (max_m, token_warps, row_tiles, x_slots): those of docs/gemm_small_m.md. Three row tiles suit
-# weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
+# (max_m, token_warps, row_tiles, x_slots): those of docs/notebooks/gemm_small_m.md. Three row tiles
+# suit weights of three tiles per SM. Beyond 16 tokens the tiled GEMM wins, and in FP8 always.
 _SMALL_M = ((8, 1, 2, 4), (16, 1, 2, 4), (16, 1, 3, 4))
 GEMM_SMALL_M = tuple(
     GemmSmallM(
@@ -184,7 +184,7 @@ GEMM_SMALL_M = tuple(
     for out_dtype in FLOAT_DTYPES
 )
 register_family(GemmSmallM, GEMM_SMALL_M)
-# (channels, tokens, pingpong): those of docs/gemm_tiled.md.
+# (channels, tokens, pingpong): those of docs/notebooks/gemm_tiled.md.
 _TILES = (
     *((64, 16, False), (64, 32, False), (128, 32, False)),
     *((channels, 64, False) for channels in (64, 96, 128, 160)),

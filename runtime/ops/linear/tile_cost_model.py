@@ -3,7 +3,7 @@
 A model of few numbers: the busiest SM's clocks, and the time that memory needs for the weights. The
 numbers were fitted to some 36000 times, of 18 shapes of weights by 16 to 4096 tokens, on an H200
 and an H100: not so that the times come out, but so that the fastest way is found. They are
-effective ones, not a data sheet's. docs/gemm_tiled.md says how well they do.
+effective ones, not a data sheet's. docs/notebooks/gemm_tiled.md says how well they do.
 """
 
 from __future__ import annotations

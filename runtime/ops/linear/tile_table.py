@@ -128,7 +128,7 @@ class Measured:
         return Choice(variant, self.channels, self.tokens, cluster=2, split_k=2)
 
 
-# Alone, at rest (docs/gemm_tiled.md).
+# Alone, at rest (docs/notebooks/gemm_tiled.md).
 MEASURED = (
     Measured(("e4m3",), 4096, 14336, range(241, 257), 128, 128, "26.1 us, not 27.6"),
     Measured(
@@ -139,7 +139,7 @@ MEASURED = (
 # The first row that holds counts, if it may serve the call. Of tiles the fastest by `gemm_model`
 # does.
 TABLE: tuple[Streaming | Measured | Tile, ...] = (
-    Streaming(8, 2, "reads weights at memory speed (docs/gemm_small_m.md)"),
+    Streaming(8, 2, "reads weights at memory speed (docs/notebooks/gemm_small_m.md)"),
     Streaming(16, 3, "whole passes of three tiles", (3,), range(4096, _END)),
     Streaming(16, 2, "reads weights at memory speed", (1, 2, 4), range(2048, _END)),
     Streaming(16, 2, "reads weights at memory speed", range(6, 14)),

@@ -4,7 +4,7 @@ A step of 32 products is added to the sum so far in fixed point: bits more than 
 exponent of the greatest term are cut off, that of a product being the sum of its factors'; then so
 are those of the new sum. An H200 gave exactly these scores for 18432 random pairs of vectors, of
 head dims 64, 128 and 256 and of codes from about 1 to 400, as far as fp32 LSE shows them
-(docs/prefill.md).
+(docs/notebooks/prefill.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,108 @@
+"""The programs of examples/ run as a user would run them; the real model needs the network."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from try_dist import widen
+
+from ostinato.engine import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+TINY = EXAMPLES / "tiny-llama"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def _run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_own_op_runs_captured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run("own_op", monkeypatch)
+    out = capsys.readouterr().out
+    assert out.count("bit-equal") == 4
+    assert out.endswith("largest weight of each row: [5, 17, 42]\n")
+
+
+def test_quantize_and_generate_compares_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    widen(TINY, tmp_path / "wide")
+    _run("quantize_and_generate", monkeypatch, tmp_path / "wide", tmp_path / "int8")
+    sizes = re.findall(r"^(wide|int8): ([\d.]+) MB", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, _ in sizes] == ["wide", "int8"]
+    assert float(sizes[1][1]) < 0.7 * float(sizes[0][1])
+
+
+def test_transformers_model_decodes_as_generate_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run("transformers_model", monkeypatch)
+    rows = re.findall(r"^\[([\d, ]+)\] -> \[([\d, ]+)\]$", capsys.readouterr().out, re.MULTILINE)
+    example = _module("transformers_model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(example.SMALL, dtype=torch.float32).eval()
+    assert len(rows) == len(example.PROMPTS)
+    for prompt, found in rows:
+        ids = torch.tensor([[int(token) for token in prompt.split(",")]])
+        settings = {"max_new_tokens": example.STEPS, "do_sample": False, "eos_token_id": None}
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert expected[0, ids.size(1) :].tolist() == [int(token) for token in found.split(",")]
+
+
+def test_chat_remembers_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    example = _module("chat_smollm2")
+    monkeypatch.setattr(example, "SAMPLING", SamplingParams(max_tokens=6))
+    chat = example.Chat(folder)
+    first = "".join(chat.answer("A list display is"))
+    second = "".join(chat.answer("Classes"))
+    assert first
+    assert [message["content"] for message in chat._messages] == [
+        "A list display is",
+        first,
+        "Classes",
+        second,
+    ]
+
+
+@pytest.mark.real
+@pytest.mark.timeout(1200)
+def test_chat_with_the_real_model_names_paris(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "chat_smollm2.py", "--folder", tmp_path / "smollm2"]
+    done = subprocess.run(
+        [*command, "--message", "What is the capital of France?"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
