@@ -11,6 +11,7 @@
 #include "common/registers.cuh"
 #include "gemm_w8a8/packed.h"
 #include "gemm_w8a8/params.h"
+#include "scale_boxes.cuh"
 
 // -DOSTINATO_OPERAND=int8|e4m3|bf16|fp16   x and w
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias
@@ -140,19 +141,21 @@ struct SwapAbStorage {
 
 struct NoStorage {};
 
-// Block scales of a stage, kCount of a unit; TMA writes to multiples of 128 bytes.
+// Block scales of a stage, a box of kCount for each unit; TMA writes to multiples of 128 bytes.
+inline constexpr int kWeightScales = scale_box(kChannels / kScaleChannels);
+inline constexpr int kTokenScales = scale_box(kTokens);
 template <int kCount>
 struct alignas(128) StageScales {
+  static_assert(kCount * sizeof(float) % kTmaBytes == 0, "a row of a box has whole 16 bytes");
   float of[kUnits][kCount];
 };
 struct BlockScaleStorage {
-  StageScales<kChannels / kScaleChannels> w_scales[kMaxStages];
-  StageScales<kTokens> x_scales[kMaxStages];
+  StageScales<kWeightScales> w_scales[kMaxStages];
+  StageScales<kTokenScales> x_scales[kMaxStages];
 };
 struct NoScaleStorage {};
-inline constexpr int kWeightScaleBytes =
-    kBlockScales ? kUnits * kChannels / kScaleChannels * sizeof(float) : 0;
-inline constexpr int kTokenScaleBytes = kBlockScales ? kUnits * kTokens * sizeof(float) : 0;
+inline constexpr int kWeightScaleBytes = kBlockScales ? kUnits * kWeightScales * sizeof(float) : 0;
+inline constexpr int kTokenScaleBytes = kBlockScales ? kUnits * kTokenScales * sizeof(float) : 0;
 
 struct DirectStorage {
   float w_scale[kConsumers][kChannels];

@@ -46,7 +46,7 @@ class Consumer {
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
       if constexpr (kBlockScales) {
-        sum_scaling(work_tile.steps, sums, position, fixed_);
+        sum_scaling(work_tile, sums, position, fixed_);
       } else if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
       } else {
@@ -231,8 +231,12 @@ class Consumer {
   // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
   // The MMAs of a stage run together. All tiles add in this order and with these roundings.
   template <class Fixed>
-  __device__ __forceinline__ void sum_scaling(int steps, Sum (&sums)[kBlocks][kSums],
-                                              RingPosition& position, const Fixed& fixed) {
+  __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
+                                              Sum (&sums)[kBlocks][kSums], RingPosition& position,
+                                              const Fixed& fixed) {
+    const int steps = work_tile.steps;
+    const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
+    const int first_x = place_in_scale_box(work_tile.token);
     clear(sums);
     for (int step = 0; step < steps; ++step) {
       OSTINATO_DELAY(consumer, warpgroup_ == 0);
@@ -255,9 +259,11 @@ class Consumer {
       UnitScales scales[kUnits];
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        scales[unit].load_rows(kTokenRows ? x_scales[unit] : w_scales[unit], warpgroup_);
+        const float* const w = w_scales[unit] + first_w;
+        const float* const x = x_scales[unit] + first_x;
+        scales[unit].load_rows(kTokenRows ? x : w, warpgroup_);
         if (UnitScales::kFit) {
-          scales[unit].load_columns(kTokenRows ? w_scales[unit] : x_scales[unit]);
+          scales[unit].load_columns(kTokenRows ? w : x);
         }
       }
       cute::warpgroup_wait<0>();
@@ -265,7 +271,8 @@ class Consumer {
       for (int unit = 0; unit < kUnits; ++unit) {
         pin(products[unit]);
         if (!UnitScales::kFit) {
-          scales[unit].load_columns(kTokenRows ? w_scales[unit] : x_scales[unit]);
+          scales[unit].load_columns(kTokenRows ? w_scales[unit] + first_w
+                                               : x_scales[unit] + first_x);
         }
         scales[unit].add_scaled(products[unit], sums);
       }

@@ -53,15 +53,16 @@ class Producer {
     }
   }
 
-  // Copies all scales that the compiled tile has room for: zeros past the last ones.
+  // Copies a box with all scales of the compiled tile: zeros past the last ones.
   template <class Fixed>
   __device__ __forceinline__ void copy_scales(const WorkTile& work_tile, int step, int slot,
                                               uint64_t* full, Fixed& fixed) {
     if constexpr (kOfWeights) {
-      tma_load(&fixed.w_scales[slot], *scale_map_, work_tile.channel / kScaleChannels,
-               step * kUnits, full);
+      tma_load(&fixed.w_scales[slot], *scale_map_,
+               scale_box_start(work_tile.channel / kScaleChannels), step * kUnits, full);
     } else {
-      tma_load(&fixed.x_scales[slot], *scale_map_, work_tile.token, step * kUnits, full);
+      tma_load(&fixed.x_scales[slot], *scale_map_, scale_box_start(work_tile.token), step * kUnits,
+               full);
     }
   }
 

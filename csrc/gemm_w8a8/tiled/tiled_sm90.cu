@@ -183,10 +183,10 @@ cudaError_t encode_scales(const W8A8GemmParams& params, ScaleMaps* maps) {
   const uint64_t groups = ceil_div(params.k, kUnitDepth);
   const TensorMapShape<2> x = {{uint64_t(params.m), groups},
                                {1, uint64_t(params.x_scale_stride) * sizeof(float)},
-                               {kTokens, kUnits}};
+                               {kTokenScales, kUnits}};
   const TensorMapShape<2> w = {{uint64_t(ceil_div(params.n, kScaleChannels)), groups},
                                {1, uint64_t(params.w_scale_stride) * sizeof(float)},
-                               {kChannels / kScaleChannels, kUnits}};
+                               {kWeightScales, kUnits}};
   constexpr auto kWhole = CU_TENSOR_MAP_SWIZZLE_NONE;
   constexpr auto kElement = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   OSTINATO_RETURN_IF_ERROR(encode_tensor_map(&maps->x, params.x_scale, x, kWhole, kElement));
