@@ -17,8 +17,9 @@ from .inputs import Inputs, Layout
 _BF16_ROUNDING = 2.0**-8
 # Of the accumulators, relative: fp32 sums of exact products, and what cuBLAS does to bf16.
 _SUM_ERROR = {torch.int8: 1e-3, torch.bfloat16: 2.0**-6}
-# Fast accumulation keeps about 13 fraction bits of the sum, after every 32 products; with block
-# scales that is the sum of a group.
+# Fast accumulation keeps about 13 fraction bits of the sum, after every 32 products. With block
+# scales that is the sum of a group: of n groups the errors add up to n times that of one, while the
+# sums are √n times as large.
 _FP8_SUM_ERROR = 2.0**-13 / 32
 
 
@@ -43,7 +44,9 @@ def difference(
     in_blocks = inputs.weight.blocks is not None
     if scaled and not in_blocks:
         scale = inputs.x_scale.unsqueeze(1) * inputs.weight.scale
-    depth = GROUP if in_blocks else inputs.x.size(1)
+    depth: float = inputs.x.size(1)
+    if in_blocks:
+        depth = GROUP * math.sqrt(inputs.x_scale.size(0))
     sum_error = _SUM_ERROR.get(inputs.x.dtype, _FP8_SUM_ERROR * depth)
     size = product.abs()
     rms = math.sqrt(product.square().mean().item())
