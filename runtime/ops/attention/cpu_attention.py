@@ -9,7 +9,7 @@ sequences, nor on how a sequence is cut into chunks. A key that a row does not s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
@@ -56,12 +56,12 @@ def attend_live(
         step = max(1, min(_MOST_ROWS // (q_len * group), _MOST_HEADS // kv.k.size(-2)))
         for at in range(0, len(members), step):
             part = members[at : at + step]
-            index = torch.cat([torch.arange(q_bounds[b], q_bounds[b + 1]) for b in part])
+            index = torch.tensor([row for b in part for row in range(q_bounds[b], q_bounds[b + 1])])
             found = _Sequences(q.index_select(0, index), part, [k_lens[b] for b in part], kv, rule)
             result, logsumexp = found.attend(sinks)
-            out.index_copy_(0, index, result.to(out.dtype))
+            out.index_copy_(0, index, found.by_query(result).to(out.dtype))
             if lse is not None:
-                lse.index_copy_(0, index, logsumexp)
+                lse.index_copy_(0, index, found.by_query(logsumexp()).squeeze(2))
 
 
 class _Sequences:
@@ -85,6 +85,8 @@ class _Sequences:
         self.q_len = q.size(0) // len(members)
         self.dims = (round_up(q.size(2), _VECTOR), round_up(kv.v.size(-1), _VECTOR))
         self.alike = _alike_products(self.heads, *self.dims)
+        self.lengths = torch.tensor(k_lens).unsqueeze(1)
+        self.positions = torch.arange(max(k_lens) + _TILES[-1])
         self._kv = kv
         self._members = torch.tensor(members)
         # The queries of the heads that share a KV head are the rows of one matrix.
@@ -93,8 +95,10 @@ class _Sequences:
         rows = rows.mul_(rule.scale).view(len(members) * self.heads, -1, q.size(2))
         self.rows = _padded(rows, self.dims[0])
 
-    def attend(self, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out [n * q_len, heads_q, value_dim], lse [n * q_len, heads_q]), fp32."""
+    def attend(
+        self, sinks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        """Return out [n * heads_kv, q_len * group, value_dim] fp32, and what returns the LSE."""
         numbers = _RowsOfOne(self.alike, self.heads)
         blocks = [
             _Block(self, start, stop, size, sinks)
@@ -112,17 +116,15 @@ class _Sequences:
                 keys, values = _padded(k, self.dims[0]).transpose(1, 2), _padded(v, self.dims[1])
                 for block in seeing:
                     block.add(keys, values, start, stop, finite)
-        results = [block.results() for block in blocks]
-        out, lse = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
-        out = out[:, :, : self._kv.v.size(-1)]
-        return self._by_query(out), self._by_query(lse).squeeze(2)
+        out = torch.cat([block.out() for block in blocks], dim=1)[:, :, : self._kv.v.size(-1)]
+        return out, lambda: torch.cat([block.lse() for block in blocks], dim=1)
 
     def spans(self, query: int) -> list[tuple[int, int]]:
         """Return which keys a query sees in each sequence, as `LogitRule.span` does."""
         before = query - self.q_len
         return [self.rule.span(length + before, length) for length in self.k_lens]
 
-    def _by_query(self, x: torch.Tensor) -> torch.Tensor:
+    def by_query(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [n * heads_kv, q_len * group, dim] as [n * q_len, heads_q, dim]."""
         x = x.reshape(-1, self.heads, self.q_len, self.group, x.size(2)).transpose(1, 2)
         return x.reshape(-1, self.heads * self.group, x.size(4))
@@ -141,25 +143,21 @@ class _Block:
     ) -> None:
         rows, group = sequences.rows, sequences.group
         self._sequences = sequences
+        self._begin = start
         self._count = stop - start
         self._earliest = sequences.spans(start // group)
         self._latest = sequences.spans((stop - 1) // group)
         self._q = functional.pad(rows[:, start:stop], (0, 0, 0, size - self._count))
-        state = (rows.size(0), size, 1)
-        if sinks is None:
-            self._maximum = rows.new_full(state, -math.inf)
-            self._total = rows.new_zeros(state)
-        else:
+        self._maximum: torch.Tensor | None = None
+        if sinks is not None:
             # A sink is a logit that comes before all keys and has no value.
-            of_row = (torch.arange(start, start + size) % group).clamp_(max=group - 1)
+            of_row = torch.arange(start, start + size) % group
             by_head = sinks.view(sequences.heads, group)[:, of_row]
-            self._maximum = by_head.repeat(len(sequences.k_lens), 1).unsqueeze(2)
-            self._total = rows.new_ones(state)
-        self._acc = rows.new_zeros(rows.size(0), size, sequences.dims[1])
-        # Where each row stands; padding stands where the last one does.
-        query = (torch.arange(start, start + size) // group).clamp_(max=sequences.q_len - 1)
-        lengths = torch.tensor(sequences.k_lens).unsqueeze(1)
-        self._first, self._stop = sequences.rule.spans(lengths - sequences.q_len + query, lengths)
+            self._start(by_head.repeat(len(sequences.k_lens), 1).unsqueeze(2), 1.0)
+
+    def _start(self, maximum: torch.Tensor, total: float) -> None:
+        self._maximum, self._total = maximum, torch.full_like(maximum, total)
+        self._acc = maximum.new_zeros(*maximum.shape[:2], self._sequences.dims[1])
 
     def sees(self, start: int, stop: int, live: int) -> bool:
         """Return whether a row of the first `live` sequences sees a key in start .. stop - 1."""
@@ -170,20 +168,38 @@ class _Block:
         self, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int, finite: bool
     ) -> None:
         """Attend to a tile: keys [n * heads, dim, T], values [n * heads, T, value_dim] of n."""
-        heads, size = self._sequences.heads, self._q.size(1)
-        live = keys.size(0) // heads
-        bounds = zip(self._earliest[:live], self._latest[:live], strict=True)
-        hidden = None
-        if not (finite and all(last[0] <= start and first[1] >= stop for first, last in bounds)):
-            position = torch.arange(start, stop)
-            hidden = position >= self._stop[:live].unsqueeze(2)
-            if self._sequences.rule.left >= 0:
-                hidden |= position < self._first[:live].unsqueeze(2)
-        step = live if (live * heads, size) in self._sequences.alike else 1
-        for at in range(0, live, step):
-            some = slice(at * heads, (at + step) * heads)
-            away = None if hidden is None else hidden[at : at + step]
+        sequences, size = self._sequences, self._q.size(1)
+        live = keys.size(0) // sequences.heads
+        hidden = self._hidden(start, stop, live, finite)
+        if self._maximum is None and live < len(sequences.k_lens):
+            self._start(self._q.new_full((self._q.size(0), size, 1), -math.inf), 0.0)
+        if (keys.size(0), size) in sequences.alike:
+            self._add(slice(keys.size(0)), keys, values, hidden, finite)
+            return
+        if self._maximum is None:
+            self._start(self._q.new_full((self._q.size(0), size, 1), -math.inf), 0.0)
+        for at in range(live):
+            some = slice(at * sequences.heads, (at + 1) * sequences.heads)
+            away = None if hidden is None else hidden[at : at + 1]
             self._add(some, keys[some], values[some], away, finite)
+
+    def _hidden(self, start: int, stop: int, live: int, finite: bool) -> torch.Tensor | None:
+        """Return which keys rows do not see, [live, size or 1, T]; None where they see all."""
+        lengths = self._sequences.lengths[:live]
+        bounds = list(zip(self._earliest[:live], self._latest[:live], strict=True))
+        if finite and all(last[0] <= start and first[1] >= stop for first, last in bounds):
+            return None
+        position = self._sequences.positions[start:stop]
+        if finite and all(
+            last[0] <= start and first[1] >= min(stop, length)
+            for (first, last), length in zip(bounds, self._sequences.k_lens, strict=False)
+        ):
+            return position >= lengths.unsqueeze(2)
+        first, after = self._spans(live)
+        hidden = position >= after.unsqueeze(2)
+        if self._sequences.rule.left >= 0:
+            hidden |= position < first.unsqueeze(2)
+        return hidden
 
     def _add(
         self,
@@ -193,41 +209,62 @@ class _Block:
         hidden: torch.Tensor | None,
         finite: bool,
     ) -> None:
-        """Attend with `some` rows of the state; `hidden` [n, size, T] is what they do not see."""
+        """Attend with `some` rows of the state; `hidden` [n, size or 1, T] is what they miss."""
         softcap = self._sequences.rule.softcap
         logits = torch.bmm(self._q[some], keys)
         if softcap > 0:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         if hidden is not None:
-            by_head = logits.view(hidden.size(0), -1, *hidden.shape[1:])
+            by_head = logits.view(hidden.size(0), -1, *logits.shape[1:])
             by_head.masked_fill_(hidden.unsqueeze(1), -math.inf)
-        maximum, total, acc = self._maximum[some], self._total[some], self._acc[some]
-        peak = torch.maximum(maximum, logits.amax(dim=2, keepdim=True))
+        peak = logits.amax(dim=2, keepdim=True)
+        if self._maximum is not None:
+            peak = torch.maximum(self._maximum[some], peak)
         # Where nothing has been seen yet, -inf minus -inf would be NaN.
         shift = peak.clamp(min=_LOWEST)
         weights = logits.sub_(shift).exp_()
-        rescale = maximum.sub_(shift).exp_()
-        total.mul_(rescale).add_(weights.sum(dim=2, keepdim=True))
-        if hidden is None or finite:
-            product = torch.bmm(weights, values)
-        else:
-            product = torch.bmm(weights, values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
-            of_sequence = values.unflatten(0, (hidden.size(0), -1)).transpose(1, 2)
-            for row, v, unseen in zip(
-                product.unflatten(0, (hidden.size(0), -1)), of_sequence, hidden, strict=True
-            ):
+        added = weights.sum(dim=2, keepdim=True)
+        product = torch.bmm(weights, values if finite else values.nan_to_num(0.0, 0.0, 0.0))
+        if not finite and hidden is not None:
+            by_sequence = product.unflatten(0, (hidden.size(0), -1))
+            numbers = values.unflatten(0, (hidden.size(0), -1)).transpose(1, 2)
+            for row, v, unseen in zip(by_sequence, numbers, hidden, strict=True):
                 row += sum_of_infinities(v, ~unseen).transpose(0, 1)
-        acc.mul_(rescale).add_(product)
-        maximum.copy_(peak)
+        if self._maximum is None:
+            self._maximum, self._total, self._acc = peak, added, product
+            return
+        rescale = self._maximum[some].sub_(shift).exp_()
+        self._total[some].mul_(rescale).add_(added)
+        self._acc[some].mul_(rescale).add_(product)
+        self._maximum[some] = peak
 
-    def results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out [n * heads, rows, value_dim], lse [n * heads, rows, 1]) of the real rows."""
-        out, lse = self._acc / self._total, self._maximum + self._total.log()
-        empty = self._stop <= self._first
-        if bool(empty.any()):
-            by_head = empty.repeat_interleave(self._sequences.heads, 0).unsqueeze(2)
-            out, lse = out.masked_fill(by_head, 0.0), lse.masked_fill(by_head, -math.inf)
-        return out[:, : self._count], lse[:, : self._count]
+    def out(self) -> torch.Tensor:
+        """Return the attention [n * heads, rows, value_dim] of the real rows."""
+        known = None if self._maximum is None else self._acc / self._total
+        return self._real(known, self._sequences.dims[1], 0.0)
+
+    def lse(self) -> torch.Tensor:
+        """Return the logarithm of the denominators [n * heads, rows, 1] of the real rows."""
+        known = None if self._maximum is None else self._maximum + self._total.log()
+        return self._real(known, 1, -math.inf)
+
+    def _real(self, x: torch.Tensor | None, dim: int, empty: float) -> torch.Tensor:
+        """Return the real rows of x, `empty` in those that see no key; None is no key at all."""
+        if x is None:
+            x = self._q.new_full((*self._q.shape[:2], dim), empty)
+        elif any(stop <= first for first, stop in self._earliest):
+            first, after = self._spans(len(self._sequences.k_lens))
+            blind = (after <= first).repeat_interleave(self._sequences.heads, 0)
+            x = x.masked_fill(blind.unsqueeze(2), empty)
+        return x[:, : self._count]
+
+    def _spans(self, live: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `LogitRule.spans` of each row, [live, size] both; padding stands like the last."""
+        sequences = self._sequences
+        lengths = sequences.lengths[:live]
+        rows = torch.arange(self._begin, self._begin + self._q.size(1))
+        query = (rows // sequences.group).clamp_(max=sequences.q_len - 1)
+        return sequences.rule.spans(lengths - sequences.q_len + query, lengths)
 
 
 class _RowsOfOne:

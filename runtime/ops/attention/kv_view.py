@@ -100,15 +100,15 @@ class PagedKV(KV):
         first_page = start // page_size
         # What the table holds for keys that nobody sees must never become an address: there it is
         # the page of the first key or the last one that is seen.
-        columns = torch.arange(first_page, -(-stop // page_size))
-        seen_first = [max(first, start) // page_size for first in spans.first]
-        seen_last = [(length - 1) // page_size for length in spans.length]
-        if max(seen_first) > first_page or min(seen_last) < columns.size(0) - 1 + first_page:
-            bounds = torch.tensor([seen_first, seen_last]).unsqueeze(2)
-            columns = columns.clamp(bounds[0], bounds[1])
-            pages = self.page_table[spans.index.unsqueeze(1), columns]
-        else:
-            pages = self.page_table[spans.index, first_page : first_page + columns.size(0)]
+        last_page = (stop - 1) // page_size
+        columns = [
+            [
+                min(max(page, first // page_size), (length - 1) // page_size)
+                for page in range(first_page, last_page + 1)
+            ]
+            for first, length in zip(spans.first, spans.length, strict=True)
+        ]
+        pages = self.page_table.index_select(0, spans.index).gather(1, torch.tensor(columns))
         skipped = start - first_page * page_size
 
         def select(x: torch.Tensor) -> torch.Tensor:

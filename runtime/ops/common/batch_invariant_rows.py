@@ -9,8 +9,8 @@ from torch.nn import functional
 
 # Libraries choose kernels, splits and with them the order of summation by the shape they are
 # given. Always showing them this many rows makes a row's bits independent of all other rows.
-# A GPU streams the weights in the same time for 1 row or 64. The CPU would pay for every padded row:
-# see `alike` and `linear.cpu_product`.
+# A GPU streams the weights in the same time for 1 row or 64. The CPU would pay for every padded
+# row: see `alike` and `linear.cpu_product`.
 _ROWS = 64
 
 

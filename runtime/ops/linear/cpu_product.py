@@ -75,7 +75,7 @@ def _product(
         x = x.clone()
     for start, stop, size in pieces(x.size(0), _alike_rows(w, bias)):
         rows = _padded(x[start:stop], size, depth)
-        out[start:stop] = _multiplied(rows, w, bias)[: stop - start]
+        out[start:stop].copy_(_multiplied(rows, w, bias)[: stop - start])
 
 
 def _multiplied(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -253,8 +253,8 @@ def multiply(
     else:
         acc = torch.empty(out.shape, dtype=torch.float32, device=x.device)
         cpu_product.float_product(x, w, None, acc)
-    scaled = x_scale.reshape(-1, 1) * (w_scale * acc)
-    out.copy_(scaled if bias is None else scaled + bias.to(out.dtype))
+    scaled = acc.mul_(w_scale).mul_(x_scale.reshape(-1, 1))
+    out.copy_(scaled if bias is None else scaled.add_(bias.to(out.dtype)))
 
 
 _linear_op = register(
