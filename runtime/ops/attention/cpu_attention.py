@@ -9,7 +9,7 @@ sequences, nor on how a sequence is cut into chunks. A key that a row does not s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
@@ -48,20 +48,24 @@ def attend_live(
     of_length: dict[int, list[int]] = {}
     for b in range(len(k_lens)):
         of_length.setdefault(q_bounds[b + 1] - q_bounds[b], []).append(b)
-    group = q.size(1) // kv.k.size(-2)
+    heads = kv.k.size(-2)
+    group = q.size(1) // heads
     for q_len, members in of_length.items():
         if q_len == 0:
             continue
         members.sort(key=lambda b: -k_lens[b])  # those that end in a tile are the last ones
-        step = max(1, min(_MOST_ROWS // (q_len * group), _MOST_HEADS // kv.k.size(-2)))
+        step = max(1, min(_MOST_ROWS // (q_len * group), _MOST_HEADS // heads))
         for at in range(0, len(members), step):
             part = members[at : at + step]
+            # Every query of every sequence is a row, and the heads of one KV head are a group.
             index = torch.tensor([row for b in part for row in range(q_bounds[b], q_bounds[b + 1])])
             found = _Sequences(q.index_select(0, index), part, [k_lens[b] for b in part], kv, rule)
-            result, logsumexp = found.attend(sinks)
-            out.index_copy_(0, index, found.by_query(result).to(out.dtype))
+            blocks = found.attend(sinks)
+            result = _joined([block.out() for block in blocks])[:, :, : kv.v.size(-1)]
+            out.index_copy_(0, index, found.by_query(result.to(out.dtype)))
             if lse is not None:
-                lse.index_copy_(0, index, found.by_query(logsumexp()).squeeze(2))
+                result = _joined([block.lse() for block in blocks])
+                lse.index_copy_(0, index, found.by_query(result).squeeze(2))
 
 
 class _Sequences:
@@ -86,7 +90,6 @@ class _Sequences:
         self.dims = (round_up(q.size(2), _VECTOR), round_up(kv.v.size(-1), _VECTOR))
         self.alike = _alike_products(self.heads, *self.dims)
         self.lengths = torch.tensor(k_lens).unsqueeze(1)
-        self.positions = torch.arange(max(k_lens) + _TILES[-1])
         self._kv = kv
         self._members = torch.tensor(members)
         # The queries of the heads that share a KV head are the rows of one matrix.
@@ -95,16 +98,13 @@ class _Sequences:
         rows = rows.mul_(rule.scale).view(len(members) * self.heads, -1, q.size(2))
         self.rows = _padded(rows, self.dims[0])
 
-    def attend(
-        self, sinks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """Return out [n * heads_kv, q_len * group, value_dim] fp32, and what returns the LSE."""
-        numbers = _RowsOfOne(self.alike, self.heads)
+    def attend(self, sinks: torch.Tensor | None) -> list[_Block]:
+        """Return all rows, having attended."""
         blocks = [
             _Block(self, start, stop, size, sinks)
-            for start, stop, size in pieces(self.rows.size(1), numbers, most=_MOST_ROWS)
+            for start, stop, size in pieces(self.rows.size(1), self._alike_rows, most=_MOST_ROWS)
         ]
-        first = [span[0] for span in self.spans(0)]
+        first = [span[0] for span in blocks[0].earliest]
         for start, stop in _tiles(min(first), max(self.k_lens)):
             live = sum(length > start for length in self.k_lens)
             seeing = [block for block in blocks if block.sees(start, stop, live)]
@@ -116,8 +116,10 @@ class _Sequences:
                 keys, values = _padded(k, self.dims[0]).transpose(1, 2), _padded(v, self.dims[1])
                 for block in seeing:
                     block.add(keys, values, start, stop, finite)
-        out = torch.cat([block.out() for block in blocks], dim=1)[:, :, : self._kv.v.size(-1)]
-        return out, lambda: torch.cat([block.lse() for block in blocks], dim=1)
+        return blocks
+
+    def _alike_rows(self, rows: int) -> bool:
+        return self.alike((self.heads, rows))
 
     def spans(self, query: int) -> list[tuple[int, int]]:
         """Return which keys a query sees in each sequence, as `LogitRule.span` does."""
@@ -145,10 +147,14 @@ class _Block:
         self._sequences = sequences
         self._begin = start
         self._count = stop - start
-        self._earliest = sequences.spans(start // group)
-        self._latest = sequences.spans((stop - 1) // group)
-        self._q = functional.pad(rows[:, start:stop], (0, 0, 0, size - self._count))
-        self._maximum: torch.Tensor | None = None
+        self.earliest = self.latest = sequences.spans(start // group)
+        if (stop - 1) // group > start // group:
+            self.latest = sequences.spans((stop - 1) // group)
+        self._q = rows[:, start:stop]
+        if size > self._count:
+            self._q = functional.pad(self._q, (0, 0, 0, size - self._count))
+        self._maximum: torch.Tensor | None = None  # of the logits so far; None before the first
+        self._total = self._acc = rows  # sums of weights, and of weighted values
         if sinks is not None:
             # A sink is a logit that comes before all keys and has no value.
             of_row = torch.arange(start, start + size) % group
@@ -161,7 +167,7 @@ class _Block:
 
     def sees(self, start: int, stop: int, live: int) -> bool:
         """Return whether a row of the first `live` sequences sees a key in start .. stop - 1."""
-        bounds = zip(self._earliest[:live], self._latest[:live], strict=True)
+        bounds = zip(self.earliest[:live], self.latest[:live], strict=True)
         return any(last[1] > start and first[0] < stop for first, last in bounds)
 
     def add(
@@ -173,7 +179,7 @@ class _Block:
         hidden = self._hidden(start, stop, live, finite)
         if self._maximum is None and live < len(sequences.k_lens):
             self._start(self._q.new_full((self._q.size(0), size, 1), -math.inf), 0.0)
-        if (keys.size(0), size) in sequences.alike:
+        if sequences.alike((keys.size(0), size)):
             self._add(slice(keys.size(0)), keys, values, hidden, finite)
             return
         if self._maximum is None:
@@ -186,10 +192,10 @@ class _Block:
     def _hidden(self, start: int, stop: int, live: int, finite: bool) -> torch.Tensor | None:
         """Return which keys rows do not see, [live, size or 1, T]; None where they see all."""
         lengths = self._sequences.lengths[:live]
-        bounds = list(zip(self._earliest[:live], self._latest[:live], strict=True))
+        bounds = list(zip(self.earliest[:live], self.latest[:live], strict=True))
         if finite and all(last[0] <= start and first[1] >= stop for first, last in bounds):
             return None
-        position = self._sequences.positions[start:stop]
+        position = torch.arange(start, stop)
         if finite and all(
             last[0] <= start and first[1] >= min(stop, length)
             for (first, last), length in zip(bounds, self._sequences.k_lens, strict=False)
@@ -252,7 +258,7 @@ class _Block:
         """Return the real rows of x, `empty` in those that see no key; None is no key at all."""
         if x is None:
             x = self._q.new_full((*self._q.shape[:2], dim), empty)
-        elif any(stop <= first for first, stop in self._earliest):
+        elif any(stop <= first for first, stop in self.earliest):
             first, after = self._spans(len(self._sequences.k_lens))
             blind = (after <= first).repeat_interleave(self._sequences.heads, 0)
             x = x.masked_fill(blind.unsqueeze(2), empty)
@@ -267,15 +273,8 @@ class _Block:
         return sequences.rule.spans(lengths - sequences.q_len + query, lengths)
 
 
-class _RowsOfOne:
-    """Which numbers of rows are alike in products of one sequence."""
-
-    def __init__(self, alike: Alike[tuple[int, int]], heads: int) -> None:
-        self._alike = alike
-        self._heads = heads
-
-    def __contains__(self, rows: object) -> bool:
-        return (self._heads, rows) in self._alike
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:

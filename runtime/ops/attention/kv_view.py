@@ -17,10 +17,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Spans(NamedTuple):
     """Which keys n sequences see: `first` to `length` - 1 of each one.
 
-    `index` [n] int64 says which sequences of the batch they are.
+    `members` [n] int64 says which sequences of the batch they are.
     """
 
-    index: torch.Tensor
+    members: torch.Tensor
     first: Sequence[int]
     length: Sequence[int]
 
@@ -108,7 +108,7 @@ class PagedKV(KV):
             ]
             for first, length in zip(spans.first, spans.length, strict=True)
         ]
-        pages = self.page_table.index_select(0, spans.index).gather(1, torch.tensor(columns))
+        pages = self.page_table.index_select(0, spans.members).gather(1, torch.tensor(columns))
         skipped = start - first_page * page_size
 
         def select(x: torch.Tensor) -> torch.Tensor:
@@ -138,10 +138,11 @@ class PackedKV(KV):
         """Return the keys and values [n * heads, stop - start, dim] of n sequences, fp32."""
         ends = torch.tensor(spans.length).unsqueeze(1)
         positions = torch.minimum(torch.arange(start, stop), ends - 1)
-        index = self.cu_seqlens[spans.index].unsqueeze(1) + positions
+        index = self.cu_seqlens[spans.members].unsqueeze(1) + positions
 
         def select(x: torch.Tensor) -> torch.Tensor:
-            return x.index_select(0, index.flatten()).unflatten(0, index.shape)
+            rows = x.index_select(0, index.flatten())
+            return rows.view(*index.shape, *rows.shape[1:])
 
         return self._heads(select, spans, start, stop)
 

@@ -7,7 +7,7 @@ equal rows must come out as they do in a call of a few rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -39,7 +39,8 @@ class Alike(Generic[Shape]):
             if self._known[shape]:
                 break
 
-    def __contains__(self, shape: Shape) -> bool:
+    def __call__(self, shape: Shape) -> bool:
+        """Return whether rows are right in calls of a shape."""
         found = self._known.get(shape)
         if found is None:
             found = self._known[shape] = self._equals_expected(self._trial(shape))
@@ -50,7 +51,7 @@ class Alike(Generic[Shape]):
 
 
 def pieces(
-    rows: int, alike: Container[int], *, most: int = ROWS[-1]
+    rows: int, alike: Callable[[int], bool], *, most: int = ROWS[-1]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (start, stop, size) of pieces of so many rows: each is computed as one of `size` rows.
 
@@ -66,16 +67,16 @@ def pieces(
         start = stop
 
 
-def _size(rows: int, sizes: Sequence[int], alike: Container[int]) -> int:
+def _size(rows: int, sizes: Sequence[int], alike: Callable[[int], bool]) -> int:
     waste = rows if rows <= _FREE else rows // _WASTE
     for size in sizes:
-        if 0 <= size - rows <= waste and size in alike:
+        if 0 <= size - rows <= waste and alike(size):
             return size
     for size in reversed(sizes):
-        if size <= rows and size in alike:
+        if size <= rows and alike(size):
             return size
     # Only calls of more rows than there are are alike.
-    return next(size for size in ROWS if size in alike)
+    return next(size for size in ROWS if alike(size))
 
 
 def cancelling(depth: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

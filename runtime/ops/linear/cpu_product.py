@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..common.alike import Alike, cancelling, pieces
+from ..common.alike import ROWS, Alike, cancelling, pieces
 from ..common.e4m3 import to_float32
 from ..common.precision import full_precision
 from ..common.sizes import round_up
@@ -70,27 +70,37 @@ def _product(
         return
     # MKL's order of summation depends on where in a cache line a row starts: all must start alike.
     depth = round_up(max(1, x.size(1)), _CACHE_LINE // x.itemsize)
-    x, w = _padded(x, x.size(0), depth), _padded(w, w.size(0), depth)
-    if x.data_ptr() % _CACHE_LINE:
+    w = _padded(w, w.size(0), depth)
+    alike = _alike_rows(w, bias)
+    if x.size(1) == depth and _starts_a_line(x) and x.size(0) in ROWS and alike(x.size(0)):
+        out.copy_(_multiplied(x, w, bias))
+        return
+    x = _padded(x, x.size(0), depth)
+    if not _starts_a_line(x):
         x = x.clone()
-    for start, stop, size in pieces(x.size(0), _alike_rows(w, bias)):
+    for start, stop, size in pieces(x.size(0), alike):
         rows = _padded(x[start:stop], size, depth)
         out[start:stop].copy_(_multiplied(rows, w, bias)[: stop - start])
+
+
+def _starts_a_line(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % _CACHE_LINE == 0
 
 
 def _multiplied(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x·wᵀ + bias of contiguous x and w with at least one element each."""
     if torch.backends.mkldnn.is_available():
         # Of torch's products this one is oneDNN's in fp32, too, whatever torch's switches are.
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        found: torch.Tensor = multiply(x, w, bias, "none", [], "")
         return found
     return functional.linear(x, w, bias)
 
 
 def _alike_rows(w: torch.Tensor, bias: torch.Tensor | None) -> Alike[int]:
     """Return which numbers of rows of x are multiplied alike by w [N, K]."""
-    columns = min(w.size(0), _TRIED + w.size(0) % _TRIED)
-    depth, dtype = w.size(1), w.dtype
+    (columns, depth), dtype = w.shape, w.dtype
+    columns = min(columns, _TRIED + columns % _TRIED)
     key = (columns, depth, dtype, bias is None, torch.get_num_threads())
     if key not in _alike:
 
