@@ -58,7 +58,8 @@ def attend_live(
         for at in range(0, len(members), step):
             part = members[at : at + step]
             # Every query of every sequence is a row, and the heads of one KV head are a group.
-            index = torch.tensor([row for b in part for row in range(q_bounds[b], q_bounds[b + 1])])
+            rows = [row for b in part for row in range(q_bounds[b], q_bounds[b + 1])]
+            index = torch.tensor(rows, device="cpu")
             found = _Sequences(q.index_select(0, index), part, [k_lens[b] for b in part], kv, rule)
             blocks = found.attend(sinks)
             result = _joined([block.out() for block in blocks])[:, :, : kv.v.size(-1)]
@@ -89,9 +90,9 @@ class _Sequences:
         self.q_len = q.size(0) // len(members)
         self.dims = (round_up(q.size(2), _VECTOR), round_up(kv.v.size(-1), _VECTOR))
         self.alike = _alike_products(self.heads, *self.dims)
-        self.lengths = torch.tensor(k_lens).unsqueeze(1)
+        self.lengths = torch.tensor(k_lens, device="cpu").unsqueeze(1)
         self._kv = kv
-        self._members = torch.tensor(members)
+        self._members = torch.tensor(members, device="cpu")
         # The queries of the heads that share a KV head are the rows of one matrix.
         rows = q.view(len(members), self.q_len, self.heads, self.group, q.size(2)).transpose(1, 2)
         rows = rows.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -157,7 +158,7 @@ class _Block:
         self._total = self._acc = rows  # sums of weights, and of weighted values
         if sinks is not None:
             # A sink is a logit that comes before all keys and has no value.
-            of_row = torch.arange(start, start + size) % group
+            of_row = torch.arange(start, start + size, device="cpu") % group
             by_head = sinks.view(sequences.heads, group)[:, of_row]
             self._start(by_head.repeat(len(sequences.k_lens), 1).unsqueeze(2), 1.0)
 
@@ -195,7 +196,7 @@ class _Block:
         bounds = list(zip(self.earliest[:live], self.latest[:live], strict=True))
         if finite and all(last[0] <= start and first[1] >= stop for first, last in bounds):
             return None
-        position = torch.arange(start, stop)
+        position = torch.arange(start, stop, device="cpu")
         if finite and all(
             last[0] <= start and first[1] >= min(stop, length)
             for (first, last), length in zip(bounds, self._sequences.k_lens, strict=False)
@@ -268,7 +269,7 @@ class _Block:
         """Return `LogitRule.spans` of each row, [live, size] both; padding stands like the last."""
         sequences = self._sequences
         lengths = sequences.lengths[:live]
-        rows = torch.arange(self._begin, self._begin + self._q.size(1))
+        rows = torch.arange(self._begin, self._begin + self._q.size(1), device="cpu")
         query = (rows // sequences.group).clamp_(max=sequences.q_len - 1)
         return sequences.rule.spans(lengths - sequences.q_len + query, lengths)
 

@@ -108,7 +108,8 @@ class PagedKV(KV):
             ]
             for first, length in zip(spans.first, spans.length, strict=True)
         ]
-        pages = self.page_table.index_select(0, spans.members).gather(1, torch.tensor(columns))
+        index = torch.tensor(columns, device="cpu")
+        pages = self.page_table.index_select(0, spans.members).gather(1, index)
         skipped = start - first_page * page_size
 
         def select(x: torch.Tensor) -> torch.Tensor:
@@ -136,8 +137,8 @@ class PackedKV(KV):
 
     def heads(self, spans: Spans, start: int, stop: int) -> Pair:
         """Return the keys and values [n * heads, stop - start, dim] of n sequences, fp32."""
-        ends = torch.tensor(spans.length).unsqueeze(1)
-        positions = torch.minimum(torch.arange(start, stop), ends - 1)
+        ends = torch.tensor(spans.length, device="cpu").unsqueeze(1)
+        positions = torch.minimum(torch.arange(start, stop, device="cpu"), ends - 1)
         index = self.cu_seqlens[spans.members].unsqueeze(1) + positions
 
         def select(x: torch.Tensor) -> torch.Tensor:
