@@ -138,13 +138,7 @@ MEASURED = (
         OPERAND_DTYPES, 10240, 8192, range(961, 1025), 128, 256, "106 and 116 us, not 110, 121"
     ),
     Measured(
-        DTYPES_16_BIT,
-        4096,
-        14336,
-        range(241, 257),
-        128,
-        64,
-        "51.4 us, not 53.7",
+        *(DTYPES_16_BIT, 4096, 14336, range(241, 257), 128, 64, "51.4 us, not 53.7"),
         share_weights=True,
     ),
 )
