@@ -49,11 +49,14 @@ def memory_mib() -> int:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, ostinato and its dependencies; None for what is missing."""
-    found: dict[str, str | None] = {
-        "ostinato": ostinato.__version__,
-        "python": platform.python_version(),
-    }
-    for name in PACKAGES:
+    own = {"ostinato": ostinato.__version__, "python": platform.python_version()}
+    return {**own, **package_versions(*PACKAGES)}
+
+
+def package_versions(*names: str) -> dict[str, str | None]:
+    """Return the versions of packages; None for what is missing."""
+    found: dict[str, str | None] = {}
+    for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import gc
 import sys
 import tempfile
 import types
@@ -70,6 +71,9 @@ def generate(folder: str, prompts: list[list[int]], *, eager: bool) -> list[list
     outputs = llm.generate(prompts, params, use_tqdm=False)
     atexit.unregister(llm.exit)  # which may be called once
     llm.exit()
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()  # the next one looks how much is free
     return [output["token_ids"] for output in outputs]
 
 

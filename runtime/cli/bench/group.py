@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..command import Command, Parser
-from . import burst, decode, engine, gemm, graphs, prefill, step
+from . import burst, cpu, decode, engine, gemm, graphs, prefill, step
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -22,6 +22,7 @@ def _parser() -> Parser:
     )
     sections = parser.add_subparsers(title="sections", metavar="SECTION", required=True)
     burst.add_parser(sections)
+    cpu.add_parser(sections)
     decode.add_parser(sections)
     engine.add_parser(sections)
     gemm.add_parser(sections)

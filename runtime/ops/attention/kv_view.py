@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..common.e4m3 import as_bytes, to_float32
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Spans(NamedTuple):
+    """Which keys n sequences see: `first` to `length` - 1 of each one.
+
+    `members` [n] int64 says which sequences of the batch they are.
+    """
+
+    members: torch.Tensor
+    first: Sequence[int]
+    length: Sequence[int]
 
 
 @dataclass
@@ -27,8 +39,12 @@ class KV(ABC):
     v_scale: torch.Tensor | None
 
     @abstractmethod
-    def live(self, b: int, start: int, stop: int) -> Pair:
-        """Return the keys and values [stop - start, heads, dim] of sequence b from `start` on."""
+    def heads(self, spans: Spans, start: int, stop: int) -> Pair:
+        """Return the keys and values [n * heads, stop - start, dim] of n sequences, fp32.
+
+        Those at positions start .. stop - 1 that no query sees are arbitrary, and 0 from a
+        sequence's end on. Every sequence has some that are seen. For the CPU.
+        """
 
     def tile(self, b: int, position: torch.Tensor, seen: torch.Tensor) -> Pair:
         """Return the keys and values [size, heads, dim] of sequence b at `position` [size].
@@ -44,6 +60,27 @@ class KV(ABC):
     ) -> tuple[torch.Tensor, ...]:
         """Return the index of each position of sequence b, a valid one where it is hidden."""
 
+    def _heads(
+        self,
+        select: Callable[[torch.Tensor], torch.Tensor],
+        spans: Spans,
+        start: int,
+        stop: int,
+    ) -> Pair:
+        """Return what `select` finds in [..., heads, dim], [n, T, heads, dim], as `heads` does."""
+        found = []
+        for x, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
+            numbers = to_float32(select(as_bytes(x)).view(x.dtype).transpose(1, 2))
+            if scale is not None:
+                per_token = scale.ndim == x.ndim - 1
+                by_head = select(scale).transpose(1, 2) if per_token else scale.view(-1, 1)
+                numbers.mul_(by_head.unsqueeze(-1))
+            for row, length in zip(numbers, spans.length, strict=True):
+                if length < stop:
+                    row[:, length - start :] = 0.0
+            found.append(numbers.flatten(0, 1))
+        return found[0], found[1]
+
     def _fetched(self, select: Callable[[torch.Tensor], torch.Tensor]) -> Pair:
         return (
             _dequantized(self.k, self.k_scale, select),
@@ -57,18 +94,30 @@ class PagedKV(KV):
 
     page_table: torch.Tensor
 
-    def live(self, b: int, start: int, stop: int) -> Pair:
-        """Return the keys and values [stop - start, heads, dim] of sequence b from `start` on."""
+    def heads(self, spans: Spans, start: int, stop: int) -> Pair:
+        """Return the keys and values [n * heads, stop - start, dim] of n sequences, fp32."""
         page_size = self.k.size(1)
         first_page = start // page_size
-        pages = self.page_table[b, first_page : -(-stop // page_size)]
+        # What the table holds for keys that nobody sees must never become an address: there it is
+        # the page of the first key or the last one that is seen.
+        last_page = (stop - 1) // page_size
+        columns = [
+            [
+                min(max(page, first // page_size), (length - 1) // page_size)
+                for page in range(first_page, last_page + 1)
+            ]
+            for first, length in zip(spans.first, spans.length, strict=True)
+        ]
+        index = torch.tensor(columns, device="cpu")
+        pages = self.page_table.index_select(0, spans.members).gather(1, index)
         skipped = start - first_page * page_size
 
         def select(x: torch.Tensor) -> torch.Tensor:
-            rows = x.index_select(0, pages).flatten(0, 1)
-            return rows[skipped : skipped + stop - start]
+            rows = x.index_select(0, pages.flatten())
+            rows = rows.view(pages.size(0), -1, *rows.shape[2:])
+            return rows[:, skipped : skipped + stop - start]
 
-        return self._fetched(select)
+        return self._heads(select, spans, start, stop)
 
     def _index(
         self, b: int, position: torch.Tensor, hidden: torch.Tensor
@@ -86,10 +135,17 @@ class PackedKV(KV):
 
     cu_seqlens: torch.Tensor
 
-    def live(self, b: int, start: int, stop: int) -> Pair:
-        """Return the keys and values [stop - start, heads, dim] of sequence b from `start` on."""
-        origin = int(self.cu_seqlens[b])
-        return self._fetched(lambda x: x[origin + start : origin + stop])
+    def heads(self, spans: Spans, start: int, stop: int) -> Pair:
+        """Return the keys and values [n * heads, stop - start, dim] of n sequences, fp32."""
+        ends = torch.tensor(spans.length, device="cpu").unsqueeze(1)
+        positions = torch.minimum(torch.arange(start, stop, device="cpu"), ends - 1)
+        index = self.cu_seqlens[spans.members].unsqueeze(1) + positions
+
+        def select(x: torch.Tensor) -> torch.Tensor:
+            rows = x.index_select(0, index.flatten())
+            return rows.view(*index.shape, *rows.shape[1:])
+
+        return self._heads(select, spans, start, stop)
 
     def _index(
         self, b: int, position: torch.Tensor, hidden: torch.Tensor

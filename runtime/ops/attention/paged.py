@@ -12,7 +12,8 @@ from ..common import checks
 from ..common.torch_library import register
 from . import checks as attention_checks
 from . import decode_cuda, prefill_cuda
-from .batch_torch import attend_capacity, attend_live
+from .batch_torch import attend_capacity
+from .cpu_attention import attend_live
 from .kv_view import PagedKV
 from .l2_partition import L2Partition
 from .softmax_torch import LogitRule

@@ -107,12 +107,12 @@ def _weighted_sum(
     finite = v if seen is None else v.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     product = torch.bmm(weights.view(heads_kv, -1, keys), finite.transpose(0, 1))
     if seen is not None:
-        excess = _sum_of_infinities(v, seen).transpose(0, 1).unsqueeze(1)
+        excess = sum_of_infinities(v, seen).transpose(0, 1).unsqueeze(1)
         product = product.view(heads_kv, -1, rows, dim) + excess
     return product.view(heads_q, rows, dim)
 
 
-def _sum_of_infinities(v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def sum_of_infinities(v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Return, per row of `seen` [rows, T], the sum of what is not finite in v [T, heads_kv, dim].
 
     It is 0, an infinity or NaN, in a tensor [rows, heads_kv, dim].

@@ -11,8 +11,9 @@ from ..common.e4m3 import to_float32
 from ..common.torch_library import register
 from . import checks as attention_checks
 from . import prefill_cuda
-from .batch_torch import attend_capacity, attend_live
+from .batch_torch import attend_capacity
 from .checks import FP8
+from .cpu_attention import attend_live
 from .kv_view import PackedKV
 from .softmax_torch import LogitRule
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from ...jit.targets import capability_of
 from ..common import checks
-from ..common.batch_invariant_rows import alike_rows, in_row_blocks
+from ..common.batch_invariant_rows import in_row_blocks
 from ..common.device import has_kernel
-from ..common.e4m3 import to_float32
 from ..common.precision import full_precision
-from ..common.sizes import ceil_div, round_up
+from ..common.sizes import ceil_div
 from ..common.torch_library import register
-from . import packed_weight
+from . import cpu_product, packed_weight
 from .dense_gemm import dense_gemm
 from .gemm_variants import GemmTiled
 from .packed_weight import PackedWeight
@@ -21,7 +19,6 @@ from .w8a8_gemm import ToSample, w8a8_gemm
 from .w8a8_torch import fp8_product, int8_product
 
 DTYPES_16_BIT = (torch.bfloat16, torch.float16)
-_CACHE_LINE = 64  # bytes
 
 
 def linear(
@@ -232,11 +229,7 @@ def dense_multiply(
     if w.dim() == 4:
         w = packed_weight.unpack(w, out.size(1), x.size(1))
     if x.device.type == "cpu":
-        if out.dtype is not x.dtype or not (x.dtype is torch.bfloat16 and _has_bf16_kernels()):
-            # Where oneDNN lacks the dtype, torch's own loops are slower than widening everything;
-            # and it rounds results to the operands' dtype.
-            x, w, bias = x.float(), w.float(), None if bias is None else bias.float()
-        _float_product_cpu(x, w, bias, out)
+        cpu_product.float_product(x, w, bias, out)
         return
 
     if x.dtype is torch.float32:
@@ -256,24 +249,6 @@ def dense_multiply(
 def runs_dense_kernel(x: torch.Tensor) -> bool:
     """Return whether x, or a weight like it, is multiplied by the kernel for 16-bit operands."""
     return x.dtype in DTYPES_16_BIT and x.size(1) > 0 and has_kernel(GemmTiled, x)
-
-
-def _float_product_cpu(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    if x.dtype is torch.float32:
-        full_precision(x.device)
-    # MKL's order of summation depends on where in a cache line a row starts: all must start alike.
-    depth = round_up(max(1, x.size(1)), _CACHE_LINE // x.itemsize)
-    x, w = _zero_padded(x, x.size(0), depth), _zero_padded(w, w.size(0), depth)
-    rows = alike_rows(w, bias)
-    in_row_blocks(lambda block: functional.linear(block, w, bias), x, out, rows)
-
-
-def _has_bf16_kernels() -> bool:
-    # A torch without oneDNN lacks the op that asks for them, too.
-    available = torch.backends.mkldnn.is_available()
-    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
@@ -328,7 +303,7 @@ def multiply(
     if w.dim() == 4:
         w = packed_weight.unpack(w, out.size(1), x.size(1))
     if x.dtype is torch.int8:
-        acc = int8_product(x, w) if x.is_cuda else _int8_product_cpu(x, w)
+        acc = int8_product(x, w) if x.is_cuda else cpu_product.int8_product(x, w)
         if x_zero_point is not None:
             if w_sum is None:
                 w_sum = packed_weight.channel_sums(w, out.size(1))
@@ -338,27 +313,9 @@ def multiply(
         acc = fp8_product(x, w, fast_accum, capability_of(x.get_device()))
     else:
         acc = torch.empty(out.shape, dtype=torch.float32, device=x.device)
-        _float_product_cpu(to_float32(x), to_float32(w), None, acc)
-    scaled = x_scale.reshape(-1, 1) * (w_scale * acc)
-    out.copy_(scaled if bias is None else scaled + bias.to(out.dtype))
-
-
-def _int8_product_cpu(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    # torch (2.13) returns garbage for rows that share memory, and for one row of such a stride.
-    x, w = (
-        a.clone(memory_format=torch.contiguous_format) if a.stride(0) < a.size(1) else a
-        for a in (x, w)
-    )
-    if x.size(1) == 1:
-        # torch (2.13) returns garbage for matrices of depth 1.
-        x, w = _zero_padded(x, x.size(0), 2), _zero_padded(w, w.size(0), 2)
-    return torch._int_mm(x, w.t())
-
-
-def _zero_padded(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    if x.shape == (rows, columns):
-        return x.contiguous()
-    return functional.pad(x, (0, columns - x.size(1), 0, rows - x.size(0))).contiguous()
+        cpu_product.float_product(x, w, None, acc)
+    scaled = acc.mul_(w_scale).mul_(x_scale.reshape(-1, 1))
+    out.copy_(scaled if bias is None else scaled.add_(bias.to(out.dtype)))
 
 
 _linear_op = register(

@@ -128,7 +128,7 @@ def normalized(
     if residual is not None and residual_out is not None:
         x = torch.add(x, residual, out=residual_out)
     rows = x.float()
-    return rows / (mean_square(rows) + eps).sqrt_() * weight
+    return (rows / (mean_square(rows) + eps).sqrt_()).mul_(weight)
 
 
 def _rms_norm(

@@ -103,8 +103,10 @@ def gated(x: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) · up of x [M, 2·I], in fp32 by torch's operators."""
     gate, up = x.float().chunk(2, dim=1)
     # Not torch's silu: on the CPU its vectorised and its scalar code round differently, so that a
-    # row's bits would depend on where it lies in the batch. exp has no such seam.
-    return gate / (1.0 + torch.exp(-gate)) * up
+    # row's bits would depend on where it lies in the batch. exp has no such seam. In place, because
+    # on the CPU fresh memory for the rows of a prompt costs more than the arithmetic.
+    denominator = torch.neg(gate).exp_().add_(1.0)
+    return torch.div(gate, denominator, out=denominator).mul_(up)
 
 
 def _silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -15,7 +15,14 @@ from ...jit.variant import OPERAND_DTYPES
 from ..common import checks
 from ..common.sizes import ceil_div, round_up
 from . import tile_cost_model
-from .gemm_variants import BLOCK_E4M3, GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
+from .gemm_variants import (
+    BLOCK_E4M3,
+    DTYPES_16_BIT,
+    GEMM_SMALL_M,
+    GEMM_TILED,
+    GemmSmallM,
+    GemmTiled,
+)
 from .packed_weight import TILE_CHANNELS
 
 GemmVariant = GemmSmallM | GemmTiled
@@ -101,7 +108,8 @@ class Measured:
     """What is the fastest for one size of weights on an H200, though the model says otherwise.
 
     Tiles side by side in channels share their tokens and, in the last round, their K: where it may
-    not be split, the row does not count.
+    not be split, the row does not count. With `share_weights`, tiles side by side in tokens share
+    their weights, and K is whole.
     """
 
     dtypes: Container[str]
@@ -111,6 +119,7 @@ class Measured:
     channels: int
     tokens: int
     reason: str
+    share_weights: bool = False
 
     def holds(self, m: int, n: int, k: int, dtype: str, sms: int) -> bool:
         """Return whether the row counts for a product."""
@@ -125,7 +134,8 @@ class Measured:
             tokens=self.tokens,
             fast_accum=dtype == "e4m3",
         )
-        return Choice(variant, self.channels, self.tokens, cluster=2, split_k=2)
+        shared = {"share_weights": 1} if self.share_weights else {"split_k": 2}
+        return Choice(variant, self.channels, self.tokens, cluster=2, **shared)
 
 
 # Alone, at rest (docs/notebooks/gemm_tiled.md).
@@ -133,6 +143,10 @@ MEASURED = (
     Measured(("e4m3",), 4096, 14336, range(241, 257), 128, 128, "26.1 us, not 27.6"),
     Measured(
         OPERAND_DTYPES, 10240, 8192, range(961, 1025), 128, 256, "106 and 116 us, not 110, 121"
+    ),
+    Measured(
+        *(DTYPES_16_BIT, 4096, 14336, range(241, 257), 128, 64, "51.4 us, not 53.7"),
+        share_weights=True,
     ),
 )
 

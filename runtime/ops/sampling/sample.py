@@ -150,6 +150,8 @@ def _penalized(
     logits = logits.float()
     if penalty is None or seen is None:
         return logits
+    if logits.device.type == "cpu" and bool((penalty == 1).all()):
+        return logits
     penalty = penalty.unsqueeze(1)
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalized, logits)

@@ -325,3 +325,11 @@ def test_a_workspace_changes_nothing(device: torch.device) -> None:
     workspace = torch.empty(64, dtype=torch.uint8, device=device)
     out = ops.paged_attention(*args, **options, workspace=workspace)
     assert_same_bits(out, ops.paged_attention(*args, **options))
+
+
+def test_the_default_device_does_not_matter_on_the_cpu() -> None:
+    args, options = PagedCase(q_lens=(3, 1), k_lens=(70, 9)).build(torch.device("cpu"))
+    expected = ops.paged_attention(*args, **options)
+    with torch.device("meta"):
+        found = ops.paged_attention(*args, **options)
+    assert_same_bits(found, expected)

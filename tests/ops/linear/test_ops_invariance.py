@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -69,6 +70,35 @@ def test_linear(
     x, w = (torch.randn(n, depth).to(dtype).to(device) for n in (rows, columns))
     b = torch.randn(columns).to(dtype).to(device) if bias else None
     check_rows(lambda x: ops.linear(x, w, bias=b), chosen, x)
+
+
+MODEL_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (9000, 64)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+def test_linear_in_batches_and_chunks(
+    dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    """Depths of a model, of which some are divided by the library for some numbers of rows."""
+    columns, depth = shape
+    x = torch.randn(600, depth).to(dtype).to(device)
+    w = torch.randn(columns, depth).to(dtype).to(device)
+    whole = ops.linear(x, w)
+    for rows in (1, 2, 7, 8, 48, 64, 260, 512):
+        assert_same_bits(ops.linear(x[:rows], w), whole[:rows])
+        assert_same_bits(ops.linear(x[600 - rows :], w), whole[600 - rows :])
+
+
+@invariance
+@given(cuts=st.lists(st.integers(1, 699), max_size=5), dtype=st.sampled_from(FLOATS))
+def test_linear_of_a_prompt_in_chunks(
+    device: torch.device, cuts: list[int], dtype: torch.dtype
+) -> None:
+    x, w = (torch.randn(n, 1536).to(dtype).to(device) for n in (700, 40))
+    bounds = [0, *sorted(cuts), 700]
+    parts = [ops.linear(x[a:b], w) for a, b in pairwise(bounds)]
+    assert_same_bits(torch.cat(parts), ops.linear(x, w))
 
 
 ROWS_APART = """
@@ -231,6 +261,41 @@ def test_paged_attention_of_each_sequence_alone(
         )
         for part, everything in zip(alone, whole, strict=True) if lse else [(alone, whole)]:
             assert_same_bits(part, everything[rows])
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    length=st.integers(200, 700),
+    cuts=st.lists(st.integers(1, 699), max_size=4),
+    heads=st.sampled_from([(3, 9), (1, 1), (2, 16)]),
+    window=st.sampled_from([None, (100, 0)]),
+    dim=st.sampled_from([64, 20]),
+)
+def test_a_long_prompt_in_chunks_and_token_by_token(
+    length: int, cuts: list[int], heads: tuple[int, int], window: Any, dim: int
+) -> None:
+    """Beyond the first tiles of the CPU: chunks, and a decode step with others beside it."""
+    heads_kv, heads_q = heads
+    pages = -(-length // 16)
+    k_cache, v_cache = (torch.randn(2 * pages, 16, heads_kv, dim) for _ in range(2))
+    table = torch.randperm(2 * pages).view(2, pages).int()
+    q = torch.randn(length, heads_q, dim)
+
+    def attend(start: int, stop: int) -> torch.Tensor:
+        lens = torch.tensor([stop], dtype=torch.int32)
+        options = {"cu_seqlens_q": int32([0, stop - start], q.device), "max_seqlen_q": length}
+        args = (q[start:stop], k_cache, v_cache, table[:1], lens)
+        return ops.paged_attention(*args, window=window, **options)
+
+    whole = attend(0, length)
+    bounds = sorted({0, *(cut for cut in cuts if cut < length), length})
+    parts = [attend(a, b) for a, b in pairwise(bounds)]
+    assert_same_bits(torch.cat(parts), whole)
+    for position in {0, 63, 64, 127, 128, length // 2, length - 1}:
+        pair = torch.stack([q[position], torch.randn(heads_q, dim)])
+        lens = torch.tensor([position + 1, length // 3], dtype=torch.int32)
+        step = ops.paged_attention(pair, k_cache, v_cache, table, lens, window=window)
+        assert_same_bits(step[0], whole[position])
 
 
 @invariance

@@ -160,7 +160,11 @@ def test_examples_of_the_table() -> None:
     assert chosen(4096, 4096) == "gemm_tiled-e4m3-bf16-128x256-fast_accum 128"
 
 
-@pytest.mark.parametrize("row", tile_table.MEASURED, ids=str)
+_SPLIT = [row for row in tile_table.MEASURED if not row.share_weights]
+_SHARED = [row for row in tile_table.MEASURED if row.share_weights]
+
+
+@pytest.mark.parametrize("row", _SPLIT, ids=str)
 def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(
     row: tile_table.Measured,
 ) -> None:
@@ -183,6 +187,26 @@ def test_a_measured_split_of_k_is_taken_where_sums_may_have_any_order(
             others.append(chosen(row.m[-1], dtype, batch_invariant=True))
         for other in others:
             assert replace(other, tile_tokens=row.tokens) != wanted
+
+
+@pytest.mark.parametrize("row", _SHARED, ids=str)
+def test_a_measured_row_of_16_bits_keeps_k_whole(row: tile_table.Measured) -> None:
+    how: dict[str, Any] = {"packed": True, "fast_accum": False, "batch_invariant": True}
+
+    def chosen(m: int, dtype: str, out_dtype: str, **more: Any) -> Choice:
+        return choose(m, row.n, row.k, dtype, out_dtype, **{**how, **more})
+
+    for dtype in GEMM_DTYPES:
+        wanted = row.choice(dtype, out_dtypes(dtype)[0])
+        for m in (row.m[0], row.m[-1]):
+            choice = chosen(m, dtype, out_dtypes(dtype)[0])
+            assert (replace(choice, tile_tokens=row.tokens) == wanted) == (dtype in row.dtypes)
+            assert not choice.split_k
+    wanted = row.choice("bf16", "fp32")
+    assert chosen(row.m[-1], "bf16", "fp32") == wanted
+    others = [chosen(m, "bf16", "fp32") for m in (row.m[0] - 1, row.m[-1] + 1)]
+    for other in (*others, chosen(row.m[-1], "bf16", "fp32", sms=114)):
+        assert replace(other, tile_tokens=row.tokens) != wanted
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])

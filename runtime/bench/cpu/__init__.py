@@ -1,0 +1,1 @@
+"""A real model on the CPU, beside transformers in the same run."""
