@@ -2,6 +2,8 @@
 // epilogue.
 #pragma once
 
+#include <type_traits>
+
 #include "block_scales.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
@@ -229,7 +231,7 @@ class Consumer {
   }
 
   // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
-  // The MMAs of a stage run together. All tiles add in this order and with these roundings.
+  // The MMAs of a stage are issued together. All tiles add in this order and with these roundings.
   template <class Fixed>
   __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
                                               Sum (&sums)[kBlocks][kSums], RingPosition& position,
@@ -252,8 +254,8 @@ class Consumer {
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
         multiply_unit(channels, tokens, unit, false, products[unit]);
+        cute::warpgroup_commit_batch();
       }
-      cute::warpgroup_commit_batch();
       const auto& w_scales = fixed.w_scales[position.slot].of;
       const auto& x_scales = fixed.x_scales[position.slot].of;
       UnitScales scales[kUnits];
@@ -266,18 +268,27 @@ class Consumer {
           scales[unit].load_columns(kTokenRows ? w : x);
         }
       }
-      cute::warpgroup_wait<0>();
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
+      // The MMAs of later units run on.
+      for_each_unit([&](auto unit) {
+        cute::warpgroup_wait<kUnits - 1 - unit>();
         pin(products[unit]);
         if (!UnitScales::kFit) {
           scales[unit].load_columns(kTokenRows ? w_scales[unit] + first_w
                                                : x_scales[unit] + first_x);
         }
         scales[unit].add_scaled(products[unit], sums);
-      }
+      });
       release(position.slot);
       position.advance(plan_.stages);
+    }
+  }
+
+  // Calls visit(std::integral_constant of a unit), in order.
+  template <int kUnit = 0, class Visit>
+  static __device__ __forceinline__ void for_each_unit(const Visit& visit) {
+    visit(std::integral_constant<int, kUnit>());
+    if constexpr (kUnit + 1 < kUnits) {
+      for_each_unit<kUnit + 1>(visit);
     }
   }
 
