@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ...engine import Engine, SamplingParams
-from .hugging_face import HuggingFace
+from .peer import HuggingFace
 
 
 @dataclass(frozen=True)

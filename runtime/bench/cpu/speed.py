@@ -11,7 +11,7 @@ import torch
 
 from ...engine import Engine, SamplingParams
 from ..plans import check_least
-from .hugging_face import HuggingFace
+from .peer import HuggingFace
 
 Generate = Callable[[Sequence[Sequence[int]], int], object]
 

@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _time(args: argparse.Namespace, report: Report) -> None:
-    from ...bench.cpu.hugging_face import HuggingFace
+    from ...bench.cpu.peer import HuggingFace
     from ...bench.cpu.speed import SpeedPlan, time_beside
 
     plan = SpeedPlan(batches=args.batch, prompt=args.prompt, repeats=args.repeats)
@@ -92,7 +92,7 @@ def _time(args: argparse.Namespace, report: Report) -> None:
 
 def _compare(args: argparse.Namespace, report: Report) -> None:
     from ...bench.cpu.agreement import agreement, engine_answers, peer_answers
-    from ...bench.cpu.hugging_face import HuggingFace, chat_prompts
+    from ...bench.cpu.peer import HuggingFace, chat_prompts
     from ...bench.cpu.questions import QUESTIONS
 
     prompts = chat_prompts(args.model, QUESTIONS)

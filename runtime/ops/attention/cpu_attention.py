@@ -151,7 +151,7 @@ class _Block:
         self.earliest = self.latest = sequences.spans(start // group)
         if (stop - 1) // group > start // group:
             self.latest = sequences.spans((stop - 1) // group)
-        self._q = rows[:, start:stop]
+        self._q = rows[:, start:stop].contiguous()
         if size > self._count:
             self._q = functional.pad(self._q, (0, 0, 0, size - self._count))
         self._maximum: torch.Tensor | None = None  # of the logits so far; None before the first

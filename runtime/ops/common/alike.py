@@ -79,13 +79,15 @@ def _size(rows: int, sizes: Sequence[int], alike: Callable[[int], bool]) -> int:
     return next(size for size in ROWS if alike(size))
 
 
-def cancelling(depth: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cancelling(
+    depth: int, columns: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a row [1, depth] and a weight [columns, depth] whose exact products are near 0.
 
     What a sum of such products leaves is its rounding errors: so each order of summation has other
     results, even if they are rounded to 16 bits. Up to 64 rows of the weight are different ones.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     half = depth // 2
     order = torch.randperm(depth, generator=generator, device="cpu")
 

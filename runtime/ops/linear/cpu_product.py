@@ -8,7 +8,7 @@ from torch.nn import functional
 from ..common.alike import ROWS, Alike, cancelling, pieces
 from ..common.e4m3 import to_float32
 from ..common.precision import full_precision
-from ..common.sizes import round_up
+from ..common.sizes import ceil_div, round_up
 
 _CACHE_LINE = 64  # bytes
 _REFERENCES = (
@@ -18,6 +18,7 @@ _REFERENCES = (
     1,
 )  # rows; few enough for a step of few requests, and of MKL's block kernels
 _TRIED = 8192  # rows of a weight: more are no other case, and would take its memory once more
+_COMPARED = 256  # results of a row at least, of which another order of summation changes many
 _WIDENED = 1 << 19  # elements of a weight that are widened at once, so that they stay in the cache
 
 _alike: dict[tuple[object, ...], Alike[int]] = {}
@@ -104,10 +105,14 @@ def _alike_rows(w: torch.Tensor, bias: torch.Tensor | None) -> Alike[int]:
     key = (columns, depth, dtype, bias is None, torch.get_num_threads())
     if key not in _alike:
 
-        def trial(rows: int) -> torch.Tensor:
-            x, weight = cancelling(depth, columns, dtype)
+        def results(rows: int, seed: int) -> torch.Tensor:
+            x, weight = cancelling(depth, columns, dtype, seed)
             shift = None if bias is None else torch.zeros(columns, dtype=dtype, device="cpu")
             return _multiplied(x.expand(rows, -1).contiguous(), weight, shift)
+
+        def trial(rows: int) -> torch.Tensor:
+            seeds = range(ceil_div(_COMPARED, columns))
+            return torch.cat([results(rows, seed) for seed in seeds], dim=1)
 
         _alike[key] = Alike(trial, _REFERENCES)
     return _alike[key]

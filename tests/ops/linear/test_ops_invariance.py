@@ -102,21 +102,45 @@ def test_linear_of_a_prompt_in_chunks(
 
 
 ROWS_APART = """
+import os
 import torch
 from ostinato import ops
-for columns in (1, 2, 3, 4, 33, 257):
-    for depth in (16, 33, 100, 257):
-        x, w, bias = torch.randn(20, depth), torch.randn(columns, depth), torch.randn(columns)
-        for b in (None, bias):
-            apart = torch.cat([ops.linear(row[None], w, bias=b) for row in x])
-            assert torch.equal(apart, ops.linear(x, w, bias=b)), (columns, depth, b is None)
+if "MKL_CBWR" in os.environ:
+    torch.backends.mkldnn.is_available = lambda: False
+for dtype in (torch.float32, torch.bfloat16):
+    for columns in (1, 2, 3, 4, 33, 257):
+        for depth in (16, 33, 100, 257, 1536):
+            x, w = (torch.randn(n, depth).to(dtype) for n in (20, columns))
+            bias = torch.randn(columns).to(dtype)
+            for b in (None, bias):
+                apart = torch.cat([ops.linear(row[None], w, bias=b) for row in x])
+                assert torch.equal(apart, ops.linear(x, w, bias=b)), (columns, depth, b is None)
+cache, table = torch.randn(10, 16, 3, 64), torch.arange(10, dtype=torch.int32)[None]
+q, lens = torch.randn(150, 9, 64), torch.arange(1, 151, dtype=torch.int32)
+options = {"cu_seqlens_q": torch.tensor([0, 150], dtype=torch.int32), "max_seqlen_q": 150}
+whole = ops.paged_attention(q, cache, cache, table, lens[-1:], **options)
+for n in (1, 2, 7, 8):
+    some = torch.randperm(150)[:n]
+    step = ops.paged_attention(q[some], cache, cache, table.expand(n, -1), lens[some])
+    assert torch.equal(step, whole[some]), n
 """
 
 
-@pytest.mark.parametrize("instructions", ["COMPATIBLE", "SSE4_2", "AVX2", "AVX512"])
-def test_linear_on_other_processors(instructions: str) -> None:
-    """Let MKL, where it is what multiplies, do as it does on processors with these instructions."""
-    environment = {**os.environ, "MKL_CBWR": instructions}
+@pytest.mark.parametrize(
+    ("library", "instructions"),
+    [
+        ("MKL_CBWR", "COMPATIBLE"),
+        ("MKL_CBWR", "SSE4_2"),
+        ("MKL_CBWR", "AVX2"),
+        ("MKL_CBWR", "AVX512"),
+        ("ONEDNN_MAX_CPU_ISA", "SSE41"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
+    ],
+)
+def test_rows_apart_on_other_processors(library: str, instructions: str) -> None:
+    """Let MKL, or oneDNN, do as on processors with these instructions; MKL without oneDNN."""
+    environment = {**os.environ, library: instructions}
     subprocess.run([sys.executable, "-c", ROWS_APART], check=True, env=environment)
 
 
