@@ -23,7 +23,8 @@ struct QuantizeParams {
   OSTINATO_OPTIONAL(const int32_t*, zero_point);  // one element, with static_scale; null: symmetric
   OSTINATO_FIELD(void*, out);                     // [m, k] 8-bit
   OSTINATO_FIELD(int64_t, out_stride);
-  OSTINATO_OPTIONAL(float*, scale_out);  // [m] (dynamic only)
+  // [m] (where rows are quantised): the static scale, too, but NaN for an int8 row that holds NaN
+  OSTINATO_OPTIONAL(float*, scale_out);
   OSTINATO_FIELD(int32_t, m);
   OSTINATO_FIELD(int32_t, k);
   OSTINATO_OPTIONAL(int32_t, pdl);
