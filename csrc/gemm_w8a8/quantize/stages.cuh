@@ -27,7 +27,7 @@ constexpr bool kEncodes = !std::is_same_v<Out, In>;
 static_assert(kEncodes || kKind != Kind::per_token, "bare rows would be copied");
 using Stored = std::conditional_t<kEncodes, uint8_t, In>;
 
-// Whether the scale of a row that holds a NaN is NaN although it is static: INT8 has no code for it.
+// Whether a NaN replaces the static scale of its row: INT8 has no code for it.
 constexpr bool kMarksNan = std::is_same_v<Out, dtype::int8>;
 
 constexpr int kVectorSize = 16 / sizeof(In);
