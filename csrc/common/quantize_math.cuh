@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <limits>
 
 #include "e4m3.cuh"
 #include "target.cuh"
@@ -141,6 +142,19 @@ __device__ __forceinline__ float max_magnitude_of(float largest, const float (&v
     largest = max_magnitude(largest, values[i]);
   }
   return largest;
+}
+
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// Whether any value is NaN. The compiler compares pairs: an instruction for two values.
+template <int N>
+__device__ __forceinline__ bool holds_nan(const float (&values)[N]) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    found |= isnan(values[i]);
+  }
+  return found;
 }
 
 inline constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal number

@@ -241,14 +241,16 @@ class W8A8Linear(Linear):
                 out_dtype=self.out_dtype,
                 batch_invariant=self.batch_invariant,
             )
+        scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         quantized = ops.quantize_per_tensor(
             x,
             self.input_scale,
             self.weight.dtype,
             zero_point=self.input_zero_point,
             n_active=n_active,
+            scale_out=scale,
         )
-        return self._matmul(quantized, self.input_scale, n_active)
+        return self._matmul(quantized, scale, n_active)
 
     def after_norm(
         self,

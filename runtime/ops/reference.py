@@ -360,6 +360,14 @@ def quantize_per_tensor(
     return on_grid(x.float() / scale, zero_point, dtype)
 
 
+def static_scales(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `scale` for each row of x; NaN for those that hold a NaN, which int8 cannot code."""
+    scales = scale.expand(len(x)).clone()
+    if dtype is torch.int8:
+        scales[x.isnan().any(1)] = math.nan
+    return scales
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -395,7 +403,8 @@ def rms_norm_quantize(
     normalized = rms_norm(x, weight, eps, residual=residual)
     if scale is None:
         return quantize_per_token(normalized, dtype)
-    return quantize_per_tensor(normalized, scale, dtype, zero_point=zero_point), scale
+    values = quantize_per_tensor(normalized, scale, dtype, zero_point=zero_point)
+    return values, static_scales(normalized, scale, dtype)
 
 
 def silu_mul_quantize(
@@ -409,7 +418,8 @@ def silu_mul_quantize(
     gated = silu_mul(x)
     if scale is None:
         return quantize_per_token(gated, dtype)
-    return quantize_per_tensor(gated, scale, dtype, zero_point=zero_point), scale
+    values = quantize_per_tensor(gated, scale, dtype, zero_point=zero_point)
+    return values, static_scales(gated, scale, dtype)
 
 
 def rms_norm_quantize_per_group(

@@ -38,10 +38,11 @@ struct Plan {
 
 template <int kElements, Share kShare, int kThreads>
 Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
-  // Unbounded, unaligned gated rows of 16 bits take 96 registers on sm_90: 5 CTAs on an SM.
-  constexpr bool kBounded = kKind == Kind::silu_mul && kElements == 32 && sizeof(In) == 2 &&
+  // Unbounded, unaligned rows of 16 bits take 96 registers on sm_90 where they are gated, and up to
+  // 71 as they are: 5 and 7 CTAs on an SM.
+  constexpr bool kBounded = kKind != Kind::rms_norm && kElements == 32 && sizeof(In) == 2 &&
                             kThreads == kWarpRowThreads && kTargets[0] == 900;
-  constexpr int kCtas = kBounded ? 6 : 1;
+  constexpr int kCtas = !kBounded ? 1 : kKind == Kind::silu_mul ? 6 : 8;
   return {aligned ? quantize_rows<kElements, kShare, kThreads, 1, true>
                   : quantize_rows<kElements, kShare, kThreads, kCtas, false>,
           threads, kShare == Share::warp ? threads / 32 : 1, ctas_per_row};
@@ -171,8 +172,8 @@ bool has_whole_lines(const QuantizeParams& p) {
 }
 
 bool is_valid(const QuantizeParams& p) {
-  const bool scaled = p.static_scale != nullptr || p.scale_out != nullptr;
-  return scaled == kEncodes && (kGroup == 0 || p.static_scale == nullptr) &&
+  return (p.scale_out != nullptr) == kEncodes &&
+         (p.static_scale == nullptr || (kEncodes && kGroup == 0)) &&
          (p.zero_point == nullptr || p.static_scale != nullptr) &&
          (kKind != Kind::rms_norm || p.norm_weight != nullptr) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&

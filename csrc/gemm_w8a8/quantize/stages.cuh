@@ -30,6 +30,9 @@ constexpr int kGroup = OSTINATO_GROUP;
 static_assert(kGroup == 0 || (kGroup == 128 && kEncodes), "a row, or groups of 128, have a scale");
 using Stored = std::conditional_t<kEncodes, uint8_t, In>;
 
+// Whether a NaN replaces the static scale of its row: INT8 has no code for it.
+constexpr bool kMarksNan = std::is_same_v<Out, dtype::int8>;
+
 constexpr int kVectorSize = 16 / sizeof(In);
 constexpr int kCodeWords = kVectorSize / 4;
 

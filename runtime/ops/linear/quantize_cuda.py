@@ -134,7 +134,7 @@ def quantize_rows(
 ) -> None:
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
-    The arguments are those of the ops, checked; `out` of x's dtype takes no scale and no zero
+    The arguments are those of the ops, checked; `out` of x's dtype takes no scales and no zero
     point. With a `group`, `scale_out` is [ceil(k / group), m]. Of these tensors the kernel reads
     only `n_active` and, where it quantises, `norm_weight` before those in front of it on the stream
     have ended.
@@ -144,7 +144,7 @@ def quantize_rows(
         return
     device = x.get_device()
     with on_device(device):
-        if scale is None and scale_out is None and out.dtype is not x.dtype:
+        if scale_out is None and out.dtype is not x.dtype:
             scale_out = torch.empty(m, dtype=torch.float32, device=x.device)
         weight_dtype = None if norm_weight is None else norm_weight.dtype
         variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype, group)

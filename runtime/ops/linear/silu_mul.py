@@ -61,7 +61,8 @@ def silu_mul_quantize(
     their halves are made of as many; on a CPU x becomes NaN.
 
     Returns:
-        (values [M, I] of `dtype`, scale), scale fp32: [M] per token, else the one passed.
+        (values [M, I] of `dtype`, scale [M] fp32); with `scale`, the second is the `scale_out` of
+        `quantize_per_tensor`.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
@@ -74,11 +75,8 @@ def silu_mul_quantize(
     quantize = _silu_mul_quantize_discarding_op if discard_x else _silu_mul_quantize_op
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=dtype, device=x.device)
-        if scale is not None:
-            quantize(x, scale, zero_point, check_scales, out, None, n_active)
-            return out, scale
         scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        quantize(x, None, None, False, out, scale_out, n_active)
+        quantize(x, scale, zero_point, check_scales, out, scale_out, n_active)
     return out, scale_out
 
 

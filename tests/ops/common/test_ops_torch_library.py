@@ -123,12 +123,14 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         ],
         "paged_attention": lambda: attention_arguments(device, draw),
         "quantize_per_group": lambda: [x, False, empty(3, 16, dtype=E4M3), empty(1, 3), None],
-        "quantize_per_tensor": lambda: [*(x, scale, zero, False, empty(3, 16, dtype=int8), None)],
+        "quantize_per_tensor": lambda: [
+            *(x, scale, zero, False, empty(3, 16, dtype=int8), None, empty(3))
+        ],
         "quantize_per_token": lambda: [x, empty(3, 16, dtype=int8), empty(3), None],
         "rms_norm": lambda: [x, w, 1e-6, randn(3, 16), empty(3, 16), empty(3, 16)],
         "rms_norm_quantize": lambda: [
             *(x, w, 1e-6, randn(3, 16), scale, zero, False),
-            *(empty(3, 16, dtype=int8), None, empty(3, 16), None),
+            *(empty(3, 16, dtype=int8), empty(3), empty(3, 16), None),
         ],
         "rms_norm_quantize_per_group": lambda: [
             *(x, w, 1e-6, randn(3, 16), False),
@@ -150,7 +152,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(x, False, empty(3, 8, dtype=E4M3), empty(1, 3), None)
         ],
         "silu_mul_quantize_discarding": lambda: [
-            *(x, scale, zero, False, empty(3, 8, dtype=int8), None, None)
+            *(x, scale, zero, False, empty(3, 8, dtype=int8), empty(3), None)
         ],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
