@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import runpy
@@ -92,6 +93,12 @@ def test_chat_remembers_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "Classes",
         second,
     ]
+
+
+@pytest.mark.parametrize("end", ["", "\n"], ids=["end of input", "empty line"])
+def test_the_chat_ends(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nBye\n" + end))
+    assert list(_module("chat_smollm2").typed()) == ["Hello", "Bye"]
 
 
 @pytest.mark.real
