@@ -59,6 +59,15 @@ def test_pages_have_at_most_300_lines(page: Path) -> None:
         assert len(page.read_text(encoding="utf-8").splitlines()) <= 300
 
 
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "kernels").glob("*.md")), ids=lambda page: page.stem
+)
+def test_kernel_pages_are_short_and_have_one_picture(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert text.count("![") == 1
+
+
 def _citations(texts: Iterable[Path]) -> set[str]:
     """Return the names of files in texts, their paths from `results` or `lab` on where they have
     one. A pattern without a path names no results."""
