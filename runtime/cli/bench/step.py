@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from ..command import Parser, UserError, check_folder, check_model, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
 from .output import add_peers_flag
+from .picture import add_plot_flag, check_matplotlib, check_plot_flag, plot
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +103,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="draw each step there, a picture (.svg) of its kernels (CUDA only; needs matplotlib)",
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_plot_flag(parser)
     add_device_flag(parser)
 
 
@@ -116,11 +117,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.model is not None:
         check_model("--model", args.model)
     check_folder("--json", args.json)
+    check_plot_flag(args.plot)
     if args.timeline is not None:
         if not args.timeline.is_dir():
             raise UserError(f"--timeline: {args.timeline} is not a folder")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UserError("--timeline: matplotlib is not installed (pip install ostinato[plot])")
+        check_matplotlib("--timeline")
 
     import torch
 
@@ -163,6 +164,7 @@ def _run(args: argparse.Namespace) -> int:
             # After every row: what was measured before a Ctrl-C is worth keeping.
             if args.json is not None:
                 report.write(args.json)
+    plot(args.plot, "step", report)
     return 0
 
 
