@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from ..models import Decoder, DenseLinear, Linear, W8A8Linear, compile_kernels, family_of
 from ..models.parts import DENSE_DTYPES, LinearPart, TensorPart
 from .config import load_config
+from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .layout import check_tied, checked_layout
 from .quantization import load_quantization
 from .reader import CheckpointReader
+from .section import CONFIG_FILE
 from .storage.base import Kept, StoredScheme, Target, biases, stack
 from .storage.dense import DENSE
 from .weights import QUANTIZED_DTYPES, quantize_weight
@@ -41,7 +42,9 @@ def load_model(
     for the kernels, one at a time, and kernels that are not compiled yet are compiled side by side.
 
     Args:
-        path: folder with `config.json` and safetensors files.
+        path: folder with `config.json` and safetensors files, or the name of a model on the
+            Hugging Face Hub, "owner/name", where huggingface_hub is installed: what its cache
+            lacks is downloaded, safetensors and JSON files alone. A folder goes before a name.
         device: where the tensors go.
         dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
         max_context: longest sequence to serve, at most (and by default, up to 2^20 positions) the
@@ -62,7 +65,7 @@ def load_model(
         KernelBuildError: when compiling a kernel fails.
         TypeError, ValueError: for `dtype`, `max_context` or `lm_head_dtype`.
     """
-    folder = Path(path)
+    folder = checkpoint_folder("path", path, CONFIG_FILE, weights=True)
     config = load_config(folder)
     if dtype is not None:
         if dtype not in DENSE_DTYPES:
