@@ -87,10 +87,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(format="mixed-precision"), "group_0: format: got None"),
         (int8(format="float-quantized"), "weights: type: got 'int', expected 'float'"),
         (int8(quantization_status="calibration"), "quantization_status: got 'calibration'"),
-        (
-            int8(kv_cache_scheme={"num_bits": 8}),
-            "kv_cache_scheme: got {'num_bits': 8}: a quantised KV cache is not",
-        ),
         (int8(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: got 's"),
         (int8(transform_config={"config_groups": 1}), "transform_config: got"),
         (int8(new_field=3), "new_field: got 3, a field that is not supported"),
@@ -146,10 +142,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         ),
         ({"quant_method": "fp8"}, "activation_scheme: got None, expected 'static' or 'dynamic'"),
         (
-            {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"},
-            "kv_cache_scheme: got 'static'",
-        ),
-        (
             {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
             "scale_fmt: got 'ue8m0'",
         ),
@@ -165,10 +157,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: got 'NVFP4', expected"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo: got 'FP8_PB_WO'"),
         ({"quant_method": "modelopt"}, "quant_algo: got None, expected 'FP8'"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},
-            "kv_cache_scheme: got",
-        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "group_size": 16}, "group_size: got 16"),
     ],
 )
@@ -184,7 +172,7 @@ def test_what_is_not_implemented_is_refused_by_name(
     ("quantization", "words"),
     [
         ({"quant_algo": "W4A8_AWQ"}, "quantization: quant_algo: got 'W4A8_AWQ'"),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "quant.*: kv_cache_.*: got 'FP8'"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "quant.*: got 'NVFP4'"),
     ],
 )
 def test_hf_quant_config_is_refused_by_name(

@@ -8,8 +8,9 @@ from functools import cache
 import torch
 
 from ..format import Format, StoredSchemeOf
+from ..kv_cache import kv_cache_scheme
 from ..patterns import PatternMatcher
-from ..section import KV_CACHE_REFUSED, Section
+from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -36,7 +37,7 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     static = config.choice("activation_scheme", "static", "dynamic") == "static"
     config.choice("fmt", "e4m3", default="e4m3")
     config.choice("scale_fmt", "float", default="float")
-    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
+    kv_cache_scheme(config)
     ignored = config.strings("ignored_layers", "modules_to_not_convert")
     config.reject_others("quant_method", "expert_dtype")
     ignore = [_regex(entry) for entry in ignored]

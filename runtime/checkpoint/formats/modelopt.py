@@ -11,8 +11,9 @@ import torch
 
 from ..files import is_there
 from ..format import Format, StoredSchemeOf
+from ..kv_cache import kv_cache_scheme
 from ..patterns import PatternMatcher
-from ..section import KV_CACHE_REFUSED, Section
+from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -31,11 +32,10 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     Raises:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
-            per tensor) and for a quantised KV cache.
+            per tensor), and for a KV cache that is neither INT8 nor FP8.
     """
     config.choice("quant_algo", "FP8")
-    config.reject("kv_cache_quant_algo", KV_CACHE_REFUSED)
-    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
+    kv_cache_scheme(config)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
