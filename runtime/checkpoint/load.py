@@ -38,10 +38,11 @@ def load_model(
     token, and INT8 per channel. q, k, v and gate, up are joined into one layer each: their weights
     keep their scales (one per output row from then on), and a static activation scale becomes the
     largest of the parts', so that nothing saturates that did not before. FP8 activations without a
-    static scale are quantised per token, whatever granularity the file names. Of a checkpoint made
-    for an 8-bit KV cache the scales are kept in the model's `kv_scales`; pages are in the model's
-    dtype all the same. No tensor shares memory with the files. On CUDA quantised weights are packed
-    for the kernels, one at a time, and kernels that are not compiled yet are compiled side by side.
+    static scale are quantised per token, whatever granularity the file names, and whatever bound
+    `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the scales are kept in
+    the model's `kv_scales`; pages are in the model's dtype all the same. No tensor shares memory
+    with the files. On CUDA quantised weights are packed for the kernels, one at a time, and kernels
+    that are not compiled yet are compiled side by side.
 
     Args:
         path: folder with `config.json` and safetensors files, or the name of a model on the
