@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 
 import torch
 
 from ..format import Format, StoredSchemeOf
-from ..patterns import PatternMatcher
-from ..section import KV_CACHE_REFUSED, Section
+from ..kv_cache import kv_cache_scheme
+from ..patterns import PatternMatcher, transformers_pattern
+from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
@@ -36,10 +36,10 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     static = config.choice("activation_scheme", "static", "dynamic") == "static"
     config.choice("fmt", "e4m3", default="e4m3")
     config.choice("scale_fmt", "float", default="float")
-    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
+    kv_cache_scheme(config)
     ignored = config.strings("ignored_layers", "modules_to_not_convert")
     config.reject_others("quant_method", "expert_dtype")
-    ignore = [_regex(entry) for entry in ignored]
+    ignore = [transformers_pattern(entry) for entry in ignored]
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
     matcher = PatternMatcher(config.where)
     for pattern in ignore:
@@ -51,11 +51,6 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
         return DENSE if ignored or _OUTPUT in names else scheme
 
     return scheme_of
-
-
-def _regex(entry: str) -> str:
-    entry = entry.removeprefix("re:")
-    return rf"(?:{entry})(?:(?<=\.)|(?=\.|$))|.*{re.escape(entry)}$"
 
 
 FORMAT = Format("fp8", parse_hf_fp8)

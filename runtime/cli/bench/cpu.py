@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command import Parser, check_folder, check_model, user_errors
+from ..command import Parser, check_folder, find_model, user_errors
 from .picture import add_plot_flag, check_plot_flag, plot
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
     check_plot_flag(args.plot)
-    check_model("--model", args.model, "tokenizer.json")
+    args.model = find_model("--model", args.model, "tokenizer.json")
 
     import torch
 
