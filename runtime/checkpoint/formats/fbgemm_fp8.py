@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
+from ..exclusions import all_but
 from ..format import Format, StoredSchemeOf
-from ..patterns import PatternMatcher, transformers_pattern
+from ..patterns import transformers_pattern
 from ..section import Section
-from ..storage.base import StoredScheme
-from ..storage.dense import DENSE
 from ..storage.w8a8 import W8A8Scheme
-
-# The output projection is in 16 bits whether or not the configuration lists it.
-_OUTPUT = "lm_head"
 
 
 def parse_fbgemm_fp8(config: Section) -> StoredSchemeOf:
@@ -33,16 +27,7 @@ def parse_fbgemm_fp8(config: Section) -> StoredSchemeOf:
     config.reject_others("quant_method")
     ignore = [transformers_pattern(entry) for entry in ignored]
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False)
-    matcher = PatternMatcher(config.where)
-    for pattern in ignore:
-        matcher.matches(pattern, "")
-
-    @cache
-    def scheme_of(*names: str) -> StoredScheme:
-        ignored = any(matcher.matches(pattern, name) for pattern in ignore for name in names)
-        return DENSE if ignored or _OUTPUT in names else scheme
-
-    return scheme_of
+    return all_but(ignore, scheme, config.where)
 
 
 FORMAT = Format("fbgemm_fp8", parse_fbgemm_fp8)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,19 +13,16 @@ import torch
 from ...models.layers import W8A8Linear
 from ...models.parts import Module, TensorSpec
 from ..errors import UnsupportedCheckpointError
+from ..exclusions import all_but
 from ..files import is_there
 from ..format import Format, StoredSchemeOf
 from ..kv_cache import kv_cache_scheme
-from ..patterns import PatternMatcher
 from ..reader import CheckpointReader
 from ..section import Section
-from ..storage.base import StoredScheme, Target
-from ..storage.dense import DENSE
+from ..storage.base import Target
 from ..storage.w8a8 import W8A8Scheme
 
 _FILE = "hf_quant_config.json"
-# The output projection is in 16 bits whether or not the configuration lists it.
-_OUTPUT = "lm_head"
 
 
 @dataclass(frozen=True)
@@ -82,15 +78,7 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
 
-    matcher = PatternMatcher(config.where)
-    patterns = [_regex(entry) for entry in ignore]
-
-    @cache
-    def scheme_of(*names: str) -> StoredScheme:
-        ignored = any(matcher.matches(pattern, name) for pattern in patterns for name in names)
-        return DENSE if ignored or _OUTPUT in names else scheme
-
-    return scheme_of
+    return all_but([_regex(entry) for entry in ignore], scheme, config.where)
 
 
 def _pre_quant_scale(module: Module) -> TensorSpec:
