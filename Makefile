@@ -13,7 +13,7 @@ CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp'
 
 # Notebooks and results are records, and not held to it.
 PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
-           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md)
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md)
 
 .PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
 

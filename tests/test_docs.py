@@ -1,9 +1,11 @@
-"""The pages of docs/: lengths, quoted messages, and the site's table of contents."""
+"""The pages of docs/: lengths, quoted messages, and the result files that they cite."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,6 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "results" not in page.parts)
+RESULTS = sorted(file for file in (DOCS / "results").rglob("*") if file.is_file())
+# A name or a path of a file, with * for a part of it, as texts cite them.
+CITED = re.compile(r"[\w*./-]*[\w*-]\.(?:cu|json|jsonl|md|patch|svg|txt|xz)(?:\.\w+)*")
+PATH = re.compile(r"(?:results|lab)/.*")
 # Notebooks are records of measurements; the API's pages are made of docstrings.
 APART = {"notebooks", "api"}
 TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
@@ -51,3 +57,52 @@ def test_troubleshooting_quotes_messages() -> None:
 def test_pages_have_at_most_300_lines(page: Path) -> None:
     if not APART & set(page.relative_to(DOCS).parts):
         assert len(page.read_text(encoding="utf-8").splitlines()) <= 300
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "kernels").glob("*.md")), ids=lambda page: page.stem
+)
+def test_kernel_pages_are_short_and_have_one_picture(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert text.count("![") == 1
+
+
+def _citations(texts: Iterable[Path]) -> set[str]:
+    """Return the names of files in texts, their paths from `results` or `lab` on where they have
+    one. A pattern without a path names no results."""
+    found = set()
+    for text in texts:
+        for name in CITED.findall(text.read_text(encoding="utf-8")):
+            path = PATH.search(name)
+            if path is not None:
+                found.add(path.group())
+            elif "*" not in name:
+                found.add(name)
+    return found
+
+
+def _cites(name: str, file: Path) -> bool:
+    return fnmatchcase(f"/{file.relative_to(DOCS).as_posix()}", f"*/{name}")
+
+
+@lru_cache(maxsize=1)
+def _citations_of_all() -> set[str]:
+    """Return what pages, notebooks, tests and sources cite."""
+    folders = ("runtime", "tests", "examples")
+    sources = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    return _citations([*ROOT.glob("*.md"), *PAGES, *sources])
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: str(file.relative_to(DOCS)))
+def test_results_are_cited(file: Path) -> None:
+    assert any(_cites(name, file) for name in _citations_of_all()), "cite it, or delete it"
+
+
+def test_cited_results_exist() -> None:
+    # A name without a path may be of any file.
+    texts = [*ROOT.glob("*.md"), *PAGES, *(ROOT / "runtime").rglob("*.py")]
+    named = {name for name in _citations(texts) if PATH.search(name)}
+    assert len(named) > 100
+    missing = [name for name in named if not any(_cites(name, file) for file in RESULTS)]
+    assert sorted(missing) == []

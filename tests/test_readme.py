@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import draw_kernels
 import pytest
 
 import draw
@@ -119,6 +120,13 @@ def test_the_table_holds_the_figures_of_its_file(dtype: str) -> None:
     both = zip(figures["vLLM 0.33.0"], figures["Ostinato"], strict=True)
     ratios = [None if us is None or ours is None else round(ours / us, 3) for us, ours in both]
     assert figures["ratio"] == ratios
+
+
+@pytest.mark.parametrize("name", draw_kernels.PICTURES)
+def test_pictures_of_kernels_show_the_figures_of_their_files(name: str, tmp_path: Path) -> None:
+    draw_kernels.PICTURES[name](tmp_path / name)
+    drawn = (tmp_path / name).read_text(encoding="utf-8")
+    assert drawn == (draw.HERE / name).read_text(encoding="utf-8")
 
 
 def test_the_picture_shows_the_figures_of_its_file(tmp_path: Path) -> None:

@@ -50,7 +50,11 @@ def draw_engine(path: Path) -> None:
     figure.axes[0].set_ylabel("ms per decode step")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    # The same file again for the same figures: no date, no random names.
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as the same file each time: no date, no random names."""
     with mpl.rc_context({"svg.hashsalt": "ostinato", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 

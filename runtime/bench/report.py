@@ -12,6 +12,7 @@ import torch
 
 from ..jit.files import write_whole
 from . import machine
+from .plot import Dot
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -42,6 +43,10 @@ class Row:
     tflop_s: float
     peer: str | None = None
     ratio: float | None = None
+
+    def dots(self) -> list[Dot]:
+        """Return the time as the picture of the rows shows it."""
+        return [Dot(f"{self.section}, µs", self.case, self.impl, self.us)]
 
     @staticmethod
     def of(

@@ -15,7 +15,9 @@ _GENERATION_FILE = "generation_config.json"
 
 
 def load_config(path: str | os.PathLike[str]) -> ModelConfig:
-    """Read `config.json` of a checkpoint folder, and the end tokens of `generation_config.json`.
+    """Read `config.json` of a checkpoint, and the end tokens of `generation_config.json`.
+
+    `path` is a folder, or the name of a model on the Hugging Face Hub, as of `load_model`.
 
     Chat models list the token that ends a turn only in the second file, which need not exist. Where
     `config.json` has no dtype, it is that of the stored embedding, if there are weights.

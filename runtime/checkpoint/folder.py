@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..model_path import path_fault
+from ..model_path import PathError, find_folder
 from .errors import CheckpointError
 
 
-def checkpoint_folder(argument: str, path: str | os.PathLike[str], *files: str) -> Path:
-    """Return the folder of a checkpoint.
+def checkpoint_folder(
+    argument: str, path: str | os.PathLike[str], *files: str, weights: bool = False
+) -> Path:
+    """Return the folder of a checkpoint; see `find_folder`.
 
     Args:
         argument: name of `path` for errors.
-        path: the folder.
-        files: names of files that it must hold.
+        path: the folder, or the name of a model on the Hugging Face Hub.
+        files: names of files that it must hold, at least one.
+        weights: whether a download from the Hub must include the weights.
 
     Raises:
-        CheckpointError: when it is no folder or lacks a file. It says what to do about a name of
-            the Hugging Face Hub.
+        CheckpointError: when there is no such folder, or it lacks a file. It says what to do.
     """
-    fault = path_fault(path, *files)
-    if fault is not None:
-        raise CheckpointError(f"{argument}: {fault}")
-    return Path(path)
+    try:
+        return find_folder(path, *files, weights=weights)
+    except PathError as error:
+        raise CheckpointError(f"{argument}: {error}") from error

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from ..models import Decoder, DenseLinear, Linear, W8A8Linear, compile_kernels, family_of
 from ..models.parts import DENSE_DTYPES, LinearPart, TensorPart
 from .config import load_config
+from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .layout import check_tied, checked_layout
-from .quantization import load_quantization
+from .quantization import load_kv_cache, load_quantization
 from .reader import CheckpointReader
+from .section import CONFIG_FILE
 from .storage.base import Kept, StoredScheme, Target, biases, stack
 from .storage.dense import DENSE
 from .weights import QUANTIZED_DTYPES, quantize_weight
@@ -33,15 +34,20 @@ def load_model(
 
     Of a model with several towers, such as vision and text, it is the text tower that is loaded.
     Reads plain bf16, fp16 and fp32 weights; compressed-tensors W8A8 INT8 and FP8; Hugging Face
-    `fp8` and ModelOpt FP8 with a scale per tensor. q, k, v and gate, up are joined into one layer
-    each: their weights keep their scales (one per output row from then on), and a static
-    activation scale becomes the largest of the parts', so that nothing saturates that did not
-    before. FP8 activations without a static scale are quantised per token, whatever granularity
-    the file names. No tensor shares memory with the files. On CUDA quantised weights are packed
-    for the kernels, one at a time, and kernels that are not compiled yet are compiled side by side.
+    `fp8` with a scale per tensor and `fbgemm_fp8`; ModelOpt FP8, per tensor or per channel and
+    token, and INT8 per channel. q, k, v and gate, up are joined into one layer each: their weights
+    keep their scales (one per output row from then on), and a static activation scale becomes the
+    largest of the parts', so that nothing saturates that did not before. FP8 activations without a
+    static scale are quantised per token, whatever granularity the file names, and whatever bound
+    `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the scales are kept in
+    the model's `kv_scales`; pages are in the model's dtype all the same. No tensor shares memory
+    with the files. On CUDA quantised weights are packed for the kernels, one at a time, and kernels
+    that are not compiled yet are compiled side by side.
 
     Args:
-        path: folder with `config.json` and safetensors files.
+        path: folder with `config.json` and safetensors files, or the name of a model on the
+            Hugging Face Hub, "owner/name", where huggingface_hub is installed: what its cache
+            lacks is downloaded, safetensors and JSON files alone. A folder goes before a name.
         device: where the tensors go.
         dtype: of unquantised weights and activations: bf16, fp16 or fp32; default: the file's.
         max_context: longest sequence to serve, at most (and by default, up to 2^20 positions) the
@@ -62,7 +68,7 @@ def load_model(
         KernelBuildError: when compiling a kernel fails.
         TypeError, ValueError: for `dtype`, `max_context` or `lm_head_dtype`.
     """
-    folder = Path(path)
+    folder = checkpoint_folder("path", path, CONFIG_FILE, weights=True)
     config = load_config(folder)
     if dtype is not None:
         if dtype not in DENSE_DTYPES:
@@ -74,16 +80,20 @@ def load_model(
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     max_context = config.context(max_context)
     scheme_of = load_quantization(folder, text_tower=config.text_tower)
+    kv_cache = load_kv_cache(folder)
     target = Target(torch.device(device), config.dtype, batch_invariant)
     with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
         layout = checked_layout(config, scheme_of)
-        reader.check(layout.tensors(scheme_of))
+        scales = () if kv_cache is None else kv_cache.tensors(config.num_layers, reader)
+        reader.check((*layout.tensors(scheme_of), *scales))
         check_tied(reader, layout)
         loader = _CheckpointLoader(reader, scheme_of, target, lm_head_dtype)
         model = family_of(config).load(
             config, layout, loader, max_context=max_context, batch_invariant=batch_invariant
         )
+        if kv_cache is not None:
+            model.kv_scales = kv_cache.read(config.num_layers, reader)
     compile_kernels(model)
     return model
 

@@ -80,6 +80,15 @@ class PatternMatcher:
             ) from error
 
 
+def transformers_pattern(entry: str) -> str:
+    """Return the regular expression of an entry of transformers' `modules_to_not_convert`.
+
+    It means a module, everything inside it, and every module whose name ends with it.
+    """
+    entry = entry.removeprefix("re:")
+    return rf"(?:{entry})(?:(?<=\.)|(?=\.|$))|.*{re.escape(entry)}$"
+
+
 def _number(digits: str) -> int:
     return int(digits[:10] or 0)
 

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from .format import Format, StoredSchemeOf
+from .kv_cache import KVCacheScheme, kv_cache_scheme
 from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
 from .storage.dense import unquantized
@@ -33,6 +34,20 @@ def load_quantization(folder: Path, *, text_tower: bool = False) -> StoredScheme
     known = formats()
     scheme_of = known[config.choice("quant_method", *known)].parse(config)
     return partial(_any_spelling, scheme_of) if text_tower else scheme_of
+
+
+def load_kv_cache(folder: Path) -> KVCacheScheme | None:
+    """Read what a checkpoint says of the KV cache, None where it says nothing.
+
+    Raises:
+        CheckpointError: as `load_quantization`.
+    """
+    config = quantization_config(folder)
+    if config is None:
+        return None
+    # Wrapped, as some versions of transformers wrote it.
+    inner = config.get("quantization_config")
+    return kv_cache_scheme(config.child("quantization_config") if inner else config)
 
 
 def _any_spelling(scheme_of: StoredSchemeOf, *names: str) -> StoredScheme:

@@ -62,7 +62,7 @@ def quantize_checkpoint(
     Memory use is that of the largest tensor, not of the model.
 
     Args:
-        src: folder with a plain checkpoint.
+        src: folder with a plain checkpoint, or its name on the Hugging Face Hub.
         dst: folder to create; it must not exist, its parent must.
         scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token, or
             "fp8-block", with one per block of 128 by 128 and per 128 of a token.
@@ -79,7 +79,7 @@ def quantize_checkpoint(
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them.
     """
-    source, target = checkpoint_folder("src", src, CONFIG_FILE), Path(dst)
+    source, target = checkpoint_folder("src", src, CONFIG_FILE, weights=True), Path(dst)
     _check_arguments(target, scheme, ignore, max_shard_bytes)
     config = load_config(source)
     quantized = quantization_config(source)

@@ -11,7 +11,6 @@ from .errors import CheckpointError, UnsupportedCheckpointError
 from .files import MAX_CONFIG_BYTES, read_text
 
 CONFIG_FILE = "config.json"
-KV_CACHE_REFUSED = "a quantised KV cache is not supported"
 
 
 class Section(Fields):

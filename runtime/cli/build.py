@@ -12,7 +12,7 @@ from ..jit.mode import BuildMode
 from ..jit.registry import select
 from ..jit.targets import DEFAULT, TARGETS, Target, local_target, target_named
 from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
-from .command import Command, Parser, UserError, check_model, user_errors
+from .command import Command, Parser, UserError, find_model, user_errors
 from .model_flags import add_batch_invariant_flag
 
 
@@ -87,7 +87,7 @@ def _main(argv: Sequence[str]) -> int:
     if args.for_model is None and (args.lm_head or not args.batch_invariant):
         raise UserError("--lm-head and --no-batch-invariant go with --for-model")
     if args.for_model is not None:
-        check_model("--for-model", args.for_model)
+        args.for_model = find_model("--for-model", args.for_model, weights=False)
 
     from ..ops.catalogue import CATALOGUE  # with torch
 

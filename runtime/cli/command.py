@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from ..model_path import path_fault
+from ..model_path import PathError, find_folder
 
 FAILED = 1  # the exit code of a command whose work has failed
 
@@ -49,17 +49,19 @@ def user_errors(*types: type[Exception]) -> Iterator[None]:
         raise UserError(_one_line(error)) from error
 
 
-def check_model(argument: str, path: str | Path, *files: str) -> None:
-    """Check that a path is that of a checkpoint's folder, before torch is imported for it.
+def find_model(argument: str, path: str | Path, *files: str, weights: bool = True) -> Path:
+    """Return the folder of a checkpoint, before torch is imported for it; see `find_folder`.
 
     Args:
         argument: which names the path.
         path: as it was given.
         files: that the command reads, besides config.json.
+        weights: whether the command reads the weights.
     """
-    fault = path_fault(path, "config.json", *files)
-    if fault is not None:
-        raise UserError(f"{argument}: {fault}")
+    try:
+        return find_folder(path, "config.json", *files, weights=weights)
+    except PathError as error:
+        raise UserError(f"{argument}: {error}") from error
 
 
 def as_utf8(text: str) -> str:

@@ -11,6 +11,8 @@ from .device import add_device_flag, resolve_device
 from .model_flags import add_page_size_flag
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..engine import Engine
 
 _MAX_BATCH = 32
@@ -55,7 +57,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_engine(
-    args: argparse.Namespace, prompts: Sequence[str], max_tokens: int
+    args: argparse.Namespace, folder: Path, prompts: Sequence[str], max_tokens: int
 ) -> tuple[Engine, list[list[int]]]:
     """Return an engine of just the size that the prompts need, and their tokens.
 
@@ -68,8 +70,8 @@ def make_engine(
     from ..engine import Engine
 
     device = resolve_device(args.device)
-    config = load_config(args.model)
-    tokenizer = load_tokenizer(args.model)
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder)
     tokens = [tokenizer.encode(prompt).ids for prompt in prompts]
     # Here, because sizes that follow from such a prompt would be refused instead of it.
     if [] in tokens:
@@ -87,7 +89,7 @@ def make_engine(
         # At least 1, so that it is the sizes, if they are wrong, that the error is about.
         max_batch = max([1, *(args.batch_sizes or [min(len(prompts), _MAX_BATCH)])])
     with user_errors(ValueError, OSError, torch.OutOfMemoryError):
-        model = load_model(args.model, device=device, max_context=max_context)
+        model = load_model(folder, device=device, max_context=max_context)
     # torch says RuntimeError when there is no memory for so many pages.
     with user_errors(ValueError, RuntimeError, MemoryError):
         engine = Engine(

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .command import FAILED, Command, Parser, UserError, check_model, user_errors
+from .command import FAILED, Command, Parser, UserError, find_model, user_errors
 from .display import TextDisplay
 from .engine import add_engine_flags, make_engine
 from .interrupt import INTERRUPTED, deferred_interrupt
@@ -44,11 +44,11 @@ class _Served:
 def _main(argv: Sequence[str]) -> int:
     # Intermixed, so that prompts may stand on either side of the options.
     args = _parser().parse_intermixed_args(argv)
-    check_model("MODEL", args.model, "tokenizer.json")
+    folder = find_model("MODEL", args.model, "tokenizer.json")
     prompts = read_prompts(args.prompts, args.prompts_file)
     with user_errors():
         params = _params_each(sampling_params(args), len(prompts))
-        engine, tokens = make_engine(args, prompts, params[0].max_tokens)
+        engine, tokens = make_engine(args, folder, prompts, params[0].max_tokens)
         # Before the capture, so that a prompt that cannot be served is refused at once.
         ids = _submit(engine, tokens, params)
         report = engine.capture(args.batch_sizes, verify=args.verify)
@@ -85,7 +85,11 @@ def _parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a Hugging Face checkpoint, or its name on the Hub",
+    )
     parser.add_argument(
         "prompts",
         nargs="*",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command import Command, Parser, as_utf8, check_model, user_errors
+from .command import Command, Parser, as_utf8, find_model, user_errors
 
 _SCHEMES = ("int8", "fp8", "fp8-block")
 
@@ -19,7 +19,11 @@ def _parser() -> Parser:
         "output channel and activations quantised per token at run time, or, with fp8-block, in "
         "blocks of 128 by 128 and groups of 128.",
     )
-    parser.add_argument("source", metavar="SRC", help="folder of a checkpoint in bf16, fp16, fp32")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="folder of a checkpoint in bf16, fp16, fp32, or its name on the Hub",
+    )
     parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
     parser.add_argument("--scheme", choices=_SCHEMES, required=True, help="type of weights")
     parser.add_argument(
@@ -35,18 +39,18 @@ def _parser() -> Parser:
 
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    check_model("SRC", args.source)
+    args.source = find_model("SRC", args.source)
     from ..checkpoint import quantize_checkpoint
     from ..checkpoint.reader import CheckpointReader
 
-    def weights_mib(folder: str) -> float:
-        with CheckpointReader(Path(folder)) as reader:
+    def weights_mib(folder: Path) -> float:
+        with CheckpointReader(folder) as reader:
             return sum(file.stat().st_size for file in reader.files) / 2**20
 
     ignore = ("lm_head",) if args.ignore is None else tuple(args.ignore)
     with user_errors():
         quantize_checkpoint(args.source, args.destination, scheme=args.scheme, ignore=ignore)
-    before, after = weights_mib(args.source), weights_mib(args.destination)
+    before, after = weights_mib(args.source), weights_mib(Path(args.destination))
     print(f"{args.destination}: {args.scheme} weights, {after:.2f} MiB (before: {before:.2f} MiB)")
     return 0
 

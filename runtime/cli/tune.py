@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..bench.gemm.cases import SHAPE_GROUPS, Case, Shape, linear_shapes, parse_shapes
 from .budget import Budget, add_budget_flag
-from .command import FAILED, Command, Parser, check_folder, check_model, user_errors
+from .command import FAILED, Command, Parser, check_folder, find_model, user_errors
 from .device import add_device_flag, resolve_device
 from .gemm_flags import add_dtype_flag, check_tokens
 
@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace) -> None:
     check_folder("--out", args.out)
     check_folder("--all-times", args.all_times)
     if args.model is not None:
-        check_model("--model", args.model)
+        args.model = find_model("--model", args.model, weights=False)
 
 
 def _cuda(name: str | None) -> torch.device:

@@ -167,7 +167,8 @@ class Engine:
         A step with more requests than the largest size is served in parts. On CUDA what computes
         prompts is captured for some numbers of tokens up to the most of a step; in the report these
         graphs are of the variant "prefill", and come first; its notes say which ops run on kernels
-        and which on torch's operators. Verification works on free pages of the
+        and which on torch's operators, and that scales of an 8-bit KV cache are not used, if the
+        checkpoint has some. Verification works on free pages of the
         cache, filled with random numbers.
 
         Raises:
@@ -185,7 +186,10 @@ class Engine:
             steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
             prompts = self._prefill.capture(progress=progress, verify=verify)
         report = steps if prompts is None else prompts + steps
-        return replace(report, notes=implementations_on(self.model.device))
+        notes = implementations_on(self.model.device)
+        if self.model.kv_scales is not None:
+            notes = {**notes, "KV cache": str(self.model.kv_scales)}
+        return replace(report, notes=notes)
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.

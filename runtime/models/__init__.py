@@ -5,6 +5,7 @@ from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
+from .kv_scales import KVScales
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
 from .registry import decoder_fields, family_of, read_config
@@ -18,6 +19,7 @@ __all__ = [
     "BlockFP8Linear",
     "Decoder",
     "DenseLinear",
+    "KVScales",
     "Linear",
     "ModelConfig",
     "OutOfPagesError",

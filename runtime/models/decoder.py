@@ -12,6 +12,7 @@ from .. import ops
 from ..jit.variant import Variant
 from .cache import PagedKVCache
 from .config import ModelConfig
+from .kv_scales import KVScales
 from .layers import InputKind, Linear, Sampling
 
 
@@ -64,11 +65,13 @@ class Decoder(Protocol):
         config: its shape.
         max_context: the longest sequence served.
         batch_invariant: whether a sequence gets the same bits whatever is served beside it.
+        kv_scales: of an 8-bit KV cache, where the checkpoint is made for one. No step uses them.
     """
 
     config: ModelConfig
     max_context: int
     batch_invariant: bool
+    kv_scales: KVScales | None
 
     @property
     def device(self) -> torch.device:

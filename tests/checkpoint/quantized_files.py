@@ -177,6 +177,36 @@ FORMATS: dict[str, Format] = {
 }
 
 
+# Formats whose layers are stored as those of a format above, under other names of fields.
+SPELLINGS: dict[str, Format] = {
+    "modelopt-fp8-per-token": Format(
+        E4M3,
+        True,
+        "token",
+        {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head"]},
+        file="hf_quant_config.json",
+    ),
+    "modelopt-int8": Format(
+        INT8,
+        True,
+        "tensor",
+        {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL", "ignore": ["lm_head"]},
+        scalar_shape=(),
+    ),
+    "fbgemm-fp8": Format(
+        E4M3,
+        True,
+        "token",
+        {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": ["lm_head", "model.layers.0", "layers.1.self_attn.o_proj"],
+        },
+        skipped=("lm_head", "model.layers.0.", "model.layers.1.self_attn.o_proj"),
+    ),
+}
+
+
 @dataclass
 class Module:
     """One quantised linear module: what the file holds of it."""

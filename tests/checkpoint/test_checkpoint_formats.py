@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hf_models import MODELS, SHAPE, random_model, save_plain
-from quantized_files import compressed_tensors
+from quantized_files import SPELLINGS, compressed_tensors, write_quantized
+from safetensors.torch import load_file, save_file
 
 from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
 from ostinato.checkpoint.format import StoredSchemeOf
@@ -77,7 +78,7 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 8}, "quant_method: got 'gptq', expected 'compressed-te"),
         ({"quant_method": "awq", "bits": 4}, "quant_method: got 'awq'"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "got 'bitsandbytes'"),
-        ({"quant_method": "fbgemm_fp8"}, "quant_method: got 'fbgemm_fp8'"),
+        ({"quant_method": "fbgemm_fp8", "new_field": 1}, "new_field: got 1, a field that is not"),
         ({"quant_method": "something_new"}, "quant_method: got 'something_new'"),
         ({"bits": 8}, "quant_method: got None"),
         # compressed-tensors
@@ -88,10 +89,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(format="mixed-precision"), "group_0: format: got None"),
         (int8(format="float-quantized"), "weights: type: got 'int', expected 'float'"),
         (int8(quantization_status="calibration"), "quantization_status: got 'calibration'"),
-        (
-            int8(kv_cache_scheme={"num_bits": 8}),
-            "kv_cache_scheme: got {'num_bits': 8}: a quantised KV cache is not",
-        ),
         (int8(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format: got 's"),
         (int8(transform_config={"config_groups": 1}), "transform_config: got"),
         (int8(new_field=3), "new_field: got 3, a field that is not supported"),
@@ -147,10 +144,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         ),
         ({"quant_method": "fp8"}, "activation_scheme: got None, expected 'static' or 'dynamic'"),
         (
-            {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"},
-            "kv_cache_scheme: got 'static'",
-        ),
-        (
             {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"},
             "scale_fmt: got 'ue8m0'",
         ),
@@ -166,10 +159,6 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: got 'NVFP4', expected"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_REAL"}, "quant_algo: got 'FP8_PB_R"),
         ({"quant_method": "modelopt"}, "quant_algo: got None, expected 'FP8'"),
-        (
-            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},
-            "kv_cache_scheme: got",
-        ),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "group_size": 16}, "group_size: got 16"),
     ],
 )
@@ -185,7 +174,7 @@ def test_what_is_not_implemented_is_refused_by_name(
     ("quantization", "words"),
     [
         ({"quant_algo": "W4A8_AWQ"}, "quantization: quant_algo: got 'W4A8_AWQ'"),
-        ({"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "quant.*: kv_cache_.*: got 'FP8'"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "quant.*: got 'NVFP4'"),
     ],
 )
 def test_hf_quant_config_is_refused_by_name(
@@ -211,6 +200,14 @@ def test_hf_quant_config_is_refused_by_name(
         (
             {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["a("]},
             "is no regular expression",
+        ),
+        (
+            {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["a("]},
+            "is no regular expression",
+        ),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": -1.0},
+            "activation_scale_ub: got -1.0, expected a finite number above 0",
         ),
     ],
 )
@@ -363,4 +360,20 @@ def test_a_tied_output_projection_must_not_be_quantized(tmp_path: Path) -> None:
     save_plain(tmp_path, random_model(MODELS["llama-tied"]))
     write(tmp_path, quantization_config=int8(ignore=[]), tie_word_embeddings=True)
     with pytest.raises(UnsupportedCheckpointError, match="lm_head: the checkpoint quantises it"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(1.0, False), (0.5, True)])
+def test_smoothquant_factors_other_than_1_are_refused(
+    factor: float, refused: bool, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, random_model(MODELS["llama"]), SPELLINGS["modelopt-int8"])
+    file = tmp_path / "model.safetensors"
+    scale = torch.full((SHAPE["hidden_size"],), factor)
+    save_file({**load_file(file), f"{UP}.pre_quant_scale": scale}, file)
+    if refused:
+        words = r"up_proj\.pre_quant_scale: holds factors other than 1; a factor for each input"
+        with pytest.raises(UnsupportedCheckpointError, match=words):
+            load_model(tmp_path)
+    else:
         load_model(tmp_path)

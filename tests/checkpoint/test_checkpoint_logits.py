@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import MODELS, TOKENS, hf_logits, random_model, save_plain
-from quantized_files import FORMATS, FUSED, sturdy_tokens, write_quantized
+from quantized_files import FORMATS, FUSED, SPELLINGS, sturdy_tokens, write_quantized
 from transformers import AutoModelForCausalLM
 
 from ostinato.checkpoint import load_model
@@ -28,7 +28,7 @@ def test_plain_logits_equal_those_of_transformers(
 @pytest.mark.parametrize(
     ("name", "format_name"),
     [
-        *(("llama-biases", format_name) for format_name in FORMATS),
+        *(("llama-biases", format_name) for format_name in (*FORMATS, *SPELLINGS)),
         ("mistral", "hf-fp8-static"),
         ("qwen2-tied-window", "ct-int8-dynamic"),
         ("qwen3", "ct-int8-asymmetric"),
@@ -38,7 +38,8 @@ def test_quantized_logits_equal_those_of_a_fake_quantized_twin(
     name: str, format_name: str, device: torch.device, tmp_path: Path
 ) -> None:
     model = random_model(MODELS[name])
-    twin = write_quantized(tmp_path, model, FORMATS[format_name]).twin()
+    form = {**FORMATS, **SPELLINGS}[format_name]
+    twin = write_quantized(tmp_path, model, form).twin()
     tokens = sturdy_tokens(twin)
     ours = sequence_logits(load_model(tmp_path, device=device), tokens).cpu()
     theirs = hf_logits(twin, tokens)
@@ -47,7 +48,7 @@ def test_quantized_logits_equal_those_of_a_fake_quantized_twin(
     # Codes are equal, products of codes exact: only fp32 additions differ, as in a plain model.
     # Not so FP8 on Hopper, whose tensor cores add with about 13 bits of fraction: now and then
     # a later activation gets another code, and with it an error as quantisation itself makes.
-    imprecise = device.type == "cuda" and FORMATS[format_name].dtype is torch.float8_e4m3fn
+    imprecise = device.type == "cuda" and form.dtype is torch.float8_e4m3fn
     tolerance = quantization_error if imprecise else 1e-4
     assert (ours - theirs).abs().max() <= tolerance
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from ...engine import Engine, SamplingParams
+from ..plot import Dot
 from .peer import HuggingFace
 
 
@@ -28,6 +29,10 @@ class AgreementRow:
     lengths: list[int]
     ratio: float | None = None
     section: str = "agreement"
+
+    def dots(self) -> list[Dot]:
+        """Return the mean as the picture of the rows shows it."""
+        return [Dot("common prefix, tokens", self.case, self.impl, self.mean)]
 
 
 def engine_answers(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ import torch
 
 from ...engine import Engine, SamplingParams
 from ..plans import check_least
+from ..plot import Dot
 from .peer import HuggingFace
 
 Generate = Callable[[Sequence[Sequence[int]], int], object]
@@ -64,6 +65,11 @@ class SpeedRow:
     threads: int
     repeats: int
     section: str = "cpu"
+
+    def dots(self) -> list[Dot]:
+        """Return both times as the picture of the rows shows them."""
+        times = {self.impl: self.us, self.peer: self.peer_us}
+        return [Dot("µs", self.case, name, us) for name, us in times.items()]
 
 
 def time_beside(

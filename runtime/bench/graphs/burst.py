@@ -21,6 +21,7 @@ from ostinato.graphs import Add, BufferSpec, BurstRules, Feed, GraphRunner, Stat
 from ...engine.decode_step import DecodeStep, SeenTokens
 from ...models import Decoder, ModelConfig, PagedKVCache
 from ..plans import check_least
+from ..plot import Dot
 from ..step.run import grown_pages
 from ..timing import MIN_REPEATS, percentile, time_calls
 
@@ -88,6 +89,11 @@ class BurstRow:
     us_p50: float
     us_p99: float
     identical: bool | None = None
+
+    def dots(self) -> list[Dot]:
+        """Return the mean as the picture of the rows shows it."""
+        series = f"{self.impl}, host {self.host}"
+        return [Dot("mean of a step, µs", self.case, series, self.us_mean)]
 
     @property
     def jitter_us(self) -> float:

@@ -14,6 +14,7 @@ import torch
 
 from ostinato.graphs import CaptureReport, GraphRunner, StaticBuffers, Variant, default_batch_sizes
 
+from ..plot import Dot
 from .subjects import Subject, Tiles
 
 # What serving engines capture by default: 35 graphs.
@@ -35,6 +36,7 @@ _RUN_SIZES = ((1, 1), (5, 8), (64, 64))
 _RUNS, _ROUNDS = 40, 5
 _TURNS = 15
 _REPLAYS = 8  # per turn
+_UNITS = ("s", "MiB", "µs")  # as figures name them
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Figure:
     value: float
     target: float | None = None
     section: str = "graphs"
+
+    def dots(self) -> list[Dot]:
+        """Return the value as the picture of the rows shows it, beside others of its unit."""
+        unit = next((part for part in self.figure.split(", ") if part in _UNITS), "count or ratio")
+        return [Dot(unit, self.case, self.figure, self.value)]
 
     def __str__(self) -> str:
         """Return one line."""

@@ -14,8 +14,9 @@ import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
+from ..kv_cache import kv_cache_scheme
 from ..patterns import PatternMatcher
-from ..section import KV_CACHE_REFUSED, Section
+from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
@@ -61,7 +62,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         _require_dense(config)
         config.reject_others(*_HARMLESS_FIELDS)
         config = inner
-    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
+    kv_cache_scheme(config)
     _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)

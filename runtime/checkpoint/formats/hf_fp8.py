@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-
 import torch
 
+from ..exclusions import all_but
 from ..format import Format, StoredSchemeOf
-from ..patterns import PatternMatcher
-from ..section import KV_CACHE_REFUSED, Section
+from ..kv_cache import kv_cache_scheme
+from ..patterns import transformers_pattern
+from ..section import Section
 from ..storage.base import StoredScheme
-from ..storage.dense import DENSE
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.w8a8 import W8A8Scheme
-
-# The output projection is in 16 bits whether or not the configuration lists it.
-_OUTPUT = "lm_head"
 
 
 def parse_hf_fp8(config: Section) -> StoredSchemeOf:
@@ -40,30 +35,16 @@ def parse_hf_fp8(config: Section) -> StoredSchemeOf:
     config.choice("fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     scales = ("float", "ue8m0") if in_blocks else ("float",)
     scale_format = config.choice("scale_fmt", *scales, default="float")
-    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
+    kv_cache_scheme(config)
     ignored = config.strings("ignored_layers", "modules_to_not_convert")
     config.reject_others("quant_method", "expert_dtype")
-    ignore = [_regex(entry) for entry in ignored]
+    ignore = [transformers_pattern(entry) for entry in ignored]
     scheme: StoredScheme
     if in_blocks:
         scheme = FP8BlockScheme(power_of_two=scale_format == "ue8m0")
     else:
         scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=static)
-    matcher = PatternMatcher(config.where)
-    for pattern in ignore:
-        matcher.matches(pattern, "")
-
-    @cache
-    def scheme_of(*names: str) -> StoredScheme:
-        ignored = any(matcher.matches(pattern, name) for pattern in ignore for name in names)
-        return DENSE if ignored or _OUTPUT in names else scheme
-
-    return scheme_of
-
-
-def _regex(entry: str) -> str:
-    entry = entry.removeprefix("re:")
-    return rf"(?:{entry})(?:(?<=\.)|(?=\.|$))|.*{re.escape(entry)}$"
+    return all_but(ignore, scheme, config.where)
 
 
 FORMAT = Format("fp8", parse_hf_fp8)

@@ -1,27 +1,67 @@
-"""NVIDIA ModelOpt's FP8: static scales per tensor, or weights in blocks of 128 by 128."""
+"""NVIDIA ModelOpt's 8-bit formats: FP8 per tensor, token or block, INT8 of SmoothQuant."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import translate
-from functools import cache
 from pathlib import Path
 
 import torch
 
+from ...models.layers import W8A8Linear
+from ...models.parts import Module, TensorSpec
+from ..errors import UnsupportedCheckpointError
+from ..exclusions import all_but
 from ..files import is_there
 from ..format import Format, StoredSchemeOf
-from ..patterns import PatternMatcher
-from ..section import KV_CACHE_REFUSED, Section
-from ..storage.base import StoredScheme
-from ..storage.dense import DENSE
+from ..kv_cache import kv_cache_scheme
+from ..reader import CheckpointReader
+from ..section import Section
+from ..storage.base import StoredScheme, Target
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.w8a8 import W8A8Scheme
 
 _IN_BLOCKS = "FP8_PB_WO"
 _FILE = "hf_quant_config.json"
-# The output projection is in 16 bits whether or not the configuration lists it.
-_OUTPUT = "lm_head"
+
+
+@dataclass(frozen=True)
+class _SmoothQuantScheme(W8A8Scheme):
+    """INT8 whose activations may need a factor for each column before they are quantised."""
+
+    def tensors(self, module: Module) -> Iterator[TensorSpec]:
+        """Yield every tensor of the module; the weight is the first."""
+        yield from super().tensors(module)
+        yield _pre_quant_scale(module)
+
+    def build(
+        self, reader: CheckpointReader, modules: Sequence[Module], target: Target
+    ) -> W8A8Linear:
+        """Return the layer.
+
+        Raises:
+            UnsupportedCheckpointError: naming the tensor, for factors other than 1.
+        """
+        for module in modules:
+            spec = _pre_quant_scale(module)
+            if reader.has(spec) and not reader.read(spec).eq(1).all():
+                raise UnsupportedCheckpointError(
+                    f"{reader.where(spec)}: holds factors other than 1; a factor for each input "
+                    "column is not supported, export without SmoothQuant"
+                )
+        return super().build(reader, modules, target)
+
+
+_SCHEMES: dict[str, StoredScheme] = {
+    "FP8": W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": W8A8Scheme(
+        torch.float8_e4m3fn, per_channel=True, static_input=False
+    ),
+    _IN_BLOCKS: FP8BlockScheme(),
+    "W8A8_SQ_PER_CHANNEL": _SmoothQuantScheme(torch.int8, per_channel=True, static_input=True),
+}
 
 
 def parse_modelopt(config: Section) -> StoredSchemeOf:
@@ -33,31 +73,25 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     Raises:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
-            per tensor) and "FP8_PB_WO" (weights in blocks; activations are quantised by groups of
-            128 at run time, as other runtimes do), and for a quantised KV cache.
+            per tensor), "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO" (weights in blocks; activations
+            are quantised by groups of 128 at run time, as other runtimes do) and
+            "W8A8_SQ_PER_CHANNEL" (INT8 weights per channel, static scales of activations), and for
+            a KV cache that is neither INT8 nor FP8.
     """
-    algorithm = config.choice("quant_algo", "FP8", _IN_BLOCKS)
+    algorithm = config.choice("quant_algo", *_SCHEMES)
     if algorithm == _IN_BLOCKS:
         config.choice("group_size", BLOCK, default=BLOCK)
-    config.reject("kv_cache_quant_algo", KV_CACHE_REFUSED)
-    config.reject("kv_cache_scheme", KV_CACHE_REFUSED)
+    kv_cache_scheme(config)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
-    scheme: StoredScheme
-    if algorithm == _IN_BLOCKS:
-        scheme = FP8BlockScheme()
-    else:
-        scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
+    scheme = _SCHEMES[algorithm]
 
-    matcher = PatternMatcher(config.where)
-    patterns = [_regex(entry) for entry in ignore]
+    return all_but([_regex(entry) for entry in ignore], scheme, config.where)
 
-    @cache
-    def scheme_of(*names: str) -> StoredScheme:
-        ignored = any(matcher.matches(pattern, name) for pattern in patterns for name in names)
-        return DENSE if ignored or _OUTPUT in names else scheme
 
-    return scheme_of
+def _pre_quant_scale(module: Module) -> TensorSpec:
+    names = (f"{module.name}.pre_quant_scale",)
+    return TensorSpec(names, ((module.columns,),), required=False)
 
 
 def _regex(entry: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...bench.shapes import PRECISIONS, SHAPES
 from ..command import Parser, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
+from .picture import add_plot_flag, check_plot_flag, plot
 
 if TYPE_CHECKING:
     from ...bench.graphs.burst import BurstRow
@@ -46,12 +47,14 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "--repeats", type=int, default=6, metavar="N", help="bursts of a sample (default 6)"
     )
     burst.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_plot_flag(burst)
     add_device_flag(burst)
     burst.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
+    check_plot_flag(args.plot)
 
     import torch
 
@@ -77,6 +80,7 @@ def _run(args: argparse.Namespace) -> int:
             differ |= row.identical is False
             if args.json is not None:
                 report.write(args.json)
+    plot(args.plot, "burst", report)
     return int(differ)
 
 

@@ -9,7 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..command import Parser, check_folder, check_model, user_errors
+from ..command import Parser, check_folder, find_model, user_errors
+from .picture import add_plot_flag, check_plot_flag, plot
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +52,14 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "--answers", type=int, metavar="N", help="compare this many tokens of fifty answers"
     )
     cpu.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_plot_flag(cpu)
     cpu.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
-    check_model("--model", args.model, "tokenizer.json")
+    check_plot_flag(args.plot)
+    args.model = find_model("--model", args.model, "tokenizer.json")
 
     import torch
 
@@ -71,6 +74,7 @@ def _run(args: argparse.Namespace) -> int:
             _time(args, report)
         else:
             _compare(args, report)
+    plot(args.plot, "cpu", report)
     return 0
 
 

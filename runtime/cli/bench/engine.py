@@ -14,6 +14,7 @@ from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
 from .output import add_targets_flag
+from .picture import add_plot_flag, check_plot_flag, plot
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "--repeats", type=int, default=3, metavar="N", help="runs of each length (default 3)"
     )
     engine.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_plot_flag(engine)
     add_targets_flag(engine)
     add_device_flag(engine)
     engine.set_defaults(run=_run)
@@ -79,6 +81,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
+    check_plot_flag(args.plot)
 
     import torch
 
@@ -100,6 +103,7 @@ def _run(args: argparse.Namespace) -> int:
             _measure(args, plan, config, dtype, device, report, targets)
             gc.collect()  # steps and runners refer to each other
             free_unused()
+    plot(args.plot, "engine", report)
     return 0
 
 

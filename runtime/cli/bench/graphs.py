@@ -9,6 +9,7 @@ from pathlib import Path
 from ...bench.shapes import PRECISIONS, SHAPES
 from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
+from .picture import add_plot_flag, check_plot_flag, plot
 
 _STEPS = ("ostinato", "transformers", "transformers_sdpa")
 
@@ -48,12 +49,14 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="tokens in the KV cache per sequence, this step's included (default 512)",
     )
     graphs.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_plot_flag(graphs)
     add_device_flag(graphs)
     graphs.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     check_folder("--json", args.json)
+    check_plot_flag(args.plot)
     for name in ("max_batch", "context"):
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
@@ -91,4 +94,5 @@ def _run(args: argparse.Namespace) -> int:
             gc.collect()  # steps and runners refer to each other
             free_unused()
             torch.cuda.empty_cache()
+    plot(args.plot, "graphs", report)
     return 0

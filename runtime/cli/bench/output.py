@@ -72,9 +72,9 @@ class Output:
 
         self.failures = 0
         self._json = json
-        self._report = Report.for_device(device)
+        self.report = Report.for_device(device)
         self._lines: list[str] = []
-        self.say(f"{self._report.gpu}, commit {self._report.commit or 'unknown'}")
+        self.say(f"{self.report.gpu}, commit {self.report.commit or 'unknown'}")
 
     def say(self, *lines: str) -> None:
         """Print lines."""
@@ -84,7 +84,7 @@ class Output:
     def record(self, peer: Implementation) -> None:
         """Note the version of a peer's package in the document."""
         if peer.package is not None and peer.version is not None:
-            self._report.versions[peer.package] = peer.version
+            self.report.versions[peer.package] = peer.version
 
     def add(self, result: CaseResult[Any]) -> None:
         """Print what was found in a case, and write it."""
@@ -95,10 +95,10 @@ class Output:
         for impl, reason in result.failures.items():
             self.say(f"{result.case!s:<24} {impl} FAILED: {reason}")
         self.failures += len(result.failures)
-        self._report.rows += result.rows
+        self.report.rows += result.rows
         # After every case: what was measured before a Ctrl-C is worth keeping.
         if self._json is not None:
-            self._report.write(self._json)
+            self.report.write(self._json)
 
     def finish(self, benchmark: Benchmark, targets: Times | None, left: Sequence[object]) -> None:
         """Print how our times compare with the peers', and write what was printed.
@@ -113,9 +113,7 @@ class Output:
         from ...jit.files import write_whole
 
         summary = benchmark.summary.lines
-        measured = times(
-            [row for row in self._report.rows if isinstance(row, Row)], benchmark.parse
-        )
+        measured = times([row for row in self.report.rows if isinstance(row, Row)], benchmark.parse)
         self.say("", "== against the peers of this run (µs)", *summary(measured, measured))
         if targets is not None:
             self.say("", "== against the targets (µs)", *summary(measured, targets))

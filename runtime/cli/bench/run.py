@@ -12,6 +12,7 @@ from ..budget import Budget, add_budget_flag
 from ..command import FAILED, UserError, user_errors
 from ..device import add_device_flag, resolve_device
 from .output import Output, add_json_flag, add_peers_flag, add_targets_flag
+from .picture import add_plot_flag, check_plot_flag, plot
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ def add_run_flags(parser: argparse.ArgumentParser, peers: str) -> None:
     add_targets_flag(parser)
     add_budget_flag(parser, "case")
     add_json_flag(parser)
+    add_plot_flag(parser)
     add_device_flag(parser)
 
 
@@ -69,6 +71,7 @@ def run(
         pace: of the timing; that of a card at rest by default.
         prepare: called with the device before anything is timed.
     """
+    check_plot_flag(args.plot)
     budget = Budget(args.budget_s, time.monotonic())
 
     import torch
@@ -93,6 +96,7 @@ def run(
         results = time_cases(benchmark, cases, impls, device, pace=pace or RESTED)
         left = _measure(cases, results, budget, output)
     output.finish(benchmark, targets, left)
+    plot(args.plot, benchmark.section, output.report)
     return FAILED if output.failures else 0
 
 

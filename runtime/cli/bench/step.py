@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES, STEP_PEERS
-from ..command import Parser, UserError, check_folder, check_model, user_errors
+from ..command import Parser, UserError, check_folder, find_model, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
 from .output import add_peers_flag
+from .picture import add_plot_flag, check_matplotlib, check_plot_flag, plot
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,9 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="DIR", help="folder of a checkpoint")
+    model.add_argument(
+        "--model", metavar="DIR", help="folder of a checkpoint, or its name on the Hub"
+    )
     model.add_argument("--shape", choices=SHAPES, help="random weights of a model's shape")
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1], metavar="B", help="sequences (default 1)"
@@ -103,6 +105,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="draw each step there, a picture (.svg) of its kernels (CUDA only; needs matplotlib)",
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the results to this file")
+    add_plot_flag(parser)
     add_device_flag(parser)
 
 
@@ -114,13 +117,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.model is not None and args.lm_head == "bf16":
         raise UserError("--lm-head bf16 goes with --shape: a checkpoint has its own")
     if args.model is not None:
-        check_model("--model", args.model)
+        args.folder = find_model("--model", args.model)
     check_folder("--json", args.json)
+    check_plot_flag(args.plot)
     if args.timeline is not None:
         if not args.timeline.is_dir():
             raise UserError(f"--timeline: {args.timeline} is not a folder")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UserError("--timeline: matplotlib is not installed (pip install ostinato[plot])")
+        check_matplotlib("--timeline")
 
     import torch
 
@@ -163,6 +166,7 @@ def _run(args: argparse.Namespace) -> int:
             # After every row: what was measured before a Ctrl-C is worth keeping.
             if args.json is not None:
                 report.write(args.json)
+    plot(args.plot, "step", report)
     return 0
 
 
@@ -185,16 +189,15 @@ def _models(
 
     max_context = max(args.context)
     if args.model is not None:
-        folder = Path(args.model)
-        plan.check(load_config(folder))
+        plan.check(load_config(args.folder))
         model = load_model(
-            folder,
+            args.folder,
             device=device,
             max_context=max_context,
             lm_head_dtype=None if args.lm_head is None else dtype_named(args.lm_head),
             batch_invariant=args.batch_invariant,
         )
-        return [(folder.resolve().name, lambda: model)]
+        return [(Path(args.model).resolve().name, lambda: model)]
     from ...models import read_config
 
     config = read_config(SHAPES[args.shape])

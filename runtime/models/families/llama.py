@@ -123,6 +123,7 @@ class Llama(Decoder):
         self.norm = norm
         self.lm_head = lm_head
         self.batch_invariant = batch_invariant
+        self.kv_scales = None
         self.max_context = config.context(max_context)
         self.attention = Attention(config, self.max_context, embedding.device)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...jit.loader import load
-from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
-from . import packed_weight, tile_tuning
-from .gemm_operands import aligned_copy, is_aligned, row_stride
+from . import tile_tuning
+from .gemm_operands import as_read, row_stride
 from .tile_table import Choice
 from .w8a8_gemm import ToSample
 
@@ -42,14 +41,7 @@ def dense_gemm(
         return
     device = x.get_device()
     with on_device(device):
-        # The kernel reads what belongs to the weights while kernels before it are still running.
-        early = w.dim() == 4 and pdl.enabled()
-        if bias is not None and bias.dtype is not out.dtype:
-            bias, early = bias.to(out.dtype), False
-        if w.dim() == 2 and not is_aligned(w):
-            w = packed_weight.pack(w)
-        if not is_aligned(x):
-            x = aligned_copy(x)
+        x, w, bias, early = as_read(x, w, bias, out.dtype)
         packed = w.dim() == 4
         choice = dense_choice(device, m, n, k, x.dtype, out.dtype, packed)
         if to_sample is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..common import pdl
 from ..common.sizes import round_up
+from . import packed_weight
 
 _ALIGNMENT = 16  # bytes: of a tensor that TMA reads, and of its rows
 
@@ -31,3 +33,27 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
     width = round_up(columns, _ALIGNMENT)
     copy = torch.empty(rows, width, dtype=torch.int8, device=x.device)[:, :columns]
     return copy.copy_(data).view(x.dtype)
+
+
+def as_read(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+    """Return x, w and bias as a kernel reads them, and whether it may read w and bias early.
+
+    What TMA cannot read is copied or packed for the call, and a bias of another dtype converted;
+    none of that is read early, while kernels before the product are still running.
+
+    Args:
+        x: [M, K].
+        w: [N, K], or the data of a `PackedWeight`.
+        bias: [N], or None.
+        out_dtype: of the product, and so of the bias.
+    """
+    early = w.dim() == 4 and pdl.enabled()
+    if bias is not None and bias.dtype is not out_dtype:
+        bias, early = bias.to(out_dtype), False
+    if w.dim() == 2 and not is_aligned(w):
+        w = packed_weight.pack(w)
+    if not is_aligned(x):
+        x = aligned_copy(x)
+    return x, w, bias, early

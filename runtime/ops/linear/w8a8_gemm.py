@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ...jit.loader import load
-from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from . import packed_weight, tile_tuning
 from .block_scales import aligned_scales
-from .gemm_operands import aligned_copy, is_aligned, row_stride
+from .gemm_operands import as_read, is_aligned, row_stride
 from .gemm_variants import BLOCK_E4M3, GemmTiled
 from .tile_table import Choice
 
@@ -42,16 +41,9 @@ def w8a8_gemm(
         return
     device = x.get_device()
     with on_device(device):
-        # The kernels read what belongs to the weights while kernels before them are still running.
-        early = w.dim() == 4 and pdl.enabled()
-        if bias is not None and bias.dtype is not out.dtype:
-            bias, early = bias.to(out.dtype), False
+        x, w, bias, early = as_read(x, w, bias, out.dtype)
         if x_zero_point is not None and w_sum is None:
             w_sum, early = packed_weight.channel_sums(w, n), False
-        if w.dim() == 2 and not is_aligned(w):
-            w = packed_weight.pack(w)
-        if not is_aligned(x):
-            x = aligned_copy(x)
         packed = w.dim() == 4
         name, sms = gpu(device)
         dtype, out_dtype = KERNEL_NAMES[x.dtype], KERNEL_NAMES[out.dtype]

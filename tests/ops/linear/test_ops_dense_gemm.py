@@ -8,41 +8,21 @@ from typing import Any
 import pytest
 import torch
 from ops_cases import assert_same_bits
+from ops_launches import STREAM, Launches, note_launches
 
 from ostinato import ops
 from ostinato.ops.common.pdl import pdl
-from ostinato.ops.linear import dense_gemm, packed_weight, tile_table, w8a8_gemm
+from ostinato.ops.linear import dense_gemm, gemm_operands, packed_weight, tile_table, w8a8_gemm
 from ostinato.ops.linear.gemm_variants import GemmTiled
 
-STREAM = 77
 BF16 = torch.bfloat16
-
-
-class Launches(list[dict[str, Any]]):
-    """What would have been launched: the kernel's arguments and its `variant`."""
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    seen = Launches()
-
-    class Library:
-        def __init__(self, variant: Any) -> None:
-            self._variant = variant
-
-        def launch(self, **arguments: Any) -> None:
-            seen.append({"variant": self._variant, **arguments})
-
-    def load(variant: Any, *, device: int, stream: int) -> Library:
-        assert stream == STREAM
-        return Library(variant)
-
-    monkeypatch.setattr(dense_gemm, "load", load)
-    monkeypatch.setattr(dense_gemm, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(dense_gemm, "on_device", lambda device: torch.no_grad())
     for module in (dense_gemm, w8a8_gemm):
         monkeypatch.setattr(module, "gpu", lambda device: ("", 132))
-    return seen
+    return note_launches(monkeypatch, (dense_gemm,))
 
 
 def call(
@@ -114,7 +94,7 @@ def test_what_tma_cannot_read_is_copied_or_packed(
 
         return wrapper
 
-    monkeypatch.setattr(dense_gemm, "aligned_copy", noted("x", dense_gemm.aligned_copy))
+    monkeypatch.setattr(gemm_operands, "aligned_copy", noted("x", gemm_operands.aligned_copy))
     monkeypatch.setattr(packed_weight, "pack", noted("w", packed_weight.pack))
     x, w = view(matrix(8, 96)), view(matrix(8, 96))
     launch = call(launches, x, w)

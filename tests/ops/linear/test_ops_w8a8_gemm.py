@@ -8,43 +8,22 @@ from typing import Any
 import pytest
 import torch
 from ops_cases import E4M3, assert_same_bits, quantized_randn
+from ops_launches import STREAM, Launches, note_launches
 
 from ostinato import ops
 from ostinato.ops.common.pdl import pdl
-from ostinato.ops.linear import packed_weight, quantize_cuda, tile_table, w8a8_gemm
+from ostinato.ops.linear import gemm_operands, packed_weight, quantize_cuda, tile_table, w8a8_gemm
 from ostinato.ops.linear.block_scales import empty_scales
 from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.quantize_cuda import Quantize
 
-STREAM = 77
 CPU = torch.device("cpu")
-
-
-class Launches(list[dict[str, Any]]):
-    """What would have been launched: the kernel's arguments, its `variant`, and the tensors."""
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    seen = Launches()
-
-    class Library:
-        def __init__(self, variant: Any) -> None:
-            self._variant = variant
-
-        def launch(self, **arguments: Any) -> None:
-            seen.append({"variant": self._variant, **arguments})
-
-    def load(variant: Any, *, device: int, stream: int) -> Library:
-        assert stream == STREAM
-        return Library(variant)
-
-    for module in (w8a8_gemm, quantize_cuda):
-        monkeypatch.setattr(module, "load", load)
-        monkeypatch.setattr(module, "current_stream", lambda device: STREAM)
-        monkeypatch.setattr(module, "on_device", lambda device: torch.no_grad())
     monkeypatch.setattr(w8a8_gemm, "gpu", lambda device: ("", 132))
-    return seen
+    return note_launches(monkeypatch, (w8a8_gemm, quantize_cuda))
 
 
 def call(
@@ -150,8 +129,8 @@ def test_an_x_that_tma_cannot_read_is_copied(
         made.append(original(x))
         return made[-1]
 
-    original = w8a8_gemm.aligned_copy
-    monkeypatch.setattr(w8a8_gemm, "aligned_copy", aligned_copy)
+    original = gemm_operands.aligned_copy
+    monkeypatch.setattr(gemm_operands, "aligned_copy", aligned_copy)
     x = view(matrix(8, 64, dtype))
     launch = call(launches, x, ops.pack_weight(matrix(40, x.size(1), dtype)))
     assert (launch["x"], launch["x_stride"]) == (made[0].data_ptr(), 64)

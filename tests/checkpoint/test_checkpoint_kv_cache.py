@@ -1,0 +1,189 @@
+"""Checkpoints made for an 8-bit KV cache: scales are kept, and pages stay in the model's dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import MODELS, TOKENS, random_model
+from quantized_files import FORMATS, write_quantized
+from safetensors.torch import load_file, save_file
+
+from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
+from ostinato.engine import Engine
+from ostinato.models import sequence_logits
+
+INT8, E4M3 = torch.int8, torch.float8_e4m3fn
+FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
+CT_SCHEME = {
+    "num_bits": 8,
+    "type": "int",
+    "dynamic": False,
+    "strategy": "tensor",
+    "symmetric": True,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": None,
+    "observer": "minmax",
+}
+BESIDE = "model.layers.{}.self_attn.{}_scale"
+INSIDE = "model.layers.{0}.self_attn.{1}_proj.{1}_scale"
+OUTPUT = "model.layers.{0}.self_attn.{1}_proj.output_scale"
+SHARED = "model.layers.{0}.self_attn.kv_scale"
+
+
+def checkpoint(folder: Path, form: str, names: str | None = BESIDE, **fields: Any) -> Path:
+    """Write a checkpoint with these fields; its layers' scales are 1, 2 (k) and 3, 4 (v)."""
+    write_quantized(folder, random_model(MODELS["llama"]), FORMATS[form])
+    file = folder / FORMATS[form].file
+    config = json.loads(file.read_text())
+    inner = config.get("quantization") or config["quantization_config"]
+    inner.update(fields)
+    file.write_text(json.dumps(config))
+    if names is not None:
+        shape = (1,) if form.startswith("ct") else ()
+        scales = {
+            names.format(layer, part): torch.full(shape, number + layer)
+            for part, number in (("v", 3.0), ("k", 1.0))
+            for layer in range(2)
+        }
+        add(folder, scales)
+    return folder
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+@pytest.mark.parametrize(
+    ("form", "names", "fields", "dtype"),
+    [
+        ("ct-int8-dynamic", BESIDE, {"kv_cache_scheme": CT_SCHEME}, INT8),
+        ("ct-fp8-static", BESIDE, {"kv_cache_scheme": {**CT_SCHEME, "type": "float"}}, E4M3),
+        ("ct-fp8-static", OUTPUT, {"kv_cache_scheme": FP8_SCHEME}, E4M3),
+        ("hf-fp8-static", INSIDE, {"kv_cache_scheme": "static"}, E4M3),
+        ("modelopt-fp8", INSIDE, {"kv_cache_quant_algo": "FP8"}, E4M3),
+        ("modelopt-fp8", INSIDE, {"kv_cache_quant_algo": "INT8"}, INT8),
+        ("modelopt-fp8-config", INSIDE, {"kv_cache_scheme": FP8_SCHEME}, E4M3),
+        (
+            *("modelopt-fp8-config", INSIDE),
+            {"kv_cache_scheme": FP8_SCHEME, "kv_cache_quant_algo": "FP8"},
+            E4M3,
+        ),
+    ],
+)
+def test_scales_are_kept_and_change_nothing(
+    form: str, names: str, fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = load_model(checkpoint(tmp_path / "kv", form, names, **fields))
+    found = model.kv_scales
+    assert found is not None
+    assert found.dtype is dtype
+    assert found.k is not None
+    assert found.v is not None
+    assert found.k.tolist() == [1.0, 2.0]
+    assert found.v.tolist() == [3.0, 4.0]
+    plain = load_model(checkpoint(tmp_path / "plain", form, None))
+    assert plain.kv_scales is None
+    assert torch.equal(sequence_logits(model, TOKENS), sequence_logits(plain, TOKENS))
+
+
+def test_a_shared_scale_is_that_of_both(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "hf-fp8-static", None, kv_cache_scheme="static")
+    add(folder, {SHARED.format(layer): torch.tensor(2.0 + layer) for layer in range(2)})
+    found = load_model(folder).kv_scales
+    assert found is not None
+    assert found.k is not None
+    assert found.v is not None
+    assert found.k.tolist() == found.v.tolist() == [2.0, 3.0]
+
+
+def test_a_wrapped_configuration_is_read(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", kv_cache_scheme=CT_SCHEME)
+    config = json.loads((folder / "config.json").read_text())
+    inner = config["quantization_config"]
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "quantization_config": inner,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_model(folder).kv_scales
+    assert found is not None
+    assert found.dtype is INT8
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (BESIDE, "KV cache: pages in the model's dtype; the checkpoint asks for INT8, and its sca"),
+        (None, "KV cache: pages in the model's dtype; the checkpoint asks for INT8"),
+    ],
+)
+def test_the_capture_report_says_that_they_are_not_used(
+    names: str | None, words: str, tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", names, kv_cache_scheme=CT_SCHEME)
+    engine = Engine(load_model(folder), None, max_batch=1, max_context=16)
+    report = str(engine.capture(progress=False))
+    assert words in report
+    assert ("not used" in report) == (names is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_cache_scheme": {**CT_SCHEME, "num_bits": 4}}, "num_bits: got 4, expected 8"),
+        ({"kv_cache_scheme": {}}, "num_bits: got None, expected 8"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "type: got None, expected 'int' or 'float'"),
+        ({"kv_cache_scheme": {**CT_SCHEME, "strategy": "attn_head"}}, "strategy: got 'attn_head'"),
+        ({"kv_cache_scheme": {**CT_SCHEME, "dynamic": True}}, "dynamic: got True"),
+        ({"kv_cache_scheme": {**CT_SCHEME, "symmetric": False}}, "symmetric: got False"),
+        ({"kv_cache_scheme": {**CT_SCHEME, "new_field": 1}}, "new_field: got 1, a field that is"),
+        ({"kv_cache_scheme": {**CT_SCHEME, "group_size": 16}}, "group_size: got 16"),
+        ({"kv_cache_scheme": "dynamic"}, "kv_cache_scheme: got 'dynamic', expected 'static'"),
+        ({"kv_cache_scheme": ["static"]}, r"kv_cache_scheme: got \['static'\], expected 'static'"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo: got 'NVFP4', expected None or"),
+        ({"kv_cache_quant_algo": ["FP8"]}, r"kv_cache_quant_algo: got \['FP8'\]"),
+        (
+            {"kv_cache_quant_algo": "FP8", "kv_cache_scheme": CT_SCHEME},
+            "kv_cache_scheme: got .*: kv_cache_quant_algo is 'FP8'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", ["ct-int8-dynamic", "hf-fp8-static", "modelopt-fp8"])
+def test_other_caches_are_refused_by_name(
+    form: str, fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path, form, None, **fields)
+    with pytest.raises(UnsupportedCheckpointError, match=words):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_none_is_refused(value: float, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", kv_cache_scheme=CT_SCHEME)
+    add(folder, {BESIDE.format(1, "v"): torch.tensor([value])})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_scale: got .* above 0"):
+        load_model(folder)
+
+
+def test_a_missing_and_a_misshapen_scale_are_named(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", kv_cache_scheme=CT_SCHEME)
+    add(folder, {BESIDE.format(1, "k"): torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"1\.self_attn\.k_scale: got shape \[2\], expected"):
+        load_model(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[BESIDE.format(1, "k")]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing model\.layers\.1\.self_attn\.k_scale or"):
+        load_model(folder)
+
+
+def test_scales_without_a_scheme_are_unknown_tensors(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "ct-int8-dynamic")
+    with pytest.raises(CheckpointError, match=r"k_scale.* not part of the model"):
+        load_model(folder)
