@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <limits>
 
 #include "e4m3.cuh"
 #include "target.cuh"
@@ -143,6 +144,19 @@ __device__ __forceinline__ float max_magnitude_of(float largest, const float (&v
   return largest;
 }
 
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// Whether any value is NaN. The compiler compares pairs: an instruction for two values.
+template <int N>
+__device__ __forceinline__ bool holds_nan(const float (&values)[N]) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    found |= isnan(values[i]);
+  }
+  return found;
+}
+
 inline constexpr float kSmallestScale = 0x1p-126f;  // the smallest normal number
 
 // The scale that maps the largest magnitude of a row to the end of Out's grid.
@@ -151,6 +165,13 @@ __device__ __forceinline__ float dynamic_scale(float largest) {
   constexpr KnownDivisor kGridMax(Out::kGridMax);
   const float scale = kGridMax.divide(largest);
   return scale < kSmallestScale ? kSmallestScale : scale;  // NaN stays
+}
+
+// The least power of two that is not smaller; NaN and infinity stay.
+__device__ __forceinline__ float ceil_power_of_two(float positive) {
+  constexpr uint32_t kMantissa = 0x7fffffu;
+  const uint32_t bits = __float_as_uint(positive);
+  return positive < INFINITY ? __uint_as_float((bits + kMantissa) & ~kMantissa) : positive;
 }
 
 // Adding this rounds a float of magnitude below 2^22 to an integer, ties to even, in the low bits

@@ -58,7 +58,9 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the box at (x, y), and completes its bytes at `barrier`.
+// Copies the box at (x, y), and completes its bytes at `barrier`. The address of the box, so x
+// elements of a row, must be a multiple of 16 bytes, `shared` one of 128 (PTX ISA; with another x
+// Hopper reports an illegal instruction).
 __device__ __forceinline__ void tma_load(void* shared, const CUtensorMap& map, int x, int y,
                                          uint64_t* barrier) {
   asm volatile(

@@ -8,16 +8,21 @@ namespace ostinato {
 
 // y[m][n] = x_scale[m] * (w_scale[n] * sum_k (x[m][k] - x_zero_point[m]) w[n][k]) + bias[n]
 // With operands of 16 bits there are neither scales nor zero points: these pointers are null.
+//
+// With block scales (a variant of the tiled kernel), a group is 128 of K, and
+// y[m][n] = sum_group x_scale[group][m] * w_scale[group][n / 8] * sum_k x[m][k] w[n][k] + bias[n]
 struct W8A8GemmParams {
   OSTINATO_FIELDS_BEGIN(W8A8GemmParams);
   OSTINATO_FIELD(const void*, x);  // [m, k] 8- or 16-bit
   OSTINATO_FIELD(int64_t, x_stride);
   OSTINATO_FIELD(const void*, w);     // [n, k] of the dtype of x
   OSTINATO_FIELD(int64_t, w_stride);  // 0: packed (packed.h)
-  // [m] with stride 1 (per token), or one element with stride 0
+  // [m] with stride 1 (per token), or one element with stride 0. Block scales: [k / 128][m], and
+  // the stride is that of the groups, a multiple of 4, from a 16-byte aligned base.
   OSTINATO_FIELD(const float*, x_scale);
   OSTINATO_FIELD(int32_t, x_scale_stride);
-  // [n] with stride 1 (per channel), or one element with stride 0
+  // [n] with stride 1 (per channel), or one element with stride 0. Block scales: likewise
+  // [k / 128][n / 8].
   OSTINATO_FIELD(const float*, w_scale);
   OSTINATO_FIELD(int32_t, w_scale_stride);
   OSTINATO_OPTIONAL(const void*, bias);             // [n] of the output dtype, or null

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-PRECISIONS = ("int8", "fp8", "bf16")  # of the linear layers
+PRECISIONS = ("int8", "fp8", "fp8-block", "bf16")  # of the linear layers
+HEAD_PRECISIONS = ("int8", "fp8", "bf16")  # of the output projection
 # Peers of our decode step (examples/bench_peers/hugging_face.py); True: compiled by torch.
 STEP_PEERS = {"transformers": False, "transformers_compiled": True}
 

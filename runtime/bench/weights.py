@@ -6,19 +6,30 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint.weights import quantize_weight
-from ..models import Decoder, DenseLinear, Linear, ModelConfig, W8A8Linear, family_of
+from ..checkpoint.weights import quantize_weight, quantize_weight_blocks
+from ..models import (
+    BlockFP8Linear,
+    Decoder,
+    DenseLinear,
+    Linear,
+    ModelConfig,
+    W8A8Linear,
+    family_of,
+)
 from ..models.parts import LinearPart, TensorPart
-from .shapes import PRECISIONS
+from ..ops import channel_scales
+from .shapes import HEAD_PRECISIONS, PRECISIONS
 
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 _DTYPES |= {"fp16": torch.float16, "fp32": torch.float32}
+_BLOCKS = "fp8-block"
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def precision(model: Decoder) -> str:
-    """Return how the linear layers compute: "int8", "fp8", "bf16", "fp16" or "fp32"."""
-    return dtype_name(next(model.linears()).linear.weight_dtype)
+    """Return how the linear layers compute: one of `PRECISIONS`, "fp16" or "fp32"."""
+    linear = next(model.linears()).linear
+    return _BLOCKS if isinstance(linear, BlockFP8Linear) else dtype_name(linear.weight_dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,15 +61,18 @@ def random_decoder(
         precision: of the linear layers but the output projection: one of `PRECISIONS`.
         device: where the weights are made.
         max_context: longest sequence served.
-        lm_head: precision of the output projection.
+        lm_head: precision of the output projection: one of `HEAD_PRECISIONS`.
         batch_invariant: as of `load_model`.
 
     Raises:
         ValueError: for another precision, or a `max_context` that the model does not have.
     """
-    for name, value in (("precision", precision), ("lm_head", lm_head)):
-        if value not in PRECISIONS:
-            raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(PRECISIONS)}")
+    for name, value, known in (
+        ("precision", precision, PRECISIONS),
+        ("lm_head", lm_head, HEAD_PRECISIONS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")
     family = family_of(config)
     loader = _RandomLoader(device, precision, lm_head, batch_invariant, config)
     return family.load(
@@ -105,5 +119,9 @@ class _RandomLoader:
         weight = self._normal(*shape)
         if precision == "bf16":
             return DenseLinear(weight, out_dtype=out)
+        if precision == _BLOCKS:
+            values, scale = quantize_weight_blocks(weight, torch.float32)
+            of_channels = channel_scales([(scale, slice(0, shape[0]))])
+            return BlockFP8Linear(values, of_channels, out, batch_invariant=self.batch_invariant)
         values, scale = quantize_weight(weight, dtype_named(precision), torch.float32)
         return W8A8Linear(values, scale[:, 0], out, batch_invariant=self.batch_invariant)

@@ -1,4 +1,4 @@
-"""Quantises a plain checkpoint folder to W8A8, in compressed-tensors format."""
+"""Quantises a plain checkpoint folder to 8 bits, in compressed-tensors format."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from ..models import ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
+from ..ops.common.sizes import ceil_div
 from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
@@ -26,14 +27,16 @@ from .reader import CheckpointReader, require_finite
 from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
+from .storage.fp8_block import BLOCK, FP8BlockScheme
 from .storage.w8a8 import W8A8Scheme
 from .text_tower import modules_to_ignore, spellings
-from .weights import quantize_weight
+from .weights import quantize_weight, quantize_weight_blocks
 from .writer import CheckpointWriter, PlannedTensor
 
-SCHEMES = {
+SCHEMES: dict[str, W8A8Scheme | FP8BlockScheme] = {
     "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
     "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
+    "fp8-block": FP8BlockScheme(),
 }
 
 
@@ -46,12 +49,13 @@ def quantize_checkpoint(
     progress: bool = True,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Quantise the linear layers of a checkpoint: 8-bit weights, activations per token at run time.
+    """Quantise the linear layers of a checkpoint: 8-bit weights, activations at run time.
 
     The new folder is in compressed-tensors format and holds the weights with a scale per output
-    row (in the model's dtype), every other tensor as it was, the tokenizer and the generation
-    settings. Of a model with several towers the text tower is quantised. The folder appears whole
-    or not at all: it is written beside `dst` under a temporary name, forced to disk, and renamed.
+    row, or per block of 128 by 128 (in the model's dtype), every other tensor as it was, the
+    tokenizer and the generation settings. Of a model with several towers the text tower is
+    quantised. The folder appears whole or not at all: it is written beside `dst` under a temporary
+    name, forced to disk, and renamed.
     On an error and on SIGINT, SIGTERM or SIGHUP nothing is left; what another signal leaves, the
     next run for the same `dst` removes. Links in `src` are followed within the folder and, in a
     snapshot of the Hugging Face Hub, to the blobs of its repository.
@@ -60,7 +64,8 @@ def quantize_checkpoint(
     Args:
         src: folder with a plain checkpoint, or its name on the Hugging Face Hub.
         dst: folder to create; it must not exist, its parent must.
-        scheme: "int8" or "fp8" (e4m3).
+        scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token, or
+            "fp8-block", with one per block of 128 by 128 and per 128 of a token.
         ignore: modules to leave as they are: full names, "re:" and a regular expression, or the
             class name "Linear". Modules that the model joins (q, k, v; gate, up) go together.
         progress: show a progress bar, on a terminal only.
@@ -92,7 +97,7 @@ def quantize_checkpoint(
         require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)
         with new_folder(target) as folder:
-            conversion = _Conversion(reader, SCHEMES[scheme].dtype, config.dtype, chosen)
+            conversion = _Conversion(reader, SCHEMES[scheme], config.dtype, chosen)
             conversion.run(layout, folder, max_shard_bytes, progress)
             whole = (*ignore, *modules_to_ignore(reader.others))
             _write_config(source, folder, describe(SCHEMES[scheme], whole))
@@ -114,7 +119,9 @@ def _check_arguments(
         raise ValueError(f"dst: got {target}, expected a new folder in an existing one")
 
 
-def _choose(config: ModelConfig, scheme: W8A8Scheme, ignore: Sequence[str]) -> frozenset[str]:
+def _choose(
+    config: ModelConfig, scheme: W8A8Scheme | FP8BlockScheme, ignore: Sequence[str]
+) -> frozenset[str]:
     """Return the names of the weights to quantise, refusing an `ignore` that makes no sense."""
     matcher = PatternMatcher("ignore")
     ignored = ModuleNames(ignore, matcher)
@@ -146,7 +153,7 @@ class _Conversion:
     """Reads tensors and writes them again, those called `chosen` in 8 bits."""
 
     reader: CheckpointReader
-    dtype: torch.dtype
+    scheme: W8A8Scheme | FP8BlockScheme
     scale_dtype: torch.dtype
     chosen: frozenset[str]
 
@@ -172,10 +179,16 @@ class _Conversion:
     def _plan(self, spec: TensorSpec) -> Iterator[PlannedTensor]:
         name = self.reader.stored_name(spec.name)
         if spec.name in self.chosen:
-            yield PlannedTensor(name, self.dtype, spec.shape)
-            yield PlannedTensor(_scale_name(name), self.scale_dtype, (spec.shape[0], 1))
+            yield PlannedTensor(name, self.scheme.dtype, spec.shape)
+            yield PlannedTensor(_scale_name(name), self.scale_dtype, self._scale_shape(spec))
         else:
             yield _as_it_is(name, self.reader.read(spec))
+
+    def _scale_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        rows, columns = spec.shape
+        if isinstance(self.scheme, FP8BlockScheme):
+            return ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+        return rows, 1
 
     def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
         tensor, name = self.reader.read(spec), self.reader.stored_name(spec.name)
@@ -184,7 +197,10 @@ class _Conversion:
             writer.write(name, tensor)
             return
         try:
-            values, scale = quantize_weight(tensor, self.dtype, self.scale_dtype)
+            if isinstance(self.scheme, FP8BlockScheme):
+                values, scale = quantize_weight_blocks(tensor, self.scale_dtype)
+            else:
+                values, scale = quantize_weight(tensor, self.scheme.dtype, self.scale_dtype)
         except ValueError as error:
             raise CheckpointError(f"{self.reader.where(spec)}: {error}") from error
         writer.write(name, values)

@@ -1,12 +1,16 @@
-"""Rounds a weight matrix to 8 bits with one scale per output row."""
+"""Rounds a weight matrix to 8 bits with one scale per output row, or per block."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
+
+from ..ops.common.sizes import ceil_div
 
 # Rows are quantised in blocks of about this many elements, which bounds the fp32 copies.
 _BLOCK_ELEMENTS = 1 << 22
 
+_BLOCK = 128
 _GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 QUANTIZED_DTYPES = tuple(_GRID_MAX)
 
@@ -44,6 +48,41 @@ def quantize_weight(
             raise ValueError(f"holds NaN, an infinity or numbers beyond the range of {scale_dtype}")
         grid = (block / row_scale.float()).clamp_(-_GRID_MAX[dtype], _GRID_MAX[dtype])
         value.copy_(grid.round_() if dtype is torch.int8 else grid)
+    return values, scale
+
+
+def quantize_weight_blocks(
+    weight: torch.Tensor, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a weight to e4m3, each block of 128 by 128 with a scale of its own.
+
+    Scales are those of `quantize_weight`. Blocks at the edges may be smaller.
+
+    Args:
+        weight: [N, K] bf16, fp16 or fp32.
+        scale_dtype: bf16, fp16 or fp32.
+
+    Returns:
+        (values [N, K] e4m3, scale [ceil(N / 128), ceil(K / 128)] of `scale_dtype`).
+
+    Raises:
+        ValueError: when the weight holds NaN, an infinity, or numbers too large for a scale.
+    """
+    (n, k), dtype = weight.shape, torch.float8_e4m3fn
+    shape = (ceil_div(n, _BLOCK), ceil_div(k, _BLOCK))
+    values = torch.empty(n, k, dtype=dtype, device=weight.device)
+    scale = torch.empty(shape, dtype=scale_dtype, device=weight.device)
+    for index, (source, value) in enumerate(
+        zip(weight.split(_BLOCK), values.split(_BLOCK), strict=True)
+    ):
+        rows = len(source)
+        padded = functional.pad(source.float(), (0, -k % _BLOCK)).view(rows, -1, _BLOCK)
+        # A row for each block: its scale is then that of a row.
+        by_block = padded.transpose(0, 1).reshape(shape[1], -1)
+        codes, of_block = quantize_weight(by_block, dtype, scale_dtype)
+        scale[index] = of_block[:, 0]
+        whole = codes.view(shape[1], rows, _BLOCK).transpose(0, 1).reshape(rows, -1)
+        value.copy_(whole[:, :k])
     return values, scale
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .command import UserError
 
-_DTYPES = ("int8", "fp8", "bf16")
+_DTYPES = ("int8", "fp8", "fp8-block", "bf16")
 _DEFAULT = ("int8", "fp8")
 
 

@@ -7,13 +7,17 @@ from pathlib import Path
 
 from .command import Command, Parser, as_utf8, find_model, user_errors
 
+_SCHEMES = ("int8", "fp8", "fp8-block")
+
 
 def _parser() -> Parser:
     parser = Parser(
         prog="ostinato quantize",
-        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8} [--ignore NAME ...]",
-        description="Write a W8A8 checkpoint (weights scaled per output channel, activations "
-        "quantised per token at run time) in compressed-tensors format.",
+        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8,fp8-block} "
+        "[--ignore NAME ...]",
+        description="Write an 8-bit checkpoint in compressed-tensors format: weights scaled per "
+        "output channel and activations quantised per token at run time, or, with fp8-block, in "
+        "blocks of 128 by 128 and groups of 128.",
     )
     parser.add_argument(
         "source",
@@ -21,7 +25,7 @@ def _parser() -> Parser:
         help="folder of a checkpoint in bf16, fp16, fp32, or its name on the Hub",
     )
     parser.add_argument("destination", metavar="DST", help="folder to write; must not exist")
-    parser.add_argument("--scheme", choices=("int8", "fp8"), required=True, help="type of weights")
+    parser.add_argument("--scheme", choices=_SCHEMES, required=True, help="type of weights")
     parser.add_argument(
         "--ignore",
         action="append",

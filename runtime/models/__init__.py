@@ -1,5 +1,6 @@
 """Decoders, by families that register themselves, and the paged KV cache they run over."""
 
+from .block_linear import BlockFP8Linear
 from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
@@ -15,6 +16,7 @@ from .scoring import sequence_logits
 __all__ = [
     "DUMMY_PAGE",
     "AttentionInputs",
+    "BlockFP8Linear",
     "Decoder",
     "DenseLinear",
     "KVScales",

@@ -176,7 +176,7 @@ class DenseLinear(Linear):
         return self(ops.silu_mul(gate_up), n_active)
 
     def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
-        _require_no_bias(self.bias)
+        require_no_bias(self.bias)
         # The layer's weight may be the embedding. The norm's is rounded in no case.
         return self, norm * factor if is_power_of_two(factor) else norm.float() * factor
 
@@ -241,14 +241,16 @@ class W8A8Linear(Linear):
                 out_dtype=self.out_dtype,
                 batch_invariant=self.batch_invariant,
             )
+        scale = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
         quantized = ops.quantize_per_tensor(
             x,
             self.input_scale,
             self.weight.dtype,
             zero_point=self.input_zero_point,
             n_active=n_active,
+            scale_out=scale,
         )
-        return self._matmul(quantized, self.input_scale, n_active)
+        return self._matmul(quantized, scale, n_active)
 
     def after_norm(
         self,
@@ -323,7 +325,7 @@ class W8A8Linear(Linear):
         return self._matmul(quantized, scale, n_active)
 
     def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
-        _require_no_bias(self.bias)
+        require_no_bias(self.bias)
         return replace(self, weight_scale=self.weight_scale * factor), norm
 
     def _matmul(
@@ -348,7 +350,8 @@ def is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-def _require_no_bias(bias: torch.Tensor | None) -> None:
+def require_no_bias(bias: torch.Tensor | None) -> None:
+    """Check that a layer whose results are to be scaled has no bias."""
     if bias is not None:
         raise ValueError("bias: got a tensor, expected None in a layer whose results are scaled")
 

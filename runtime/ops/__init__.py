@@ -9,7 +9,8 @@ Common to all of them:
   free, but that no dimension of a tensor that is written may have been expanded.
 - Bad arguments raise TypeError or ValueError, naming the argument, before anything is written.
 - The result of a row, and of a sequence, does not depend on the others of the call, to the bit. On
-  CUDA that holds for an FP8 `w8a8_linear` and `paged_attention` with `batch_invariant=True`, and
+  CUDA that holds for `w8a8_linear` in FP8, `fp8_block_linear` and `paged_attention` with
+  `batch_invariant=True`, and
   not for `varlen_attention`: how its work is cut follows from the average of the queries.
 - On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
@@ -33,11 +34,18 @@ from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
 from .attention.workspace import paged_attention_workspace, varlen_attention_workspace
 from .embed import embed
+from .linear.block_linear import fp8_block_linear
+from .linear.block_scales import channel_scales
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
 from .linear.linear import linear, w8a8_linear
 from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
+from .linear.quantize_groups import (
+    quantize_per_group,
+    rms_norm_quantize_per_group,
+    silu_mul_quantize_per_group,
+)
 from .linear.rms_norm import rms_norm, rms_norm_quantize
 from .linear.silu_mul import silu_mul, silu_mul_quantize
 from .sampling.sample import sample
@@ -47,23 +55,28 @@ __all__ = [
     "Logits",
     "PackedWeight",
     "append_kv",
+    "channel_scales",
     "dynamic_w8a8_linear",
     "embed",
+    "fp8_block_linear",
     "linear",
     "linear_logits",
     "merge_states",
     "pack_weight",
     "paged_attention",
     "paged_attention_workspace",
+    "quantize_per_group",
     "quantize_per_tensor",
     "quantize_per_token",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_quantize_per_group",
     "rms_norm_w8a8_linear",
     "rms_norm_w8a8_logits",
     "sample",
     "silu_mul",
     "silu_mul_quantize",
+    "silu_mul_quantize_per_group",
     "varlen_attention",
     "varlen_attention_workspace",
     "w8a8_linear",

@@ -44,6 +44,8 @@ def implementations(capability: Capability, target: Target | None) -> dict[str, 
     for name, dtype in _OPERANDS.items():
         product = kernel if GemmTiled.supports(capability) else operator_of(dtype, capability)
         found[f"w8a8_linear, {name}"] = product
+    has_gemm = GemmTiled.supports(capability)
+    found["fp8_block_linear"] = kernel if has_gemm else "torch (mm of dequantised operands)"
     found["dynamic_w8a8_linear, one token"] = (
         kernel if FusedLinear.supports(capability) else "quantize, then w8a8_linear"
     )

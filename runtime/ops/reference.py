@@ -14,6 +14,7 @@ import torch
 
 from .sampling.philox import uniform
 
+_GROUP = 128
 _GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -291,6 +292,25 @@ def w8a8_linear(
     return y if bias is None else y + bias.to(dtype)
 
 
+def fp8_block_linear(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Add up products of 128 of K, each scaled, then the bias."""
+    y = torch.zeros(x.size(0), w.size(0), dtype=dtype, device=x.device)
+    for group in range(x_scale.size(0)):
+        of_k = slice(_GROUP * group, _GROUP * (group + 1))
+        products = x[:, of_k].to(dtype) @ w[:, of_k].to(dtype).t()
+        channels = w_scale[group].to(dtype).repeat_interleave(8)[: w.size(0)]
+        y += x_scale[group].to(dtype).unsqueeze(1) * channels * products
+    return y if bias is None else y + bias.to(dtype)
+
+
 def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the scale of each row of x [..., K]: amax / grid maximum, and always positive."""
     amax = x.abs().amax(-1)
@@ -313,6 +333,22 @@ def quantize_per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
     return on_grid(x / scale.unsqueeze(1), None, dtype), scale
 
 
+def quantize_per_group(
+    x: torch.Tensor, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise each 128 elements of a row to e4m3; return (values, scale [groups, rows])."""
+    values, scales = [], []
+    for group in x.float().split(_GROUP, dim=1):
+        scale = dynamic_scale(group, torch.float8_e4m3fn)
+        if power_of_two:
+            scale = scale.double().log2().ceil().exp2().float()
+        values.append(on_grid(group / scale.unsqueeze(1), None, torch.float8_e4m3fn))
+        scales.append(scale)
+    return torch.cat([v.view(torch.int8) for v in values], 1).view(values[0].dtype), torch.stack(
+        scales
+    )
+
+
 def quantize_per_tensor(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -322,6 +358,14 @@ def quantize_per_tensor(
 ) -> torch.Tensor:
     """Quantise x with one fixed scale."""
     return on_grid(x.float() / scale, zero_point, dtype)
+
+
+def static_scales(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `scale` for each row of x; NaN for those that hold a NaN, which int8 cannot code."""
+    scales = scale.expand(len(x)).clone()
+    if dtype is torch.int8:
+        scales[x.isnan().any(1)] = math.nan
+    return scales
 
 
 def rms_norm(
@@ -359,7 +403,8 @@ def rms_norm_quantize(
     normalized = rms_norm(x, weight, eps, residual=residual)
     if scale is None:
         return quantize_per_token(normalized, dtype)
-    return quantize_per_tensor(normalized, scale, dtype, zero_point=zero_point), scale
+    values = quantize_per_tensor(normalized, scale, dtype, zero_point=zero_point)
+    return values, static_scales(normalized, scale, dtype)
 
 
 def silu_mul_quantize(
@@ -373,7 +418,28 @@ def silu_mul_quantize(
     gated = silu_mul(x)
     if scale is None:
         return quantize_per_token(gated, dtype)
-    return quantize_per_tensor(gated, scale, dtype, zero_point=zero_point), scale
+    values = quantize_per_tensor(gated, scale, dtype, zero_point=zero_point)
+    return values, static_scales(gated, scale, dtype)
+
+
+def rms_norm_quantize_per_group(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    power_of_two: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise in fp32, then quantise by groups; return (values, scale)."""
+    normalized = rms_norm(x, weight, eps, residual=residual)
+    return quantize_per_group(normalized, power_of_two=power_of_two)
+
+
+def silu_mul_quantize_per_group(
+    x: torch.Tensor, *, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate in fp32, then quantise by groups; return (values, scale)."""
+    return quantize_per_group(silu_mul(x), power_of_two=power_of_two)
 
 
 def sample(

@@ -296,13 +296,13 @@ class FakeQuantLinear(nn.Module):
         return (x.round() + zero).clamp(-128, 127).double() - zero
 
 
-def sturdy_tokens(twin: PreTrainedModel) -> list[int]:
+def sturdy_tokens(twin: PreTrainedModel, length: int = 6) -> list[int]:
     """Return a prompt of which no activation is fragile: then no rounding can differ."""
     layers = [module for module in twin.modules() if isinstance(module, FakeQuantLinear)]
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         prompt = torch.randint(
-            twin.config.get_text_config().vocab_size, (6,), generator=generator
+            twin.config.get_text_config().vocab_size, (length,), generator=generator
         ).tolist()
         for layer in layers:
             layer.fragile = False

@@ -24,7 +24,7 @@ INT8_DYNAMIC = W8A8Scheme(torch.int8, per_channel=True, static_input=False)
 FP8_STATIC = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True)
 FP8_DYNAMIC = W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=False)
 # What messages say of scales that are finer than a row or a token.
-BLOCKS = "block scales .block FP8. are not supported, only one scale per"
+BLOCKS = "block scales are not supported, only one scale per"
 GROUPS = "group scales are not supported, only one scale per"
 UP = "model.layers.0.mlp.up_proj"
 
@@ -57,6 +57,7 @@ def int8(**changes: Any) -> dict[str, Any]:
 def block_fp8(**changes: Any) -> dict[str, Any]:
     """Return what llm-compressor's scheme FP8_BLOCK writes."""
     fields = {
+        "format": "float-quantized",
         "weights__type": "float",
         "weights__strategy": "block",
         "weights__block_structure": [128, 128],
@@ -64,7 +65,7 @@ def block_fp8(**changes: Any) -> dict[str, Any]:
         "input_activations__strategy": "group",
         "input_activations__group_size": 128,
     }
-    return int8(format="float-quantized", **{**fields, **changes})
+    return int8(**{**fields, **changes})
 
 
 def fp8_tensors(**fields: Any) -> dict[str, Any]:
@@ -95,14 +96,14 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         (int8(weights__strategy="group"), f"weights: strategy: got 'group': {GROUPS}"),
         (int8(weights__strategy="tensor_group"), f"strategy: got 'tensor_group': {GROUPS}"),
         (int8(weights__group_size=128), f"weights: group_size: got 128: {GROUPS}"),
-        (int8(weights__strategy="block"), f"weights: strategy: got 'block': {BLOCKS}"),
+        (int8(weights__strategy="block"), r"weights: block_structure: got None, expected \[128, "),
         (int8(weights__strategy="attn_head"), "weights: strategy: got 'attn_head', expected"),
         (
             int8(weights__block_structure=[128, 128]),
             rf"weights: block_structure: got \[128, 128\]: {BLOCKS}",
         ),
         (int8(weights__block_structure="2x4"), f"block_structure: got '2x4': {BLOCKS}"),
-        (block_fp8(), f"weights: strategy: got 'block': {BLOCKS}"),
+        (block_fp8(format="int-quantized"), "weights: type: got 'float', expected"),
         (block_fp8(weights__strategy=None), rf"block_structure: got \[128, 128\]: {BLOCKS}"),
         (int8(weights__actorder="group"), "weights: actorder: got 'group'"),
         (int8(weights__symmetric=False), "weights: symmetric: got False, expected True"),
@@ -137,9 +138,9 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
             {
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
-                "weight_block_size": [128, 128],
+                "weight_block_size": [1, 128],
             },
-            r"weight_block_size: got \[128, 128\]: block FP8 is not supported",
+            r"weight_block_size: got \[1, 128\], expected \[128, 128\]",
         ),
         ({"quant_method": "fp8"}, "activation_scheme: got None, expected 'static' or 'dynamic'"),
         (
@@ -156,7 +157,7 @@ def fp8_tensors(**fields: Any) -> dict[str, Any]:
         ),
         # ModelOpt
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: got 'NVFP4', expected"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "quant_algo: got 'FP8_PB_WO'"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_REAL"}, "quant_algo: got 'FP8_PB_R"),
         ({"quant_method": "modelopt"}, "quant_algo: got None, expected 'FP8'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "group_size": 16}, "group_size: got 16"),
     ],

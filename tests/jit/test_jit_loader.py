@@ -70,8 +70,8 @@ class QuantizeFields(ctypes.Structure):
         *[("norm_weight", ctypes.c_void_p), ("eps", ctypes.c_float)],
         *[("static_scale", ctypes.c_void_p), ("zero_point", ctypes.c_void_p)],
         *[("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64)],
-        ("scale_out", ctypes.c_void_p),
-        *[(name, ctypes.c_int32) for name in ("m", "k", "pdl")],
+        *[("scale_out", ctypes.c_void_p), ("scale_stride", ctypes.c_int64)],
+        *[(name, ctypes.c_int32) for name in ("power_of_two", "m", "k", "pdl")],
         ("n_active", ctypes.c_void_p),
         ("discard_x", ctypes.c_int32),
     ]

@@ -18,7 +18,7 @@ from ostinato.ops.catalogue import CATALOGUE
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
-from ostinato.ops.linear.gemm_variants import DTYPES_16_BIT, out_dtypes
+from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes
 from ostinato.ops.linear.quantize_cuda import Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 
@@ -78,9 +78,22 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
                         batch_invariant=invariant,
                         sms=sms,
                     ).variant
+    yield from block_kernels(sms)
     for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
         how = {"packed": True, "batch_invariant": True, "sms": sms}
         yield tile_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
+
+
+def block_kernels(sms: int) -> Iterator[Variant]:
+    """Yield what the tests of FP8 with block scales launch on a GPU of so many SMs."""
+    yield from (v for v in CATALOGUE if isinstance(v, Quantize) and v.group)
+    for out_dtype in FLOAT_DTYPES:
+        sizes = [(136, 272), (203, 400)]
+        if out_dtype == "bf16":
+            sizes += [(1003, 1000), (1536, 2048), (4096, 4096)]
+        for (n, k), m, invariant in product(sizes, filter(None, TOKENS), (False, True)):
+            how = {"packed": True, "batch_invariant": invariant, "sms": sms}
+            yield tile_table.choose(m, n, k, BLOCK_E4M3, out_dtype, **how).variant
 
 
 def dense_products(sms: int) -> Iterator[Variant]:

@@ -54,15 +54,33 @@ __device__ __forceinline__ float cluster_max(float x, float& cta_maximum) {
   return x;
 }
 
-// Quantises a row's final values, and writes codes and scale.
+// Writes a row's scale, called by one of its threads.
+__device__ __forceinline__ void write_scale(const QuantizeParams& p, int64_t index, float scale) {
+  OSTINATO_DELAY(quantize_scale_store, true);
+  p.scale_out[index] = scale;
+}
+
+// Quantises a row's final values, and writes codes and scale. A static scale that a NaN replaces
+// is stored first, and the threads that found one store theirs behind a barrier after the codes,
+// which need not wait for it. A warp votes instead.
 template <typename Code, Share kShare, bool kAligned, int kVectors, typename FirstOf>
 __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static& fixed,
                                            const Row& row, int64_t index, uint32_t thread,
                                            const Values (&values)[kVectors],
                                            const FirstOf& first_of, Exchange<kVectors>& exchange) {
   float scale;
+  bool found_nan = false;
   if (fixed.given) {
     scale = fixed.scale;
+    if constexpr (kMarksNan) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        found_nan |= holds_nan(values[v]);
+      }
+    }
+    if constexpr (kMarksNan && kShare == Share::warp) {
+      found_nan = __any_sync(0xffffffffu, found_nan);
+    }
   } else {
     float largest = 0.0f;
 #pragma unroll
@@ -74,8 +92,13 @@ __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static
       largest = cluster_max(largest, exchange.cta_maximum);
     }
     scale = dynamic_scale<Code>(largest);
-    if (thread == 0) {
-      p.scale_out[index] = scale;
+  }
+  if (thread == 0) {
+    write_scale(p, index, kShare == Share::warp && found_nan ? kNan : scale);
+  }
+  if constexpr (kMarksNan && kShare == Share::cluster) {
+    if (fixed.given) {
+      this_cluster().barrier_arrive();
     }
   }
   const Encoder<Code> encoder(fixed, scale);
@@ -91,10 +114,42 @@ __device__ __forceinline__ void encode_row(const QuantizeParams& p, const Static
     }
   }
   if constexpr (kShare == Share::cluster) {
-    if (!fixed.given) {
-      // No CTA may end while another can still read its maximum.
+    if (!fixed.given || kMarksNan) {
+      // No CTA may end while another can still read its maximum, and a static scale is stored.
       this_cluster().barrier_wait();
     }
+  }
+  if constexpr (kMarksNan && kShare != Share::warp) {
+    if (fixed.given) {
+      if constexpr (kShare == Share::cta) {
+        __syncthreads();  // the scale is stored
+      }
+      if (found_nan) {
+        p.scale_out[index] = kNan;
+      }
+    }
+  }
+}
+
+// Quantises one vector of each lane by groups of kGroup elements of a row, which adjacent lanes
+// have; writes codes and scales. Vectors past the end of the row are zeros.
+template <typename Code, bool kAligned>
+__device__ __forceinline__ void encode_groups(const QuantizeParams& p, const Static& fixed,
+                                              const Row& row, int64_t index, uint32_t first,
+                                              const Values& values) {
+  const float largest = lanes_max<kGroup / kVectorSize>(max_magnitude_of(0.0f, values));
+  float scale = dynamic_scale<Code>(largest);
+  if (p.power_of_two != 0) {
+    scale = ceil_power_of_two(scale);
+  }
+  if (first % kGroup == 0 && first < row.k) {
+    p.scale_out[first / kGroup * p.scale_stride + index] = scale;
+  }
+  const Encoder<Code> encoder(fixed, scale);
+  if (encoder.bounded) {
+    encoder.template write<kAligned, true>(row, first, values);
+  } else {
+    encoder.template write<kAligned, false>(row, first, values);
   }
 }
 
@@ -129,7 +184,12 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
     }
   }
 
-  if constexpr (kEncodes) {
+  if constexpr (kGroup > 0) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      encode_groups<Out, kAligned>(p, fixed, row, index, first_of(v), values[v]);
+    }
+  } else if constexpr (kEncodes) {
     encode_row<Out, kShare, kAligned>(p, fixed, row, index, thread, values, first_of, exchange);
   } else {
 #pragma unroll
@@ -140,12 +200,12 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
 }
 
 // Discards the lines of both halves of a gated row from L2. The thread whose vector begins a line
-// discards it once all readers have read it: they have exchanged their maxima, unless the scale was
-// given.
+// discards it once all readers have read it: they have met to find the row's scale, unless it was
+// given and cannot become NaN. (Those of a group are the readers of whole lines.)
 template <Share kShare, int kVectors, typename FirstOf>
 __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
                                             const FirstOf& first_of) {
-  if (fixed.given) {
+  if (!kMarksNan && fixed.given) {
     if constexpr (kShare == Share::warp) {
       __syncwarp();
     } else {
@@ -256,12 +316,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   }
 }
 
+// Two CTAs of the bare kind fit on an SM, in 32 registers a thread.
+constexpr int kLongRowCtas = kKind == Kind::per_token && kTargets[0] == 900 ? 2 : 1;
+
 // Rows of any length, which are read once each for the sum, the maximum and the codes or results.
 // With a residual, the first pass stores the sum, and later passes of the same threads read it
 // back: residual_out may be the residual itself. `Code` is Out: a template parameter, so that code
 // for codes is not instantiated where Out is no code.
 template <bool kAligned, typename Code = Out>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kMaxThreads, kLongRowCtas)
     quantize_long_rows(const __grid_constant__ QuantizeParams p, const KnownDivisor count) {
   __shared__ float sums[kMaxWarps];
   __shared__ float maxima[kMaxWarps];
@@ -308,7 +371,13 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     }
   };
 
-  if constexpr (kEncodes) {
+  if constexpr (kGroup > 0) {
+    for (uint32_t first = begin; first - lane * kVectorSize < k; first += step) {
+      Values values;
+      values_at(first, values);
+      encode_groups<Code, kAligned>(p, fixed, row, blockIdx.x, first, values);
+    }
+  } else if constexpr (kEncodes) {
     float scale;
     if (fixed.given) {
       scale = fixed.scale;
@@ -320,14 +389,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
         largest = max_magnitude_of(largest, values);
       }
       scale = dynamic_scale<Code>(row_max<false>(largest, maxima));
-      if (threadIdx.x == 0) {
-        p.scale_out[blockIdx.x] = scale;
-      }
+    }
+    if (threadIdx.x == 0) {
+      write_scale(p, blockIdx.x, scale);
+    }
+    const bool marks_nan = kMarksNan && fixed.given;
+    if (marks_nan) {
+      __syncthreads();  // behind the store of the scale
     }
     const Encoder<Code> encoder(fixed, scale);
     for (uint32_t first = begin; first < k; first += step) {
       Values values;
       values_at(first, values);
+      if (marks_nan && holds_nan(values)) {
+        p.scale_out[blockIdx.x] = kNan;
+      }
       encoder.template write<kAligned, false>(row, first, values);
     }
   } else {

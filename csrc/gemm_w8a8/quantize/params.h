@@ -23,7 +23,12 @@ struct QuantizeParams {
   OSTINATO_OPTIONAL(const int32_t*, zero_point);  // one element, with static_scale; null: symmetric
   OSTINATO_FIELD(void*, out);                     // [m, k] 8-bit
   OSTINATO_FIELD(int64_t, out_stride);
-  OSTINATO_OPTIONAL(float*, scale_out);  // [m] (dynamic only)
+  // (where rows are quantised) [m]: the static scale, too, but NaN for an int8 row that holds NaN;
+  // of kernels for groups: [groups][m], groups of 128 of k
+  OSTINATO_OPTIONAL(float*, scale_out);
+  OSTINATO_OPTIONAL(int64_t, scale_stride);  // between the scales of two groups
+  // 1: scales of groups are rounded up to powers of two
+  OSTINATO_OPTIONAL(int32_t, power_of_two);
   OSTINATO_FIELD(int32_t, m);
   OSTINATO_FIELD(int32_t, k);
   OSTINATO_OPTIONAL(int32_t, pdl);

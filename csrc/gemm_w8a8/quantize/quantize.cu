@@ -7,6 +7,7 @@
 //   OSTINATO_IN_DTYPE      bf16, fp16 or fp32, of x, residual and residual_out
 //   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (rms_norm and silu_mul only)
 //   OSTINATO_WEIGHT_DTYPE  of norm_weight: that of x, or fp32 (rms_norm only)
+//   OSTINATO_GROUP         128: each 128 of a row have a scale of their own; 0: rows have
 //
 // The semantics are those of runtime/ops/linear (quantize, rms_norm, silu_mul). A row's bits depend
 // on the row alone: not on m, its index, alignment or strides. docs/notebooks/quantize_kernels.md
@@ -37,10 +38,11 @@ struct Plan {
 
 template <int kElements, Share kShare, int kThreads>
 Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
-  // Unbounded, unaligned gated rows of 16 bits take 96 registers on sm_90: 5 CTAs on an SM.
-  constexpr bool kBounded = kKind == Kind::silu_mul && kElements == 32 && sizeof(In) == 2 &&
+  // Unbounded, unaligned rows of 16 bits take 96 registers on sm_90 where they are gated, and up to
+  // 71 as they are: 5 and 7 CTAs on an SM.
+  constexpr bool kBounded = kKind != Kind::rms_norm && kElements == 32 && sizeof(In) == 2 &&
                             kThreads == kWarpRowThreads && kTargets[0] == 900;
-  constexpr int kCtas = kBounded ? 6 : 1;
+  constexpr int kCtas = !kBounded ? 1 : kKind == Kind::silu_mul ? 6 : 8;
   return {aligned ? quantize_rows<kElements, kShare, kThreads, 1, true>
                   : quantize_rows<kElements, kShare, kThreads, kCtas, false>,
           threads, kShare == Share::warp ? threads / 32 : 1, ctas_per_row};
@@ -108,7 +110,7 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   // more than 16 rows, each stays in one CTA if it fits: the next GEMM gains more from SMs without
   // a row. Rows without a scale need no exchange.
   if constexpr (kKind == Kind::silu_mul && kHasClusters) {
-    const bool share = !kEncodes || m <= 16 || k > 16 * kMaxThreads;
+    const bool share = !kEncodes || kGroup > 0 || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
                          : share && m <= kSms / 4 ? 4
                          : share && m <= kSms / 2 ? 2
@@ -170,8 +172,9 @@ bool has_whole_lines(const QuantizeParams& p) {
 }
 
 bool is_valid(const QuantizeParams& p) {
-  const bool scaled = p.static_scale != nullptr || p.scale_out != nullptr;
-  return scaled == kEncodes && (p.zero_point == nullptr || p.static_scale != nullptr) &&
+  return (p.scale_out != nullptr) == kEncodes &&
+         (p.static_scale == nullptr || (kEncodes && kGroup == 0)) &&
+         (p.zero_point == nullptr || p.static_scale != nullptr) &&
          (kKind != Kind::rms_norm || p.norm_weight != nullptr) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&
          (kKind == Kind::rms_norm || p.residual == nullptr);

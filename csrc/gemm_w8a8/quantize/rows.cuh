@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/debug.cuh"
+#include "common/quantize_math.cuh"
 
 namespace ostinato {
 
@@ -20,6 +21,16 @@ __device__ __forceinline__ float warp_sum(float x) {
 // The largest of non-negative numbers: they are ordered like their bits, with NaN above all.
 __device__ __forceinline__ float warp_max(float x) {
   return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
+}
+
+// max_magnitude of the numbers of kLanes adjacent lanes, returned to each.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float x) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x = max_magnitude(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  }
+  return x;
 }
 
 inline constexpr int kMaxWarps = 32;

@@ -25,7 +25,13 @@ static_assert(sizeof(Weight) == sizeof(In) || sizeof(Weight) == 4,
 // Whether results are quantised to 8 bits; otherwise they are rounded to the dtype of x.
 constexpr bool kEncodes = !std::is_same_v<Out, In>;
 static_assert(kEncodes || kKind != Kind::per_token, "bare rows would be copied");
+// The elements that share a scale; 0: a row.
+constexpr int kGroup = OSTINATO_GROUP;
+static_assert(kGroup == 0 || (kGroup == 128 && kEncodes), "a row, or groups of 128, have a scale");
 using Stored = std::conditional_t<kEncodes, uint8_t, In>;
+
+// Whether a NaN replaces the static scale of its row: INT8 has no code for it.
+constexpr bool kMarksNan = std::is_same_v<Out, dtype::int8>;
 
 constexpr int kVectorSize = 16 / sizeof(In);
 constexpr int kCodeWords = kVectorSize / 4;

@@ -11,6 +11,7 @@
 #include "common/registers.cuh"
 #include "gemm_w8a8/packed.h"
 #include "gemm_w8a8/params.h"
+#include "scale_boxes.cuh"
 
 // -DOSTINATO_OPERAND=int8|e4m3|bf16|fp16   x and w
 // -DOSTINATO_OUT=bf16|fp16|fp32     out and bias
@@ -19,6 +20,8 @@
 // -DOSTINATO_PINGPONG=0|1           1: two consumer warpgroups alternate, each with its own tile
 // -DOSTINATO_FAST_ACCUM=0|1         e4m3 only. 1: accumulate in the tensor cores (about 13 fraction
 //                                   bits); 0: promote to fp32 accumulators every 128 products
+// -DOSTINATO_BLOCK_SCALES=0|1       e4m3 only. 1: scales of 128 of K, of a token and of 8 channels;
+//                                   sums of 128 products are scaled and added in fp32
 
 namespace ostinato::tiled {
 
@@ -41,8 +44,10 @@ inline constexpr bool kFastAccum = OSTINATO_FAST_ACCUM;
 inline constexpr bool kPromote = kOperandType == OperandType::e4m3 && !kFastAccum;
 static_assert(!kFastAccum || kOperandType == OperandType::e4m3,
               "only FP8 sums lose bits in the tensor cores");
+inline constexpr bool kBlockScales = OSTINATO_BLOCK_SCALES;
+static_assert(!kBlockScales || kPromote, "block scales belong to FP8 sums of 128 products");
 // Whether results are multiplied by a scale of the token and one of the channel.
-inline constexpr bool kResultScales = !k16Bit;
+inline constexpr bool kResultScales = !k16Bit && !kBlockScales;
 
 inline constexpr bool kPingPong = OSTINATO_PINGPONG;
 // Tokens or channels are the MMA's 64 rows; the others are its columns, whose number is flexible.
@@ -75,7 +80,6 @@ inline constexpr int kSums = kTileColumns / 2;                     // per thread
 static_assert(kTileRows == 64 || kTileRows == 128, "one warpgroup of 64 rows, or two");
 static_assert(kTileColumns == 8 || (kTileColumns % 16 == 0 && kTileColumns <= 256),
               "an INT8 MMA has 8 columns, or a multiple of 16");
-static_assert(kBlocks * kSums * (kPromote ? 2 : 1) <= 128, "sums must fit in the registers");
 
 // One consumer leaves enough registers: its producers are two warps. Otherwise the producers are a
 // warpgroup that gives up registers (setmaxnreg).
@@ -89,7 +93,14 @@ inline constexpr int kUnits = kChannels + kTokens <= 80 ? 4 : kChannels + kToken
 inline constexpr int kStageDepth = kUnits * kUnitDepth;
 inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
-inline constexpr int kMaxStages = 16;
+// Block scales have a ring of their own: without this limit it would take the room of a stage.
+inline constexpr int kMaxStages = kBlockScales && kUnits == 1 ? 8 : 16;
+// Sums in registers: one set, one that sums of 128 products are added to, or one of these for each
+// unit of a stage.
+inline constexpr int kSumSets = kBlockScales ? 1 + kUnits : kPromote ? 2 : 1;
+static_assert(kBlocks * kSums * kSumSets <= (kBlockScales ? 192 : 128),
+              "sums must fit in the registers");
+static_assert(!kBlockScales || !kPingPong, "two sets of sums of a ping-pong tile do not fit");
 // Weights are loaded before x, while the preceding kernel runs. With small tiles, launches are
 // short, and the whole ring is filled, but with at most this many bytes in flight: x, and what the
 // preceding kernel reads, queue behind them.
@@ -130,13 +141,33 @@ struct SwapAbStorage {
 
 struct NoStorage {};
 
+// Block scales of a stage, a box of kCount for each unit; TMA writes to multiples of 128 bytes.
+inline constexpr int kWeightScales = scale_box(kChannels / kScaleChannels);
+inline constexpr int kTokenScales = scale_box(kTokens);
+template <int kCount>
+struct alignas(128) StageScales {
+  static_assert(kCount * sizeof(float) % kTmaBytes == 0, "a row of a box has whole 16 bytes");
+  float of[kUnits][kCount];
+};
+struct BlockScaleStorage {
+  StageScales<kWeightScales> w_scales[kMaxStages];
+  StageScales<kTokenScales> x_scales[kMaxStages];
+};
+struct NoScaleStorage {};
+inline constexpr int kWeightScaleBytes = kBlockScales ? kUnits * kWeightScales * sizeof(float) : 0;
+inline constexpr int kTokenScaleBytes = kBlockScales ? kUnits * kTokenScales * sizeof(float) : 0;
+
 struct DirectStorage {
   float w_scale[kConsumers][kChannels];
   float bias[kConsumers][kChannels];
   int32_t w_sum[kConsumers][kChannels];
 };
 
-struct alignas(1024) FixedStorage {
+// Arrivals of a consumer warpgroup that release a stage to one CTA.
+inline constexpr int kReleases = kBlockScales ? kWarpgroup / 32 : 1;
+
+struct alignas(1024) FixedStorage
+    : std::conditional_t<kBlockScales, BlockScaleStorage, NoScaleStorage> {
   std::conditional_t<kTokenRows, DirectStorage,
                      std::conditional_t<kSmallM, NoStorage, SwapAbStorage>>
       epilogue;

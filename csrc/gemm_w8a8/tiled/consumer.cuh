@@ -2,6 +2,9 @@
 // epilogue.
 #pragma once
 
+#include <type_traits>
+
+#include "block_scales.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -44,7 +47,9 @@ class Consumer {
       wait_for_predecessor();  // returns at once after the first time
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
-      if constexpr (kPromote) {
+      if constexpr (kBlockScales) {
+        sum_scaling(work_tile, sums, position, fixed_);
+      } else if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
       } else {
         sum(work_tile.steps, sums, position, epilogue);
@@ -129,7 +134,11 @@ class Consumer {
   // CTAs share K, the CTA's own. The barrier counts equally many arrivals either way.
   __device__ __forceinline__ void release(int slot) {
     OSTINATO_DELAY(release, warpgroup_ == 0);
-    const int thread = threadIdx.x % kWarpgroup;
+    // MMAs are of the whole warpgroup, but every warp reads block scales by itself.
+    const int thread = threadIdx.x % (kBlockScales ? 32 : kWarpgroup);
+    if (kBlockScales) {
+      __syncwarp();
+    }
     if (thread >= plan_.cluster) {
       return;
     }
@@ -179,9 +188,7 @@ class Consumer {
     release(previous);
   }
 
-  // Two-level accumulation: sums of 128 products are added in fp32.
-  __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
-                                                RingPosition& position) {
+  static __device__ __forceinline__ void clear(Sum (&sums)[kBlocks][kSums]) {
 #pragma unroll
     for (auto& block : sums) {
 #pragma unroll
@@ -189,6 +196,12 @@ class Consumer {
         s = 0;
       }
     }
+  }
+
+  // Two-level accumulation: sums of 128 products are added in fp32.
+  __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
+                                                RingPosition& position) {
+    clear(sums);
     wait_turn();
     for (int step = 0; step < steps; ++step) {
       wait_full(position);
@@ -215,6 +228,68 @@ class Consumer {
       position.advance(plan_.stages);
     }
     give_turn();
+  }
+
+  // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
+  // The MMAs of a stage are issued together. All tiles add in this order and with these roundings.
+  template <class Fixed>
+  __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
+                                              Sum (&sums)[kBlocks][kSums], RingPosition& position,
+                                              const Fixed& fixed) {
+    const int steps = work_tile.steps;
+    const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
+    const int first_x = place_in_scale_box(work_tile.token);
+    clear(sums);
+    for (int step = 0; step < steps; ++step) {
+      OSTINATO_DELAY(consumer, warpgroup_ == 0);
+      wait_full(position);
+      const Channels channels = channels_of(position.slot);
+      const Tokens tokens = tokens_of(position.slot);
+      Sum products[kUnits][kBlocks][kSums];
+#pragma unroll
+      for (auto& of_unit : products) {
+        pin(of_unit);
+      }
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        multiply_unit(channels, tokens, unit, false, products[unit]);
+        cute::warpgroup_commit_batch();
+      }
+      const auto& w_scales = fixed.w_scales[position.slot].of;
+      const auto& x_scales = fixed.x_scales[position.slot].of;
+      UnitScales scales[kUnits];
+#pragma unroll
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const float* const w = w_scales[unit] + first_w;
+        const float* const x = x_scales[unit] + first_x;
+        scales[unit].load_rows(kTokenRows ? x : w, warpgroup_);
+        if (UnitScales::kFit) {
+          scales[unit].load_columns(kTokenRows ? w : x);
+        }
+      }
+      // The MMAs of later units run on.
+      for_each_unit([&](auto unit) {
+        cute::warpgroup_wait<kUnits - 1 - unit>();
+        pin(products[unit]);
+        if (!UnitScales::kFit) {
+          scales[unit].load_columns(kTokenRows ? w_scales[unit] + first_w
+                                               : x_scales[unit] + first_x);
+        }
+        scales[unit].add_scaled(products[unit], sums);
+      });
+      release(position.slot);
+      position.advance(plan_.stages);
+    }
+  }
+
+  // Calls visit(std::integral_constant of a unit), in order.
+  template <int kUnit = 0, class Visit>
+  static __device__ __forceinline__ void for_each_unit(const Visit& visit) {
+    visit(std::integral_constant<int, kUnit>());
+    if constexpr (kUnit + 1 < kUnits) {
+      for_each_unit<kUnit + 1>(visit);
+    }
   }
 
   // Adds the partner's accumulators to this CTA's; each CTA keeps half of the columns. The data is

@@ -14,12 +14,14 @@ namespace ostinato::tiled {
 
 // Common part of both producers. A stage is full when the bytes of both have arrived; if they share
 // one barrier, the weight producer expects the bytes of both.
+template <bool kOfWeights>
 class Producer {
  public:
-  __device__ Producer(const Plan& plan, const CUtensorMap& map, uint8_t* ring, FixedStorage& fixed,
-                      uint64_t* full)
+  __device__ Producer(const Plan& plan, const CUtensorMap& map, const CUtensorMap* scale_map,
+                      uint8_t* ring, FixedStorage& fixed, uint64_t* full)
       : plan_(plan),
         map_(map),
+        scale_map_(scale_map),
         ring_(ring),
         fixed_(fixed),
         full_(full),
@@ -29,7 +31,7 @@ class Producer {
   static constexpr uint16_t kBothCtas = 0b11;
 
   // For every stage of every work tile of this CTA: waits until the stage is empty, then calls
-  // announce(full) and copy(work tile, step, stage, full).
+  // announce(full) and copy(work tile, step, stage, full), and copies the stage's scales.
   template <class Announce, class Copy>
   __device__ __forceinline__ void fill(Announce announce, Copy copy) {
     RingPosition position;
@@ -43,13 +45,30 @@ class Producer {
         wait(&fixed_.empty[position.slot], position.parity ^ 1);
         announce(full);
         copy(work_tile, step, ring_ + position.slot * plan_.stage_bytes, full);
+        if constexpr (kBlockScales) {
+          copy_scales(work_tile, step, position.slot, full, fixed_);
+        }
         position.advance(plan_.stages);
       }
     }
   }
 
+  // Copies a box with all scales of the compiled tile: zeros past the last ones.
+  template <class Fixed>
+  __device__ __forceinline__ void copy_scales(const WorkTile& work_tile, int step, int slot,
+                                              uint64_t* full, Fixed& fixed) {
+    if constexpr (kOfWeights) {
+      tma_load(&fixed.w_scales[slot], *scale_map_,
+               scale_box_start(work_tile.channel / kScaleChannels), step * kUnits, full);
+    } else {
+      tma_load(&fixed.x_scales[slot], *scale_map_, scale_box_start(work_tile.token), step * kUnits,
+               full);
+    }
+  }
+
   const Plan& plan_;
   const CUtensorMap& map_;
+  const CUtensorMap* scale_map_;
   uint8_t* ring_;
   FixedStorage& fixed_;
   uint64_t* full_;
@@ -76,11 +95,11 @@ __device__ __forceinline__ void tma_load_multicast_once(void* shared, const CUte
       : "memory");
 }
 
-class WeightProducer : Producer {
+class WeightProducer : Producer<true> {
  public:
-  __device__ WeightProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
-                            FixedStorage& fixed)
-      : Producer(plan, map, ring, fixed, fixed.full),
+  __device__ WeightProducer(const Plan& plan, const CUtensorMap& map, const CUtensorMap* scale_map,
+                            uint8_t* ring, FixedStorage& fixed)
+      : Producer(plan, map, scale_map, ring, fixed, fixed.full),
         early_stages_(ceil_div(kThrottled ? kThrottledBytes : kPrefillBytes, plan.weight_bytes)) {}
 
   // Weights are constants: the first ones are loaded before the preceding kernel, which may write
@@ -97,7 +116,8 @@ class WeightProducer : Producer {
       }
       ++copied_;
       OSTINATO_DELAY(weights, true);
-      arrive_expecting(full, kThrottled ? plan_.weight_bytes : plan_.stage_bytes);
+      arrive_expecting(full, kThrottled ? plan_.weight_bytes + kWeightScaleBytes
+                                        : plan_.stage_bytes + kWeightScaleBytes + kTokenScaleBytes);
     };
     // Each weight is read by one CTA, once: evict-first keeps data of adjacent kernels in L2.
     const bool once = packed && plan_.token_tiles == 1;
@@ -161,11 +181,11 @@ class WeightProducer : Producer {
   bool x_requested_ = false;
 };
 
-class TokenProducer : Producer {
+class TokenProducer : Producer<false> {
  public:
-  __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, uint8_t* ring,
-                           FixedStorage& fixed)
-      : Producer(plan, map, ring, fixed, kThrottled ? fixed.full_tokens : fixed.full) {}
+  __device__ TokenProducer(const Plan& plan, const CUtensorMap& map, const CUtensorMap* scale_map,
+                           uint8_t* ring, FixedStorage& fixed)
+      : Producer(plan, map, scale_map, ring, fixed, kThrottled ? fixed.full_tokens : fixed.full) {}
 
   // CTAs of a cluster that share tokens each load some of them for both, unless the CTAs share K.
   __device__ void run() {
@@ -178,7 +198,7 @@ class TokenProducer : Producer {
       }
       OSTINATO_DELAY(tokens, true);
       if (kThrottled) {
-        arrive_expecting(full, plan_.stage_bytes - plan_.weight_bytes);
+        arrive_expecting(full, plan_.stage_bytes - plan_.weight_bytes + kTokenScaleBytes);
       }
     };
     const auto copy_units = [&](int step, uint8_t* stage, auto copy) {

@@ -10,6 +10,8 @@
 // Any m, n and k. x has a 16-byte aligned base and row stride (TMA); w is packed (w_stride 0) or
 // plain with 16-byte aligned rows. With params.pdl, the preceding kernel may write x, x_scale and
 // x_zero_point. It must not write w, w_scale, w_sum or bias, which are read before the wait.
+//
+// With block scales, each stage of the ring has those of its weights and tokens, copied by TMA.
 #include <cuda_runtime.h>
 
 #include "common/check.h"
@@ -27,6 +29,18 @@ namespace ostinato::tiled {
 namespace {
 
 using Registers = RegisterTable<2, kDebugPrint>;
+
+// Tensor maps of block scales.
+struct ScaleMaps {
+  CUtensorMap x, w;
+};
+struct NoScaleMaps {};
+using Scales = std::conditional_t<kBlockScales, ScaleMaps, NoScaleMaps>;
+
+__device__ __forceinline__ const CUtensorMap* x_map_of(const ScaleMaps& maps) { return &maps.x; }
+__device__ __forceinline__ const CUtensorMap* w_map_of(const ScaleMaps& maps) { return &maps.w; }
+__device__ __forceinline__ const CUtensorMap* x_map_of(const NoScaleMaps&) { return nullptr; }
+__device__ __forceinline__ const CUtensorMap* w_map_of(const NoScaleMaps&) { return nullptr; }
 
 // The other CTA's copies and arrivals need this CTA's barriers, and vice versa.
 __device__ __forceinline__ void sync_ctas(const Plan& plan) {
@@ -49,7 +63,7 @@ __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fi
     if (kThrottled) {
       init_barrier(&fixed.full_tokens[i], 1);
     }
-    init_barrier(&fixed.empty[i], kSharers * plan.cluster);
+    init_barrier(&fixed.empty[i], kSharers * kReleases * plan.cluster);
   }
   if (threadIdx.x == 0) {
     init_barrier(&fixed.prefilled, 1);
@@ -64,7 +78,8 @@ __device__ __forceinline__ void init_barriers(const Plan& plan, FixedStorage& fi
 __global__ void __launch_bounds__(kThreads, 1)
     tiled_gemm(const __grid_constant__ W8A8GemmParams params, const __grid_constant__ Plan plan,
                const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
-               const __grid_constant__ CUtensorMap out_map) {
+               const __grid_constant__ CUtensorMap out_map,
+               const __grid_constant__ Scales scale_maps) {
   extern __shared__ __align__(1024) uint8_t storage[];
   FixedStorage& fixed = *reinterpret_cast<FixedStorage*>(storage);
   uint8_t* const ring = storage + kRingOffset;
@@ -83,9 +98,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       give_up_registers<Registers::kSplit.producer>();
     }
     if (producer == 0 && cute::elect_one_sync()) {
-      WeightProducer(plan, w_map, ring, fixed).run(params.w_stride == 0);
+      WeightProducer(plan, w_map, w_map_of(scale_maps), ring, fixed).run(params.w_stride == 0);
     } else if (producer == 1 && cute::elect_one_sync()) {
-      TokenProducer(plan, x_map, ring, fixed).run();
+      TokenProducer(plan, x_map, x_map_of(scale_maps), ring, fixed).run();
     }
     if (plan.whole_work_tiles + int(blockIdx.x >> (plan.cluster - 1)) < plan.work_tiles) {
       // Consumers that share a tile exchange accumulators between these two barriers.
@@ -111,10 +126,13 @@ constexpr int kLargestSize = INT32_MAX - 1024;
 bool implemented(const W8A8GemmParams& params) {
   return params.m >= 0 && params.n >= 0 && params.k > 0 && params.m <= kLargestSize &&
          params.n <= kLargestSize && params.k <= kLargestSize / kOperandBytes &&
-         (params.x_scale != nullptr) == kResultScales &&
-         (params.w_scale != nullptr) == kResultScales &&
+         (params.x_scale != nullptr) == !k16Bit && (params.w_scale != nullptr) == !k16Bit &&
          aligned(params.x, params.x_stride * kOperandBytes) &&
          aligned(params.w, params.w_stride * kOperandBytes) &&
+         (!kBlockScales ||
+          (aligned(params.x_scale, params.x_scale_stride * int64_t{sizeof(float)}) &&
+           aligned(params.w_scale, params.w_scale_stride * int64_t{sizeof(float)}) &&
+           params.x_scale_stride > 0 && params.w_scale_stride > 0)) &&
          (params.x_zero_point == nullptr || (kInt8 && params.w_sum != nullptr)) &&
          (params.best == nullptr ||
           (kFindsArgmax && params.temperature != nullptr && params.x_zero_point == nullptr));
@@ -159,6 +177,22 @@ cudaError_t encode_out(const W8A8GemmParams& params, const Plan& plan, CUtensorM
   return encode_tensor_map(map, params.out, shape, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// Each row of a map holds the scales of 128 of K.
+cudaError_t encode_scales(const W8A8GemmParams&, NoScaleMaps*) { return cudaSuccess; }
+cudaError_t encode_scales(const W8A8GemmParams& params, ScaleMaps* maps) {
+  const uint64_t groups = ceil_div(params.k, kUnitDepth);
+  const TensorMapShape<2> x = {{uint64_t(params.m), groups},
+                               {1, uint64_t(params.x_scale_stride) * sizeof(float)},
+                               {kTokenScales, kUnits}};
+  const TensorMapShape<2> w = {{uint64_t(ceil_div(params.n, kScaleChannels)), groups},
+                               {1, uint64_t(params.w_scale_stride) * sizeof(float)},
+                               {kWeightScales, kUnits}};
+  constexpr auto kWhole = CU_TENSOR_MAP_SWIZZLE_NONE;
+  constexpr auto kElement = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  OSTINATO_RETURN_IF_ERROR(encode_tensor_map(&maps->x, params.x_scale, x, kWhole, kElement));
+  return encode_tensor_map(&maps->w, params.w_scale, w, kWhole, kElement);
+}
+
 // Counts K in bytes, as all that follows does.
 W8A8GemmParams in_bytes(W8A8GemmParams params) {
   params.x_stride *= kOperandBytes;
@@ -185,13 +219,15 @@ cudaError_t launch_gemm(const W8A8GemmParams& in_elements, cudaStream_t stream) 
   OSTINATO_RETURN_IF_ERROR(encode_x(params, plan, &x_map));
   OSTINATO_RETURN_IF_ERROR(encode_w(params, plan, &w_map));
   OSTINATO_RETURN_IF_ERROR(encode_out(params, plan, &out_map));
+  Scales scale_maps = {};
+  OSTINATO_RETURN_IF_ERROR(encode_scales(params, &scale_maps));
   LaunchConfig config;
   config.grid = dim3(plan.clusters * plan.cluster);
   config.block = dim3(kThreads);
   config.dynamic_smem = plan.smem_bytes;
   config.cluster = dim3(plan.cluster);
   config.pdl = params.pdl != 0;
-  return launch(tiled_gemm, config, stream, params, plan, x_map, w_map, out_map);
+  return launch(tiled_gemm, config, stream, params, plan, x_map, w_map, out_map, scale_maps);
 }
 
 }  // namespace

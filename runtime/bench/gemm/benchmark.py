@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import groupby, pairwise
 
+from ...ops.common.sizes import ceil_div
+from ...ops.linear.gemm_variants import BLOCK_E4M3
+from ...ops.linear.quantize_cuda import GROUP
 from ..harness.benchmark import Benchmark
 from ..harness.summary import OURS, Summary
 from .cases import SHAPE_GROUPS, Case
 from .check import CHECK
-from .impls import BF16_PEERS, NOT_W8A8, OURS_BF16, PEERS
+from .impls import BF16_PEERS, BLOCK_PEERS, NOT_W8A8, OURS_BF16, PEERS
 from .inputs import Inputs, Layout, inputs
 
 Times = Mapping[Case, Mapping[str, float]]
@@ -30,14 +33,18 @@ def num_bytes(case: Case, layout: Layout) -> int:
     m, n, k = case.m, case.shape.n, case.shape.k
     operand = 2 if layout.operand == "bf16" else 1
     scales = 4 * (m + n) if layout.scaled else 0
+    if layout.operand == BLOCK_E4M3:
+        scales = 4 * ceil_div(k, GROUP) * (m + ceil_div(n, GROUP))
     return operand * (m * k + n * k) + layout.out_bytes * m * n + scales
 
 
 def is_rival(impl: str, name: str) -> bool:
-    """Return whether a name is of a peer: of a W8A8 one of either dtype, or of a bf16 one."""
+    """Return whether a name is of a peer: a bf16 one, or a W8A8 one with scales as ours has."""
     if impl.startswith(OURS_BF16):
         return name in BF16_PEERS
-    return name not in NOT_W8A8 and not name.startswith(OURS)
+    if name in NOT_W8A8 or name.startswith(OURS):
+        return False
+    return (name in BLOCK_PEERS) == ("block" in impl)
 
 
 def cliffs(impl: str, ours: Times) -> list[tuple[Case, Case]]:

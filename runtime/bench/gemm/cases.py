@@ -113,6 +113,15 @@ SHAPE_GROUPS: dict[str, list[Shape]] = {
     "qwen2.5-7b": _published("qwen2.5-7b"),
     "qwen3-8b": _published("qwen3-8b"),
 }
+# Of families whose files have FP8 weights in blocks.
+BLOCK_SHAPE_GROUPS: dict[str, list[Shape]] = {
+    "qwen3.6-27b": [Shape(n, 5120) for n in (16384, 10240, 34816)] + [Shape(5120, 17408)],
+    "deepseek-v3": [
+        Shape(n, k)
+        for n, k in ((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))
+    ],
+}
+_ALL_GROUPS = {**SHAPE_GROUPS, **BLOCK_SHAPE_GROUPS}
 
 
 def parse_shapes(texts: Sequence[str]) -> list[Shape]:
@@ -124,9 +133,9 @@ def parse_shapes(texts: Sequence[str]) -> list[Shape]:
     found: list[Shape] = []
     for text in texts:
         try:
-            found += SHAPE_GROUPS[text] if text in SHAPE_GROUPS else [Shape.parse(text)]
+            found += _ALL_GROUPS[text] if text in _ALL_GROUPS else [Shape.parse(text)]
         except ValueError as error:
-            raise ValueError(f"{error} or one of {', '.join(SHAPE_GROUPS)}") from None
+            raise ValueError(f"{error} or one of {', '.join(_ALL_GROUPS)}") from None
     return list(dict.fromkeys(found))
 
 

@@ -9,10 +9,20 @@ from itertools import groupby
 import torch
 
 from ... import ops
+from ...ops.common.sizes import ceil_div
+from ...ops.linear.block_scales import aligned_scales
+from ...ops.linear.gemm_operands import row_stride
+from ...ops.linear.gemm_variants import BLOCK_E4M3
+from ...ops.linear.quantize_cuda import GROUP
 from ..harness.rotation import num_sets
 from .cases import Case, Shape
 
-OPERANDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+OPERANDS = {
+    "int8": torch.int8,
+    "e4m3": torch.float8_e4m3fn,
+    BLOCK_E4M3: torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+}
 OUT_DTYPE = torch.bfloat16
 # Codes of ±127 times these give e4m3 values that use most of its exponents.
 _X_STEP, _W_STEP = 0.02, 0.08
@@ -35,21 +45,39 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight: `plain` [n, k], `packed` for our kernels, `scale` [n] fp32."""
+    """One weight: `plain` [n, k], `packed` for our kernels, and its scales in fp32.
+
+    `scale` is [n]; with block scales it is that of `ops.fp8_block_linear`, and `blocks`
+    [ceil(n / 128), ceil(k / 128)] holds what it was made of.
+    """
 
     plain: torch.Tensor
     packed: ops.PackedWeight
     scale: torch.Tensor
+    blocks: torch.Tensor | None = None
+
+    @property
+    def scale_stride(self) -> int:
+        """Elements between two scales, or rows of scales, as a launch takes them."""
+        return row_stride(self.scale) if self.blocks is not None else 1
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors of one launch; ours writes `out`: x [m, k], x_scale [m] fp32, out [m, n]."""
+    """Tensors of one launch; ours writes `out`: x [m, k], x_scale fp32, out [m, n].
+
+    x_scale is [m]; with block scales [ceil(k / 128), m].
+    """
 
     x: torch.Tensor
     x_scale: torch.Tensor
     weight: Weight
     out: torch.Tensor
+
+    @property
+    def x_scale_stride(self) -> int:
+        """Likewise, of x_scale."""
+        return row_stride(self.x_scale) if self.weight.blocks is not None else 1
 
 
 def inputs(
@@ -100,7 +128,13 @@ def random_weights(
         scale = _scale(shape.n, device)
         for name, weights in found.items():
             plain = _as_operand(codes, name, _W_STEP)
-            weights.append(Weight(plain, ops.pack_weight(plain), scale))
+            packed = ops.pack_weight(plain)
+            if name == BLOCK_E4M3:
+                blocks = _scales(ceil_div(shape.n, GROUP), ceil_div(shape.k, GROUP), device)
+                of_channels = ops.channel_scales([(blocks, slice(0, shape.n))])
+                weights.append(Weight(plain, packed, of_channels, blocks))
+            else:
+                weights.append(Weight(plain, packed, scale))
     return found
 
 
@@ -111,9 +145,11 @@ def random_inputs(case: Case, weights: dict[str, list[Weight]]) -> dict[str, lis
         device = same[0].plain.device
         codes = _codes(case.m, case.shape.k, device)
         scale = _scale(case.m, device)
+        of_groups = aligned_scales(_scales(ceil_div(case.shape.k, GROUP), case.m, device))
         out = torch.empty(case.m, case.shape.n, dtype=OUT_DTYPE, device=device)
         for name, weight in zip(weights, same, strict=True):
-            found[name].append(Inputs(_as_operand(codes, name, _X_STEP), scale, weight, out))
+            x_scale = of_groups if name == BLOCK_E4M3 else scale
+            found[name].append(Inputs(_as_operand(codes, name, _X_STEP), x_scale, weight, out))
     return found
 
 
@@ -122,7 +158,11 @@ def _codes(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 
 def _scale(rows: int, device: torch.device) -> torch.Tensor:
-    return torch.rand(rows, device=device) * 1e-2 + 1e-3
+    return _scales(1, rows, device)[0]
+
+
+def _scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.rand(rows, columns, device=device) * 1e-2 + 1e-3
 
 
 def _as_operand(codes: torch.Tensor, name: str, step: float) -> torch.Tensor:

@@ -61,11 +61,13 @@ class Tuned:
 def tunable_variants(operand: str) -> list[GemmVariant]:
     """Return the compiled kernels with these operands and bf16 outputs, e4m3 accumulating fast."""
     return [
-        *(v for v in GEMM_SMALL_M if v.dtype == operand and v.out_dtype == "bf16"),
+        *(v for v in GEMM_SMALL_M if v.operands == operand and v.out_dtype == "bf16"),
         *(
             v
             for v in GEMM_TILED
-            if v.dtype == operand and v.out_dtype == "bf16" and v.fast_accum == (operand == "e4m3")
+            if v.operands == operand
+            and v.out_dtype == "bf16"
+            and v.fast_accum == (operand == "e4m3")
         ),
     ]
 
@@ -75,7 +77,7 @@ def choices(case: Case, operand: str, sms: int) -> list[Choice]:
 
     Args:
         case: the product.
-        operand: "int8", "e4m3" or "bf16".
+        operand: "int8", "e4m3", "bf16" or `BLOCK_E4M3`.
         sms: multiprocessors of the GPU.
     """
     n, k = case.shape.n, case.shape.k
@@ -98,7 +100,7 @@ def tune_shape(
 
     Args:
         shape: of the weights.
-        operands: some of "int8", "e4m3" and "bf16".
+        operands: some of "int8", "e4m3", "bf16" and `BLOCK_E4M3`.
         tokens: for which the choices are timed.
         device: a CUDA device with its index; the kernels should be compiled.
         report: called with what was timed in each case.
@@ -185,9 +187,9 @@ def _launch(choice: Choice, inputs: Inputs, device: int) -> None:
             w=inputs.weight.packed.data.data_ptr(),
             w_stride=0,
             x_scale=address_of(x_scale),
-            x_scale_stride=1,
+            x_scale_stride=inputs.x_scale_stride,
             w_scale=address_of(w_scale),
-            w_scale_stride=1,
+            w_scale_stride=inputs.weight.scale_stride,
             out=inputs.out.data_ptr(),
             out_stride=inputs.out.stride(0),
             m=m,

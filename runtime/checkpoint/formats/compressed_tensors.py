@@ -19,6 +19,7 @@ from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
+from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.w8a8 import W8A8Scheme
 
 # Class name of every module that can be quantised, as targets and ignore lists spell it.
@@ -34,8 +35,12 @@ _FORMAT_TYPES = {
 _PER_GROUP = "mixed-precision"
 
 _COARSE = "are not supported, only one scale per tensor, row of a weight, or token"
-_BLOCKS = f"block scales (block FP8) {_COARSE}"
-_GROUPS = f"group scales {_COARSE}"
+_BLOCK_FP8 = f"FP8 weights in blocks of {BLOCK} by {BLOCK}, activations in groups of {BLOCK}"
+_BLOCKS = f"block scales {_COARSE}, or {_BLOCK_FP8}"
+_GROUPS = f"group scales {_COARSE}, or {_BLOCK_FP8}"
+
+# A scheme that files in this format may ask for.
+_Quantized = W8A8Scheme | FP8BlockScheme
 
 # Fields without a meaning for inference: observers belong to calibration, and the dtypes of
 # scales and zero points are those of the tensors in the file.
@@ -49,7 +54,8 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
     Raises:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, when it asks for anything but INT8 or FP8
-            weights (symmetric, per tensor or channel) with activations of the same type.
+            weights (symmetric, per tensor or channel) with activations of the same type, or FP8
+            weights in blocks of 128 by 128 with activations in groups of 128.
     """
     if config.get("quantization_config"):  # wrapped, as some versions of transformers wrote it
         inner = config.child("quantization_config")
@@ -62,7 +68,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
     ignore = config.strings("ignore")
     groups = config.child("config_groups")
-    schemes: dict[str, W8A8Scheme] = {}
+    schemes: dict[str, _Quantized] = {}
     for name in groups.fields:
         targets, scheme = _group(
             groups.child(name), None if file_format == _PER_GROUP else file_format
@@ -113,13 +119,21 @@ class ModuleNames:
         return _CLASS if _CLASS in self._names else None
 
 
-def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
+def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
     """Return the configuration of a checkpoint whose linear modules all have `scheme`.
 
-    Only what the quantiser writes: per-channel weights, dynamic per-token activations.
+    Only what the quantiser writes: per-channel weights with dynamic per-token activations, or FP8
+    weights in blocks with activations in groups.
     """
-    kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
-    common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None}
+    weights: dict[str, object] = {"strategy": "channel", "group_size": None}
+    activations: dict[str, object] = {"strategy": "token", "group_size": None}
+    if isinstance(scheme, FP8BlockScheme):
+        kind = "float"
+        weights = {**weights, "strategy": "block", "block_structure": [BLOCK, BLOCK]}
+        activations = {"strategy": "group", "group_size": BLOCK}
+    else:
+        kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
+    common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
@@ -127,8 +141,8 @@ def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
         "config_groups": {
             "group_0": {
                 "targets": [_CLASS],
-                "weights": {**common, "strategy": "channel", "dynamic": False},
-                "input_activations": {**common, "strategy": "token", "dynamic": True},
+                "weights": {**common, **weights, "dynamic": False},
+                "input_activations": {**common, **activations, "dynamic": True},
                 "output_activations": None,
             }
         },
@@ -137,7 +151,7 @@ def describe(scheme: W8A8Scheme, ignore: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], W8A8Scheme]:
+def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...], _Quantized]:
     """Return (targets, scheme)."""
     targets = group.strings("targets")
     if not targets:
@@ -149,11 +163,34 @@ def _group(group: Section, default_format: str | None) -> tuple[tuple[str, ...],
                 "activations are supported"
             )
     file_format = group.choice("format", *_FORMAT_TYPES, default=default_format)
-    kind, per_channel = _weights(group.child("weights"), _FORMAT_TYPES[file_format])
-    static, symmetric = _activations(group.child("input_activations"), kind)
+    kinds = _FORMAT_TYPES[file_format]
+    weights, activations = group.child("weights"), group.child("input_activations")
+    scheme: _Quantized
+    if weights.get("strategy") == "block":
+        scheme = _in_blocks(weights, activations, kinds)
+    else:
+        kind, per_channel = _weights(weights, kinds)
+        static, symmetric = _activations(activations, kind)
+        scheme = W8A8Scheme(_DTYPES[kind], per_channel, static, symmetric)
     group.reject("output_activations", "quantised outputs are not supported")
     group.reject_others()
-    return targets, W8A8Scheme(_DTYPES[kind], per_channel, static, symmetric)
+    return targets, scheme
+
+
+def _in_blocks(weights: Section, activations: Section, kinds: Sequence[str]) -> FP8BlockScheme:
+    """Check weights with a scale per block, and activations with one per group."""
+    weights.choice("block_structure", [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}")
+    weights.choice("group_size", None)
+    weights.choice("dynamic", False, default=False)
+    activations.choice("strategy", "group")
+    activations.choice("group_size", BLOCK)
+    activations.choice("dynamic", True)
+    activations.reject("block_structure", _BLOCKS)
+    for arguments in (weights, activations):
+        _require_eight_bits(arguments, [kind for kind in kinds if kind == "float"])
+        arguments.choice("symmetric", True, default=True)
+        arguments.reject_others(*_HARMLESS_ARGUMENTS)
+    return FP8BlockScheme()
 
 
 def _weights(arguments: Section, kinds: Sequence[str]) -> tuple[str, bool]:
@@ -205,8 +242,13 @@ def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
 
 
 def _eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
-    """Check what weights and activations have in common; return the type."""
+    """Check what weights and activations without blocks have in common; return the type."""
     _require_coarse(arguments)
+    return _require_eight_bits(arguments, kinds)
+
+
+def _require_eight_bits(arguments: Section, kinds: Sequence[str]) -> str:
+    """Check what all weights and activations have in common; return the type."""
     arguments.choice("num_bits", 8, default=8)
     # The other orders of calibration leave columns where they are, too, unlike "group".
     arguments.choice("actorder", None, False, "weight", "static")

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's 8-bit formats: FP8 per tensor, FP8 per token, INT8 of SmoothQuant."""
+"""NVIDIA ModelOpt's 8-bit formats: FP8 per tensor, token or block, INT8 of SmoothQuant."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from ..format import Format, StoredSchemeOf
 from ..kv_cache import kv_cache_scheme
 from ..reader import CheckpointReader
 from ..section import Section
-from ..storage.base import Target
+from ..storage.base import StoredScheme, Target
+from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.w8a8 import W8A8Scheme
 
+_IN_BLOCKS = "FP8_PB_WO"
 _FILE = "hf_quant_config.json"
 
 
@@ -52,11 +54,12 @@ class _SmoothQuantScheme(W8A8Scheme):
         return super().build(reader, modules, target)
 
 
-_SCHEMES = {
+_SCHEMES: dict[str, StoredScheme] = {
     "FP8": W8A8Scheme(torch.float8_e4m3fn, per_channel=False, static_input=True),
     "FP8_PER_CHANNEL_PER_TOKEN": W8A8Scheme(
         torch.float8_e4m3fn, per_channel=True, static_input=False
     ),
+    _IN_BLOCKS: FP8BlockScheme(),
     "W8A8_SQ_PER_CHANNEL": _SmoothQuantScheme(torch.int8, per_channel=True, static_input=True),
 }
 
@@ -70,13 +73,18 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     Raises:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
-            per tensor), "FP8_PER_CHANNEL_PER_TOKEN" and "W8A8_SQ_PER_CHANNEL" (INT8 weights per
-            channel, static scales of activations), and for a KV cache that is neither INT8 nor FP8.
+            per tensor), "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO" (weights in blocks; activations
+            are quantised by groups of 128 at run time, as other runtimes do) and
+            "W8A8_SQ_PER_CHANNEL" (INT8 weights per channel, static scales of activations), and for
+            a KV cache that is neither INT8 nor FP8.
     """
-    scheme = _SCHEMES[config.choice("quant_algo", *_SCHEMES)]
+    algorithm = config.choice("quant_algo", *_SCHEMES)
+    if algorithm == _IN_BLOCKS:
+        config.choice("group_size", BLOCK, default=BLOCK)
     kv_cache_scheme(config)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
+    scheme = _SCHEMES[algorithm]
 
     return all_but([_regex(entry) for entry in ignore], scheme, config.where)
 

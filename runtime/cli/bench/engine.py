@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...bench.shapes import PRECISIONS, SHAPES
+from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES
 from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
@@ -52,7 +52,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
     )
     engine.add_argument(
         "--lm-head",
-        choices=PRECISIONS,
+        choices=HEAD_PRECISIONS,
         default="bf16",
         help="precision of the output projection (default bf16)",
     )

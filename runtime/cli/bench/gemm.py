@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...bench.gemm.cases import DEFAULT_M, EDGE_M, SHAPE_GROUPS, Case, cases, parse_shapes
+from ...bench.gemm.cases import (
+    BLOCK_SHAPE_GROUPS,
+    DEFAULT_M,
+    EDGE_M,
+    SHAPE_GROUPS,
+    Case,
+    cases,
+    parse_shapes,
+)
 from ..command import Parser, UserError
 from ..gemm_flags import add_dtype_flag, check_tokens
 from .output import check_json_flag
@@ -38,7 +46,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         nargs="+",
         default=list(SHAPE_GROUPS),
         metavar="S",
-        help=f"weights as NxK, or those of {', '.join(SHAPE_GROUPS)} (default: all of these)",
+        help=f"weights as NxK, or those of {', '.join(SHAPE_GROUPS)} (default: all of these), "
+        f"{', '.join(BLOCK_SHAPE_GROUPS)}",
     )
     parser.add_argument(
         "--m",
@@ -75,7 +84,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         parser,
         "sgl_i8, sgl_f8 (sglang-kernel), smm_row, smm_ten (torch._scaled_mm by row, by tensor), "
         "int_mm and bf16 (torch's; not W8A8: for reference, and bf16 is what ours in bf16 is "
-        "compared with)",
+        "compared with); for fp8-block dg_blk (DeepGEMM), tri_blk (Triton) and smm_blk "
+        "(torch._scaled_mm)",
     )
     parser.set_defaults(run=_run)
 

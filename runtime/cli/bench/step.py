@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...bench.shapes import PRECISIONS, SHAPES, STEP_PEERS
+from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES, STEP_PEERS
 from ..command import Parser, UserError, check_folder, find_model, user_errors
 from ..device import add_device_flag, resolve_device
 from ..model_flags import add_batch_invariant_flag, add_page_size_flag
@@ -69,7 +69,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lm-head",
-        choices=PRECISIONS,
+        choices=HEAD_PRECISIONS,
         help="precision of the output projection (default: bf16, or the checkpoint's own)",
     )
     add_batch_invariant_flag(parser)

@@ -14,6 +14,8 @@ from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 
 DTYPES_16_BIT = ("bf16", "fp16")
 GEMM_DTYPES = (*OPERAND_DTYPES, *DTYPES_16_BIT)
+# What tables of tiles call e4m3 operands with block scales.
+BLOCK_E4M3 = "e4m3_block"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class GemmSmallM(Variant):
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "small_m" / "small_m_sm90.cu"
     needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
     dtype: ClassVar[str] = "int8"
+    operands: ClassVar[str] = dtype
 
     out_dtype: str
     max_m: int
@@ -74,6 +77,8 @@ class GemmTiled(Variant):
         pingpong: two warpgroups take turns, one multiplies a tile while the other stores one.
         fast_accum: e4m3 sums stay in the tensor cores; otherwise they are added in fp32 every 128
             products.
+        block_scales: a scale for each 128 of K of a token, and of 8 channels: e4m3 sums of 128
+            products are scaled and added in fp32.
     """
 
     family: ClassVar[str] = "gemm_tiled"
@@ -86,6 +91,7 @@ class GemmTiled(Variant):
     tokens: int
     pingpong: bool = False
     fast_accum: bool = False
+    block_scales: bool = False
 
     def __post_init__(self) -> None:
         check("dtype", self.dtype, GEMM_DTYPES)
@@ -96,6 +102,16 @@ class GemmTiled(Variant):
         )
         if self.fast_accum and self.dtype != "e4m3":
             raise ValueError(f"fast_accum: got True with dtype {self.dtype!r}, expected 'e4m3'")
+        if self.block_scales and (self.dtype != "e4m3" or self.fast_accum or self.pingpong):
+            raise ValueError(
+                f"block_scales: got True with dtype {self.dtype!r}, fast_accum {self.fast_accum} "
+                f"and pingpong {self.pingpong}, expected 'e4m3', False and False"
+            )
+
+    @property
+    def operands(self) -> str:
+        """What tables of tiles call x and w."""
+        return BLOCK_E4M3 if self.block_scales else self.dtype
 
     @property
     def token_rows(self) -> bool:
@@ -129,7 +145,11 @@ class GemmTiled(Variant):
     @property
     def name(self) -> str:
         name = f"{self.family}-{self.dtype}-{self.out_dtype}-{self.channels}x{self.tokens}"
-        options = (("pingpong", self.pingpong), ("fast_accum", self.fast_accum))
+        options = (
+            ("pingpong", self.pingpong),
+            ("fast_accum", self.fast_accum),
+            ("block_scales", self.block_scales),
+        )
         return "-".join((name, *(option for option, chosen in options if chosen)))
 
     def defines(self) -> dict[str, str]:
@@ -140,6 +160,7 @@ class GemmTiled(Variant):
             "OSTINATO_TOKENS": str(self.tokens),
             "OSTINATO_PINGPONG": str(int(self.pingpong)),
             "OSTINATO_FAST_ACCUM": str(int(self.fast_accum)),
+            "OSTINATO_BLOCK_SCALES": str(int(self.block_scales)),
         }
 
 
@@ -174,6 +195,13 @@ _TILES = (
 _FEW_FP8_TILES = ((64, 8, False), (128, 8, False), (128, 16, False))
 # fp32 sums beside those of the tensor cores: half the tile fits in the registers.
 _EXACT_FP8_TILES = ((64, 16, False), (64, 64, False), (128, 128, False))
+# With block scales: channels and tokens as above, no more than fits beside the sums of a stage.
+_BLOCK_TILES = (
+    *((64, 8, False), (128, 8, False), (64, 16, False), (128, 16, False)),
+    *((64, 32, False), (128, 32, False)),
+    *((channels, 64, False) for channels in (64, 96, 128, 160)),
+    *((channels, 128, False) for channels in (64, 96, 128, 160, 192)),
+)
 GEMM_TILED = tuple(
     GemmTiled(
         dtype=dtype,
@@ -182,11 +210,13 @@ GEMM_TILED = tuple(
         tokens=tokens,
         pingpong=pingpong,
         fast_accum=fast_accum,
+        block_scales=block_scales,
     )
-    for dtype, fast_accum, tiles in (
-        ("int8", False, _TILES),
-        ("e4m3", True, (*_FEW_FP8_TILES, *_TILES)),
-        ("e4m3", False, _EXACT_FP8_TILES),
+    for dtype, fast_accum, block_scales, tiles in (
+        ("int8", False, False, _TILES),
+        ("e4m3", True, False, (*_FEW_FP8_TILES, *_TILES)),
+        ("e4m3", False, False, _EXACT_FP8_TILES),
+        ("e4m3", False, True, _BLOCK_TILES),
     )
     for (channels, tokens, pingpong), out_dtype in product(tiles, FLOAT_DTYPES)
     # The epilogue's fp32 rows do not fit in the registers beside the sums of the largest tile.

@@ -85,7 +85,7 @@ def check_dense_weight(
         checks.tensor("w", w.data, (x.dtype,), w.data.shape, x.device)
     else:
         checks.tensor("w", w, (x.dtype,), ("N", x.size(1)), x.device)
-    _check_tiles(x.shape, w.shape)
+    check_tiles(x.shape, w.shape)
     checks.int32_sizes("x", (x.size(1) * x.itemsize,), "bytes of K")
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
     checks.option("out_dtype", out_dtype, dtypes)
@@ -201,7 +201,7 @@ def check_weight(
     else:
         checks.tensor("w", w, dtypes, ("N", k), device)
     columns = w.shape[0]
-    _check_tiles(x_shape, w.shape)
+    check_tiles(x_shape, w.shape)
     if w.dtype is torch.int8:
         check_int32_sums(k, largest=128)
     checks.scalar_or_vector("w_scale", w_scale, torch.float32, columns, device)
@@ -251,7 +251,7 @@ def runs_dense_kernel(x: torch.Tensor) -> bool:
     return x.dtype in DTYPES_16_BIT and x.size(1) > 0 and has_kernel(GemmTiled, x)
 
 
-def _check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
+def check_tiles(x_shape: torch.Size, w_shape: torch.Size) -> None:
     """Check that sizes and numbers of tiles fit the kernels' 32 bits, for the smallest of tiles."""
     checks.int32_sizes("x", x_shape, "M", "K")
     checks.int32_sizes("w", w_shape, "N", "K")

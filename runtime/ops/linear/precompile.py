@@ -16,11 +16,11 @@ from ...jit.variant import Variant
 from ..common.device import KERNEL_NAMES, device_index, gpu, runs
 from . import tile_table, tile_tuning
 from .fused_cuda import fused_kernel
-from .gemm_variants import GemmSmallM
+from .gemm_variants import BLOCK_E4M3, GemmSmallM
 from .linear import DTYPES_16_BIT
-from .quantize_cuda import quantize_kernel
+from .quantize_cuda import GROUP, quantize_kernel
 
-__all__ = ["Variant", "dense_layer_kernels", "layer_kernels", "precompile"]
+__all__ = ["Variant", "block_kernels", "dense_layer_kernels", "layer_kernels", "precompile"]
 
 
 def layer_kernels(
@@ -58,6 +58,29 @@ def layer_kernels(
         fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)
         found += [] if fused is None else [fused]
     return found
+
+
+def block_kernels(
+    kind: str,
+    shape: tuple[int, int],
+    activations: torch.dtype,
+    *,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    device: torch.device | None = None,
+) -> list[Variant]:
+    """Return what quantising activations by groups and `fp8_block_linear` with them may launch.
+
+    The arguments are those of `layer_kernels`.
+    """
+    name, sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
+    output = KERNEL_NAMES[out_dtype or activations]
+    gemms = tile_tuning.variants(
+        *(name, sms, *shape, BLOCK_E4M3, output),
+        fast_accum=False,
+        batch_invariant=batch_invariant,
+    )
+    return [quantize_kernel(kind, activations, torch.float8_e4m3fn, group=GROUP), *gemms]
 
 
 def dense_layer_kernels(

@@ -100,12 +100,16 @@ def quantize_per_tensor(
     check_scales: bool = False,
     n_active: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
     stream: checks.Stream = None,
 ) -> torch.Tensor:
     """Quantise x with one fixed scale.
 
     values = round(x / scale) + zero_point, ties to even, saturated to -128..127, for int8, or
     x / scale saturated to ±448 and rounded for e4m3.
+
+    int8 has no code for NaN. `scale_out` shows it: passed to `w8a8_linear` as `x_scale`, it makes
+    the results of a row that holds a NaN NaN, where those by `scale` itself are finite.
 
     Args:
         x: [M, K] bf16, fp16 or fp32.
@@ -117,6 +121,7 @@ def quantize_per_tensor(
             and finite, or a zero point out of range.
         n_active: as of `quantize_per_token`.
         out: [M, K] of `dtype`, written and returned; allocated when None.
+        scale_out: [M] fp32, written: `scale`, and for an int8 row that holds a NaN, NaN.
         stream: see `ostinato.ops`.
 
     Returns:
@@ -132,10 +137,12 @@ def quantize_per_tensor(
     checks.active(n_active, x.device)
     if out is not None:
         checks.output("out", out, (dtype,), x.shape, x.device)
+    if scale_out is not None:
+        checks.output("scale_out", scale_out, (torch.float32,), (x.size(0),), x.device)
     with checks.launch_stream(stream, x.device):
         if out is None:
             out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        _quantize_per_tensor_op(x, scale, zero_point, check_scales, out, n_active)
+        _quantize_per_tensor_op(x, scale, zero_point, check_scales, out, n_active, scale_out)
     return out
 
 
@@ -180,13 +187,17 @@ def quantize_into(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
 ) -> None:
-    """Quantise x [M, K] fp32 into `out`, by `scale` or else per token; then `scale_out` gets it."""
-    if scale is None:
-        scale = dynamic_scale(x, out.dtype)
-        if scale_out is not None:
-            scale_out.copy_(scale)
-        scale = scale.unsqueeze(1)
-    out.copy_(encode(x, scale, out.dtype, zero_point))
+    """Quantise x [M, K] fp32 into `out`, by `scale` or else per token; `scale_out` [M] gets it."""
+    scales = dynamic_scale(x, out.dtype) if scale is None else _static_scales(x, scale, out.dtype)
+    if scale_out is not None:
+        scale_out.copy_(scales)
+    divisor = scales.unsqueeze(1) if scale is None else scale
+    out.copy_(encode(x, divisor, out.dtype, zero_point))
+
+
+def _static_scales(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scales = scale.expand(x.size(0))
+    return scales.masked_fill(x.isnan().any(1), torch.nan) if dtype is torch.int8 else scales
 
 
 def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
@@ -216,12 +227,13 @@ def _quantize_per_tensor(
     check_scales: bool,
     out: torch.Tensor,
     n_active: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
 ) -> None:
     check_static_values(scale, zero_point, check_scales)
     if has_kernel(Quantize, x):
-        quantize_rows("per_token", x, scale, zero_point, out, None, n_active=n_active)
+        quantize_rows("per_token", x, scale, zero_point, out, scale_out, n_active=n_active)
     else:
-        quantize_into(x.float(), scale, zero_point, out, None)
+        quantize_into(x.float(), scale, zero_point, out, scale_out)
 
 
 _quantize_per_token_op = register(
@@ -231,6 +243,6 @@ _quantize_per_token_op = register(
 )
 _quantize_per_tensor_op = register(
     "quantize_per_tensor(Tensor x, Tensor scale, Tensor? zero_point, bool check_scales, "
-    "Tensor(a!) out, Tensor? n_active=None) -> ()",
+    "Tensor(a!) out, Tensor? n_active=None, Tensor(b!)? scale_out=None) -> ()",
     _quantize_per_tensor,
 )

@@ -18,6 +18,7 @@ from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, on_device
 
 QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
+GROUP = 128  # elements of a row that share a scale, where a row has several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Quantize(Variant):
         in_dtype: of x and the residual.
         out_dtype: int8 or e4m3, or in_dtype (not per_token).
         weight_dtype: of the norm's weight: in_dtype, or fp32.
+        group: 128: each 128 elements of a row have a scale of their own, e4m3 only; 0: rows have.
     """
 
     family: ClassVar[str] = "quantize"
@@ -39,12 +41,14 @@ class Quantize(Variant):
     needs: ClassVar[frozenset[str]] = frozenset()
     name_pattern: ClassVar[str] = (
         r"(?P<kind>\w+)-(?P<in_dtype>\w+)-(?P<out_dtype>\w+)(-(?P<weight_dtype>\w+)_weight)?"
+        r"(-group(?P<group>[1-9]\d*))?"
     )
 
     kind: str
     in_dtype: str
     out_dtype: str
     weight_dtype: str = ""
+    group: int = 0
 
     def __post_init__(self) -> None:
         check("kind", self.kind, QUANTIZE_KINDS)
@@ -55,11 +59,13 @@ class Quantize(Variant):
             object.__setattr__(self, "weight_dtype", self.in_dtype)
         others = ("fp32",) if self.kind == "rms_norm" else ()
         check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
+        check("group", self.group, (0, GROUP) if self.out_dtype == "e4m3" else (0,))
 
     @property
     def name(self) -> str:
         weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
-        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}"
+        group = f"-group{self.group}" if self.group else ""
+        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}{group}"
 
     def defines(self) -> dict[str, str]:
         return {
@@ -67,6 +73,7 @@ class Quantize(Variant):
             "OSTINATO_IN_DTYPE": self.in_dtype,
             "OSTINATO_OUT_DTYPE": self.out_dtype,
             "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
+            "OSTINATO_GROUP": str(self.group),
         }
 
 
@@ -75,7 +82,11 @@ _LISTED = tuple(
     for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
     for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,)))
 )
-register_family(Quantize, _LISTED)
+_OF_GROUPS = tuple(
+    Quantize(kind=kind, in_dtype=in_dtype, out_dtype="e4m3", group=GROUP)
+    for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
+)
+register_family(Quantize, (*_LISTED, *_OF_GROUPS))
 
 
 @cache
@@ -84,6 +95,7 @@ def quantize_kernel(
     in_dtype: torch.dtype,
     out_dtype: torch.dtype,
     weight_dtype: torch.dtype | None = None,
+    group: int = 0,
 ) -> Quantize:
     """Return the kernel of `kind` (see `Quantize`) for these dtypes.
 
@@ -92,12 +104,14 @@ def quantize_kernel(
         in_dtype: of x.
         out_dtype: of the rows that it writes.
         weight_dtype: of the norm's weight; by default that of x.
+        group: elements that share a scale; 0: rows do.
     """
     return Quantize(
         kind=kind,
         in_dtype=KERNEL_NAMES[in_dtype],
         out_dtype=KERNEL_NAMES[out_dtype],
         weight_dtype=KERNEL_NAMES[weight_dtype or in_dtype],
+        group=group,
     )
 
 
@@ -115,22 +129,25 @@ def quantize_rows(
     eps: float = 0.0,
     n_active: torch.Tensor | None = None,
     discard_x: bool = False,
+    group: int = 0,
+    power_of_two: bool = False,
 ) -> None:
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
-    The arguments are those of the ops, checked; `out` of x's dtype takes no scale and no zero
-    point. Of these tensors the kernel reads only `n_active` and, where it quantises, `norm_weight`
-    before those in front of it on the stream have ended.
+    The arguments are those of the ops, checked; `out` of x's dtype takes no scales and no zero
+    point. With a `group`, `scale_out` is [ceil(k / group), m]. Of these tensors the kernel reads
+    only `n_active` and, where it quantises, `norm_weight` before those in front of it on the stream
+    have ended.
     """
     m, k = out.shape
     if m == 0:
         return
     device = x.get_device()
     with on_device(device):
-        if scale is None and scale_out is None and out.dtype is not x.dtype:
+        if scale_out is None and out.dtype is not x.dtype:
             scale_out = torch.empty(m, dtype=torch.float32, device=x.device)
         weight_dtype = None if norm_weight is None else norm_weight.dtype
-        variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype)
+        variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype, group)
         stream = current_stream(device)
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
@@ -138,6 +155,8 @@ def quantize_rows(
             out=out.data_ptr(),
             out_stride=out.stride(0),
             scale_out=address_of(scale_out),
+            scale_stride=0 if scale_out is None or not group else scale_out.stride(0),
+            power_of_two=power_of_two,
             static_scale=address_of(scale),
             zero_point=address_of(zero_point),
             residual=address_of(residual),

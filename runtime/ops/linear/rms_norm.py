@@ -78,8 +78,8 @@ def rms_norm_quantize(
     write it.
 
     Returns:
-        (values [M, K] of `dtype`, scale), then the sum x + residual if `residual` was given. scale
-        is fp32: [M] per token, else the `scale` that was passed.
+        (values [M, K] of `dtype`, scale [M] fp32), then the sum x + residual if `residual` was
+        given. With `scale`, the second is the `scale_out` of `quantize_per_tensor`.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
@@ -91,17 +91,15 @@ def rms_norm_quantize(
     checks.active(n_active, x.device)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-        scale_out = residual_out = None
-        if scale is None:
-            scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        residual_out = None
         if residual is not None:
             residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outputs = (out, scale_out, residual_out)
         _rms_norm_quantize_op(
             x, weight, eps, residual, scale, zero_point, check_scales, *outputs, n_active
         )
-    results = (out, scale, scale_out, residual_out)
-    return tuple(result for result in results if result is not None)
+    return (out, scale_out) if residual_out is None else (out, scale_out, residual_out)
 
 
 def check_norm(
@@ -117,13 +115,14 @@ def check_norm(
         checks.tensor("residual", residual, (x.dtype,), x.shape, x.device)
 
 
-def _normalized(
+def normalized(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Return the norm of x, or of x + residual, in fp32 by torch's operators."""
     if residual is not None and residual_out is not None:
         x = torch.add(x, residual, out=residual_out)
     rows = x.float()
@@ -152,7 +151,7 @@ def _rms_norm(
             eps=eps,
         )
         return
-    out.copy_(_normalized(x, weight, eps, residual, residual_out))
+    out.copy_(normalized(x, weight, eps, residual, residual_out))
 
 
 def normalize_and_quantize(
@@ -185,7 +184,7 @@ def normalize_and_quantize(
             n_active=n_active,
         )
         return
-    rows = _normalized(x, weight, eps, residual, residual_out)
+    rows = normalized(x, weight, eps, residual, residual_out)
     quantize_into(rows, scale, zero_point, out, scale_out)
 
 

@@ -29,7 +29,7 @@ def silu_mul(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
-    shape = _check_gated(x)
+    shape = check_gated(x)
     if out is not None:
         checks.output("out", out, (x.dtype,), shape, x.device)
     with checks.launch_stream(stream, x.device):
@@ -61,15 +61,32 @@ def silu_mul_quantize(
     their halves are made of as many; on a CPU x becomes NaN.
 
     Returns:
-        (values [M, I] of `dtype`, scale), scale fp32: [M] per token, else the one passed.
+        (values [M, I] of `dtype`, scale [M] fp32); with `scale`, the second is the `scale_out` of
+        `quantize_per_tensor`.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
     checks.option("dtype", dtype, checks.QUANTIZED_DTYPES)
-    shape = _check_gated(x)
+    shape = check_gated(x, discard_x=discard_x)
     check_static(scale, zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
+    checks.active(n_active, x.device)
+    quantize = _silu_mul_quantize_discarding_op if discard_x else _silu_mul_quantize_op
+    with checks.launch_stream(stream, x.device):
+        out = torch.empty(shape, dtype=dtype, device=x.device)
+        scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
+        quantize(x, scale, zero_point, check_scales, out, scale_out, n_active)
+    return out, scale_out
+
+
+def check_gated(x: torch.Tensor, *, discard_x: bool = False) -> tuple[int, int]:
+    """Check x [M, 2·I], to be gated and perhaps discarded; return (M, I)."""
+    checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "2*I"))
+    checks.not_empty("x", x, "2*I")
+    checks.int32_sizes("x", x.shape, "M", "2*I")
+    if x.size(1) % 2:
+        raise ValueError(f"x: got {x.size(1)} columns, expected an even number, [gate | up]")
     checks.flag("discard_x", discard_x)
     if discard_x and x.size(0) > 1 and x.stride(0) < x.size(1):
         # A row that has been read would take the next one's elements along.
@@ -77,28 +94,11 @@ def silu_mul_quantize(
             f"x: got strides {list(x.stride())} for shape {list(x.shape)}, "
             "expected rows that share no memory, to be discarded"
         )
-    checks.active(n_active, x.device)
-    quantize = _silu_mul_quantize_discarding_op if discard_x else _silu_mul_quantize_op
-    with checks.launch_stream(stream, x.device):
-        out = torch.empty(shape, dtype=dtype, device=x.device)
-        if scale is not None:
-            quantize(x, scale, zero_point, check_scales, out, None, n_active)
-            return out, scale
-        scale_out = torch.empty(x.size(0), dtype=torch.float32, device=x.device)
-        quantize(x, None, None, False, out, scale_out, n_active)
-    return out, scale_out
-
-
-def _check_gated(x: torch.Tensor) -> tuple[int, int]:
-    checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "2*I"))
-    checks.not_empty("x", x, "2*I")
-    checks.int32_sizes("x", x.shape, "M", "2*I")
-    if x.size(1) % 2:
-        raise ValueError(f"x: got {x.size(1)} columns, expected an even number, [gate | up]")
     return x.size(0), x.size(1) // 2
 
 
-def _gated(x: torch.Tensor) -> torch.Tensor:
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) · up of x [M, 2·I], in fp32 by torch's operators."""
     gate, up = x.float().chunk(2, dim=1)
     # Not torch's silu: on the CPU its vectorised and its scalar code round differently, so that a
     # row's bits would depend on where it lies in the batch. exp has no such seam. In place, because
@@ -111,7 +111,7 @@ def _silu_mul(x: torch.Tensor, out: torch.Tensor) -> None:
     if has_kernel(Quantize, x):
         quantize_rows("silu_mul", x, None, None, out, None)
     else:
-        out.copy_(_gated(x))
+        out.copy_(gated(x))
 
 
 def _silu_mul_quantize(
@@ -138,7 +138,7 @@ def _silu_mul_quantize(
             discard_x=discard_x,
         )
     else:
-        quantize_into(_gated(x), scale, zero_point, out, scale_out)
+        quantize_into(gated(x), scale, zero_point, out, scale_out)
         if discard_x:
             x.fill_(torch.nan)
 

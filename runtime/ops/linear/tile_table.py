@@ -15,7 +15,14 @@ from ...jit.variant import OPERAND_DTYPES
 from ..common import checks
 from ..common.sizes import ceil_div, round_up
 from . import tile_cost_model
-from .gemm_variants import DTYPES_16_BIT, GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
+from .gemm_variants import (
+    BLOCK_E4M3,
+    DTYPES_16_BIT,
+    GEMM_SMALL_M,
+    GEMM_TILED,
+    GemmSmallM,
+    GemmTiled,
+)
 from .packed_weight import TILE_CHANNELS
 
 GemmVariant = GemmSmallM | GemmTiled
@@ -193,10 +200,11 @@ def choose(
         m: tokens.
         n: output channels.
         k: input features.
-        dtype: of x and w, in `gemm_variants.GEMM_DTYPES`.
+        dtype: of x and w, in `gemm_variants.GEMM_DTYPES`, or `BLOCK_E4M3`: e4m3 with block scales.
         out_dtype: of `gemm_variants.out_dtypes`.
         packed: whether w is packed.
-        fast_accum: whether FP8 sums may stay in the tensor cores; those of 16 bits do anyway.
+        fast_accum: whether FP8 sums may stay in the tensor cores; those of 16 bits do anyway, and
+            block scales leave no choice.
         batch_invariant: whether a row's bits must not depend on m.
         sms: multiprocessors of the GPU.
     """
@@ -272,14 +280,16 @@ def _tiles(dtype: str, out_dtype: str, fast_accum: bool) -> tuple[GemmTiled, ...
     tiles = [row for row in TABLE if isinstance(row, Tile)]
     variants = (
         GemmTiled(
-            dtype=dtype,
+            dtype="e4m3" if dtype == BLOCK_E4M3 else dtype,
             out_dtype=out_dtype,
             channels=row.channels,
             tokens=row.tokens,
             pingpong=row.pingpong,
             fast_accum=fast_accum,
+            block_scales=dtype == BLOCK_E4M3,
         )
         for row in tiles
+        if not (row.pingpong and dtype == BLOCK_E4M3)
     )
     return tuple(variant for variant in variants if variant in _COMPILED)
 
@@ -304,7 +314,8 @@ def serving(
     if isinstance(variant, GemmSmallM):
         return choice if packed and m <= variant.max_m else None
     exact = variant.dtype == "int8"
-    if variant.dtype == "e4m3" and variant.fast_accum != fast_accum:
+    takes_either = variant.dtype != "e4m3" or variant.block_scales
+    if not takes_either and variant.fast_accum != fast_accum:
         return None
     in_order = not exact and batch_invariant
     if choice.split_k > 1 and (in_order or not can_split(choice, m, n, sms)):

@@ -29,7 +29,14 @@ from typing import Any
 from ...jit.location import cache_folder
 from ...jit.sources import digest, read_sources
 from . import tile_table
-from .gemm_variants import GEMM_DTYPES, GEMM_SMALL_M, GEMM_TILED, GemmSmallM, GemmTiled
+from .gemm_variants import (
+    BLOCK_E4M3,
+    GEMM_DTYPES,
+    GEMM_SMALL_M,
+    GEMM_TILED,
+    GemmSmallM,
+    GemmTiled,
+)
 from .packed_weight import TILE_CHANNELS
 from .tile_table import CUT, Choice, GemmVariant
 
@@ -233,9 +240,10 @@ def _row(row: Any) -> tuple[tuple[str, int, int], TunedRow]:
             f"got {sorted(row)}, expected {sorted(_KEYS)} and perhaps {', '.join(_OPTIONAL)}"
         )
     dtype, variant = row["dtype"], _VARIANTS.get(row["variant"])
-    if dtype not in GEMM_DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(GEMM_DTYPES)}")
-    if variant is None or variant.dtype != dtype:
+    known = (*GEMM_DTYPES, BLOCK_E4M3)
+    if dtype not in known:
+        raise ValueError(f"dtype: got {dtype!r}, expected {' or '.join(known)}")
+    if variant is None or variant.operands != dtype:
         raise ValueError(f"variant: got {row['variant']!r}, expected a compiled GEMM of {dtype}")
     for name in ("n", "k", "m_max"):
         _integer(name, row[name], least=1)

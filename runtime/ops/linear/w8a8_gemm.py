@@ -9,8 +9,9 @@ import torch
 from ...jit.loader import load
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from . import packed_weight, tile_tuning
+from .block_scales import aligned_scales
 from .gemm_operands import as_read, is_aligned, row_stride
-from .gemm_variants import GemmTiled
+from .gemm_variants import BLOCK_E4M3, GemmTiled
 from .tile_table import Choice
 
 
@@ -27,11 +28,13 @@ def w8a8_gemm(
     batch_invariant: bool,
     out: torch.Tensor,
     to_sample: ToSample | None = None,
+    *,
+    block_scales: bool = False,
 ) -> None:
     """Launch the product on torch's current stream.
 
     The arguments are those of `ostinato.ops.w8a8_linear`, checked; w is [n, k] or the data of a
-    `PackedWeight`.
+    `PackedWeight`. With `block_scales` the scales are those of `fp8_block_linear`.
     """
     (m, n), k = out.shape, x.size(1)
     if m == 0 or n == 0:
@@ -44,6 +47,11 @@ def w8a8_gemm(
         packed = w.dim() == 4
         name, sms = gpu(device)
         dtype, out_dtype = KERNEL_NAMES[x.dtype], KERNEL_NAMES[out.dtype]
+        scale_strides = (int(x_scale.numel() > 1), int(w_scale.numel() > 1))
+        if block_scales:
+            dtype, early = BLOCK_E4M3, early and is_aligned(w_scale)
+            x_scale, w_scale = aligned_scales(x_scale), aligned_scales(w_scale)
+            scale_strides = (row_stride(x_scale), row_stride(w_scale))
         choice = tile_tuning.choose(
             name, sms, m, n, k, dtype, out_dtype, packed, fast_accum, batch_invariant
         )
@@ -56,9 +64,9 @@ def w8a8_gemm(
             w=w.data_ptr(),
             w_stride=0 if packed else row_stride(w),
             x_scale=x_scale.data_ptr(),
-            x_scale_stride=int(x_scale.numel() > 1),
+            x_scale_stride=scale_strides[0],
             w_scale=w_scale.data_ptr(),
-            w_scale_stride=int(w_scale.numel() > 1),
+            w_scale_stride=scale_strides[1],
             bias=address_of(bias),
             x_zero_point=address_of(x_zero_point),
             x_zero_point_stride=int(x_zero_point is not None and x_zero_point.numel() > 1),

@@ -326,7 +326,9 @@ def test_random_weights_give_finite_logits(name: str, device: torch.device) -> N
 
 
 def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(ValueError, match="precision: got 'int4', expected one of int8, fp8, bf16"):
+    with pytest.raises(
+        ValueError, match="precision: got 'int4', expected one of int8, fp8, fp8-block"
+    ):
         random_decoder(TINY, "int4", CPU, max_context=8)
 
 

@@ -27,6 +27,9 @@ _SITES = {
     ("rms_norm", "bf16"): _SUM,
     ("silu_mul", "bf16"): (),
 }
+# Where a NaN replaces a static scale that another thread stores.
+_SCALE = BuildMode(delay_site="quantize_scale_store")
+_STATIC = ("per_token", "rms_norm", "silu_mul")
 _DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16}
 # (m, k): one for every way in which rows are shared among warps and CTAs.
 _SHAPES = {
@@ -41,9 +44,10 @@ Run = Callable[..., Outputs]
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    """Give a function of kind, dtype, mode, inputs, n_active: results, scales and sums, if any."""
+    """Give a function of kind, dtype, mode, inputs and options: results, scales, sums, if any."""
     wanted = [(*how, RELEASE) for how in _SITES]
     wanted += [(*how, BuildMode(delay_site=site)) for how in _SITES for site in _SITES[how]]
+    wanted += [(kind, "int8", _SCALE) for kind in _STATIC]
     plans = [
         plan(Quantize(kind=kind, in_dtype="bf16", out_dtype=dtype), mode)
         for kind, dtype, mode in wanted
@@ -59,6 +63,7 @@ def run() -> Run:
         mode: BuildMode,
         inputs: Outputs,
         n_active: torch.Tensor | None = None,
+        static_scale: torch.Tensor | None = None,
     ) -> Outputs:
         x = inputs[0]
         m, k = x.size(0), x.size(1) // (2 if kind == "silu_mul" else 1)
@@ -87,6 +92,7 @@ def run() -> Run:
             stream=torch.cuda.current_stream().cuda_stream,
             pdl=True,
             n_active=0 if n_active is None else n_active.data_ptr(),
+            static_scale=0 if static_scale is None else static_scale.data_ptr(),
             **norm,
         )
         return outputs
@@ -116,6 +122,43 @@ def test_injected_delays_change_no_bit(
     for _ in range(3):
         late = run(kind, dtype, BuildMode(delay_site=site), inputs)
         assert all(map(torch.equal, late, expected))
+
+
+_STATIC_CASES = [
+    (kind, *shape) for kind in _STATIC for shape in [*_SHAPES[kind], (5, 200), (300, 1000)]
+]
+
+
+@pytest.mark.parametrize("mode", [RELEASE, _SCALE], ids=["release", "late"])
+@pytest.mark.parametrize(("kind", "m", "k"), [*_STATIC_CASES, ("per_token", 3, 40000)])
+def test_a_nan_replaces_the_static_scale_of_its_row(
+    run: Run, kind: str, m: int, k: int, mode: BuildMode
+) -> None:
+    x, *others = _inputs(kind, m, k)
+    scale = torch.tensor([0.02], device="cuda")
+    expected = run(kind, "int8", RELEASE, [x, *others], static_scale=scale)
+    assert (expected[1] == scale).all()
+    whole = torch.ones(m, dtype=torch.bool, device="cuda")
+    # The last thread that has a part of a row, the first one's neighbour, and the middle.
+    for row, column in zip((0, m // 2, m - 1), (-1, min(40, k - 1), k // 2), strict=True):
+        x[row, column] = torch.nan
+        whole[row] = False
+    for _ in range(3):
+        found = run(kind, "int8", mode, [x, *others], static_scale=scale)
+        assert found[1][~whole].isnan().all()
+        assert all(torch.equal(a[whole], b[whole]) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "m", "k"), _STATIC_CASES)
+def test_padding_is_left_out_with_static_scales(run: Run, kind: str, m: int, k: int) -> None:
+    x, *others = _inputs(kind, m, k)
+    scale = torch.tensor([0.02], device="cuda")
+    n_active = torch.tensor([m // 2], dtype=torch.int32, device="cuda")
+    x[m // 2 :] = torch.nan
+    codes, scales, *_ = run(kind, "int8", RELEASE, [x, *others], n_active, scale)
+    assert (scales[: m // 2] == scale).all()
+    assert (scales[m // 2 :] == 99).all()
+    assert (codes[m // 2 :] == 99).all()
 
 
 @pytest.mark.parametrize(("kind", "dtype"), _SITES)
@@ -191,7 +234,7 @@ def test_what_is_not_quantised_may_come_late(
 
 def test_a_launch_says_when_scales_do_not_go_with_its_results() -> None:
     x = torch.zeros(2, 16, dtype=torch.bfloat16, device="cuda")
-    for dtype, scale in (("bf16", 1), ("int8", 0)):
+    for dtype, scale, static in (("bf16", 1, 0), ("bf16", 0, 1), ("int8", 0, 0), ("int8", 0, 1)):
         variant = Quantize(kind="silu_mul", in_dtype="bf16", out_dtype=dtype)
         (entry,) = build([plan(variant)])
         library = _C.Library(str(entry.library))
@@ -202,6 +245,7 @@ def test_a_launch_says_when_scales_do_not_go_with_its_results() -> None:
                 out=x.data_ptr(),
                 out_stride=16,
                 scale_out=scale * x.data_ptr(),
+                static_scale=static * x.data_ptr(),
                 m=2,
                 k=8,
                 stream=torch.cuda.current_stream().cuda_stream,

@@ -112,18 +112,29 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "append_kv": lambda: append_arguments(device, draw),
         "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, None, False, empty(3, 8)],
         "embed": lambda: embed_arguments(device, draw),
+        "fp8_block_linear": lambda: [
+            *(x8.to(E4M3), w8.to(E4M3), x_scale[None], w_scale[None, :1]),
+            *(bias, None, True, empty(3, 8)),
+        ],
         "linear": lambda: [x, randn(5, 16), randn(5), None, empty(3, 5)],
         "merge_states": lambda: [
             *(randn(3, 2, 16), randn(3, 2), randn(3, 2, 16), randn(3, 2)),
             *(empty(3, 2, 16), empty(3, 2)),
         ],
         "paged_attention": lambda: attention_arguments(device, draw),
-        "quantize_per_tensor": lambda: [*(x, scale, zero, False, empty(3, 16, dtype=int8), None)],
+        "quantize_per_group": lambda: [x, False, empty(3, 16, dtype=E4M3), empty(1, 3), None],
+        "quantize_per_tensor": lambda: [
+            *(x, scale, zero, False, empty(3, 16, dtype=int8), None, empty(3))
+        ],
         "quantize_per_token": lambda: [x, empty(3, 16, dtype=int8), empty(3), None],
         "rms_norm": lambda: [x, w, 1e-6, randn(3, 16), empty(3, 16), empty(3, 16)],
         "rms_norm_quantize": lambda: [
             *(x, w, 1e-6, randn(3, 16), scale, zero, False),
-            *(empty(3, 16, dtype=int8), None, empty(3, 16), None),
+            *(empty(3, 16, dtype=int8), empty(3), empty(3, 16), None),
+        ],
+        "rms_norm_quantize_per_group": lambda: [
+            *(x, w, 1e-6, randn(3, 16), False),
+            *(empty(3, 16, dtype=E4M3), empty(1, 3), empty(3, 16), None),
         ],
         "rms_norm_w8a8_linear": lambda: [
             *(x, w, 1e-6, randn(3, 16), w8, w_scale, bias, None, False),
@@ -134,8 +145,14 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "silu_mul_quantize": lambda: [
             *(x, None, None, False, empty(3, 8, dtype=int8), empty(3), None)
         ],
+        "silu_mul_quantize_per_group": lambda: [
+            *(x, False, empty(3, 8, dtype=E4M3), empty(1, 3), None)
+        ],
+        "silu_mul_quantize_per_group_discarding": lambda: [
+            *(x, False, empty(3, 8, dtype=E4M3), empty(1, 3), None)
+        ],
         "silu_mul_quantize_discarding": lambda: [
-            *(x, scale, zero, False, empty(3, 8, dtype=int8), None, None)
+            *(x, scale, zero, False, empty(3, 8, dtype=int8), empty(3), None)
         ],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
@@ -150,9 +167,9 @@ OPS = [
     for name in ops.__all__
     if name.islower()
     and not name.endswith("_workspace")  # a number, from capacities
-    and name != "pack_weight"
+    and name not in ("channel_scales", "pack_weight")
     and not name.endswith("_logits")
-] + ["silu_mul_quantize_discarding"]
+] + ["silu_mul_quantize_discarding", "silu_mul_quantize_per_group_discarding"]
 
 
 def overload_of(name: str) -> Any:
@@ -187,7 +204,11 @@ def test_every_argument_matters_in_the_draws(name: str, device: torch.device) ->
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str, device: torch.device) -> None:
-    torch.library.opcheck(overload_of(name), tuple(op_arguments(name, device)))
+    arguments = tuple(op_arguments(name, device))
+    how = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if not any(isinstance(x, torch.Tensor) and x.dtype is E4M3 for x in arguments):
+        how.append("test_schema")  # which compares with torch.allclose: torch lacks it for FP8
+    torch.library.opcheck(overload_of(name), arguments, test_utils=how)
 
 
 def test_parameters_are_taken_without_gradients(device: torch.device) -> None:

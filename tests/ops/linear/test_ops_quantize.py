@@ -164,7 +164,7 @@ def test_the_op_quantizes_also_when_nobody_asks_for_the_scale(
     assert_same_bits(out, ops.silu_mul_quantize(x, dtype)[0])
 
 
-def test_nan_is_not_hidden(device: torch.device) -> None:
+def test_nan_is_not_hidden_by_dynamic_scales(device: torch.device) -> None:
     x = torch.ones(2, 4, device=device)
     x[0, 1] = math.nan
     values, scale = ops.quantize_per_token(x, E4M3)

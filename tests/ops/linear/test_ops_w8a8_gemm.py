@@ -13,8 +13,11 @@ from ops_launches import STREAM, Launches, note_launches
 from ostinato import ops
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear import gemm_operands, packed_weight, quantize_cuda, tile_table, w8a8_gemm
+from ostinato.ops.linear.block_scales import empty_scales
 from ostinato.ops.linear.gemm_variants import GemmSmallM, GemmTiled
 from ostinato.ops.linear.quantize_cuda import Quantize
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -267,6 +270,8 @@ def test_quantization_arguments(launches: Launches) -> None:
         "out": out.data_ptr(),
         "out_stride": 64,
         "scale_out": scale_out.data_ptr(),
+        "scale_stride": 0,
+        "power_of_two": False,
         "static_scale": 0,
         "zero_point": 0,
         "residual": residual.data_ptr(),
@@ -284,6 +289,38 @@ def test_quantization_arguments(launches: Launches) -> None:
     }
 
 
+def test_block_scales_are_passed_on_as_they_lie_if_aligned(launches: Launches) -> None:
+    x, w = matrix(5, 300 + 20, E4M3)[:, :300], ops.pack_weight(matrix(40, 300, E4M3))
+    scales = {"x_scale": empty_scales(3, 5, CPU), "w_scale": empty_scales(3, 5, CPU)}
+    launch = call(launches, x, w, block_scales=True, **scales)
+    assert launch["variant"].block_scales
+    assert not launch["variant"].fast_accum
+    for name, scale in scales.items():
+        assert (launch[name], launch[f"{name}_stride"]) == (scale.data_ptr(), 8)
+    assert launch["pdl"]
+    x, one = x[:, :100], {name: scale[:1] for name, scale in scales.items()}
+    launch = call(launches, x, ops.pack_weight(w.unpack()[:, :100]), block_scales=True, **one)
+    assert launch["x_scale_stride"] == 16  # of a single row, any multiple of 4 will do
+    for name, early in (("x_scale", True), ("w_scale", False)):
+        dense = torch.rand(3, 5)
+        launch = call(launches, matrix(5, 320, E4M3)[:, :300], w, block_scales=True,
+                      **{**scales, name: dense})  # fmt: skip
+        assert launch[name] != dense.data_ptr()
+        assert launch[f"{name}_stride"] == 8
+        assert launch["pdl"] == early, "constants that were copied for the call are no constants"
+
+
+def test_group_quantization_arguments(launches: Launches) -> None:
+    x, out = torch.randn(3, 300).bfloat16(), torch.empty(3, 300).to(E4M3)
+    scale_out = empty_scales(3, 3, CPU)
+    how = {"group": 128, "power_of_two": True}
+    quantize_cuda.quantize_rows("per_token", x, None, None, out, scale_out, **how)
+    (launch,) = launches
+    assert launch["variant"].name == "quantize-per_token-bf16-e4m3-group128"
+    assert (launch["scale_out"], launch["scale_stride"]) == (scale_out.data_ptr(), 4)
+    assert launch["power_of_two"]
+
+
 def test_gated_and_static_quantization_arguments(launches: Launches) -> None:
     x, out = torch.randn(3, 64).half(), torch.empty(3, 32, dtype=torch.int8)
     scale, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
@@ -293,7 +330,8 @@ def test_gated_and_static_quantization_arguments(launches: Launches) -> None:
     assert static["variant"] == Quantize(kind="silu_mul", in_dtype="fp16", out_dtype="int8")
     assert (static["k"], static["x_stride"]) == (32, 64)
     assert (static["static_scale"], static["zero_point"]) == (scale.data_ptr(), zero.data_ptr())
-    assert (static["scale_out"], static["norm_weight"], static["n_active"]) == (0, 0, 0)
+    assert (static["norm_weight"], static["n_active"]) == (0, 0)
+    assert static["scale_out"] != 0  # rows' scales, which may be NaN, are always written
     assert (static["discard_x"], dynamic["discard_x"]) == (False, True)
     assert dynamic["variant"].out_dtype == "e4m3"
     assert dynamic["static_scale"] == 0

@@ -38,6 +38,12 @@ inline void tma_load(void* to, const CUtensorMap& map, const int (&place)[5], ui
   std::copy(place, place + 5, at);
   const int rank = emulator::rank;
   const uint32_t address = shared_address(to), barrier_address = shared_address(barrier);
+  if (reinterpret_cast<uintptr_t>(from.data + at[0]) % 16 != 0) {
+    emulator::fail("a copy by TMA begins within 16 bytes: an illegal instruction");
+  }
+  if (address % 128 != 0) {
+    emulator::fail("TMA copies to an address that is no multiple of 128");
+  }
   emulator::defer([=] {
     char* const shared = emulator::shared_of(rank);
     const auto& [size, stride, box] = from.shape;
