@@ -17,6 +17,7 @@ import torch
 
 from ..buffers import StaticBuffers
 from ..declared_memory import DeclaredMemory, stored, tensors_of
+from ..kept_memory import kept_by_libraries
 from .allocations import Allocation, Allocations, State, mapped_by_host
 from .inspector import Inspector
 from .nodes import GraphNodes, Word
@@ -69,7 +70,8 @@ class Auditor:
         inspector: reads the graphs and the memory they use.
         buffers: the static buffers, which stay.
         memory: what else stays, by name. If it is given, any other tensor is found, except for
-            what the captures made and kept: workspaces of libraries, state made at the first call.
+            what the captures made and kept, as state made at the first call, and what libraries
+            keep (`register_keeper`).
             If not, every live tensor is taken for the step's own, whoever allocated its memory.
     """
 
@@ -144,7 +146,8 @@ class Auditor:
                 for whole in tensors_of(name, holder)
                 for tensor in stored(whole)
             ]
-            self._known = Allocations([*kept, *declared, *present])
+            of_libraries = [range_of(made, "a library's memory") for made in kept_by_libraries()]
+            self._known = Allocations([*kept, *declared, *of_libraries, *present])
             # Declared memory of another allocator may be anywhere, far from all other.
             self._present = Allocations(present)
             self._host = Allocations(mapped_by_host())

@@ -13,7 +13,7 @@ from ostinato.bench.shapes import SHAPES
 from ostinato.bench.weights import random_decoder
 from ostinato.engine.decode_step import DecodeStep, SeenTokens
 from ostinato.graphs import GraphRunner, StaticBuffers
-from ostinato.models import ModelConfig, PagedKVCache, W8A8Linear, read_config
+from ostinato.models import ModelConfig, PagedKVCache, read_config
 from ostinato.models.families.llama import Llama
 
 CONTEXT, MAX_BATCH, PAGE = 96, 16, 16
@@ -91,7 +91,7 @@ def converted(part: Any, device: torch.device, dense: torch.dtype) -> Any:
     if not hasattr(part, "__dataclass_fields__"):
         return part
     values = {f.name: converted(getattr(part, f.name), device, dense) for f in fields(part)}
-    if isinstance(part, W8A8Linear) and part.out_dtype is torch.bfloat16:
+    if values.get("out_dtype") is torch.bfloat16:
         values["out_dtype"] = dense
     return type(part)(**values)
 

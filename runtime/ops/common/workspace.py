@@ -84,6 +84,10 @@ class Workspaces:
             latest = self._latest[place] = (capture, self._join(place, capture, needed))
         return latest[1].memory
 
+    def memory_of_graphs(self) -> list[torch.Tensor]:
+        """Return what captured launches use, for audits of their graphs."""
+        return [captured.memory for captured in self._captured]
+
     def _grow(self, place: tuple[int, int], needed: int) -> torch.Tensor:
         self._drop_unused()
         device = place[0]
@@ -96,6 +100,9 @@ class Workspaces:
 
     def _join(self, place: tuple[int, int], capture: int, needed: int) -> _Captured:
         """Return what launches of a capture share, which its graph holds from now on."""
+        from ostinato.graphs.kept_memory import register_keeper  # at a capture, not at an import
+
+        register_keeper(self)
         self._drop_unused()
         device, stream = place
         owner = (device, stream, _pool_of_capture(device) or capture)

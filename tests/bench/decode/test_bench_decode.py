@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_adapters import ADAPTERS
 
 from ostinato.bench.decode.benchmark import BENCHMARK, is_rival, num_bytes
 from ostinato.bench.decode.cases import Case
@@ -24,7 +25,7 @@ CASE = Case(4, 2, 3, 50, 2, 16)
 
 
 def peers(names: Sequence[str], pages: Sequence[int], **environ: str) -> list[Implementation]:
-    folder = adapter_folder(None, {})
+    folder = adapter_folder(ADAPTERS, {})
     found = find_peers(BENCHMARK, folder, environ, lambda peer: paged(peer, pages))
     return select(names, found)
 

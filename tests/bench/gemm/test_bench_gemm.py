@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_adapters import ADAPTERS
 
 from ostinato.bench.gemm.benchmark import BENCHMARK, num_bytes
 from ostinato.bench.gemm.cases import Case, Shape
@@ -23,7 +24,7 @@ CASE = Case(Shape(24, 160), 5)
 
 
 def peers(names: Sequence[str], **environ: str) -> list[Implementation]:
-    return select(names, find_peers(BENCHMARK, adapter_folder(None, {}), environ))
+    return select(names, find_peers(BENCHMARK, adapter_folder(ADAPTERS, {}), environ))
 
 
 def inputs(operand: str, case: Case = CASE) -> Inputs:

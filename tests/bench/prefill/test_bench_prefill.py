@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from bench_adapters import ADAPTERS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from ostinato.bench.prefill.cases import DEFAULT_CASES, FP8_CASES, Case
 from ostinato.bench.prefill.impls import DTYPES, ours
 from ostinato.bench.prefill.inputs import DTYPE, FP8, Inputs, checked_rows, expected, random_inputs
 
-FLASH_ATTN_3 = adapter_named("flash_attn_3.py", adapter_folder(None, {}))
+FLASH_ATTN_3 = adapter_named("flash_attn_3.py", adapter_folder(ADAPTERS, {}))
 CPU = torch.device("cpu")
 CASE = Case(2, 70, 0, 4, 2, 16)
 CASES = [
@@ -35,7 +36,7 @@ SIZES = st.integers(1, 200)
 
 
 def peers(names: Sequence[str], dtype: str = "bf16") -> list[Implementation]:
-    folder, wanted = adapter_folder(None, {}), DTYPES[dtype]
+    folder, wanted = adapter_folder(ADAPTERS, {}), DTYPES[dtype]
     found = find_peers(
         BENCHMARKS[dtype], folder, {}, lambda peer: [peer] if peer.layout is wanted else []
     )

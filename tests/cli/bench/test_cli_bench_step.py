@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_adapters import ADAPTERS
 
 from ostinato.bench.harness.peers import adapter_folder, adapter_named
 from ostinato.bench.report import Report, Row
@@ -24,7 +25,7 @@ from ostinato.models import PagedKVCache, W8A8Linear, read_config
 
 TINY = read_config(SHAPES["tiny"])
 CPU = torch.device("cpu")
-peers = adapter_named("hugging_face.py", adapter_folder(None, {}))
+peers = adapter_named("hugging_face.py", adapter_folder(ADAPTERS, {}))
 
 
 def test_shapes_are_measured_in_every_precision(

@@ -46,6 +46,7 @@ _FP8 = {
         if variant.dtype == "e4m3"
         and variant.out_dtype == "bf16"
         and variant.fast_accum == fast_accum
+        and not variant.block_scales
     )
     for fast_accum in (False, True)
 }

@@ -265,20 +265,22 @@ def test_what_lies_behind_the_last_query_costs_nothing_and_changes_no_bit() -> N
     for behind in (0.0, 1.0, 1e4, 1e18, 3e38, math.inf, math.nan):
         padded[600:] = rubbish * behind
         attend([padded, *rest], out=out)
-        times = []
-        for _ in range(9):
+        best = math.inf
+        # A tile whose scores were all found again would take ten times as long, every time; what
+        # other processes on the GPU cost, it costs only at times.
+        for _ in range(300):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             attend([padded, *rest], out=out)
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end))
+            best = min(best, begin.elapsed_time(end))
+            if expected is not None and best < 3 * fastest:
+                break
+        assert best < 3 * fastest
         expected = out[:600].clone() if expected is None else expected
         assert_same_bits(out[:600], expected)
-        fastest = min(fastest, min(times))
-        # A tile whose scores were all found again would take ten times as long; other processes on
-        # the GPU may make it thrice.
-        assert min(times) < 5 * fastest
+        fastest = min(fastest, best)
 
 
 @pytest.mark.usefixtures("tiles")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
+from ostinato.graphs.kept_memory import kept_by_libraries
 from ostinato.ops.common import workspace
 from ostinato.ops.common.workspace import Workspaces
 
@@ -112,6 +113,16 @@ def test_a_capture_has_one_of_its_own() -> None:
     assert spaces.get(0, 7, 100) is eager
     driver.begin(7, 2, None)
     assert spaces.get(0, 7, 100) is not captured
+
+
+def test_audits_know_what_captures_share() -> None:
+    spaces = Workspaces()
+    eager = spaces.get(0, 7, 100)
+    driver.begin(7, 1, None)
+    captured = spaces.get(0, 7, 100)
+    kept = {tensor.data_ptr() for tensor in kept_by_libraries()}
+    assert captured.data_ptr() in kept
+    assert eager.data_ptr() not in kept
 
 
 def test_graphs_of_one_pool_share_one() -> None:
