@@ -95,6 +95,16 @@ inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 // Block scales have a ring of their own: without this limit it would take the room of a stage.
 inline constexpr int kMaxStages = kBlockScales && kUnits == 1 ? 8 : 16;
+// With block scales, products are scaled piece by piece, while the MMAs of other pieces run: a
+// piece is a unit, or half of its columns where a stage has one unit.
+#define OSTINATO_HALF_PIECES (OSTINATO_BLOCK_SCALES && OSTINATO_CHANNELS + OSTINATO_TOKENS > 160)
+inline constexpr int kColumnParts = OSTINATO_HALF_PIECES ? 2 : 1;
+static_assert(!kBlockScales || kUnits * kColumnParts > 1, "a piece alone has nothing beside it");
+inline constexpr int kPieceColumns = kTileColumns / kColumnParts;
+inline constexpr int kPieceSums = kPieceColumns / 2;  // per thread and block
+inline constexpr int kPieces = kUnits * kColumnParts;
+// Stages whose pieces follow one another without a wait for all of them.
+inline constexpr int kRunStages = kUnits == 4 ? 2 : 4;
 // Sums in registers: one set, one that sums of 128 products are added to, or one of these for each
 // unit of a stage.
 inline constexpr int kSumSets = kBlockScales ? 1 + kUnits : kPromote ? 2 : 1;

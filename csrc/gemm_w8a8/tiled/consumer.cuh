@@ -109,23 +109,24 @@ class Consumer {
     }
   }
 
-  // Issues the MMAs of a unit of a stage.
+  // Issues the MMAs of a unit of a stage, for the columns from `first_column` on.
   __device__ __forceinline__ void multiply_unit(Channels channels, Tokens tokens, int unit,
-                                                bool accumulate,
-                                                Sum (&sums)[kBlocks][kSums]) const {
+                                                int first_column, bool accumulate,
+                                                Sum (&sums)[kBlocks][kPieceSums]) const {
     tiled::multiply_unit(channels, unit * kUnitBlocks * plan_.block_bytes, plan_.block_bytes,
-                         tokens, unit * plan_.token_rows * kUnitDepth, accumulate, sums);
+                         tokens, unit * plan_.token_rows * kUnitDepth, first_column, accumulate,
+                         sums);
   }
 
   // Issues the MMAs of a stage as one wgmma group.
-  __device__ __forceinline__ void multiply_stage(int slot, bool accumulate,
-                                                 Sum (&sums)[kBlocks][kSums]) {
+  template <class Sums>
+  __device__ __forceinline__ void multiply_stage(int slot, bool accumulate, Sums& sums) {
     const Channels channels = channels_of(slot);
     const Tokens tokens = tokens_of(slot);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
-      multiply_unit(channels, tokens, unit, accumulate || unit > 0, sums);
+      multiply_unit(channels, tokens, unit, 0, accumulate || unit > 0, sums);
     }
     cute::warpgroup_commit_batch();
   }
@@ -163,8 +164,10 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void sum(int steps, Sum (&sums)[kBlocks][kSums],
-                                      RingPosition& position, Epilogue& epilogue) {
+  // Mainloops are templates, so that only the variant's own has to suit its pieces.
+  template <class Sums>
+  __device__ __forceinline__ void sum(int steps, Sums& sums, RingPosition& position,
+                                      Epilogue& epilogue) {
     pin(sums);
     int previous = 0;
     wait_turn();
@@ -199,8 +202,8 @@ class Consumer {
   }
 
   // Two-level accumulation: sums of 128 products are added in fp32.
-  __device__ __forceinline__ void sum_promoting(int steps, Sum (&sums)[kBlocks][kSums],
-                                                RingPosition& position) {
+  template <class Sums>
+  __device__ __forceinline__ void sum_promoting(int steps, Sums& sums, RingPosition& position) {
     clear(sums);
     wait_turn();
     for (int step = 0; step < steps; ++step) {
@@ -209,10 +212,10 @@ class Consumer {
       const Tokens tokens = tokens_of(position.slot);
 #pragma unroll
       for (int unit = 0; unit < kUnits; ++unit) {
-        Sum products[kBlocks][kSums];
+        Sums products;
         pin(products);
         cute::warpgroup_arrive();
-        multiply_unit(channels, tokens, unit, false, products);
+        multiply_unit(channels, tokens, unit, 0, false, products);
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<0>();
         pin(products);
@@ -231,64 +234,79 @@ class Consumer {
   }
 
   // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
-  // The MMAs of a stage are issued together. All tiles add in this order and with these roundings.
+  // While a piece is scaled, the MMAs of the next ones run, those of the next stage included. All
+  // tiles add in this order and with these roundings.
   template <class Fixed>
   __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
                                               Sum (&sums)[kBlocks][kSums], RingPosition& position,
                                               const Fixed& fixed) {
-    const int steps = work_tile.steps;
     const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
     const int first_x = place_in_scale_box(work_tile.token);
-    clear(sums);
-    for (int step = 0; step < steps; ++step) {
-      OSTINATO_DELAY(consumer, warpgroup_ == 0);
-      wait_full(position);
-      const Channels channels = channels_of(position.slot);
-      const Tokens tokens = tokens_of(position.slot);
-      Sum products[kUnits][kBlocks][kSums];
-#pragma unroll
-      for (auto& of_unit : products) {
-        pin(of_unit);
-      }
+    const auto scales_of = [&](int slot, auto piece) {
+      const float* const w = fixed.w_scales[slot].of[piece / kColumnParts] + first_w;
+      const float* const x = fixed.x_scales[slot].of[piece / kColumnParts] + first_x;
+      return PieceScales(kTokenRows ? x : w, kTokenRows ? w : x,
+                         piece % kColumnParts * kPieceColumns, warpgroup_);
+    };
+    Sum products[kPieces][kBlocks][kPieceSums];
+    const auto issue = [&](int slot, auto piece) {
+      pin(products[piece]);
       cute::warpgroup_arrive();
+      multiply_unit(channels_of(slot), tokens_of(slot), piece / kColumnParts,
+                    piece % kColumnParts * kPieceColumns, false, products[piece]);
+      cute::warpgroup_commit_batch();
+    };
+    // Computes this many stages; none of their MMAs runs on. (Where some did across the edge of a
+    // loop, the compiler would make all MMAs wait.)
+    const auto run = [&](auto stages) {
+      wait_full(position);
+      for_each_piece([&](auto piece) { issue(position.slot, piece); });
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        multiply_unit(channels, tokens, unit, false, products[unit]);
-        cute::warpgroup_commit_batch();
+      for (int stage = 1; stage < stages; ++stage) {
+        OSTINATO_DELAY(consumer, warpgroup_ == 0);
+        const int slot = position.slot;
+        position.advance(plan_.stages);
+        for_each_piece([&](auto piece) {
+          const PieceScales scales = scales_of(slot, piece);
+          cute::warpgroup_wait<kPieces - 1>();
+          pin(products[piece]);
+          if constexpr (piece == kPieces - 1) {
+            release(slot);
+          }
+          scales.add_scaled(products[piece], piece % kColumnParts * kPieceSums, sums);
+          if constexpr (piece == 0) {
+            wait_full(position);
+          }
+          issue(position.slot, piece);
+        });
       }
-      const auto& w_scales = fixed.w_scales[position.slot].of;
-      const auto& x_scales = fixed.x_scales[position.slot].of;
-      UnitScales scales[kUnits];
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        const float* const w = w_scales[unit] + first_w;
-        const float* const x = x_scales[unit] + first_x;
-        scales[unit].load_rows(kTokenRows ? x : w, warpgroup_);
-        if (UnitScales::kFit) {
-          scales[unit].load_columns(kTokenRows ? w : x);
+      for_each_piece([&](auto piece) {
+        const PieceScales scales = scales_of(position.slot, piece);
+        cute::warpgroup_wait<kPieces - 1 - piece>();
+        pin(products[piece]);
+        if constexpr (piece == kPieces - 1) {
+          release(position.slot);
         }
-      }
-      // The MMAs of later units run on.
-      for_each_unit([&](auto unit) {
-        cute::warpgroup_wait<kUnits - 1 - unit>();
-        pin(products[unit]);
-        if (!UnitScales::kFit) {
-          scales[unit].load_columns(kTokenRows ? w_scales[unit] + first_w
-                                               : x_scales[unit] + first_x);
-        }
-        scales[unit].add_scaled(products[unit], sums);
+        scales.add_scaled(products[piece], piece % kColumnParts * kPieceSums, sums);
       });
-      release(position.slot);
       position.advance(plan_.stages);
+    };
+    clear(sums);
+    int step = 0;
+    for (; step + kRunStages <= work_tile.steps; step += kRunStages) {
+      run(std::integral_constant<int, kRunStages>());
+    }
+    for (; step < work_tile.steps; ++step) {
+      run(std::integral_constant<int, 1>());
     }
   }
 
-  // Calls visit(std::integral_constant of a unit), in order.
-  template <int kUnit = 0, class Visit>
-  static __device__ __forceinline__ void for_each_unit(const Visit& visit) {
-    visit(std::integral_constant<int, kUnit>());
-    if constexpr (kUnit + 1 < kUnits) {
-      for_each_unit<kUnit + 1>(visit);
+  // Calls visit(std::integral_constant of a piece), in order.
+  template <int kPiece = 0, class Visit>
+  static __device__ __forceinline__ void for_each_piece(const Visit& visit) {
+    visit(std::integral_constant<int, kPiece>());
+    if constexpr (kPiece + 1 < kPieces) {
+      for_each_piece<kPiece + 1>(visit);
     }
   }
 

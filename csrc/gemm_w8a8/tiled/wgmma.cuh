@@ -21,30 +21,47 @@ namespace ostinato::tiled {
 #else
 #define OSTINATO_COLUMNS OSTINATO_TOKENS
 #endif
+// A name of CuTe's is pasted from a number, not from half of one.
+#if !OSTINATO_HALF_PIECES
+#define OSTINATO_MMA_COLUMNS OSTINATO_COLUMNS
+#elif OSTINATO_COLUMNS == 64
+#define OSTINATO_MMA_COLUMNS 32
+#elif OSTINATO_COLUMNS == 96
+#define OSTINATO_MMA_COLUMNS 48
+#elif OSTINATO_COLUMNS == 128
+#define OSTINATO_MMA_COLUMNS 64
+#elif OSTINATO_COLUMNS == 160
+#define OSTINATO_MMA_COLUMNS 80
+#elif OSTINATO_COLUMNS == 192
+#define OSTINATO_MMA_COLUMNS 96
+#endif
+static_assert(OSTINATO_MMA_COLUMNS == kPieceColumns, "an MMA computes the columns of a piece");
 
 template <OperandType>
 struct MmaOf;
 template <>
 struct MmaOf<OperandType::int8> {
   using Sum = uint32_t;  // the bits of an int32
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, 32, S32S8S8_SS_TN);
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_MMA_COLUMNS, 32, S32S8S8_SS_TN);
 };
 template <>
 struct MmaOf<OperandType::e4m3> {
   using Sum = float;
-  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_COLUMNS, 32, F32E4M3E4M3_SS_TN)<>;
+  using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_MMA_COLUMNS, 32, F32E4M3E4M3_SS_TN)<>;
 };
 template <>
 struct MmaOf<OperandType::bf16> {
   using Sum = float;
   using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(
-      OSTINATO_COLUMNS, 16, F32BF16BF16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+      OSTINATO_MMA_COLUMNS, 16,
+      F32BF16BF16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 template <>
 struct MmaOf<OperandType::fp16> {
   using Sum = float;
   using Mma = cute::SM90::GMMA::OSTINATO_MMA_NAME(
-      OSTINATO_COLUMNS, 16, F32F16F16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+      OSTINATO_MMA_COLUMNS, 16,
+      F32F16F16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 #undef OSTINATO_MMA_NAME
 #undef OSTINATO_MMA_NAME_OF
@@ -76,14 +93,15 @@ class Operand {
 };
 
 template <int... kIndex>
-__device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns, Sum (&sums)[kSums],
+__device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns, Sum (&sums)[kPieceSums],
                                          bool accumulate, std::integer_sequence<int, kIndex...>) {
   Mma::fma(rows, columns, sums[kIndex]...,
            accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 // Keeps the compiler from moving register accesses across asynchronous MMAs.
-__device__ __forceinline__ void pin(Sum (&sums)[kBlocks][kSums]) {
+template <int kCount>
+__device__ __forceinline__ void pin(Sum (&sums)[kBlocks][kCount]) {
 #pragma unroll
   for (auto& block : sums) {
 #pragma unroll
@@ -96,23 +114,26 @@ __device__ __forceinline__ void pin(Sum (&sums)[kBlocks][kSums]) {
 using Channels = Operand<kPackedDepth>;
 using Tokens = Operand<kUnitDepth>;
 
-// Issues sums += channels · tokensᵀ, or its transpose, for one unit of K, at `channel_offset` and
-// `token_offset` bytes from the operands. Blocks of K of channels are `block_bytes` apart. All
-// tiles accumulate K in this order, so that floating-point sums have the same bits in each.
+// Issues sums += channels · tokensᵀ, or its transpose, for one unit of K and the columns from
+// `first_column` on, at `channel_offset` and `token_offset` bytes from the operands. Blocks of K of
+// channels are `block_bytes` apart. All tiles accumulate K in this order, so that floating-point
+// sums have the same bits in each.
 __device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
                                               int block_bytes, Tokens tokens, int token_offset,
-                                              bool accumulate, Sum (&sums)[kBlocks][kSums]) {
+                                              int first_column, bool accumulate,
+                                              Sum (&sums)[kBlocks][kPieceSums]) {
 #pragma unroll
   for (int depth = 0; depth < kUnitDepth; depth += kMmaDepth) {
     const uint32_t in_block = depth / kPackedDepth * block_bytes + depth % kPackedDepth;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const uint64_t of_channels = channels.descriptor(
-          channel_offset + in_block + (kTokenRows ? 0 : block * kMmaRows * kPackedDepth));
-      const uint64_t of_tokens = tokens.descriptor(
-          token_offset + depth + (kTokenRows ? block * kMmaRows * kUnitDepth : 0));
+      const int channel = kTokenRows ? first_column : block * kMmaRows;
+      const int token = kTokenRows ? block * kMmaRows : first_column;
+      const uint64_t of_channels =
+          channels.descriptor(channel_offset + in_block + channel * kPackedDepth);
+      const uint64_t of_tokens = tokens.descriptor(token_offset + depth + token * kUnitDepth);
       multiply(kTokenRows ? of_tokens : of_channels, kTokenRows ? of_channels : of_tokens,
-               sums[block], accumulate || depth > 0, std::make_integer_sequence<int, kSums>());
+               sums[block], accumulate || depth > 0, std::make_integer_sequence<int, kPieceSums>());
     }
   }
 }
