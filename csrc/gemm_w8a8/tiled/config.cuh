@@ -99,6 +99,10 @@ inline constexpr int kMaxStages = kBlockScales && kUnits == 1 ? 8 : 16;
 // piece is a unit, or half of its columns where a stage has one unit.
 #define OSTINATO_HALF_PIECES (OSTINATO_BLOCK_SCALES && OSTINATO_CHANNELS + OSTINATO_TOKENS > 160)
 inline constexpr int kColumnParts = OSTINATO_HALF_PIECES ? 2 : 1;
+// Whether rows are in registers for both halves; beside the sums of the widest tile they do not
+// fit.
+#define OSTINATO_ROWS_IN_REGISTERS (OSTINATO_HALF_PIECES && OSTINATO_CHANNELS <= 160)
+inline constexpr bool kRowsInRegisters = OSTINATO_ROWS_IN_REGISTERS;
 static_assert(!kBlockScales || kUnits * kColumnParts > 1, "a piece alone has nothing beside it");
 inline constexpr int kPieceColumns = kTileColumns / kColumnParts;
 inline constexpr int kPieceSums = kPieceColumns / 2;  // per thread and block

@@ -15,6 +15,7 @@
 #else
 #include "epilogue_swap_ab.cuh"
 #endif
+#include "row_fragments.cuh"
 #include "tile_scheduler.cuh"
 #include "wgmma.cuh"
 
@@ -48,7 +49,12 @@ class Consumer {
       epilogue.fetch_tokens(work_tile);
       Sum sums[kBlocks][kSums];
       if constexpr (kBlockScales) {
-        sum_scaling(work_tile, sums, position, fixed_);
+        constexpr int kWidest = ColumnScales::kWidest;
+        if (place_in_scale_box(work_tile.channel / kScaleChannels) % kWidest == 0) {
+          sum_scaling<kWidest>(work_tile, sums, position, fixed_);
+        } else {
+          sum_scaling<2>(work_tile, sums, position, fixed_);
+        }
       } else if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
       } else {
@@ -96,10 +102,12 @@ class Consumer {
         ring_ + slot * plan_.stage_bytes +
         (kTokenRows ? 0 : warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kPackedDepth));
   }
+  __device__ __forceinline__ uint32_t tokens_address(int slot) const {
+    return ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
+           (kTokenRows ? warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0);
+  }
   __device__ __forceinline__ Tokens tokens_of(int slot) const {
-    return Tokens(
-        ring_ + slot * plan_.stage_bytes + plan_.weight_bytes +
-        (kTokenRows ? warpgroup_in_tile(warpgroup_) * kBlocks * kMmaRows * kUnitDepth : 0));
+    return Tokens(tokens_address(slot));
   }
 
   __device__ __forceinline__ void wait_full(const RingPosition& position) {
@@ -236,58 +244,71 @@ class Consumer {
   // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
   // While a piece is scaled, the MMAs of the next ones run, those of the next stage included. All
   // tiles add in this order and with these roundings.
-  template <class Fixed>
+  template <int kVector, class Fixed>
   __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
                                               Sum (&sums)[kBlocks][kSums], RingPosition& position,
                                               const Fixed& fixed) {
     const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
     const int first_x = place_in_scale_box(work_tile.token);
-    const auto scales_of = [&](int slot, auto piece) {
-      const float* const w = fixed.w_scales[slot].of[piece / kColumnParts] + first_w;
-      const float* const x = fixed.x_scales[slot].of[piece / kColumnParts] + first_x;
-      return PieceScales(kTokenRows ? x : w, kTokenRows ? w : x,
-                         piece % kColumnParts * kPieceColumns, warpgroup_);
-    };
     Sum products[kPieces][kBlocks][kPieceSums];
-    const auto issue = [&](int slot, auto piece) {
+    Rows rows[2];
+    const auto issue = [&](int slot, auto piece, auto& rows_of_unit) {
+      if constexpr (kRowsInRegisters && piece == 0) {
+        rows_of_unit.load(tokens_address(slot));
+      }
       pin(products[piece]);
       cute::warpgroup_arrive();
-      multiply_unit(channels_of(slot), tokens_of(slot), piece / kColumnParts,
-                    piece % kColumnParts * kPieceColumns, false, products[piece]);
+      if constexpr (kRowsInRegisters) {
+        rows_of_unit.multiply(channels_of(slot), plan_.block_bytes, piece * kPieceColumns,
+                              products[piece]);
+      } else {
+        multiply_unit(channels_of(slot), tokens_of(slot), piece / kColumnParts,
+                      piece % kColumnParts * kPieceColumns, false, products[piece]);
+      }
       cute::warpgroup_commit_batch();
+    };
+    // Waits for a piece, of which `kBeside` others run on, and adds it.
+    RowScales row_scales;
+    const auto add = [&](int slot, auto piece, auto beside, auto& rows_of_unit) {
+      constexpr int kUnit = piece / kColumnParts, kPart = piece % kColumnParts;
+      const float* const w = fixed.w_scales[slot].of[kUnit] + first_w;
+      const float* const x = fixed.x_scales[slot].of[kUnit] + first_x;
+      if constexpr (kPart == 0) {
+        row_scales.load(kTokenRows ? x : w, warpgroup_);
+      }
+      ColumnScales column_scales;
+      column_scales.template load<kVector>(kTokenRows ? w : x, kPart * kPieceColumns);
+      cute::warpgroup_wait<beside>();
+      pin(products[piece]);
+      if constexpr (piece == kPieces - 1) {
+        if constexpr (kRowsInRegisters) {
+          rows_of_unit.pin();
+        }
+        release(slot);
+      }
+      column_scales.add_scaled(products[piece], row_scales, kPart * kPieceSums, sums);
     };
     // Computes this many stages; none of their MMAs runs on. (Where some did across the edge of a
     // loop, the compiler would make all MMAs wait.)
     const auto run = [&](auto stages) {
       wait_full(position);
-      for_each_piece([&](auto piece) { issue(position.slot, piece); });
+      for_each_piece([&](auto piece) { issue(position.slot, piece, rows[0]); });
 #pragma unroll
       for (int stage = 1; stage < stages; ++stage) {
         OSTINATO_DELAY(consumer, warpgroup_ == 0);
         const int slot = position.slot;
         position.advance(plan_.stages);
         for_each_piece([&](auto piece) {
-          const PieceScales scales = scales_of(slot, piece);
-          cute::warpgroup_wait<kPieces - 1>();
-          pin(products[piece]);
-          if constexpr (piece == kPieces - 1) {
-            release(slot);
-          }
-          scales.add_scaled(products[piece], piece % kColumnParts * kPieceSums, sums);
+          add(slot, piece, std::integral_constant<int, kPieces - 1>(), rows[(stage - 1) % 2]);
           if constexpr (piece == 0) {
             wait_full(position);
           }
-          issue(position.slot, piece);
+          issue(position.slot, piece, rows[stage % 2]);
         });
       }
       for_each_piece([&](auto piece) {
-        const PieceScales scales = scales_of(position.slot, piece);
-        cute::warpgroup_wait<kPieces - 1 - piece>();
-        pin(products[piece]);
-        if constexpr (piece == kPieces - 1) {
-          release(position.slot);
-        }
-        scales.add_scaled(products[piece], piece % kColumnParts * kPieceSums, sums);
+        add(position.slot, piece, std::integral_constant<int, kPieces - 1 - piece>(),
+            rows[(stages - 1) % 2]);
       });
       position.advance(plan_.stages);
     };

@@ -63,6 +63,11 @@ struct MmaOf<OperandType::fp16> {
       OSTINATO_MMA_COLUMNS, 16,
       F32F16F16_SS)<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
+#if OSTINATO_ROWS_IN_REGISTERS
+// The same of rows in registers.
+using RegisterMma = cute::SM90::GMMA::OSTINATO_MMA_NAME(OSTINATO_MMA_COLUMNS, 32,
+                                                        F32E4M3E4M3_RS_TN)<>;
+#endif
 #undef OSTINATO_MMA_NAME
 #undef OSTINATO_MMA_NAME_OF
 
