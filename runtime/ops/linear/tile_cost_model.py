@@ -36,6 +36,9 @@ _MMA_CLOCKS = 0.926  # of the tensor cores, as a multiple of what they should ta
 _WEIGHT_ROW_CLOCKS = 1.31  # and in addition for a row of weights; with many tokens the L2 has them
 _STAGE_CLOCKS = 49  # likewise for a stage of the ring, of 128 to 512 bytes of K
 _WIDE = 0.988  # of the clocks of a step: 256 tokens, channels as rows
+# With block scales, for a step in addition: sums are scaled while shared memory is busy.
+_SCALING_CLOCKS = 80
+_SCALING_COLUMN_CLOCKS = 0.6
 _EPILOGUE_CLOCKS = 8.3  # for a column
 # The widest tile is stored while the next one is summed: what is left is at the end.
 _LAST_EPILOGUE_CLOCKS = 19.7
@@ -166,7 +169,8 @@ def _predict(
     cluster, share_weights, split_k = np.array(_SHARING).T[:, sharing]
     # Copies and MMAs take as long for a byte of K in each dtype.
     k_bytes = k * variants[0].operand_bytes
-    us = _predicted_us(tiles, tokens, cluster, share_weights, split_k, m, n, k_bytes, sms)
+    scaled = variants[0].block_scales
+    us = _predicted_us(tiles, tokens, cluster, share_weights, split_k, m, n, k_bytes, sms, scaled)
     return _Predicted(variants, tiles, tokens, sharing, us)
 
 
@@ -243,6 +247,7 @@ def _predicted_us(
     n: int,
     k_bytes: int,
     sms: int,
+    scaled: bool,
 ) -> _Floats:
     """Return about how long products take on an H200, launched with PDL."""
     channels = rows.channels * TILE_CHANNELS
@@ -264,6 +269,8 @@ def _predicted_us(
         (read + channels + tokens) * _STEP_DEPTH / _SHARED_BYTES_PER_CLOCK,
     )
     step += _STAGE_CLOCKS / rows.stage_steps
+    if scaled:
+        step += _SCALING_CLOCKS + _SCALING_COLUMN_CLOCKS * rows.mma_columns
     if m <= _CUT_M:
         step += _WEIGHT_ROW_CLOCKS * weight_rows
     busy = np.minimum(groups * cluster, sms // cluster * cluster)
