@@ -62,6 +62,7 @@ def main() -> None:
         if ours["gpu"] != theirs["versions"]["gpu"]:
             raise SystemExit(f"{theirs_file}: got {theirs['versions']['gpu']}, ours {ours['gpu']}")
         document = {key: ours[key] for key in ("gpu", "versions", "commit")}
+        document["versions"]["vllm"] = theirs["versions"]["vllm"]
         rows += joined(dtype, ours, theirs)
     args.out.write_text(
         json.dumps(document)[:-1]
