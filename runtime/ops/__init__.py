@@ -19,8 +19,8 @@ Common to all of them:
   `merge_states` and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products and
   attention too (`python -m ostinato env` lists them). They are compiled on first use
   (`python -m ostinato build` does it before) and, from sm_90 on, launched so that they overlap the
-  end of the kernel before them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
-  operators.
+  end of the kernel before them; what this asks of packed weights and norm weights, those ops say.
+  All else runs on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
