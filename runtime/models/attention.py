@@ -41,7 +41,11 @@ def rotation(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms of heads before they are rotated, [head_dim]; None where there is none."""
+    """Norms of heads before they are rotated, of one kind; None where there is none.
+
+    RMS norms have weights [head_dim], and `append_kv` computes them. Layer norms have weights
+    [heads, head_dim].
+    """
 
     q: Norm | None
     k: Norm | None
@@ -50,6 +54,14 @@ class HeadNorms:
     def eps(self) -> float:
         """That of both."""
         return max((norm.eps for norm in (self.q, self.k) if norm is not None), default=0.0)
+
+    def before_append(
+        self, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, HeadNorms]:
+        """Return q and k [T, heads, head_dim], normalised by layer norms, and the norms left."""
+        if self.q is None or self.k is None or self.q.kind == "rms_norm":
+            return q, k, self
+        return self.q(q), self.k(k), HeadNorms(None, None)
 
 
 class Attention:
@@ -107,6 +119,7 @@ class Attention:
         """
         config = self._config
         q, k, v = (x.unflatten(1, (-1, config.head_dim)) for x in (q, k, v))
+        q, k, norms = norms.before_append(q, k)
         q = self._append(index, q, k, v, positions, inputs, cache, norms)
         k_cache, v_cache = cache.layer(index)
         window = config.sliding_windows[index]

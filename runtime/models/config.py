@@ -41,6 +41,9 @@ class ModelConfig:
     Queries times keys are multiplied by `attention_scale` (None: 1/sqrt(head_dim)), embeddings by
     `embedding_scale` when they are loaded, and logits by `logits_scale`.
 
+    With `parallel_block` attention and the MLP of a layer read the same norm, and what both return
+    is added to the residual stream.
+
     `text_tower` says that the checkpoint holds more than this decoder, such as a vision tower.
     """
 
@@ -68,6 +71,7 @@ class ModelConfig:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    parallel_block: bool = False
     text_tower: bool = False
 
     def __post_init__(self) -> None:

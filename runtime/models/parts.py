@@ -191,17 +191,23 @@ class TensorPart(Part):
 
 @dataclass(frozen=True)
 class NormPart(Part):
-    """A norm, which every rank keeps whole.
+    """A norm, which every rank keeps whole, or one with weights for each head.
 
     Args:
-        weight: of the stored weight, of which there is one for each head or one for all.
+        weight: of the stored weight.
         bias: of the stored bias, None where there is none.
         config: of the norm.
+        of_heads: whether there is a row of weights for each head, which ranks divide.
+        replicated: whether several ranks may keep the same head.
+        kept_rows: what a rank keeps; None is all.
     """
 
     weight: TensorSpec
     bias: TensorSpec | None
     config: NormConfig
+    of_heads: bool = False
+    replicated: bool = False
+    kept_rows: slice | None = None
 
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
         """Yield weight and bias."""
@@ -209,18 +215,22 @@ class NormPart(Part):
         if self.bias is not None:
             yield self.bias
 
-    def shard(self, rank: int, size: int) -> Self:
-        """Return all."""
-        return self
+    def shard(self, rank: int, size: int) -> NormPart:
+        """Return all, or a rank's heads."""
+        if not self.of_heads:
+            return self
+        name, heads = self.weight.name, self.weight.shape[0]
+        kept = _share(name, heads, heads, rank, size, replicated=self.replicated)
+        return replace(self, kept_rows=kept)
 
     def build(self, loader: Loader) -> Norm:
         """Return the norm; a weight that is stored less 1 becomes fp32, which holds the sum."""
-        weight = TensorPart(self.weight).build(loader)
+        weight = TensorPart(self.weight, kept_rows=self.kept_rows).build(loader)
         if self.config.plus_one:
             weight = weight.float() + 1.0
         bias = None
         if self.bias is not None:
-            bias = TensorPart(self.bias).build(loader).to(weight.dtype)
+            bias = TensorPart(self.bias, kept_rows=self.kept_rows).build(loader).to(weight.dtype)
         return Norm(weight, self.config.eps, self.config.kind, bias)
 
 

@@ -80,7 +80,6 @@ class Quantize(Variant):
             "OSTINATO_OUT_DTYPE": self.out_dtype,
             "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
             "OSTINATO_GROUP": str(self.group),
-            "OSTINATO_LAYER_NORM": str(int(self.kind == "layer_norm")),
         }
 
 
@@ -177,8 +176,6 @@ def quantize_rows(
         weight_dtype = None if norm_weight is None else norm_weight.dtype
         variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype, group)
         stream = current_stream(device)
-        # Other kernels have no such arguments.
-        of_layer_norm = {"norm_bias": address_of(norm_bias), "heads": heads}
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -200,6 +197,7 @@ def quantize_rows(
             pdl=pdl.enabled(),
             n_active=address_of(n_active),
             discard_x=discard_x,
-            **(of_layer_norm if kind == "layer_norm" else {}),
+            heads=heads,
+            norm_bias=address_of(norm_bias),
             stream=stream,
         )
