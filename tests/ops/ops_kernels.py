@@ -46,7 +46,8 @@ ROW_KERNELS = (
         replace(variant, weight_dtype="fp32")
         for variant in CATALOGUE
         if isinstance(variant, Quantize)
-        and (variant.kind, variant.weight_dtype) in (("rms_norm", "bf16"), ("rms_norm", "fp16"))
+        and variant.kind in NORMS
+        and variant.weight_dtype in ("bf16", "fp16")
     ),
 )
 

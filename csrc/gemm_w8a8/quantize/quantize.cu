@@ -81,7 +81,7 @@ Plan many_rows_plan(const QuantizeParams& p) {
   // Variants that would spill with that many CTAs per SM get one fewer.
   constexpr bool kWide =
       sizeof(In) == 4 ? kNorm || kFunction == Function::gelu : kLayerNorm && sizeof(Weight) == 4;
-  constexpr int kCtasOf128 = !kWide ? 6 : kLayerNorm && sizeof(In) == 4 ? 4 : 5;
+  constexpr int kCtasOf128 = !kWide ? 6 : sizeof(In) == 4 && kKind != Kind::rms_norm ? 4 : 5;
   if (threads <= 128) {
     return aligned_rows_plan<32, 128, kCtasOf128>(threads);
   }

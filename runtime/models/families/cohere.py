@@ -65,7 +65,7 @@ class ParallelLlama(Llama):
         qkv, mlp = both.split([qkv_size, both.size(1) - qkv_size], dim=1)
         attended = layer.o(self._attend(index, qkv, call), n_active)
         # The kernel of norms gives the sum beside a norm that is not read.
-        _, residual = self.norm.of_sum(attended, residual)
+        _, residual = layer.input_norm.of_sum(attended, residual)
         return layer.down.after_activation(mlp, config.activation, n_active), residual
 
 

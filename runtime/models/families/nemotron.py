@@ -10,6 +10,7 @@ from .llama import Llama, layout
 
 
 def _config(fields: Fields) -> ModelConfig:
+    fields.integer("num_key_value_heads")  # which has no default in transformers
     bias = fields.boolean("attention_bias", False)
     eps = fields.number("norm_eps", 1e-5)
     return standard_config(
