@@ -121,6 +121,16 @@ struct KnownDivisor {
 };
 
 template <int N>
+__device__ __forceinline__ float sum_values(const float (&values)[N]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sum = __fadd_rn(sum, values[i]);
+  }
+  return sum;
+}
+
+template <int N>
 __device__ __forceinline__ float sum_squares(const float (&values)[N]) {
   float sum = 0.0f;
 #pragma unroll

@@ -11,6 +11,7 @@ from .. import ops
 from .cache import PagedKVCache
 from .config import ModelConfig
 from .decoder import AttentionInputs
+from .norms import Norm
 from .rope import RopeConfig
 
 
@@ -40,11 +41,27 @@ def rotation(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of heads before they are rotated, [head_dim] each; None where there is none."""
+    """Norms of heads before they are rotated, of one kind; None where there is none.
 
-    q: torch.Tensor | None
-    k: torch.Tensor | None
-    eps: float
+    RMS norms have weights [head_dim], and `append_kv` computes them. Layer norms have weights
+    [heads, head_dim].
+    """
+
+    q: Norm | None
+    k: Norm | None
+
+    @property
+    def eps(self) -> float:
+        """That of both."""
+        return max((norm.eps for norm in (self.q, self.k) if norm is not None), default=0.0)
+
+    def before_append(
+        self, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, HeadNorms]:
+        """Return q and k [T, heads, head_dim], normalised by layer norms, and the norms left."""
+        if self.q is None or self.k is None or self.q.kind == "rms_norm":
+            return q, k, self
+        return self.q(q), self.k(k), HeadNorms(None, None)
 
 
 class Attention:
@@ -102,6 +119,7 @@ class Attention:
         """
         config = self._config
         q, k, v = (x.unflatten(1, (-1, config.head_dim)) for x in (q, k, v))
+        q, k, norms = norms.before_append(q, k)
         q = self._append(index, q, k, v, positions, inputs, cache, norms)
         k_cache, v_cache = cache.layer(index)
         window = config.sliding_windows[index]
@@ -149,8 +167,8 @@ class Attention:
                 cos_sin=table,
                 q=queries,
                 interleaved=rotated is not None and rotated.interleaved,
-                q_norm_weight=None if queries is None else norms.q,
-                k_norm_weight=norms.k,
+                q_norm_weight=None if queries is None or norms.q is None else norms.q.weight,
+                k_norm_weight=None if norms.k is None else norms.k.weight,
                 norm_eps=norms.eps,
             )
 

@@ -17,7 +17,9 @@ import torch
 
 from ..jit.variant import Variant
 from .config_fields import UnsupportedModelError
-from .layers import InputKind, Linear
+from .kinds import InputKind
+from .layers import Linear
+from .norms import Norm, NormConfig
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -159,7 +161,7 @@ class Part(ABC):
 
 @dataclass(frozen=True)
 class TensorPart(Part):
-    """A tensor by itself: a norm's weight, which every rank keeps, or a table of the vocabulary.
+    """A tensor by itself: attention sinks, or a table of the vocabulary.
 
     Args:
         spec: of the stored tensor.
@@ -185,6 +187,51 @@ class TensorPart(Part):
     def build(self, loader: Loader) -> torch.Tensor:
         """Return the tensor."""
         return loader.tensor(self)
+
+
+@dataclass(frozen=True)
+class NormPart(Part):
+    """A norm, which every rank keeps whole, or one with weights for each head.
+
+    Args:
+        weight: of the stored weight.
+        bias: of the stored bias, None where there is none.
+        config: of the norm.
+        of_heads: whether there is a row of weights for each head, which ranks divide.
+        replicated: whether several ranks may keep the same head.
+        kept_rows: what a rank keeps; None is all.
+    """
+
+    weight: TensorSpec
+    bias: TensorSpec | None
+    config: NormConfig
+    of_heads: bool = False
+    replicated: bool = False
+    kept_rows: slice | None = None
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield weight and bias."""
+        yield self.weight
+        if self.bias is not None:
+            yield self.bias
+
+    def shard(self, rank: int, size: int) -> NormPart:
+        """Return all, or a rank's heads."""
+        if not self.of_heads:
+            return self
+        name, heads = self.weight.name, self.weight.shape[0]
+        kept = _share(name, heads, heads, rank, size, replicated=self.replicated)
+        return replace(self, kept_rows=kept)
+
+    def build(self, loader: Loader) -> Norm:
+        """Return the norm; a weight that is stored less 1 becomes fp32, which holds the sum."""
+        weight = TensorPart(self.weight, kept_rows=self.kept_rows).build(loader)
+        if self.config.plus_one:
+            weight = weight.float() + 1.0
+        bias = None
+        if self.bias is not None:
+            bias = TensorPart(self.bias, kept_rows=self.kept_rows).build(loader).to(weight.dtype)
+        return Norm(weight, self.config.eps, self.config.kind, bias)
 
 
 @dataclass(frozen=True)
@@ -254,7 +301,7 @@ class DecoderLayout:
 
     embedding: TensorPart
     layers: tuple[Any, ...]
-    norm: TensorPart
+    norm: NormPart
     lm_head: LinearPart | None
     tied_output: TensorPart | None = None
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cohere2Config,
+    CohereConfig,
     CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -21,6 +24,7 @@ from transformers import (
     HeliumConfig,
     InternLM3Config,
     IQuestCoderConfig,
+    Jais2Config,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -29,9 +33,11 @@ from transformers import (
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -41,6 +47,8 @@ from transformers import (
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 SHAPE: dict[str, Any] = {
@@ -223,6 +231,26 @@ MODELS: dict[str, PreTrainedConfig] = {
             attention_factor=1.2,
         ),
     ),
+    "nemotron": NemotronConfig(**SHAPE, **IDS, head_dim=16, attention_bias=True, mlp_bias=True),
+    "arcee": ArceeConfig(**SHAPE, **IDS, head_dim=8, mlp_bias=True),
+    "jais2": Jais2Config(**SHAPE, **IDS),
+    "starcoder2": Starcoder2Config(**SHAPE, **IDS),
+    "starcoder2-tied-window": Starcoder2Config(
+        **TIED, **IDS, sliding_window=8, use_bias=False, hidden_act="gelu"
+    ),
+    "stablelm": StableLmConfig(**SHAPE, **IDS, partial_rotary_factor=0.5, use_qkv_bias=True),
+    "stablelm-parallel": StableLmConfig(
+        **SHAPE, **IDS, partial_rotary_factor=0.5, use_parallel_residual=True, qk_layernorm=True
+    ),
+    "stablelm-qk-norm": StableLmConfig(
+        **SHAPE, **IDS, partial_rotary_factor=0.25, qk_layernorm=True
+    ),
+    "cohere": CohereConfig(**TIED, **IDS, logit_scale=1.3, attention_bias=True),
+    "cohere-qk-norm": CohereConfig(**SHAPE, **IDS, logit_scale=0.5, use_qk_norm=True),
+    "cohere2": Cohere2Config(
+        **TIED, **IDS, logit_scale=0.5, sliding_window=8, layer_types=SLIDING_FIRST
+    ),
+    "phi": PhiConfig(**SHAPE, **IDS),
     "qwen2_vl": Qwen2VLConfig(
         text_config={**SHAPE, **IDS, "rope_parameters": rope("default", **MROPE)},
         vision_config={**QWEN_VISION, "embed_dim": 16, "mlp_ratio": 1, "hidden_size": 32},

@@ -18,6 +18,7 @@ from ops_kernels import plans_of_earlier_gpus
 from ostinato import ops
 from ostinato.jit import compiler, loader
 from ostinato.jit.targets import Target, target_named
+from ostinato.ops.linear.quantize_cuda import GATED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
@@ -181,6 +182,38 @@ def test_rms_norm(
         found = [ops.rms_norm(x, weight, 1e-5), *ops.rms_norm(x, weight, 1e-5, residual=residual)]
         for to in QUANTIZED:
             found += ops.rms_norm_quantize(x, weight, 1e-5, to, residual=residual)
+        return found
+
+    both(call)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+def test_layer_norm(both: Both, weight_dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, residual = (rows(*shape, torch.bfloat16, odd_values=odd) for odd in (True, False))
+    weight, bias = torch.randn(2, shape[1]).to(CUDA, weight_dtype)
+
+    def call() -> Outputs:
+        given = {"bias": bias, "residual": residual}
+        found = [ops.layer_norm(x, weight, 1e-5), *ops.layer_norm(x, weight, 1e-5, **given)]
+        for to in QUANTIZED:
+            found += ops.layer_norm_quantize(x, weight, 1e-5, to, **given)
+        found += ops.layer_norm_quantize_per_group(x, weight, 1e-5, **given)
+        return found
+
+    both(call)
+
+
+@pytest.mark.parametrize("kind", ["gelu_tanh_mul", "gelu_mul", "gelu_tanh", "gelu", "relu2"])
+@pytest.mark.parametrize("shape", _SHAPES, ids=str)
+def test_activations(both: Both, kind: str, shape: tuple[int, int]) -> None:
+    m, k = shape
+    x = rows(m, 2 * k if kind in GATED else k, torch.bfloat16, odd_values=True)
+
+    def call() -> Outputs:
+        found = [ops.activation(x, kind), *ops.activation_quantize_per_group(x, kind)]
+        for to in QUANTIZED:
+            found += ops.activation_quantize(x, kind, to)
         return found
 
     both(call)

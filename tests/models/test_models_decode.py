@@ -69,6 +69,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "original_max_position_embeddings": 32,
     },
+    "nemotron": {"hidden_act": "relu2"},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 32},
+    "stablelm": {"qk_layernorm": True},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
+    "cohere2": MIXED,
+    "phi": {"hidden_act": "gelu_new"},
 }
 
 

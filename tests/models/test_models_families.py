@@ -11,8 +11,13 @@ import torch
 import transformers
 from hf_models import MODELS, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, sturdy_tokens, write_quantized
+from safetensors.torch import load_file, save_file
 
-from ostinato.checkpoint import load_model, quantize_checkpoint
+from ostinato.checkpoint import CheckpointError, load_model, quantize_checkpoint
+from ostinato.checkpoint.load import _CheckpointLoader
+from ostinato.checkpoint.quantization import load_quantization
+from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.storage.base import Target
 from ostinato.cli.build import _model_kernels
 from ostinato.models import (
     DenseLinear,
@@ -24,9 +29,10 @@ from ostinato.models import (
 )
 from ostinato.models.parts import shard
 from ostinato.ops.linear.gemm_variants import GemmTiled
+from ostinato.ops.linear.quantize_cuda import NORMS, Quantize
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 200000,  # in which the tokens of all defaults are
+    "vocab_size": 256000,  # in which the tokens of all defaults are
     "hidden_size": 64,
     "intermediate_size": 48,
     "num_hidden_layers": 8,
@@ -65,7 +71,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"num_key_value_heads": 2}),
     "cwm": ("Cwm", {**HEADS, "rope_parameters": LLAMA3}),
     "phi3": ("Phi3", {}),
+    "nemotron": ("Nemotron", {"num_key_value_heads": 2}),
+    "arcee": ("Arcee", {}),
+    "jais2": ("Jais2", {}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2}),
+    "stablelm": ("StableLm", {"num_key_value_heads": 2}),
+    "cohere": ("Cohere", {}),
+    "cohere2": ("Cohere2", {}),
+    "phi": ("Phi", {}),
 }
+# Names of the numbers beside the mean of squares.
+EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
 
 def fields_of(family: str, **fields: Any) -> dict[str, Any]:
@@ -80,7 +96,7 @@ def test_defaults_are_those_of_transformers(family: str, written: str) -> None:
     ours = read_config(theirs.to_dict() if written == "by transformers" else fields_of(family))
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == 16
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert [ours.norm.eps] == [getattr(theirs, name) for name in EPS if hasattr(theirs, name)]
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     assert ours.bos_token_id == theirs.bos_token_id
     ids = theirs.eos_token_id
@@ -118,7 +134,31 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "match"),
     [
-        *((family, {"hidden_act": "gelu"}, "hidden_act: got 'gelu'") for family in FAMILIES),
+        *((family, {"hidden_act": "tanh"}, "hidden_act: got 'tanh'") for family in FAMILIES),
+        ("smollm3", {"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish'"),
+        ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu', expected 'relu2'"),
+        ("nemotron", {"norm_eps": 0}, "norm_eps: got 0, expected a finite number above 0"),
+        ("nemotron", {"num_key_value_heads": None}, "num_key_value_heads: got None"),
+        ("nemotron", {"mlp_bias": 1}, "mlp_bias: got 1, expected true or false"),
+        ("arcee", {"attention_bias": "yes"}, "attention_bias: got 'yes', expected true or false"),
+        ("arcee", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
+        ("jais2", {"layer_norm_eps": -1.0}, "layer_norm_eps: got -1.0, expected a finite"),
+        ("starcoder2", {"use_bias": 0}, "use_bias: got 0, expected true or false"),
+        ("starcoder2", {"sliding_window": 0}, "sliding_window: got 0, expected an integer from 1"),
+        ("starcoder2", {"norm_epsilon": "x"}, "norm_epsilon: got 'x', expected a finite number"),
+        ("stablelm", {"qk_layernorm": 1}, "qk_layernorm: got 1, expected true or false"),
+        ("stablelm", {"use_parallel_residual": 1}, "use_parallel_residual: got 1, expected true"),
+        ("stablelm", {"partial_rotary_factor": 0.1}, "partial_rotary_factor: got 0.1, which rotat"),
+        ("cohere", {"logit_scale": 0.0}, "logit_scale: got 0.0, expected a finite number above 0"),
+        ("cohere", {"use_qk_norm": "no"}, "use_qk_norm: got 'no', expected true or false"),
+        ("cohere", {"use_parallel_block": False}, "use_parallel_block: got False, expected True"),
+        ("cohere2", {"use_gated_activation": False}, "use_gated_activation: got False, expected"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm: got True, expected False"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0, expected an"),
+        ("cohere2", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
+        ("cohere2", {"sliding_window": "x"}, "sliding_window: got 'x', expected an integer"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm: got True, expected False"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings: got True, expected False"),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], expected at least"),
         ("smollm3", {"no_rope_layers": [2] * 8}, "no_rope_layers: got .* expected integers from 0"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: got 0, expected an"),
@@ -276,11 +316,16 @@ def test_kernels_named_ahead_are_those_of_the_model(
     assert ahead == set(load_model(tmp_path).kernels())
 
 
+NORM_KERNELS = {"nemotron": ("layer_norm", "fp32"), "cohere-qk-norm": ("layer_norm", "bf16")}
+
+
 @pytest.mark.parametrize(
     ("name", "form"),
     [
         *(("llama-biases", form) for form in (None, "ct-int8-dynamic", "ct-int8-with-lm-head")),
         *(("qwen3-tied", form) for form in (None, "ct-int8-dynamic")),
+        *(("nemotron", form) for form in (None, "ct-int8-dynamic", "ct-fp8-dynamic")),
+        *(("cohere-qk-norm", form) for form in (None, "ct-int8-dynamic")),
     ],
 )
 def test_kernels_named_ahead_of_16_bit_models(name: str, form: str | None, tmp_path: Path) -> None:
@@ -295,6 +340,37 @@ def test_kernels_named_ahead_of_16_bit_models(name: str, form: str | None, tmp_p
     assert ahead == set(load_model(tmp_path).kernels())
     outputs = {v.out_dtype for v in ahead if isinstance(v, GemmTiled)}
     assert outputs == {"bf16", "fp32"}
+    norms = {(v.kind, v.weight_dtype) for v in ahead if isinstance(v, Quantize) and v.kind in NORMS}
+    # A weight that is stored less 1 is in fp32.
+    assert norms == {NORM_KERNELS.get(name, ("rms_norm", "bf16"))}
+
+
+def test_weights_stored_less_1_are_added_up_in_fp32(tmp_path: Path) -> None:
+    hf = random_model(MODELS["nemotron"])
+    stored = torch.full((32,), 2.0**-9 + 2.0**-12)  # which 1 + w in bf16 would round off
+    hf.model.norm.weight.data = stored.clone()
+    norm = load_model(save_plain(tmp_path, hf, torch.bfloat16)).norm
+    assert norm.weight.dtype is norm.bias.dtype is torch.float32
+    assert torch.equal(norm.weight, 1 + stored)
+    assert torch.equal(norm.bias, hf.model.norm.bias.bfloat16().float())
+
+
+def test_modules_without_a_bias_are_joined_with_those_that_have_one(tmp_path: Path) -> None:
+    hf = random_model(MODELS["cohere"])
+    layer = load_model(save_plain(tmp_path, hf)).layers[0]
+    attention = hf.model.layers[0].self_attn
+    biases = [getattr(attention, f"{name}_proj").bias for name in "qkv"]
+    assert torch.equal(layer.qkv_mlp.bias, torch.cat([*biases, torch.zeros(2 * 48)]))
+
+
+def test_a_missing_norm_of_a_head_is_named(tmp_path: Path) -> None:
+    folder = save_plain(tmp_path, random_model(MODELS["stablelm-qk-norm"]))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.k_layernorm.norms.1.weight"
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"missing {name}"):
+        load_model(folder)
 
 
 def layer_of(name: str) -> Any:
@@ -305,6 +381,29 @@ def layer_of(name: str) -> Any:
 def test_ranks_divide_sinks_as_they_divide_heads() -> None:
     kept = [shard(layer_of("granite_swa"), rank, 2).sinks.kept_rows for rank in range(2)]
     assert kept == [slice(0, 2), slice(2, 4)]
+
+
+@pytest.mark.parametrize("name", ["cohere-qk-norm", "stablelm-qk-norm"])
+def test_ranks_divide_norms_of_heads_as_they_divide_heads(name: str) -> None:
+    layers = [shard(layer_of(name), rank, 2) for rank in range(2)]
+    assert [layer.q_norm.kept_rows for layer in layers] == [slice(0, 2), slice(2, 4)]
+    assert [layer.k_norm.kept_rows for layer in layers] == [slice(0, 1), slice(1, 2)]
+    assert [shard(layer_of(name), rank, 4).k_norm.kept_rows for rank in range(4)] == (
+        [slice(0, 1)] * 2 + [slice(1, 2)] * 2
+    )
+
+
+@pytest.mark.parametrize("name", ["cohere-qk-norm", "stablelm-qk-norm"])
+def test_a_rank_loads_its_norms_of_heads(name: str, tmp_path: Path) -> None:
+    folder = save_plain(tmp_path, random_model(MODELS[name]))
+    whole = load_model(folder).layers[0].q_norm.weight
+    scheme_of = load_quantization(folder)
+    with CheckpointReader(folder) as reader:
+        loader = _CheckpointLoader(
+            reader, scheme_of, Target(torch.device("cpu"), torch.float32, True), None
+        )
+        ranks = [shard(layer_of(name), rank, 2).q_norm.build(loader) for rank in range(2)]
+    assert torch.equal(torch.cat([norm.weight for norm in ranks]), whole)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ostinato.ops.embed import Embed
 from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
 from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes
-from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GROUP, NORMS, Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
@@ -35,6 +35,9 @@ LOGITS_TOKENS, VOCABULARIES, LOGITS_FEATURES = (
     512,
 )
 
+# Activations whose results tests quantise: those of models.
+ROW_FUNCTIONS = ("silu_mul", "gelu_tanh_mul", "gelu_mul", "gelu_tanh", "gelu", "relu2")
+
 
 # Of every family that needs nothing of Hopper.
 ROW_KERNELS = (
@@ -43,7 +46,8 @@ ROW_KERNELS = (
         replace(variant, weight_dtype="fp32")
         for variant in CATALOGUE
         if isinstance(variant, Quantize)
-        and (variant.kind, variant.weight_dtype) in (("rms_norm", "bf16"), ("rms_norm", "fp16"))
+        and variant.kind in NORMS
+        and variant.weight_dtype in ("bf16", "fp16")
     ),
 )
 
@@ -59,8 +63,9 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
     for variant in CATALOGUE:
         if isinstance(variant, (Embed, AppendKV, MergeStates, Sample, FusedLinear, Quantize)):
             yield variant
-        if isinstance(variant, Quantize) and variant.kind == "rms_norm":
+        if isinstance(variant, Quantize) and variant.kind in NORMS:
             yield replace(variant, weight_dtype="fp32")
+    yield from _unlisted_rows()
     yield from _attention()
     yield from dense_products(sms)
     for dtype, out_dtype in product(OPERAND_DTYPES, FLOAT_DTYPES):
@@ -82,6 +87,17 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
     for dtype, m, n in product(OPERAND_DTYPES, LOGITS_TOKENS, VOCABULARIES):
         how = {"packed": True, "batch_invariant": True, "sms": sms}
         yield tile_table.choose(m, n, LOGITS_FEATURES, dtype, "fp32", **how).variant
+
+
+def _unlisted_rows() -> Iterator[Variant]:
+    """Yield norms and activations that the catalogue lists in bf16 alone, or not at all."""
+    for kind, dtype in product(("layer_norm", *ACTIVATIONS), FLOAT_DTYPES):
+        yield Quantize(kind=kind, in_dtype=dtype, out_dtype=dtype)
+        if kind == "layer_norm":
+            yield Quantize(kind=kind, in_dtype=dtype, out_dtype=dtype, weight_dtype="fp32")
+    for kind, out_dtype in product(("layer_norm", *ROW_FUNCTIONS), OPERAND_DTYPES):
+        yield Quantize(kind=kind, in_dtype="fp32", out_dtype=out_dtype)
+    yield Quantize(kind="layer_norm", in_dtype="fp32", out_dtype="e4m3", group=GROUP)
 
 
 def block_kernels(sms: int) -> Iterator[Variant]:

@@ -153,8 +153,8 @@ __device__ __forceinline__ void encode_groups(const QuantizeParams& p, const Sta
   }
 }
 
-// Normalises or gates a row, and stores the result. Thread `thread` of those that share the row has
-// the vectors that begin at first_of(v), and weight_of(v) returns the norm weights of each.
+// Normalises a row, and stores it. Thread `thread` of those that share the row has the vectors that
+// begin at first_of(v), and weight_of(v) returns the norm weights of each.
 template <Share kShare, bool kAligned, int kVectors, typename FirstOf, typename WeightOf>
 __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static& fixed,
                                            const KnownDivisor& k, const Row& row, int64_t index,
@@ -162,7 +162,22 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
                                            const FirstOf& first_of, const WeightOf& weight_of,
                                            Exchange<kVectors>& exchange) {
   constexpr bool kWarpPerRow = kShare == Share::warp;
-  if constexpr (kKind == Kind::rms_norm) {
+  if constexpr (kLayerNorm) {
+    __shared__ float means[kVectors * kMaxWarps];
+    float partials[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      partials[v] = sum_values(values[v]);
+    }
+    const float sum =
+        kWarpPerRow ? warp_row_sum(partials) : cta_row_sum<kVectors>(warp_sums(partials), means);
+    const float mean = k.divide(sum);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      subtract_mean<kAligned>(values[v], mean, first_of(v), row.k);
+    }
+  }
+  if constexpr (kNorm) {
     float squares[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -183,6 +198,15 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
       }
     }
   }
+  if constexpr (kLayerNorm) {
+    if (p.norm_bias != nullptr) {
+      const Weight* bias = weights_at(p, p.norm_bias, index);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        add_bias<kAligned>(bias, first_of(v), row.k, values[v]);
+      }
+    }
+  }
 
   if constexpr (kGroup > 0) {
 #pragma unroll
@@ -199,9 +223,10 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
   }
 }
 
-// Discards the lines of both halves of a gated row from L2. The thread whose vector begins a line
-// discards it once all readers have read it: they have met to find the row's scale, unless it was
-// given and cannot become NaN. (Those of a group are the readers of whole lines.)
+// Discards the lines of an activated row, or of both halves of a gated one, from L2. The thread
+// whose vector begins a line discards it once all readers have read it: they have met to find the
+// row's scale, unless it was given and cannot become NaN. (Those of a group are the readers of
+// whole lines.)
 template <Share kShare, int kVectors, typename FirstOf>
 __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
                                             const FirstOf& first_of) {
@@ -217,7 +242,9 @@ __device__ __forceinline__ void discard_row(const Static& fixed, const Row& row,
     const uint32_t first = first_of(v);
     if (first < row.k && first * sizeof(In) % kLineBytes == 0) {
       discard_line(row.x + first);
-      discard_line(row.second + first);
+      if constexpr (kGated) {
+        discard_line(row.second + first);
+      }
     }
   }
 }
@@ -230,9 +257,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   constexpr int kMostLoads = !kAligned ? 1 : kElements * kThreads <= 16384 ? 4 : 2;
   constexpr int kLoadsInFlight = kVectors < kMostLoads ? kVectors : kMostLoads;
   // Norm weights that do not fit into registers are read again from the caches.
-  constexpr bool kHoldWeights = kKind == Kind::rms_norm && kElements <= 16;
-  static_assert(kShare != Share::cluster || kKind != Kind::rms_norm,
-                "the sum of squares is not shared among CTAs");
+  constexpr bool kHoldWeights = kNorm && kElements <= 16;
+  static_assert(kShare != Share::cluster || !kNorm, "the sum of squares is not shared among CTAs");
   __shared__ Exchange<kVectors> exchange;
 
   uint32_t threads = blockDim.x;
@@ -252,20 +278,28 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t k = static_cast<uint32_t>(p.k);
   const auto first_of = [&](int vector) { return (vector * threads + thread) * kVectorSize; };
 
-  const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
+  const Weight* norm_weight = weights_at(p, p.norm_weight, index);
   WeightVector weights[kHoldWeights ? kVectors : 1];
+  const auto prefetch = [&](const Weight* row) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (first_of(v) < k) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + first_of(v)));
+      }
+    }
+  };
   const auto ask_for_weights = [&] {
     if constexpr (kHoldWeights) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         load<kAligned, Reuse::kEveryRow>(norm_weight, first_of(v), k, weights[v]);
       }
-    } else if constexpr (kKind == Kind::rms_norm) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (first_of(v) < k) {
-          asm volatile("prefetch.global.L2 [%0];" ::"l"(norm_weight + first_of(v)));
-        }
+    } else if constexpr (kNorm) {
+      prefetch(norm_weight);
+    }
+    if constexpr (kLayerNorm) {
+      if (p.norm_bias != nullptr) {
+        prefetch(weights_at(p, p.norm_bias, index));
       }
     }
   };
@@ -309,7 +343,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   };
   finish_row<kShare, kAligned>(p, fixed, count, row, index, thread, values, first_of, weight_of,
                                exchange);
-  if constexpr (kKind == Kind::silu_mul && kEncodes && kAligned) {
+  if constexpr (kActivates && kEncodes && kAligned) {
     if (p.discard_x != 0) {
       discard_row<kShare, kVectors>(fixed, row, first_of);
     }
@@ -332,7 +366,7 @@ __global__ void __launch_bounds__(kMaxThreads, kLongRowCtas)
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t begin = threadIdx.x * kVectorSize;
   const uint32_t step = blockDim.x * kVectorSize;
-  const Weight* norm_weight = static_cast<const Weight*>(p.norm_weight);
+  const Weight* norm_weight = weights_at(p, p.norm_weight, blockIdx.x);
 
   const int32_t rows = rows_of(p);
   let_successor_start();
@@ -342,8 +376,25 @@ __global__ void __launch_bounds__(kMaxThreads, kLongRowCtas)
   }
   const Static fixed(p);
   Row row(p, blockIdx.x);
+  float mean = 0.0f;
+  if constexpr (kLayerNorm) {
+    __shared__ float means[kMaxWarps];
+    float sum = 0.0f;
+    for (uint32_t first = begin; first - lane * kVectorSize < k; first += step) {
+      Vector x, second;
+      Values values;
+      load_pair<kAligned>(row, first, x, second);
+      combine<kAligned>(row, first, x, second, values);
+      sum += warp_sum(sum_values(values));
+    }
+    mean = count.divide(cta_row_sum<1>(sum, means));
+    if (row.second != nullptr) {
+      row.x = row.residual_out;
+      row.second = nullptr;
+    }
+  }
   float rms_value = 1.0f;
-  if constexpr (kKind == Kind::rms_norm) {
+  if constexpr (kNorm) {
     // With 32 warps, the groups of 32 adjacent vectors of a warp are every 32nd group of the row.
     float sum = 0.0f;
     for (uint32_t first = begin; first - lane * kVectorSize < k; first += step) {
@@ -351,6 +402,9 @@ __global__ void __launch_bounds__(kMaxThreads, kLongRowCtas)
       Values values;
       load_pair<kAligned>(row, first, x, second);
       combine<kAligned>(row, first, x, second, values);
+      if constexpr (kLayerNorm) {
+        subtract_mean<kAligned>(values, mean, first, k);
+      }
       sum += warp_sum(sum_squares(values));
     }
     rms_value = root_mean_square(cta_row_sum<1>(sum, sums), count, p.eps);
@@ -364,10 +418,18 @@ __global__ void __launch_bounds__(kMaxThreads, kLongRowCtas)
     Vector x, second;
     load_pair<kAligned>(row, first, x, second);
     combine<kAligned>(row, first, x, second, values);
-    if constexpr (kKind == Kind::rms_norm) {
+    if constexpr (kLayerNorm) {
+      subtract_mean<kAligned>(values, mean, first, k);
+    }
+    if constexpr (kNorm) {
       WeightVector weight;
       load<kAligned, Reuse::kEveryRow>(norm_weight, first, k, weight);
       normalize<false>(values, rms, weight);
+    }
+    if constexpr (kLayerNorm) {
+      if (p.norm_bias != nullptr) {
+        add_bias<kAligned>(weights_at(p, p.norm_bias, blockIdx.x), first, k, values);
+      }
     }
   };
 

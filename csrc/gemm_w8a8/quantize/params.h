@@ -1,5 +1,5 @@
-// Arguments of norms, gates and quantisation, in plain C++ without CUDA or torch headers. Strides
-// count elements, sizes are logical, pointers are device pointers.
+// Arguments of norms, activations and quantisation, in plain C++ without CUDA or torch headers.
+// Strides count elements, sizes are logical, pointers are device pointers.
 #pragma once
 
 #include "common/fields.h"
@@ -10,14 +10,14 @@ namespace ostinato {
 // `out`, and take neither scales nor zero points.
 struct QuantizeParams {
   OSTINATO_FIELDS_BEGIN(QuantizeParams);
-  OSTINATO_FIELD(const void*, x);  // [m, k]; silu_mul: [m, 2k] = gate | up
+  OSTINATO_FIELD(const void*, x);  // [m, k]; of gated activations: [m, 2k] = gate | up
   OSTINATO_FIELD(int64_t, x_stride);
-  // [m, k] added to x before the norm (rms_norm only), or null
+  // [m, k] added to x before the norm (norms only), or null
   OSTINATO_OPTIONAL(const void*, residual);
   OSTINATO_OPTIONAL(int64_t, residual_stride);
-  OSTINATO_OPTIONAL(void*, residual_out);  // [m, k] the sum (rms_norm only), or null
+  OSTINATO_OPTIONAL(void*, residual_out);  // [m, k] the sum (norms only), or null
   OSTINATO_OPTIONAL(int64_t, residual_out_stride);
-  OSTINATO_OPTIONAL(const void*, norm_weight);  // [k] (rms_norm only)
+  OSTINATO_OPTIONAL(const void*, norm_weight);  // [k] (norms only)
   OSTINATO_OPTIONAL(float, eps);
   OSTINATO_OPTIONAL(const float*, static_scale);  // one element; null: dynamic per token
   OSTINATO_OPTIONAL(const int32_t*, zero_point);  // one element, with static_scale; null: symmetric
@@ -35,8 +35,12 @@ struct QuantizeParams {
   // One element, or null: rows from this index on are padding, and are not written. Written before
   // the preceding kernel began.
   OSTINATO_OPTIONAL(const int32_t*, n_active);
-  // Nonzero: x is not read after this kernel, and silu_mul may discard it.
+  // Nonzero: x is not read after this kernel, and an activation may discard it.
   OSTINATO_OPTIONAL(int32_t, discard_x);
+  // (layer_norm only, without residual and n_active) Above 1: x and out are [m / heads][heads][k],
+  // of which the strides are those of the first dimension, and norm_weight is [heads][k].
+  OSTINATO_OPTIONAL(int32_t, heads);
+  OSTINATO_OPTIONAL(const void*, norm_bias);  // like norm_weight, or null (layer_norm only)
   OSTINATO_FIELDS_END();
 };
 

@@ -1,17 +1,17 @@
-// Row-wise quantisation of activations to 8 bits: of x, after RMS norm (with residual), or after
-// SiLU gating; and norm or gating without quantisation. One pass over memory: a row stays in the
+// Row-wise quantisation of activations to 8 bits: of x, after a norm (with residual), or after an
+// activation function; and these without quantisation. One pass over memory: a row stays in the
 // registers of its warp or CTA.
 //
 // Compiled with
-//   OSTINATO_KIND          per_token, rms_norm or silu_mul
+//   OSTINATO_KIND          per_token, rms_norm, layer_norm, or an activation function (stages.cuh)
 //   OSTINATO_IN_DTYPE      bf16, fp16 or fp32, of x, residual and residual_out
-//   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (rms_norm and silu_mul only)
-//   OSTINATO_WEIGHT_DTYPE  of norm_weight: that of x, or fp32 (rms_norm only)
+//   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (not per_token)
+//   OSTINATO_WEIGHT_DTYPE  of norm_weight and norm_bias: that of x, or fp32 (norms only)
 //   OSTINATO_GROUP         128: each 128 of a row have a scale of their own; 0: rows have
 //
-// The semantics are those of runtime/ops/linear (quantize, rms_norm, silu_mul). A row's bits depend
-// on the row alone: not on m, its index, alignment or strides. docs/notebooks/quantize_kernels.md
-// has the measurements, and the treatment of NaN and infinities.
+// The semantics are those of runtime/ops/linear (quantize, rms_norm, layer_norm, activation). A
+// row's bits depend on the row alone: not on m, its index, alignment or strides.
+// docs/notebooks/quantize_kernels.md has the measurements, and the treatment of NaN and infinities.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -29,6 +29,10 @@ namespace {
 constexpr int kWarpRowThreads = 128;  // of a CTA with one row per warp
 constexpr int kMaxCtasPerRow = 8;     // the largest portable cluster
 
+// Whether few long rows are bound by the arithmetic of one SM, so that several CTAs share them.
+constexpr bool kSharesRows = kGated || kFunction == Function::silu || kFunction == Function::gelu ||
+                             kFunction == Function::gelu_tanh;
+
 struct Plan {
   void (*kernel)(QuantizeParams, KnownDivisor);
   uint32_t threads;
@@ -40,7 +44,8 @@ template <int kElements, Share kShare, int kThreads>
 Plan rows_plan(bool aligned, uint32_t threads, uint32_t ctas_per_row = 1) {
   // Unbounded, unaligned rows of 16 bits take 96 registers on sm_90 where they are gated, and up to
   // 71 as they are: 5 and 7 CTAs on an SM.
-  constexpr bool kBounded = kKind != Kind::rms_norm && kElements == 32 && sizeof(In) == 2 &&
+  constexpr bool kMeasured = kKind == Kind::per_token || kKind == Kind::silu_mul;
+  constexpr bool kBounded = kMeasured && kElements == 32 && sizeof(In) == 2 &&
                             kThreads == kWarpRowThreads && kTargets[0] == 900;
   constexpr int kCtas = !kBounded ? 1 : kKind == Kind::silu_mul ? 6 : 8;
   return {aligned ? quantize_rows<kElements, kShare, kThreads, 1, true>
@@ -65,26 +70,28 @@ uint32_t threads_for(int32_t k, int32_t elements_per_thread, int32_t ctas = 1) {
 // For many rows, bandwidth matters: more bytes in flight per thread, less work that every thread
 // repeats.
 Plan many_rows_plan(const QuantizeParams& p) {
-  if constexpr (kKind == Kind::rms_norm) {
+  if constexpr (kNorm) {
     // A residual adds enough memory traffic to hide the rest.
     if (p.k <= 2048 || (p.k <= 4096 && (p.residual != nullptr || p.m <= 4096))) {
-      constexpr int kCtas = sizeof(Weight) == 4 ? 3 : 5;
+      constexpr int kCtas = sizeof(Weight) == 4 ? 3 : kLayerNorm ? 4 : 5;
       return aligned_rows_plan<16, 256, kCtas>(threads_for(p.k, 16));
     }
   }
   const uint32_t threads = threads_for(p.k, 32);
   // Variants that would spill with that many CTAs per SM get one fewer.
-  constexpr bool kWide = kKind == Kind::rms_norm && sizeof(In) == 4;
+  constexpr bool kWide =
+      sizeof(In) == 4 ? kNorm || kFunction == Function::gelu : kLayerNorm && sizeof(Weight) == 4;
+  constexpr int kCtasOf128 = !kWide ? 6 : sizeof(In) == 4 && kKind != Kind::rms_norm ? 4 : 5;
   if (threads <= 128) {
-    return aligned_rows_plan<32, 128, kWide ? 5 : 6>(threads);
+    return aligned_rows_plan<32, 128, kCtasOf128>(threads);
   }
   if (threads <= 256) {
     return aligned_rows_plan<32, 256, kWide ? 2 : 3>(threads);
   }
   constexpr bool kWideWeights =
       kEncodes && std::is_same_v<In, __nv_bfloat16> && sizeof(Weight) == 4;
-  constexpr int kCtasOf448 = sizeof(In) == 4 || kWideWeights ? 1 : 2;
-  constexpr int kCtasOf512 = sizeof(In) == 4 || kKind == Kind::rms_norm ? 1 : 2;
+  constexpr int kCtasOf448 = sizeof(In) == 4 || kWideWeights || kLayerNorm ? 1 : 2;
+  constexpr int kCtasOf512 = sizeof(In) == 4 || kNorm ? 1 : 2;
   if (threads <= 448) {
     return aligned_rows_plan<32, 448, kCtasOf448>(threads);
   }
@@ -97,19 +104,17 @@ Plan many_rows_plan(const QuantizeParams& p) {
 Plan plan(const QuantizeParams& p, bool aligned) {
   constexpr int32_t kSms = 132;
   // With 8 elements per thread: limited by the registers of an SM.
-  constexpr int32_t kThreadsPerSm = kKind == Kind::per_token  ? 2048
-                                    : kKind == Kind::rms_norm ? 1536
-                                                              : 1280;
+  constexpr int32_t kThreadsPerSm = kKind == Kind::per_token ? 2048 : kNorm ? 1536 : 1280;
   const int32_t m = p.m;
   const int32_t k = p.k;
   if (k <= 8 * 32) {
     return rows_plan<8, Share::warp, kWarpRowThreads>(aligned, kWarpRowThreads);
   }
-  // With few rows latency matters, and a long gated row is bound by the arithmetic of one SM:
+  // With few rows latency matters, and a long row may be bound by the arithmetic of one SM:
   // several CTAs share it. The other kinds have too little arithmetic to pay for the exchange. With
   // more than 16 rows, each stays in one CTA if it fits: the next GEMM gains more from SMs without
   // a row. Rows without a scale need no exchange.
-  if constexpr (kKind == Kind::silu_mul && kHasClusters) {
+  if constexpr (kSharesRows && kHasClusters) {
     const bool share = !kEncodes || kGroup > 0 || m <= 16 || k > 16 * kMaxThreads;
     const int32_t ctas = m <= 8                   ? kMaxCtasPerRow
                          : share && m <= kSms / 4 ? 4
@@ -135,8 +140,8 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (k <= 16 * kMaxThreads) {
     return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
   }
-  // fp32 would spill, and so would everything on sm_100 and sm_120.
-  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && kTargets[0] < 1000) {
+  // fp32 and layer_norm would spill, and so would everything on sm_100 and sm_120.
+  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && !kLayerNorm && kTargets[0] < 1000) {
     if (aligned && k <= 32 * kMaxThreads) {
       return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
     }
@@ -155,8 +160,8 @@ bool is_aligned(const QuantizeParams& p) {
   constexpr int64_t kOutSize = sizeof(Stored);
   bool aligned = p.k % kVectorSize == 0 && divides(16, p.x, p.x_stride * kSize, p.m) &&
                  divides(kVectorSize * kOutSize, p.out, p.out_stride * kOutSize, p.m);
-  if constexpr (kKind == Kind::rms_norm) {
-    aligned = aligned && divides(16, p.norm_weight, 0, p.m);
+  if constexpr (kNorm) {
+    aligned = aligned && divides(16, p.norm_weight, 0, p.m) && divides(16, p.norm_bias, 0, p.m);
     if (p.residual != nullptr) {
       aligned = aligned && divides(16, p.residual, p.residual_stride * kSize, p.m) &&
                 divides(16, p.residual_out, p.residual_out_stride * kSize, p.m);
@@ -165,7 +170,7 @@ bool is_aligned(const QuantizeParams& p) {
   return aligned;
 }
 
-// Whether both halves of every gated row consist of whole cache lines.
+// Whether every row that is activated, or each of its halves, consists of whole cache lines.
 bool has_whole_lines(const QuantizeParams& p) {
   constexpr int64_t kSize = sizeof(In);
   return p.k * kSize % kLineBytes == 0 && divides(kLineBytes, p.x, p.x_stride * kSize, p.m);
@@ -175,9 +180,11 @@ bool is_valid(const QuantizeParams& p) {
   return (p.scale_out != nullptr) == kEncodes &&
          (p.static_scale == nullptr || (kEncodes && kGroup == 0)) &&
          (p.zero_point == nullptr || p.static_scale != nullptr) &&
-         (kKind != Kind::rms_norm || p.norm_weight != nullptr) &&
+         (!kNorm || p.norm_weight != nullptr) && (kLayerNorm || p.norm_bias == nullptr) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&
-         (kKind == Kind::rms_norm || p.residual == nullptr);
+         (kNorm || p.residual == nullptr) &&
+         (p.heads <= 1 ||
+          (kLayerNorm && p.m % p.heads == 0 && p.residual == nullptr && p.n_active == nullptr));
 }
 
 }  // namespace

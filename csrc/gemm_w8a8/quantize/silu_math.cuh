@@ -42,17 +42,20 @@ __device__ __forceinline__ float silu_fast(float gate) {
   return divide_by(gate, d, approximate_inverse_of(d));
 }
 
-// gate / (1 + exp(-gate)) for all gates.
-__device__ __forceinline__ float silu(float gate) {
-  const float d = __fadd_rn(1.0f, expf(-gate));
+// x / (1 + exp(-exponent)) for all x and exponents of the same sign.
+__device__ __forceinline__ float over_one_and_exp(float x, float exponent) {
+  const float d = __fadd_rn(1.0f, expf(-exponent));
   if (d == 1.0f) {
-    return gate;
+    return x;
   }
   if (d == __uint_as_float(0x7f800000)) {
-    return __fmul_rn(gate, 0.0f);  // NaN for an infinite gate
+    return __fmul_rn(x, 0.0f);  // NaN for infinite x
   }
   // d may be as large as 2^128: its inverse would be subnormal.
-  return __fmul_rn(divide_regular(gate, __fmul_rn(d, 0x1p-64f)), 0x1p-64f);
+  return __fmul_rn(divide_regular(x, __fmul_rn(d, 0x1p-64f)), 0x1p-64f);
 }
+
+// gate / (1 + exp(-gate)) for all gates.
+__device__ __forceinline__ float silu(float gate) { return over_one_and_exp(gate, gate); }
 
 }  // namespace ostinato

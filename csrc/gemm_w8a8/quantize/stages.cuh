@@ -5,22 +5,64 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "activation_math.cuh"
 #include "common/quantize_math.cuh"
 #include "common/vector.cuh"
 #include "gemm_w8a8/quantize/params.h"
-#include "silu_math.cuh"
 
 namespace ostinato {
 namespace {
 
-enum class Kind { per_token, rms_norm, silu_mul };
+// Those from silu_mul on are gated.
+enum class Kind {
+  per_token,
+  rms_norm,
+  layer_norm,
+  silu,
+  gelu,
+  gelu_tanh,
+  relu,
+  relu2,
+  silu_mul,
+  gelu_mul,
+  gelu_tanh_mul,
+  relu_mul,
+  relu2_mul
+};
+
+constexpr Function function_of(Kind kind) {
+  switch (kind) {
+    case Kind::silu:
+    case Kind::silu_mul:
+      return Function::silu;
+    case Kind::gelu:
+    case Kind::gelu_mul:
+      return Function::gelu;
+    case Kind::gelu_tanh:
+    case Kind::gelu_tanh_mul:
+      return Function::gelu_tanh;
+    case Kind::relu:
+    case Kind::relu_mul:
+      return Function::relu;
+    case Kind::relu2:
+    case Kind::relu2_mul:
+      return Function::relu2;
+    default:
+      return Function::none;
+  }
+}
 
 constexpr Kind kKind = Kind::OSTINATO_KIND;
+constexpr bool kLayerNorm = kKind == Kind::layer_norm;
+constexpr bool kNorm = kKind == Kind::rms_norm || kLayerNorm;
+constexpr Function kFunction = function_of(kKind);
+constexpr bool kActivates = kFunction != Function::none;
+constexpr bool kGated = kKind >= Kind::silu_mul;
 using In = dtype::OSTINATO_IN_DTYPE;
 using Out = dtype::OSTINATO_OUT_DTYPE;
 using Weight = dtype::OSTINATO_WEIGHT_DTYPE;
 static_assert(sizeof(Weight) == sizeof(In) || sizeof(Weight) == 4,
-              "norm_weight has the dtype of x or is fp32");
+              "norm_weight and norm_bias have the dtype of x or are fp32");
 
 // Whether results are quantised to 8 bits; otherwise they are rounded to the dtype of x.
 constexpr bool kEncodes = !std::is_same_v<Out, In>;
@@ -40,6 +82,41 @@ using Values = float[kVectorSize];
 using Vector = Packed<In, kVectorSize>;
 using WeightVector = Packed<Weight, kVectorSize>;
 
+// The head of a row of layer_norm, and the row of which it is a part.
+struct Head {
+  uint32_t row;
+  uint32_t head;
+
+  __device__ __forceinline__ Head(const QuantizeParams& p, int64_t index)
+      : row(static_cast<uint32_t>(index)), head(0) {
+    if (p.heads > 1) {
+      const uint32_t heads = static_cast<uint32_t>(p.heads);
+      row = static_cast<uint32_t>(index) / heads;
+      head = static_cast<uint32_t>(index) - row * heads;
+    }
+  }
+};
+
+// Where the row of an index begins, in elements.
+__device__ __forceinline__ int64_t offset_of(const QuantizeParams& p, int64_t index,
+                                             int64_t stride) {
+  if constexpr (kLayerNorm) {
+    const Head at(p, index);
+    return at.row * stride + static_cast<int64_t>(at.head) * p.k;
+  }
+  return index * stride;
+}
+
+// The norm's weights, or biases, of the row of an index.
+__device__ __forceinline__ const Weight* weights_at(const QuantizeParams& p, const void* weights,
+                                                    int64_t index) {
+  const Weight* first = static_cast<const Weight*>(weights);
+  if constexpr (kLayerNorm) {
+    first += static_cast<int64_t>(Head(p, index).head) * p.k;
+  }
+  return first;
+}
+
 // The pointers of one row.
 struct Row {
   const In* x;
@@ -49,14 +126,14 @@ struct Row {
   uint32_t k;
 
   __device__ __forceinline__ Row(const QuantizeParams& p, int64_t row)
-      : x(static_cast<const In*>(p.x) + row * p.x_stride),
+      : x(static_cast<const In*>(p.x) + offset_of(p, row, p.x_stride)),
         second(nullptr),
         residual_out(nullptr),
-        out(static_cast<Stored*>(p.out) + row * p.out_stride),
+        out(static_cast<Stored*>(p.out) + offset_of(p, row, p.out_stride)),
         k(static_cast<uint32_t>(p.k)) {
-    if constexpr (kKind == Kind::silu_mul) {
+    if constexpr (kGated) {
       second = x + p.k;
-    } else if constexpr (kKind == Kind::rms_norm) {
+    } else if constexpr (kNorm) {
       if (p.residual != nullptr) {
         second = static_cast<const In*>(p.residual) + row * p.residual_stride;
         residual_out = p.residual_out == nullptr
@@ -89,20 +166,28 @@ __device__ __forceinline__ float largest_gate(const Vector& gates) {
   }
 }
 
-__device__ __forceinline__ void gate(const Vector& x, const Values& ups, Values& values) {
+template <bool kFast>
+__device__ __forceinline__ void activate_each(const Values& gates, const Values& ups,
+                                              Values& values) {
+#pragma unroll
+  for (int i = 0; i < kVectorSize; ++i) {
+    const float y = activate<kFunction, kFast>(gates[i]);
+    values[i] = kGated ? __fmul_rn(y, ups[i]) : y;
+  }
+}
+
+// f(gate), times up where kGated.
+__device__ __forceinline__ void activate_vector(const Vector& x, const Values& ups,
+                                                Values& values) {
   Values gates;
   x.unpack(gates);
-  if (largest_gate(x) <= kSiluFastLimit) {
-#pragma unroll
-    for (int i = 0; i < kVectorSize; ++i) {
-      values[i] = __fmul_rn(silu_fast(gates[i]), ups[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kVectorSize; ++i) {
-      values[i] = __fmul_rn(silu(gates[i]), ups[i]);
+  if constexpr (kFastLimit<kFunction> > 0.0f) {
+    if (largest_gate(x) <= kFastLimit<kFunction>) {
+      activate_each<true>(gates, ups, values);
+      return;
     }
   }
+  activate_each<false>(gates, ups, values);
 }
 
 // The values to be quantised or normalised, from the loaded ones; also stores the sum with the
@@ -110,14 +195,16 @@ __device__ __forceinline__ void gate(const Vector& x, const Values& ups, Values&
 template <bool kAligned>
 __device__ __forceinline__ void combine(const Row& row, uint32_t first, const Vector& x,
                                         const Vector& second, Values& values) {
-  if constexpr (kKind == Kind::silu_mul) {
+  if constexpr (kActivates) {
     Values ups;
-    second.unpack(ups);
-    gate(x, ups, values);
+    if constexpr (kGated) {
+      second.unpack(ups);
+    }
+    activate_vector(x, ups, values);
     return;
   }
   x.unpack(values);
-  if constexpr (kKind == Kind::rms_norm) {
+  if constexpr (kNorm) {
     if (row.second != nullptr) {
       Values residuals;
       second.unpack(residuals);
@@ -139,7 +226,7 @@ template <bool kAligned>
 __device__ __forceinline__ void load_pair(const Row& row, uint32_t first, Vector& x,
                                           Vector& second) {
   load<kAligned, Reuse::kOnce>(row.x, first, row.k, x);
-  if (kKind == Kind::silu_mul || (kKind == Kind::rms_norm && row.second != nullptr)) {
+  if (kGated || (kNorm && row.second != nullptr)) {
     load<kAligned, Reuse::kOnce>(row.second, first, row.k, second);
   }
 }
@@ -153,6 +240,30 @@ __device__ __forceinline__ void normalize(Values& values, const Divisor& rms,
   for (int i = 0; i < kVectorSize; ++i) {
     const float quotient = kFast ? rms.divide_fast(values[i]) : rms.divide(values[i]);
     values[i] = __fmul_rn(quotient, weights[i]);
+  }
+}
+
+// Subtracts the mean from the elements of a vector that are in the row; the others stay 0.
+template <bool kAligned>
+__device__ __forceinline__ void subtract_mean(Values& values, float mean, uint32_t first,
+                                              uint32_t k) {
+#pragma unroll
+  for (int i = 0; i < kVectorSize; ++i) {
+    const bool inside = (kAligned ? first : first + i) < k;
+    values[i] = __fsub_rn(values[i], inside ? mean : 0.0f);
+  }
+}
+
+template <bool kAligned>
+__device__ __forceinline__ void add_bias(const Weight* bias, uint32_t first, uint32_t k,
+                                         Values& values) {
+  WeightVector vector;
+  load<kAligned, Reuse::kEveryRow>(bias, first, k, vector);
+  Values biases;
+  vector.unpack(biases);
+#pragma unroll
+  for (int i = 0; i < kVectorSize; ++i) {
+    values[i] = __fadd_rn(values[i], biases[i]);
   }
 }
 

@@ -99,9 +99,17 @@ def stack(
 def biases(
     reader: CheckpointReader, modules: Sequence[Module], target: Target
 ) -> torch.Tensor | None:
-    """Return the biases of modules one after another, None where there are none."""
-    kept = [Kept(m.bias, m.kept_rows) for m in modules if m.bias is not None and m.keeps_bias]
-    return stack(reader, kept, target.results, target.device) if kept else None
+    """Return the biases of modules one after another, zeros for those without; None for none."""
+    if not any(module.has_bias and module.keeps_bias for module in modules):
+        return None
+    found = []
+    for module in modules:
+        if module.bias is not None and module.keeps_bias:
+            kept = Kept(module.bias, module.kept_rows)
+            found.append(stack(reader, [kept], target.results, target.device))
+        else:
+            found.append(torch.zeros(module.num_rows, dtype=target.results, device=target.device))
+    return torch.cat(found)
 
 
 def weight_of(module: Module, spec: TensorSpec) -> Kept:

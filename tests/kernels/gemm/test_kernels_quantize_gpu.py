@@ -1,4 +1,4 @@
-"""The kernels of norms, gates and quantisation on a GPU: a row's bits, whoever is late.
+"""The kernels of norms, activations and quantisation on a GPU: a row's bits, whoever is late.
 
 That they are the right bits is tested where the ops are (tests/ops).
 """
@@ -13,29 +13,44 @@ import torch
 from ostinato import _C, ops
 from ostinato.jit.compiler import build, plan
 from ostinato.jit.mode import RELEASE, BuildMode
-from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.linear.quantize_cuda import GATED, NORMS, Quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nvcc]
 
 _MAXIMUM = ("quantize_maximum_store", "quantize_maximum_load")
 _SUM = ("quantize_sum_store", "quantize_sum_load")
+_CLUSTER = ("quantize_cluster_store", "quantize_cluster_load")
 # By kind and dtype of the results. Those that are not quantised need no maximum.
 _SITES = {
     ("per_token", "int8"): _MAXIMUM,
     ("rms_norm", "int8"): (*_MAXIMUM, *_SUM),
-    ("silu_mul", "int8"): (*_MAXIMUM, "quantize_cluster_store", "quantize_cluster_load"),
+    ("layer_norm", "int8"): (*_MAXIMUM, *_SUM),
+    ("silu_mul", "int8"): (*_MAXIMUM, *_CLUSTER),
+    ("gelu_tanh_mul", "int8"): (*_MAXIMUM, *_CLUSTER),
+    ("gelu", "int8"): (*_MAXIMUM, *_CLUSTER),
+    ("relu2", "int8"): _MAXIMUM,
     ("rms_norm", "bf16"): _SUM,
+    ("layer_norm", "bf16"): _SUM,
     ("silu_mul", "bf16"): (),
+    ("gelu_tanh_mul", "bf16"): (),
+    ("relu2", "bf16"): (),
 }
 # Where a NaN replaces a static scale that another thread stores.
 _SCALE = BuildMode(delay_site="quantize_scale_store")
-_STATIC = ("per_token", "rms_norm", "silu_mul")
+_STATIC = ("per_token", *NORMS, "silu_mul", "gelu", "relu2")
 _DTYPES = {"int8": torch.int8, "bf16": torch.bfloat16}
 # (m, k): one for every way in which rows are shared among warps and CTAs.
+_OF_ROWS = [(3, 4096), (1030, 4096), (140, 14336)]
+_OF_NORMS = [(3, 4096), (400, 4096), (1030, 4096), (270, 8192), (2, 20000), (2, 40000)]
+_OF_SHARED_ROWS = [(2, 14336), (20, 14336), (60, 14336), (140, 14336)]
 _SHAPES = {
-    "per_token": [(3, 4096), (1030, 4096), (140, 14336)],
-    "rms_norm": [(3, 4096), (400, 4096), (1030, 4096), (270, 8192), (2, 20000), (2, 40000)],
-    "silu_mul": [(2, 14336), (20, 14336), (60, 14336), (140, 14336)],
+    "per_token": _OF_ROWS,
+    "rms_norm": _OF_NORMS,
+    "layer_norm": [*_OF_NORMS, (1030, 14000), (400, 16384)],
+    "silu_mul": _OF_SHARED_ROWS,
+    "gelu_tanh_mul": _OF_SHARED_ROWS,
+    "gelu": [*_OF_SHARED_ROWS, (1030, 4096), (2, 40000)],
+    "relu2": [*_OF_ROWS, (2, 20000)],
 }
 
 Outputs = list[torch.Tensor]
@@ -66,12 +81,12 @@ def run() -> Run:
         static_scale: torch.Tensor | None = None,
     ) -> Outputs:
         x = inputs[0]
-        m, k = x.size(0), x.size(1) // (2 if kind == "silu_mul" else 1)
+        m, k = x.size(0), x.size(1) // (2 if kind in GATED else 1)
         out = torch.full((m, k), 99, dtype=_DTYPES[dtype], device="cuda")
         scale = torch.full((m if dtype == "int8" else 0,), 99.0, device="cuda")
         outputs, norm = [out, scale], {}
-        if kind == "rms_norm":
-            weight, residual = inputs[1:]
+        if kind in NORMS:
+            weight, residual, *bias = inputs[1:]
             outputs.append(torch.full_like(residual, 99.0))
             norm = {
                 "norm_weight": weight.data_ptr(),
@@ -80,6 +95,7 @@ def run() -> Run:
                 "residual_out": outputs[-1].data_ptr(),
                 "residual_out_stride": k,
                 "eps": 1e-6,
+                "norm_bias": bias[0].data_ptr() if bias else 0,
             }
         libraries[kind, dtype, mode].launch(
             x=x.data_ptr(),
@@ -101,10 +117,12 @@ def run() -> Run:
 
 
 def _inputs(kind: str, m: int, k: int) -> Outputs:
-    x = torch.randn(m, 2 * k if kind == "silu_mul" else k, device="cuda").bfloat16()
-    if kind != "rms_norm":
+    """Return x, and for a norm weight, residual, and the bias of a layer norm."""
+    x = torch.randn(m, 2 * k if kind in GATED else k, device="cuda").bfloat16()
+    if kind not in NORMS:
         return [x]
-    return [x, torch.randn(k, device="cuda").bfloat16(), torch.randn_like(x)]
+    weight, bias = torch.randn(2, k, device="cuda").bfloat16()
+    return [x, weight, torch.randn_like(x), *([bias] if kind == "layer_norm" else [])]
 
 
 _CASES = [(*how, *shape) for how in _SITES for shape in _SHAPES[how[0]]]
@@ -167,10 +185,10 @@ def test_a_row_does_not_depend_on_the_rows_around_it(
     run: Run, kind: str, dtype: str, k: int
 ) -> None:
     x, *others = _inputs(kind, 1100, k)
-    weights, residuals = others[:1], others[1:]
+    weights, residuals, biases = others[:1], others[1:2], others[2:]
     expected = run(kind, dtype, RELEASE, [x, *others])
     for first, end in [(0, 1), (3, 11), (5, 71), (40, 180), (7, 300), (1, 1090)]:
-        rows = [x[first:end], *weights, *(tensor[first:end] for tensor in residuals)]
+        rows = [x[first:end], *weights, *(tensor[first:end] for tensor in residuals), *biases]
         got = run(kind, dtype, RELEASE, rows)
         assert all(torch.equal(a, b[first:end]) for a, b in zip(got, expected, strict=True))
 
@@ -182,13 +200,13 @@ def test_padding_is_left_out_and_changes_no_real_row(
     run: Run, kind: str, dtype: str, m: int, k: int
 ) -> None:
     x, *others = _inputs(kind, m, k)
-    weights, residuals = others[:1], others[1:]
+    weights, residuals, biases = others[:1], others[1:2], others[2:]
     expected = run(kind, dtype, RELEASE, [x, *others])
     for real in sorted({0, 1, m // 2, m - 1, m, m + 5}, reverse=True):
         n_active = torch.tensor([real], dtype=torch.int32, device="cuda")
         for tensor in (x, *residuals):
             tensor[real:] = torch.nan
-        results = run(kind, dtype, RELEASE, [x, *weights, *residuals], n_active)
+        results = run(kind, dtype, RELEASE, [x, *weights, *residuals, *biases], n_active)
         for got, want in zip(results, expected, strict=True):
             assert torch.equal(got[:real], want[:real])
             assert (got[real:] == 99).all()
@@ -221,10 +239,21 @@ def test_what_is_not_quantised_may_come_late(
     def norm_of_sum(rows: torch.Tensor) -> Outputs:
         return list(ops.rms_norm(rows[:m], rows[-1], 1e-6, residual=rows[m : 2 * m]))
 
+    def layer_norm(rows: torch.Tensor) -> Outputs:
+        bias, residual = rows[-2], rows[m : 2 * m]
+        return list(ops.layer_norm(rows[:m], rows[-1], 1e-6, bias=bias, residual=residual))
+
+    def layer_norm_of_heads(rows: torch.Tensor) -> Outputs:
+        x = rows[:m].unsqueeze(1)
+        return [ops.layer_norm(x, rows[-1:], 1e-6, bias=rows[-2:-1])]
+
     def gate(rows: torch.Tensor) -> Outputs:
         return [ops.silu_mul(rows.view(-1, 2 * k))]
 
-    for run in (norm, norm_of_sum, gate):
+    def activation(rows: torch.Tensor) -> Outputs:
+        return [ops.activation(rows, "gelu_tanh"), ops.activation(rows, "relu2")]
+
+    for run in (norm, norm_of_sum, layer_norm, layer_norm_of_heads, gate, activation):
         want = run(right)
         late.fill_(torch.nan)
         torch.cuda.synchronize()  # or the predecessor's own start would wait for this
@@ -250,3 +279,22 @@ def test_a_launch_says_when_scales_do_not_go_with_its_results() -> None:
                 k=8,
                 stream=torch.cuda.current_stream().cuda_stream,
             )
+
+
+def test_a_launch_of_heads_takes_whole_tokens_and_nothing_beside_them() -> None:
+    x = torch.zeros(6, 16, dtype=torch.bfloat16, device="cuda")
+    rows = {"x": x.data_ptr(), "x_stride": 48, "out": x.data_ptr(), "out_stride": 48}
+    given = {**rows, "norm_weight": x.data_ptr(), "heads": 3, "m": 6, "k": 16}
+    other = x.data_ptr()
+    for kind, changes in (
+        ("layer_norm", {"m": 5}),
+        ("layer_norm", {"n_active": other}),
+        ("layer_norm", {"residual": other, "residual_out": other}),
+        ("rms_norm", {}),
+        ("rms_norm", {"heads": 1, "norm_bias": other}),
+    ):
+        (entry,) = build([plan(Quantize(kind=kind, in_dtype="bf16", out_dtype="bf16"))])
+        library = _C.Library(str(entry.library))
+        stream = torch.cuda.current_stream().cuda_stream
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            library.launch(**{**given, **changes}, stream=stream)

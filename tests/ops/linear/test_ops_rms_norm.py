@@ -213,7 +213,7 @@ def test_quantize_bad_input(changes: dict[str, Any], error: type[Exception], mat
     ("x", "error", "match"),
     [
         (torch.zeros(2, 3), ValueError, "x: got 3 columns, expected an even number"),
-        (torch.zeros(2, 0), ValueError, r"x: got 2\*I = 0"),
+        (torch.zeros(2, 0), ValueError, r"x: got 2\*K = 0"),
         (torch.zeros(4), ValueError, r"x: got shape \[4\]"),
         (torch.zeros(2, 4).double(), TypeError, "x: got dtype torch.float64"),
     ],

@@ -1,4 +1,4 @@
-"""The kernels behind `rms_norm` and `silu_mul` on a GPU: the CPU's numbers, in one launch each."""
+"""The kernels behind norms and activations on a GPU: right numbers, in one launch each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ops_cases import FLOATS, assert_same_bits
+from ops_cases import FLOATS, assert_close, assert_same_bits
 
 from ostinato import ops
 from ostinato.graphs import BatchView, BufferSpec, GraphRunner, StaticBuffers
+from ostinato.ops import reference
 from ostinato.ops.common.pdl import pdl
 from ostinato.ops.linear import quantize_cuda
+from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GATED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 
@@ -83,6 +85,55 @@ def test_silu_mul_is_that_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int])
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm_is_that_of_fp64(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, shape: tuple[int, int]
+) -> None:
+    x, residual = (torch.randn(shape).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape[1]).to(weight_dtype or dtype) for _ in range(2))
+    on_cuda = x.to(CUDA), weight.to(CUDA), 1e-5
+    out = torch.full(shape, torch.nan, dtype=dtype, device=CUDA)
+    given = {"bias": bias.to(CUDA)}
+    assert ops.layer_norm(*on_cuda, **given, out=out) is out
+    on_cpu = {"bias": bias}
+    assert_close(out.cpu(), lambda dt: reference.layer_norm(x, weight, 1e-5, **on_cpu, dtype=dt))
+    got, total = ops.layer_norm(*on_cuda, **given, residual=residual.to(CUDA))
+    assert_same_bits(total.cpu(), x + residual)
+    assert_same_bits(ops.layer_norm(total, *on_cuda[1:], **given), got)
+    plain = ops.layer_norm(*on_cuda)
+    assert_close(plain.cpu(), lambda dt: reference.layer_norm(x, weight, 1e-5, dtype=dt))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("heads", "k"), [(1, 64), (3, 61), (8, 128), (5, 257), (2, 9000)])
+def test_heads_have_weights_of_their_own_on_a_gpu(dtype: torch.dtype, heads: int, k: int) -> None:
+    around, x = inside(7, heads * k, dtype)
+    x.copy_(torch.randn(7, heads * k))
+    weight, bias = (torch.randn(heads, k).to(dtype).to(CUDA) for _ in range(2))
+    _, out = inside(7, heads * k, dtype)
+    whole, rows = out.unflatten(1, (heads, k)), x.unflatten(1, (heads, k))
+    assert ops.layer_norm(rows, weight, 1e-5, bias=bias, out=whole) is whole
+    for head in range(heads):
+        alone = ops.layer_norm(rows[:, head], weight[head], 1e-5, bias=bias[head])
+        assert_same_bits(whole[:, head].contiguous(), alone)
+    assert around.isnan().sum() == around.numel() - x.numel()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_activations_are_those_of_fp64(
+    dtype: torch.dtype, kind: str, shape: tuple[int, int]
+) -> None:
+    m, k = shape
+    x = (torch.randn(m, 2 * k if kind in GATED else k) * 4).to(dtype)
+    out = torch.full(shape, torch.nan, dtype=dtype, device=CUDA)
+    assert ops.activation(x.to(CUDA), kind, out=out) is out
+    assert_close(out.cpu(), lambda dt: reference.activation(x, kind, dtype=dt))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("columns", [1, 1000, 4096, 20000])
 def test_no_rows(dtype: torch.dtype, columns: int) -> None:
     x = torch.empty(0, 2 * columns, dtype=dtype, device=CUDA)
@@ -90,6 +141,8 @@ def test_no_rows(dtype: torch.dtype, columns: int) -> None:
     normed, total = ops.rms_norm(x, weight, 1e-6, residual=x)
     assert normed.shape == total.shape == x.shape
     assert ops.silu_mul(x).shape == (0, columns)
+    assert ops.layer_norm(x, weight, 1e-6, bias=weight).shape == x.shape
+    assert ops.activation(x, "relu2").shape == x.shape
 
 
 Op = Callable[..., tuple[torch.Tensor, ...]]
@@ -107,12 +160,28 @@ def norm_op(k: int, dtype: torch.dtype, *, residual: bool) -> Op:
     return run
 
 
+def layer_norm_op(k: int, dtype: torch.dtype) -> Op:
+    weight, bias = torch.randn(2, k).to(dtype).to(CUDA)
+
+    def run(x: torch.Tensor, **options: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ops.layer_norm(x, weight, 1e-6, bias=bias, residual=x.flip(1), **options)
+
+    return run
+
+
+def activation_op(kind: str) -> Op:
+    return lambda x, **options: (ops.activation(x, kind, **options),)
+
+
 def ops_of(k: int, dtype: torch.dtype) -> list[tuple[Op, int]]:
     """Return all there is to do with rows of k, and how many columns each takes."""
     return [
         (norm_op(k, dtype, residual=False), k),
         (norm_op(k, dtype, residual=True), k),
         (lambda x, **options: (ops.silu_mul(x, **options),), 2 * k),
+        (layer_norm_op(k, dtype), k),
+        *((activation_op(kind), 2 * k) for kind in ("gelu_tanh_mul", "gelu_mul")),
+        *((activation_op(kind), k) for kind in ("gelu_tanh", "gelu", "relu2")),
     ]
 
 
@@ -169,6 +238,8 @@ def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, k: int) -> None
     for on_cuda, on_cpu in (
         (ops.rms_norm(rows.to(CUDA), weight.to(CUDA), 0.0), ops.rms_norm(rows, weight, 0.0)),
         (ops.silu_mul(x.to(CUDA)), ops.silu_mul(x)),
+        (ops.layer_norm(rows.to(CUDA), weight.to(CUDA), 0.0), ops.layer_norm(rows, weight, 0.0)),
+        *((ops.activation(x.to(CUDA), kind), ops.activation(x, kind)) for kind in ACTIVATIONS),
     ):
         for kind in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(kind(on_cuda).cpu(), kind(on_cpu))
