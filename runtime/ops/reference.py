@@ -197,20 +197,32 @@ def norm_and_rotate(
     cos_sin: torch.Tensor | None,
     *,
     interleaved: bool = False,
+    norm_after_rotation: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Apply to x [tokens, heads, dim] what `append_kv` does to q and k."""
     x = x.to(dtype)
+    if norm_after_rotation:
+        x = _rotated(x, positions, cos_sin, interleaved)
     if norm_weight is not None:
         x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.to(dtype)
+    return x if norm_after_rotation else _rotated(x, positions, cos_sin, interleaved)
+
+
+def _rotated(
+    x: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    interleaved: bool,
+) -> torch.Tensor:
     if positions is None or cos_sin is None:
         return x
     half = cos_sin.size(1) // 2
     rotated = x.clone()
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        cos = cos_sin[positions.long(), i].to(dtype).unsqueeze(1)
-        sin = cos_sin[positions.long(), half + i].to(dtype).unsqueeze(1)
+        cos = cos_sin[positions.long(), i].to(x.dtype).unsqueeze(1)
+        sin = cos_sin[positions.long(), half + i].to(x.dtype).unsqueeze(1)
         rotated[..., a] = x[..., a] * cos - x[..., b] * sin
         rotated[..., b] = x[..., b] * cos + x[..., a] * sin
     return rotated
@@ -230,14 +242,15 @@ def append_kv(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_after_rotation: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | None:
     """Write k and v token by token, rounding to the caches' dtype, and return q."""
-    keys = norm_and_rotate(
-        k, k_norm_weight, norm_eps, positions, cos_sin, interleaved=interleaved, dtype=dtype
-    )
+    rotary = (norm_eps, positions, cos_sin)
+    how = {"interleaved": interleaved, "norm_after_rotation": norm_after_rotation}
+    keys = norm_and_rotate(k, k_norm_weight, *rotary, **how, dtype=dtype)
     for x, cache, scale in ((keys, k_cache, k_scale), (v.to(dtype), v_cache, v_scale)):
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot < 0:
@@ -254,9 +267,7 @@ def append_kv(
             cache[page, offset] = on_grid(x[token] / divisor.unsqueeze(-1), None, cache.dtype)
     if q is None:
         return None
-    return norm_and_rotate(
-        q, q_norm_weight, norm_eps, positions, cos_sin, interleaved=interleaved, dtype=dtype
-    )
+    return norm_and_rotate(q, q_norm_weight, *rotary, **how, dtype=dtype)
 
 
 def linear(
