@@ -40,7 +40,7 @@ def rotation(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of heads before they are rotated, [head_dim] each; None where there is none."""
+    """Norms of heads of q and k, [head_dim] each; None where there is none."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -152,6 +152,7 @@ class Attention:
                 q_norm_weight=None if queries is None else norms.q,
                 k_norm_weight=norms.k,
                 norm_eps=norms.eps,
+                norm_after_rotation=self._config.qk_norm_after_rope,
             )
 
         if rotated is None or rotated.query_cos_sin is None:

@@ -33,6 +33,9 @@ class ModelConfig:
     or None for full attention. `ropes` has one per layer, too: its rotary embedding, or None for
     a layer without positions. `dtype` is that of the unquantised weights and the activations.
 
+    With `qk_norm` heads of q and k are normalised before they are rotated, with
+    `qk_norm_after_rope` afterwards.
+
     Queries times keys are multiplied by `attention_scale` (None: 1/sqrt(head_dim)), embeddings by
     `embedding_scale` when they are loaded, and logits by `logits_scale`.
 
@@ -62,6 +65,7 @@ class ModelConfig:
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
+    qk_norm_after_rope: bool = False
     text_tower: bool = False
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from transformers import (
     GraniteConfig,
     GraniteSWAConfig,
     HeliumConfig,
+    HunYuanDenseV1Config,
     InternLM3Config,
     IQuestCoderConfig,
     LlamaConfig,
@@ -192,6 +193,16 @@ MODELS: dict[str, PreTrainedConfig] = {
     ),
     "internlm3": InternLM3Config(
         **SHAPE, head_dim=16, qkv_bias=True, bias=True, rope_parameters=rope("dynamic", factor=6.0)
+    ),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(
+        **SHAPE, **IDS, head_dim=16, rope_parameters=rope("dynamic", alpha=50.0, factor=1.0)
+    ),
+    "hunyuan_v1_dense-tied": HunYuanDenseV1Config(
+        **TIED,
+        **IDS,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16),
     ),
     "iquestcoder": IQuestCoderConfig(**SHAPE, head_dim=16),
     "seed_oss": SeedOssConfig(**SHAPE, **IDS, head_dim=16, attention_out_bias=True),

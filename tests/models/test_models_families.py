@@ -65,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"num_key_value_heads": 2}),
     "cwm": ("Cwm", {**HEADS, "rope_parameters": LLAMA3}),
     "phi3": ("Phi3", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", HEADS),
 }
 
 
@@ -157,6 +158,19 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
         ("internlm3", {"qkv_bias": 1}, "qkv_bias: got 1, expected true or false"),
         ("internlm3", {"bias": "no"}, "bias: got 'no', expected true or false"),
         ("seed_oss", {"attention_out_bias": 0}, "attention_out_bias: got 0, expected true or fal"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla: got True, expected False"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: got False, expected True"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": -1.0}},
+            r"alpha: got -1\.0, expected a finite number above 0",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 9.0}},
+            "partial_rotary_factor: got 1.0, which rotates 2 of 2 elements, expected an even numb",
+        ),
+        ("internlm3", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}}, "alpha: got 9.0, a fie"),
         ("ministral", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
         ("cwm", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
         ("cwm", {"sliding_window": 0}, "sliding_window: got 0, expected an integer from 1"),
