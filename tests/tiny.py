@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ostinato.models import DenseLinear, ModelConfig, RopeConfig, W8A8Linear
 from ostinato.models.families.llama import DecoderLayer, Llama
+from ostinato.models.norms import Norm, NormConfig
 
 CONFIG = ModelConfig(
     family="llama",
@@ -19,7 +20,7 @@ CONFIG = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
-    rms_norm_eps=1e-5,
+    norm=NormConfig(1e-5),
     max_position_embeddings=128,
     tie_word_embeddings=False,
     qkv_bias=False,
@@ -58,8 +59,8 @@ def tiny_llama(
         stored = (scaled.round() if scheme == "int8" else scaled).to(dtype)
         return W8A8Linear(stored.to(device), scale.to(device), config.dtype)
 
-    def norm(size: int) -> torch.Tensor:
-        return (1 + random(size) * 0.1).to(device, config.dtype)
+    def norm(size: int) -> Norm:
+        return Norm((1 + random(size) * 0.1).to(device, config.dtype), config.norm.eps)
 
     hidden, head_dim = config.hidden_size, config.head_dim
     layers = [

@@ -193,7 +193,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
         assert lm_head is not None
         needed.update(
             layer_kernels(
-                *("rms_norm", (config.vocab_size, config.hidden_size)),
+                *(config.norm.input_kind, (config.vocab_size, config.hidden_size)),
                 *(dtype_named(lm_head), config.dtype),
                 out_dtype=torch.float32,
                 batch_invariant=batch_invariant,
@@ -203,7 +203,7 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     elif layout.lm_head is None:
         needed.update(
             dense_kernels(
-                *("rms_norm", (config.vocab_size, config.hidden_size), config.dtype),
+                *(config.norm.input_kind, (config.vocab_size, config.hidden_size), config.dtype),
                 out_dtype=torch.float32,
                 device=device,
             )

@@ -11,6 +11,7 @@ from .. import ops
 from .cache import PagedKVCache
 from .config import ModelConfig
 from .decoder import AttentionInputs
+from .norms import Norm
 from .rope import RopeConfig
 
 
@@ -40,11 +41,15 @@ def rotation(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of heads of q and k, [head_dim] each; None where there is none."""
+    """RMS norms of heads of q and k, [head_dim]; None where there is none."""
 
-    q: torch.Tensor | None
-    k: torch.Tensor | None
-    eps: float
+    q: Norm | None
+    k: Norm | None
+
+    @property
+    def eps(self) -> float:
+        """That of both."""
+        return max((norm.eps for norm in (self.q, self.k) if norm is not None), default=0.0)
 
 
 class Attention:
@@ -149,8 +154,8 @@ class Attention:
                 cos_sin=table,
                 q=queries,
                 interleaved=rotated is not None and rotated.interleaved,
-                q_norm_weight=None if queries is None else norms.q,
-                k_norm_weight=norms.k,
+                q_norm_weight=None if queries is None or norms.q is None else norms.q.weight,
+                k_norm_weight=None if norms.k is None else norms.k.weight,
                 norm_eps=norms.eps,
                 norm_after_rotation=self._config.qk_norm_after_rope,
             )

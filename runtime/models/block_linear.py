@@ -12,7 +12,9 @@ from ..ops.common.device import has_kernel
 from ..ops.linear.block_scales import aligned_scales
 from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.precompile import block_kernels
-from .layers import InputKind, Linear, require_no_bias
+from .kinds import Activation, InputKind
+from .layers import Linear, require_no_bias
+from .norms import Norm
 
 
 @dataclass
@@ -70,29 +72,23 @@ class BlockFP8Linear(Linear):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        quantized, scale, *total = ops.rms_norm_quantize_per_group(
-            x,
-            norm,
-            eps,
-            residual=residual,
-            power_of_two=self.power_of_two,
-            n_active=n_active,
+        quantized, scale, total = norm.quantize_per_group(
+            x, residual, power_of_two=self.power_of_two, n_active=n_active
         )
-        return self._matmul(quantized, scale, n_active), total[0] if total else x
+        return self._matmul(quantized, scale, n_active), total
 
-    def after_silu_mul(
-        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    def after_activation(
+        self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        quantized, scale = ops.silu_mul_quantize_per_group(
-            gate_up, power_of_two=self.power_of_two, n_active=n_active, discard_x=True
+        quantized, scale = ops.activation_quantize_per_group(
+            x, kind, power_of_two=self.power_of_two, n_active=n_active, discard_x=True
         )
         return self._matmul(quantized, scale, n_active)
 
-    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
+    def scaled(self, norm: Norm, factor: float) -> tuple[Linear, Norm]:
         require_no_bias(self.bias)
         return replace(self, weight_scale=self.weight_scale * factor), norm
 

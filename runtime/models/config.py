@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from .config_fields import Fields, UnsupportedModelError
+from .kinds import Activation
+from .norms import NormConfig
 from .rope import RopeConfig
 
 # What these ids are when a file of Llama or Mistral does not name them, in transformers.
@@ -33,6 +35,9 @@ class ModelConfig:
     or None for full attention. `ropes` has one per layer, too: its rotary embedding, or None for
     a layer without positions. `dtype` is that of the unquantised weights and the activations.
 
+    `norm` says what norms there are before linear layers, and `activation` what the MLP's function
+    is: of [gate | up] where its name ends with _mul, otherwise the MLP has no gate.
+
     With `qk_norm` heads of q and k are normalised before they are rotated, with
     `qk_norm_after_rope` afterwards.
 
@@ -50,7 +55,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm: NormConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -62,6 +67,7 @@ class ModelConfig:
     dtype: torch.dtype
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    activation: Activation = "silu_mul"
     attention_scale: float | None = None
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
@@ -143,6 +149,9 @@ class ModelConfig:
         return tuple(dict.fromkeys(rope for rope in self.ropes if rope is not None))
 
 
+# What a gated MLP's function is by `hidden_act`; the first is the default.
+SILU: Mapping[str, Activation] = {"silu": "silu_mul", "swish": "silu_mul"}  # one function
+
 # The window of each layer, of the fields of config.json and the number of layers.
 Windows = Callable[[Fields, int], tuple[int | None, ...]]
 # Likewise the rotary embedding of each layer.
@@ -177,6 +186,8 @@ def standard_config(
     qk_norm: bool = False,
     mlp_bias: bool | None = None,
     ropes: Ropes | None = None,
+    norm: NormConfig | None = None,
+    activations: Mapping[str, Activation] = SILU,
 ) -> ModelConfig:
     """Read what the families have in common.
 
@@ -188,11 +199,14 @@ def standard_config(
         qk_norm: whether heads of q and k are normalised.
         mlp_bias: whether the projections of the MLP have a bias; None: `mlp_bias` of the file.
         ropes: reads the rotary embeddings; by default one of whole heads for all layers.
+        norm: the norms; by default RMS norms with the file's `rms_norm_eps`.
+        activations: what the MLP's function is by the file's `hidden_act`, of which the first is
+            the default.
 
     Raises:
         UnsupportedModelError: naming the field.
     """
-    fields.choice("hidden_act", "silu", "swish", default="silu")  # two names of one function
+    hidden_act = fields.choice("hidden_act", *activations, default=next(iter(activations)))
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     num_heads = fields.integer("num_attention_heads")
@@ -207,7 +221,7 @@ def standard_config(
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=_head_dim(fields),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm=norm or NormConfig(fields.number("rms_norm_eps", 1e-6)),
         max_position_embeddings=max_positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         qkv_bias=qkv_bias,
@@ -219,6 +233,7 @@ def standard_config(
         dtype=_dtype(fields),
         bos_token_id=_bos(fields, last_id),
         eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
+        activation=activations[hidden_act],
     )
 
 

@@ -12,8 +12,9 @@ from .. import ops
 from ..jit.variant import Variant
 from .cache import PagedKVCache
 from .config import ModelConfig
+from .kinds import InputKind
 from .kv_scales import KVScales
-from .layers import InputKind, Linear, Sampling
+from .layers import Linear, Sampling
 
 
 @dataclass

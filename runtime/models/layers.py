@@ -6,10 +6,9 @@ others; see `ops.w8a8_linear`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -19,10 +18,9 @@ from ..ops.common.device import has_kernel
 from ..ops.linear.gemm_variants import GemmTiled
 from ..ops.linear.linear import runs_dense_kernel
 from ..ops.linear.precompile import dense_layer_kernels, layer_kernels
-from ..ops.linear.quantize_cuda import quantize_kernel
-
-# What comes before a linear layer, and is one kernel with the quantisation of the layer's input.
-InputKind = Literal["per_token", "rms_norm", "silu_mul"]
+from ..ops.linear.quantize_cuda import input_kernel
+from .kinds import Activation, InputKind
+from .norms import Norm
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ class Linear(Protocol):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add `residual` [M, K] to x [M, K], normalise the sum, apply the layer.
@@ -68,24 +65,23 @@ class Linear(Protocol):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         sampling: Sampling,
         n_active: torch.Tensor | None = None,
     ) -> ops.Logits:
         """Do as `after_norm`; return logits in fp32 of which greedy rows may be undefined."""
-        return ops.Logits(self.after_norm(x, residual, norm, eps, n_active)[0].float())
+        return ops.Logits(self.after_norm(x, residual, norm, n_active)[0].float())
 
-    def after_silu_mul(
-        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    def after_activation(
+        self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Apply the layer to silu(gate)·up, gate_up [M, 2K] = [gate | up].
+        """Apply the layer to what an activation function makes of x [M, K], or [M, 2K] if gated.
 
-        What `gate_up` holds afterwards is undefined.
+        What x holds afterwards is undefined.
         """
 
-    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
-        """Return a layer and the weight [K] of the norm before it, for results times `factor`.
+    def scaled(self, norm: Norm, factor: float) -> tuple[Linear, Norm]:
+        """Return a layer and the norm before it, for results times `factor`.
 
         Raises:
             ValueError: for a layer with a bias.
@@ -130,7 +126,7 @@ class DenseLinear(Linear):
         return self.weight.dtype
 
     def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        """Return the norm or gate before the layer, and what multiplies."""
+        """Return the norm or activation before the layer, and what multiplies."""
         device = self.weight.device if self.weight.device.type == "cuda" else None
         return dense_kernels(kind, self.shape, dtype, out_dtype=self.out_dtype, device=device)
 
@@ -143,26 +139,24 @@ class DenseLinear(Linear):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, total = _normed(x, residual, norm, eps)
+        normed, total = norm.of_sum(x, residual)
         return self(normed, n_active), total
 
     def logits_after_norm(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         sampling: Sampling,
         n_active: torch.Tensor | None = None,
     ) -> ops.Logits:
         if self.out_dtype is not torch.float32:
-            return super().logits_after_norm(x, residual, norm, eps, sampling, n_active)
+            return super().logits_after_norm(x, residual, norm, sampling, n_active)
         return ops.linear_logits(
-            _normed(x, residual, norm, eps)[0],
+            norm.of_sum(x, residual)[0],
             self.weight,
             temperature=sampling.temperature,
             repetition_penalty=sampling.repetition_penalty,
@@ -170,15 +164,15 @@ class DenseLinear(Linear):
             n_active=n_active,
         )
 
-    def after_silu_mul(
-        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    def after_activation(
+        self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self(ops.silu_mul(gate_up), n_active)
+        return self(ops.activation(x, kind), n_active)
 
-    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
+    def scaled(self, norm: Norm, factor: float) -> tuple[Linear, Norm]:
         require_no_bias(self.bias)
-        # The layer's weight may be the embedding. The norm's is rounded in no case.
-        return self, norm * factor if is_power_of_two(factor) else norm.float() * factor
+        # The layer's weight may be the embedding.
+        return self, norm.scaled(factor)
 
 
 @dataclass
@@ -256,15 +250,14 @@ class W8A8Linear(Linear):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         n_active: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.input_scale is None:
-            y, *total = ops.rms_norm_w8a8_linear(
+        if self.input_scale is None and norm.kind == "rms_norm":
+            y, *sums = ops.rms_norm_w8a8_linear(
                 x,
-                norm,
-                eps,
+                norm.weight,
+                norm.eps,
                 self.weight,
                 self.weight_scale,
                 residual=residual,
@@ -273,34 +266,32 @@ class W8A8Linear(Linear):
                 out_dtype=self.out_dtype,
                 batch_invariant=self.batch_invariant,
             )
-            return y, total[0] if total else x
-        quantized, scale, *total = ops.rms_norm_quantize(
+            return y, sums[0] if sums else x
+        quantized, scale, total = norm.quantize(
             x,
-            norm,
-            eps,
+            residual,
             self.weight.dtype,
-            residual=residual,
             scale=self.input_scale,
             zero_point=self.input_zero_point,
             n_active=n_active,
         )
-        return self._matmul(quantized, scale, n_active), total[0] if total else x
+        return self._matmul(quantized, scale, n_active), total
 
     def logits_after_norm(
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        eps: float,
+        norm: Norm,
         sampling: Sampling,
         n_active: torch.Tensor | None = None,
     ) -> ops.Logits:
-        if self.input_scale is not None or self.out_dtype is not torch.float32:
-            return super().logits_after_norm(x, residual, norm, eps, sampling, n_active)
+        fused = self.input_scale is None and norm.kind == "rms_norm"
+        if not fused or self.out_dtype is not torch.float32:
+            return super().logits_after_norm(x, residual, norm, sampling, n_active)
         return ops.rms_norm_w8a8_logits(
             x,
-            norm,
-            eps,
+            norm.weight,
+            norm.eps,
             self.weight,
             self.weight_scale,
             temperature=sampling.temperature,
@@ -311,11 +302,12 @@ class W8A8Linear(Linear):
             batch_invariant=self.batch_invariant,
         )
 
-    def after_silu_mul(
-        self, gate_up: torch.Tensor, n_active: torch.Tensor | None = None
+    def after_activation(
+        self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        quantized, scale = ops.silu_mul_quantize(
-            gate_up,
+        quantized, scale = ops.activation_quantize(
+            x,
+            kind,
             self.weight.dtype,
             scale=self.input_scale,
             zero_point=self.input_zero_point,
@@ -324,7 +316,7 @@ class W8A8Linear(Linear):
         )
         return self._matmul(quantized, scale, n_active)
 
-    def scaled(self, norm: torch.Tensor, factor: float) -> tuple[Linear, torch.Tensor]:
+    def scaled(self, norm: Norm, factor: float) -> tuple[Linear, Norm]:
         require_no_bias(self.bias)
         return replace(self, weight_scale=self.weight_scale * factor), norm
 
@@ -345,27 +337,10 @@ class W8A8Linear(Linear):
         )
 
 
-def is_power_of_two(number: float) -> bool:
-    """Return whether multiplying by a positive number changes nothing but the exponent."""
-    return math.frexp(number)[0] == 0.5
-
-
 def require_no_bias(bias: torch.Tensor | None) -> None:
     """Check that a layer whose results are to be scaled has no bias."""
     if bias is not None:
         raise ValueError("bias: got a tensor, expected None in a layer whose results are scaled")
-
-
-def _normed(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x plus the residual, normalised, and the sum; without a residual that is x itself."""
-    if residual is None:
-        normed = ops.rms_norm(x, norm, eps)
-        assert isinstance(normed, torch.Tensor), "there is no residual"
-        return normed, x
-    normed, total = ops.rms_norm(x, norm, eps, residual=residual)
-    return normed, total
 
 
 def dense_kernels(
@@ -379,13 +354,13 @@ def dense_kernels(
     """Return what a layer with 16- or 32-bit weights launches of ours.
 
     Args:
-        kind: what comes before the layer: a norm or a gate is a kernel of its own.
+        kind: what comes before the layer: a norm or an activation is a kernel of its own.
         shape: [N, K] of the weight.
         dtype: of the model.
         out_dtype: of the layer's output; by default that of its input.
         device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
     """
-    before = [] if kind == "per_token" else [quantize_kernel(kind, dtype, dtype)]
+    before = [] if kind == "per_token" else [input_kernel(kind, dtype, dtype)]
     return [*before, *dense_layer_kernels(shape, dtype, out_dtype=out_dtype, device=device)]
 
 

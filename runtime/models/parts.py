@@ -17,7 +17,9 @@ import torch
 
 from ..jit.variant import Variant
 from .config_fields import UnsupportedModelError
-from .layers import InputKind, Linear
+from .kinds import InputKind
+from .layers import Linear
+from .norms import Norm, NormConfig
 
 DENSE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -159,7 +161,7 @@ class Part(ABC):
 
 @dataclass(frozen=True)
 class TensorPart(Part):
-    """A tensor by itself: a norm's weight, which every rank keeps, or a table of the vocabulary.
+    """A tensor by itself: attention sinks, or a table of the vocabulary.
 
     Args:
         spec: of the stored tensor.
@@ -185,6 +187,41 @@ class TensorPart(Part):
     def build(self, loader: Loader) -> torch.Tensor:
         """Return the tensor."""
         return loader.tensor(self)
+
+
+@dataclass(frozen=True)
+class NormPart(Part):
+    """A norm, which every rank keeps whole.
+
+    Args:
+        weight: of the stored weight, of which there is one for each head or one for all.
+        bias: of the stored bias, None where there is none.
+        config: of the norm.
+    """
+
+    weight: TensorSpec
+    bias: TensorSpec | None
+    config: NormConfig
+
+    def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
+        """Yield weight and bias."""
+        yield self.weight
+        if self.bias is not None:
+            yield self.bias
+
+    def shard(self, rank: int, size: int) -> Self:
+        """Return all."""
+        return self
+
+    def build(self, loader: Loader) -> Norm:
+        """Return the norm; a weight that is stored less 1 becomes fp32, which holds the sum."""
+        weight = TensorPart(self.weight).build(loader)
+        if self.config.plus_one:
+            weight = weight.float() + 1.0
+        bias = None
+        if self.bias is not None:
+            bias = TensorPart(self.bias).build(loader).to(weight.dtype)
+        return Norm(weight, self.config.eps, self.config.kind, bias)
 
 
 @dataclass(frozen=True)
@@ -254,7 +291,7 @@ class DecoderLayout:
 
     embedding: TensorPart
     layers: tuple[Any, ...]
-    norm: TensorPart
+    norm: NormPart
     lm_head: LinearPart | None
     tied_output: TensorPart | None = None
 

@@ -11,11 +11,11 @@ from ..ops.attention.l2_partition import L2Probe
 from ..ops.attention.prefill_cuda import prefill_kernels
 from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import precompile
-from ..ops.linear.quantize_cuda import quantize_kernel
+from ..ops.linear.quantize_cuda import input_kernel
 from ..ops.sampling.sample_cuda import sample_kernel
 from .config import ModelConfig
 from .decoder import Decoder
-from .layers import is_power_of_two
+from .norms import fp32_kind, is_power_of_two
 
 
 def compile_kernels(model: Decoder) -> None:
@@ -35,7 +35,7 @@ def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
     scaled = config.logits_scale != 1.0 and not is_power_of_two(config.logits_scale)
     return [
-        *((quantize_kernel("rms_norm", dtype, dtype, torch.float32),) if scaled else ()),
+        *((input_kernel(fp32_kind(config.norm.kind), dtype, dtype),) if scaled else ()),
         embed_kernel(dtype),
         append_kernel(dtype, dtype),
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
@@ -47,5 +47,5 @@ def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[
 
 def kernels_with_norms(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
     """Return `model_kernels` and, for families with such, the norm that nothing is fused with."""
-    norm = quantize_kernel("rms_norm", config.dtype, config.dtype)
+    norm = input_kernel(config.norm.input_kind, config.dtype, config.dtype)
     return [norm, *model_kernels(config, batch_invariant=batch_invariant)]

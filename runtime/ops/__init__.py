@@ -15,12 +15,12 @@ Common to all of them:
 - On CUDA nothing is read back to the host, unless `check_bounds` asks for it, so that every op can
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
-- On GPUs from sm_80 on `embed`, quantisation, `rms_norm`, `silu_mul`, `append_kv`, `merge_states`
-  and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products and attention too
-  (`python -m ostinato env` lists them). They are compiled on first use (`python -m ostinato build`
-  does it before) and, from sm_90 on, launched so that they overlap the end of the kernel before
-  them; what this asks of packed weights and norm weights, those ops say. All else runs on torch's
-  operators.
+- On GPUs from sm_80 on `embed`, quantisation, norms, activation functions, `append_kv`,
+  `merge_states` and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products and
+  attention too (`python -m ostinato env` lists them). They are compiled on first use
+  (`python -m ostinato build` does it before) and, from sm_90 on, launched so that they overlap the
+  end of the kernel before them; what this asks of packed weights and norm weights, those ops say.
+  All else runs on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
   raise RuntimeError while torch is set to do that in TF32 or bf16
@@ -34,31 +34,40 @@ from .attention.paged import paged_attention
 from .attention.varlen import varlen_attention
 from .attention.workspace import paged_attention_workspace, varlen_attention_workspace
 from .embed import embed
+from .linear.activation import activation, activation_quantize, silu_mul, silu_mul_quantize
 from .linear.block_linear import fp8_block_linear
 from .linear.block_scales import channel_scales
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
+from .linear.layer_norm import layer_norm, layer_norm_quantize
 from .linear.linear import linear, w8a8_linear
 from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
 from .linear.quantize_groups import (
+    activation_quantize_per_group,
+    layer_norm_quantize_per_group,
     quantize_per_group,
     rms_norm_quantize_per_group,
     silu_mul_quantize_per_group,
 )
 from .linear.rms_norm import rms_norm, rms_norm_quantize
-from .linear.silu_mul import silu_mul, silu_mul_quantize
 from .sampling.sample import sample
 
 __all__ = [
     "L2Partition",
     "Logits",
     "PackedWeight",
+    "activation",
+    "activation_quantize",
+    "activation_quantize_per_group",
     "append_kv",
     "channel_scales",
     "dynamic_w8a8_linear",
     "embed",
     "fp8_block_linear",
+    "layer_norm",
+    "layer_norm_quantize",
+    "layer_norm_quantize_per_group",
     "linear",
     "linear_logits",
     "merge_states",

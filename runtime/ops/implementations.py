@@ -20,7 +20,7 @@ from .sampling.sample_cuda import Sample
 
 _FAMILIES: dict[str, type[Variant]] = {
     "embed": Embed,
-    "rms_norm, silu_mul, quantize": Quantize,
+    "norms, activations, quantize": Quantize,
     "append_kv": AppendKV,
     "attention, decode": AttentionDecode,
     "attention, prefill": AttentionPrefill,

@@ -12,10 +12,63 @@ from itertools import product
 
 import torch
 
+from .linear.reference_rows import (
+    activation,
+    activation_quantize,
+    activation_quantize_per_group,
+    dynamic_scale,
+    layer_norm,
+    layer_norm_quantize,
+    layer_norm_quantize_per_group,
+    on_grid,
+    quantize,
+    quantize_per_group,
+    quantize_per_tensor,
+    quantize_per_token,
+    rms_norm,
+    rms_norm_quantize,
+    rms_norm_quantize_per_group,
+    silu_mul,
+    silu_mul_quantize,
+    silu_mul_quantize_per_group,
+    static_scales,
+)
 from .sampling.philox import uniform
 
+__all__ = [
+    "activation",
+    "activation_quantize",
+    "activation_quantize_per_group",
+    "append_kv",
+    "attention",
+    "dynamic_scale",
+    "embed",
+    "fp8_block_linear",
+    "layer_norm",
+    "layer_norm_quantize",
+    "layer_norm_quantize_per_group",
+    "linear",
+    "merge_states",
+    "norm_and_rotate",
+    "on_grid",
+    "paged_attention",
+    "quantize",
+    "quantize_per_group",
+    "quantize_per_tensor",
+    "quantize_per_token",
+    "rms_norm",
+    "rms_norm_quantize",
+    "rms_norm_quantize_per_group",
+    "sample",
+    "silu_mul",
+    "silu_mul_quantize",
+    "silu_mul_quantize_per_group",
+    "static_scales",
+    "varlen_attention",
+    "w8a8_linear",
+]
+
 _GROUP = 128
-_GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def attention(
@@ -320,137 +373,6 @@ def fp8_block_linear(
         channels = w_scale[group].to(dtype).repeat_interleave(8)[: w.size(0)]
         y += x_scale[group].to(dtype).unsqueeze(1) * channels * products
     return y if bias is None else y + bias.to(dtype)
-
-
-def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scale of each row of x [..., K]: amax / grid maximum, and always positive."""
-    amax = x.abs().amax(-1)
-    scale = amax / torch.full_like(amax, _GRID_MAX[dtype])
-    return scale.clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def on_grid(x: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Round x to the numbers of `dtype`, to nearest, ties to even, saturating."""
-    if dtype is torch.float8_e4m3fn:
-        return x.clamp(-448, 448).to(dtype)
-    codes = x.round() if zero_point is None else x.round() + zero_point
-    return codes.clamp(-128, 127).to(dtype)
-
-
-def quantize_per_token(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each row of x with a scale of its own."""
-    x = x.float()
-    scale = dynamic_scale(x, dtype)
-    return on_grid(x / scale.unsqueeze(1), None, dtype), scale
-
-
-def quantize_per_group(
-    x: torch.Tensor, *, power_of_two: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise each 128 elements of a row to e4m3; return (values, scale [groups, rows])."""
-    values, scales = [], []
-    for group in x.float().split(_GROUP, dim=1):
-        scale = dynamic_scale(group, torch.float8_e4m3fn)
-        if power_of_two:
-            scale = scale.double().log2().ceil().exp2().float()
-        values.append(on_grid(group / scale.unsqueeze(1), None, torch.float8_e4m3fn))
-        scales.append(scale)
-    return torch.cat([v.view(torch.int8) for v in values], 1).view(values[0].dtype), torch.stack(
-        scales
-    )
-
-
-def quantize_per_tensor(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    zero_point: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Quantise x with one fixed scale."""
-    return on_grid(x.float() / scale, zero_point, dtype)
-
-
-def static_scales(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `scale` for each row of x; NaN for those that hold a NaN, which int8 cannot code."""
-    scales = scale.expand(len(x)).clone()
-    if dtype is torch.int8:
-        scales[x.isnan().any(1)] = math.nan
-    return scales
-
-
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Return x / sqrt(mean(x²) + eps) · weight, of the rounded sum x + residual if given."""
-    if residual is not None:
-        x = x + residual
-    x = x.to(dtype)
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
-
-
-def silu_mul(x: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return silu(gate)·up of x = [gate | up]."""
-    gate, up = x.to(dtype).chunk(2, dim=-1)
-    return gate * torch.sigmoid(gate) * up
-
-
-def rms_norm_quantize(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    *,
-    residual: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise in fp32, then quantise; return (values, scale)."""
-    normalized = rms_norm(x, weight, eps, residual=residual)
-    if scale is None:
-        return quantize_per_token(normalized, dtype)
-    values = quantize_per_tensor(normalized, scale, dtype, zero_point=zero_point)
-    return values, static_scales(normalized, scale, dtype)
-
-
-def silu_mul_quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    scale: torch.Tensor | None = None,
-    zero_point: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate in fp32, then quantise; return (values, scale)."""
-    gated = silu_mul(x)
-    if scale is None:
-        return quantize_per_token(gated, dtype)
-    values = quantize_per_tensor(gated, scale, dtype, zero_point=zero_point)
-    return values, static_scales(gated, scale, dtype)
-
-
-def rms_norm_quantize_per_group(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    residual: torch.Tensor | None = None,
-    power_of_two: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise in fp32, then quantise by groups; return (values, scale)."""
-    normalized = rms_norm(x, weight, eps, residual=residual)
-    return quantize_per_group(normalized, power_of_two=power_of_two)
-
-
-def silu_mul_quantize_per_group(
-    x: torch.Tensor, *, power_of_two: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate in fp32, then quantise by groups; return (values, scale)."""
-    return quantize_per_group(silu_mul(x), power_of_two=power_of_two)
 
 
 def sample(

@@ -44,14 +44,14 @@ def test_plain_tensors_are_those_of_the_file(
     assert model.config.dtype is dtype
     assert model.device == torch.empty(0, device=device).device
     assert torch.equal(model.embedding, stored["model.embed_tokens.weight"])
-    assert torch.equal(model.norm, stored["model.norm.weight"])
+    assert torch.equal(model.norm.weight, stored["model.norm.weight"])
     assert isinstance(model.lm_head, DenseLinear)
     assert torch.equal(in_rows(model.lm_head.weight), stored["lm_head.weight"])
     assert model.lm_head.out_dtype is torch.float32
     layer = model.layers[1]
-    assert torch.equal(layer.input_norm, stored["model.layers.1.input_layernorm.weight"])
+    assert torch.equal(layer.input_norm.weight, stored["model.layers.1.input_layernorm.weight"])
     assert torch.equal(
-        layer.post_attention_norm, stored["model.layers.1.post_attention_layernorm.weight"]
+        layer.post_attention_norm.weight, stored["model.layers.1.post_attention_layernorm.weight"]
     )
     for field, names in FUSED.items():
         linear = getattr(layer, field)
@@ -64,8 +64,8 @@ def test_plain_tensors_are_those_of_the_file(
 def test_query_and_key_norms_are_loaded(tmp_path: Path) -> None:
     hf = random_model(MODELS["qwen3"])
     layer = load_model(save_plain(tmp_path, hf)).layers[1]
-    assert torch.equal(layer.q_norm, tensors_of(hf)[ATTENTION + "q_norm.weight"])
-    assert torch.equal(layer.k_norm, tensors_of(hf)[ATTENTION + "k_norm.weight"])
+    assert torch.equal(layer.q_norm.weight, tensors_of(hf)[ATTENTION + "q_norm.weight"])
+    assert torch.equal(layer.k_norm.weight, tensors_of(hf)[ATTENTION + "k_norm.weight"])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -159,7 +159,7 @@ def test_a_dtype_can_be_chosen(tmp_path: Path) -> None:
         tmp_path, random_model(MODELS["llama-biases"]), FORMATS["ct-int8-dynamic"]
     )
     model = load_model(tmp_path, dtype=torch.bfloat16)
-    assert model.config.dtype is model.embedding.dtype is model.norm.dtype is torch.bfloat16
+    assert model.config.dtype is model.embedding.dtype is model.norm.weight.dtype is torch.bfloat16
     qkv = model.layers[1].qkv
     assert isinstance(qkv, W8A8Linear)
     assert qkv.out_dtype is torch.bfloat16

@@ -18,9 +18,9 @@ from tiny import byte_tokenizer
 # Tensors of a layer whose NaN reaches the logits through a quantised activation alone: what the
 # residual stream holds would show it in any case.
 BREAKS: dict[str, Callable[[Any], torch.Tensor]] = {
-    "input of qkv": lambda layer: layer.input_norm,
+    "input of qkv": lambda layer: layer.input_norm.weight,
     "input of o": lambda layer: layer.qkv.weight_scale,
-    "input of gate_up": lambda layer: layer.post_attention_norm,
+    "input of gate_up": lambda layer: layer.post_attention_norm.weight,
     "input of down": lambda layer: layer.gate_up.weight_scale,
 }
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -127,7 +127,7 @@ def test_defaults_are_those_of_transformers(kind: str, extra: dict[str, Any], wr
     assert ours.num_kv_heads == theirs.num_key_value_heads
     head_dim = getattr(theirs, "head_dim", None)
     assert ours.head_dim == head_dim or (head_dim is None and ours.head_dim == 8)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm.eps == theirs.rms_norm_eps
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     assert ours.o_bias is getattr(theirs, "attention_bias", False)

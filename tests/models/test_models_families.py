@@ -81,7 +81,7 @@ def test_defaults_are_those_of_transformers(family: str, written: str) -> None:
     ours = read_config(theirs.to_dict() if written == "by transformers" else fields_of(family))
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == 16
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm.eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     assert ours.bos_token_id == theirs.bos_token_id
     ids = theirs.eos_token_id

@@ -90,7 +90,7 @@ def test_tables_of_the_vocabulary_stand_one_under_another(tmp_path: Path) -> Non
         load = loader(reader, tmp_path)
         table, *found = (layout.embedding.build(load) for layout in (whole, *ranks))
         head, *heads = (load.head(layout.lm_head, table) for layout in (whole, *ranks))
-        norms = [layout.norm.build(load) for layout in (whole, *ranks)]
+        norms = [layout.norm.build(load).weight for layout in (whole, *ranks)]
     assert torch.equal(torch.cat(found), table)
     x = torch.randn(3, CONFIG.hidden_size)
     assert torch.equal(torch.cat([part(x) for part in heads], dim=1), head(x))

@@ -58,7 +58,7 @@ def require_equal(ours: ModelConfig, theirs: Any) -> None:
         assert getattr(ours, mine.get(name, name)) == getattr(theirs, name), name
     heads = theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or heads)
-    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.norm.eps == theirs.rms_norm_eps
     assert ours.ropes[0] is not None
     assert ours.ropes[0].theta == theirs.rope_parameters["rope_theta"]
     assert ours.ropes[0].type == theirs.rope_parameters["rope_type"]

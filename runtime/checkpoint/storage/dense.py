@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...jit.variant import Variant
-from ...models.layers import DenseLinear, InputKind, dense_kernels
+from ...models.kinds import InputKind
+from ...models.layers import DenseLinear, dense_kernels
 from ...models.parts import Module, TensorSpec
 from ..reader import CheckpointReader
 from .base import Target, biases, stack, weight_of
@@ -42,7 +43,7 @@ class DenseScheme:
         device: torch.device | None,
         out_dtype: torch.dtype | None = None,
     ) -> list[Variant]:
-        """Return the norm or gate before the layer, and what multiplies."""
+        """Return the norm or activation before the layer, and what multiplies."""
         return dense_kernels(kind, shape, dtype, out_dtype=out_dtype, device=device)
 
     def build(

@@ -11,7 +11,7 @@ import torch
 from ... import ops
 from ...jit.variant import Variant
 from ...models.block_linear import BlockFP8Linear
-from ...models.layers import InputKind
+from ...models.kinds import InputKind
 from ...models.parts import Module, TensorSpec
 from ...ops.common.sizes import ceil_div
 from ...ops.linear.precompile import block_kernels

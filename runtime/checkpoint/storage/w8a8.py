@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ...jit.variant import Variant
-from ...models.layers import InputKind, W8A8Linear
+from ...models.kinds import InputKind
+from ...models.layers import W8A8Linear
 from ...models.parts import Module, TensorSpec
 from ...ops.linear.precompile import layer_kernels
 from ..reader import CheckpointReader

@@ -18,11 +18,11 @@ def layout(config: ModelConfig) -> DecoderLayout:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerParts:
-    prefix, hidden = f"model.layers.{index}.", config.hidden_size
+    prefix = f"model.layers.{index}."
     return replace(
         glm_parts(config, index),
-        attention_output_norm=norm_part(f"{prefix}post_self_attn_layernorm", hidden),
-        mlp_output_norm=norm_part(f"{prefix}post_mlp_layernorm", hidden),
+        attention_output_norm=norm_part(config, f"{prefix}post_self_attn_layernorm"),
+        mlp_output_norm=norm_part(config, f"{prefix}post_mlp_layernorm"),
     )
 
 

@@ -30,7 +30,7 @@ def with_multipliers(config: ModelConfig, fields: Fields) -> ModelConfig:
     residual = fields.number("residual_multiplier", 1.0)
     return replace(
         config,
-        rms_norm_eps=config.rms_norm_eps / residual**2,
+        norm=replace(config.norm, eps=config.norm.eps / residual**2),
         attention_scale=fields.number("attention_multiplier", 1.0),
         embedding_scale=fields.number("embedding_multiplier", 1.0) / residual,
         logits_scale=1.0 / fields.number("logits_scaling", 1.0),

@@ -17,11 +17,11 @@ def layout(config: ModelConfig) -> DecoderLayout:
 
 
 def _layer(config: ModelConfig, index: int) -> LayerParts:
-    prefix = f"model.layers.{index}.self_attn."
+    prefix, shape = f"model.layers.{index}.self_attn.", (config.head_dim,)
     return replace(
         layer_parts(config, index),
-        q_norm=norm_part(f"{prefix}query_layernorm", config.head_dim),
-        k_norm=norm_part(f"{prefix}key_layernorm", config.head_dim),
+        q_norm=norm_part(config, f"{prefix}query_layernorm", shape),
+        k_norm=norm_part(config, f"{prefix}key_layernorm", shape),
     )
 
 

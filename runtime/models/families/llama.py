@@ -10,44 +10,47 @@ import torch
 
 from ... import ops
 from ...jit.variant import Variant
+from ...ops.linear.quantize_cuda import GATED
 from ..attention import Attention, HeadNorms
 from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
-from ..layers import InputKind, Linear, Sampling, tensors_of
-from ..parts import DecoderLayout, LinearPart, Loader, Module, TensorPart, TensorSpec, build
+from ..kinds import InputKind
+from ..layers import Linear, Sampling, tensors_of
+from ..norms import Norm
+from ..parts import (
+    DecoderLayout,
+    LinearPart,
+    Loader,
+    Module,
+    NormPart,
+    TensorPart,
+    TensorSpec,
+    build,
+)
 from ..registry import Family, family_of, register
-
-# What comes before each linear layer of a decoder layer.
-INPUT_KINDS: dict[str, InputKind] = {
-    "qkv": "rms_norm",
-    "o": "per_token",
-    "gate_up": "rms_norm",
-    "down": "silu_mul",
-}
-HEAD_KIND: InputKind = "rms_norm"
 
 
 @dataclass
 class DecoderLayer:
-    """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up].
+    """Weights of one layer. `qkv` rows are [q; k; v], `gate_up` rows [gate; up], or [up] alone.
 
     What some families have, None in the others: norms of each head of q and k, attention sinks
     [num_heads] (in fp32, as attention reads them), norms of what attention and MLP return.
     """
 
-    input_norm: torch.Tensor
+    input_norm: Norm
     qkv: Linear
     o: Linear
-    post_attention_norm: torch.Tensor
+    post_attention_norm: Norm
     gate_up: Linear
     down: Linear
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
     sinks: torch.Tensor | None = None
-    attention_output_norm: torch.Tensor | None = None
-    mlp_output_norm: torch.Tensor | None = None
+    attention_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
 
     def __post_init__(self) -> None:
         if self.sinks is not None:
@@ -68,17 +71,17 @@ class Call:
 class LayerParts:
     """The parts of one layer, by the fields of `DecoderLayer`."""
 
-    input_norm: TensorPart
-    q_norm: TensorPart | None
-    k_norm: TensorPart | None
-    post_attention_norm: TensorPart
+    input_norm: NormPart
+    q_norm: NormPart | None
+    k_norm: NormPart | None
+    post_attention_norm: NormPart
     qkv: LinearPart
     o: LinearPart
     gate_up: LinearPart
     down: LinearPart
     sinks: TensorPart | None = None
-    attention_output_norm: TensorPart | None = None
-    mlp_output_norm: TensorPart | None = None
+    attention_output_norm: NormPart | None = None
+    mlp_output_norm: NormPart | None = None
 
 
 class Llama(Decoder):
@@ -91,7 +94,7 @@ class Llama(Decoder):
         config: shape of the model.
         embedding: [vocab_size, hidden_size].
         layers: one `layer_type` per layer.
-        norm: weight of the final RMS norm, [hidden_size].
+        norm: of the last layer's output.
         lm_head: output projection with fp32 results; its weight is `embedding` itself when the two
             are tied, unless it is packed.
         max_context: longest sequence served; sizes the RoPE table.
@@ -103,15 +106,13 @@ class Llama(Decoder):
     """
 
     layer_type: ClassVar[type] = DecoderLayer
-    # What comes before each linear layer of a decoder layer, by its field.
-    input_kinds: ClassVar[dict[str, InputKind]] = INPUT_KINDS
 
     def __init__(
         self,
         config: ModelConfig,
         embedding: torch.Tensor,
         layers: list[Any],
-        norm: torch.Tensor,
+        norm: Norm,
         lm_head: Linear,
         *,
         max_context: int | None = None,
@@ -126,6 +127,11 @@ class Llama(Decoder):
         self.kv_scales = None
         self.max_context = config.context(max_context)
         self.attention = Attention(config, self.max_context, embedding.device)
+
+    @staticmethod
+    def input_kinds(config: ModelConfig) -> dict[str, InputKind]:
+        """Return what comes before each linear layer of a decoder layer, by its field."""
+        return input_kinds(config)
 
     @classmethod
     def load(
@@ -162,7 +168,12 @@ class Llama(Decoder):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         seen: set[int] = set()
-        roots = [self.embedding, self.norm, *self.attention.tables(), *self.lm_head.tensors()]
+        roots = [
+            self.embedding,
+            *tensors_of(self.norm),
+            *self.attention.tables(),
+            *self.lm_head.tensors(),
+        ]
         for layer in self.layers:
             roots.extend(tensors_of(layer))
         for tensor in roots:
@@ -179,9 +190,9 @@ class Llama(Decoder):
 
     def linears(self) -> Iterator[LinearUse]:
         for layer in self.layers:
-            for name, kind in self.input_kinds.items():
+            for name, kind in self.input_kinds(self.config).items():
                 yield LinearUse(name, kind, getattr(layer, name))
-        yield LinearUse("lm_head", HEAD_KIND, self.lm_head)
+        yield LinearUse("lm_head", self.config.norm.input_kind, self.lm_head)
 
     def kernels(self) -> list[Variant]:
         known = family_of(self.config)
@@ -210,8 +221,7 @@ class Llama(Decoder):
     def logits(
         self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
-        eps = self.config.rms_norm_eps
-        logits, _ = self.lm_head.after_norm(x, residual, self.norm, eps, n_active)
+        logits, _ = self.lm_head.after_norm(x, residual, self.norm, n_active)
         return logits.float()
 
     def logits_to_sample(
@@ -226,8 +236,7 @@ class Llama(Decoder):
         seen: SeenRows | None = None,
     ) -> ops.Logits:
         x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
-        eps = self.config.rms_norm_eps
-        return self.lm_head.logits_after_norm(x, residual, self.norm, eps, sampling, n_active)
+        return self.lm_head.logits_after_norm(x, residual, self.norm, sampling, n_active)
 
     def hidden(
         self,
@@ -251,22 +260,17 @@ class Llama(Decoder):
         self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a layer: of x and what is to be added to it, [T, hidden_size] each, the next."""
-        layer, eps, n_active = self.layers[index], self.config.rms_norm_eps, call.n_active
-        qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, eps, n_active)
+        layer, n_active = self.layers[index], call.n_active
+        qkv, residual = layer.qkv.after_norm(x, residual, layer.input_norm, n_active)
         x = layer.o(self._attend(index, qkv, call), n_active)
         if layer.attention_output_norm is not None:
-            x = self._normed(x, layer.attention_output_norm)
+            x = layer.attention_output_norm(x)
         norm = layer.post_attention_norm
-        gate_up, residual = layer.gate_up.after_norm(x, residual, norm, eps, n_active)
-        x = layer.down.after_silu_mul(gate_up, n_active)
+        gate_up, residual = layer.gate_up.after_norm(x, residual, norm, n_active)
+        x = layer.down.after_activation(gate_up, self.config.activation, n_active)
         if layer.mlp_output_norm is not None:
-            x = self._normed(x, layer.mlp_output_norm)
+            x = layer.mlp_output_norm(x)
         return x, residual
-
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = ops.rms_norm(x, weight, self.config.rms_norm_eps)
-        assert isinstance(normed, torch.Tensor), "there is no residual"
-        return normed
 
     def _embed(
         self, tokens: torch.Tensor, n_active: torch.Tensor | None, seen: SeenRows | None
@@ -291,7 +295,7 @@ class Llama(Decoder):
             call.positions,
             call.attention,
             call.cache,
-            norms=HeadNorms(layer.q_norm, layer.k_norm, self.config.rms_norm_eps),
+            norms=HeadNorms(layer.q_norm, layer.k_norm),
             sinks=layer.sinks,
             batch_invariant=self.batch_invariant,
         )
@@ -303,6 +307,12 @@ class Llama(Decoder):
         config = self.config
         q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
         return q, k, v
+
+
+def input_kinds(config: ModelConfig) -> dict[str, InputKind]:
+    """Return what comes before each linear layer of a layer of Llama's kind."""
+    norm = config.norm.input_kind
+    return {"qkv": norm, "o": "per_token", "gate_up": norm, "down": config.activation}
 
 
 def layout(config: ModelConfig) -> DecoderLayout:
@@ -323,11 +333,11 @@ def layout_of(config: ModelConfig, layer: Callable[[ModelConfig, int], Any]) -> 
     copy = TensorSpec(names[1:], (vocabulary,), required=False)
     # Of tied weights `safetensors.torch.save_model` keeps the name that sorts first.
     embedding = TensorSpec(names if tied else names[:1], (vocabulary,))
-    head = LinearPart((Module("lm_head", *vocabulary),), HEAD_KIND, "rows")
+    head = LinearPart((Module("lm_head", *vocabulary),), config.norm.input_kind, "rows")
     return DecoderLayout(
         embedding=TensorPart(embedding, True),
         layers=tuple(layer(config, index) for index in range(config.num_layers)),
-        norm=norm_part("model.norm", config.hidden_size),
+        norm=norm_part(config, "model.norm"),
         lm_head=None if tied else head,
         tied_output=TensorPart(copy) if tied else None,
     )
@@ -338,17 +348,19 @@ def layer_parts(config: ModelConfig, index: int) -> LayerParts:
     prefix = f"model.layers.{index}."
     hidden, intermediate = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    kinds = input_kinds(config)
+    gated = config.activation in GATED
 
     def projection(name: str, rows: int, units: int, replicated: bool = False) -> Module:
         return Module(f"{prefix}self_attn.{name}", rows, hidden, config.qkv_bias, units, replicated)
 
     def linear(name: str, *modules: Module) -> LinearPart:
-        if name in ("o", "down"):
-            return LinearPart(modules, INPUT_KINDS[name], "columns")
-        return LinearPart(modules, INPUT_KINDS[name], "rows")
+        return LinearPart(modules, kinds[name], "columns" if name in ("o", "down") else "rows")
 
-    def head_norm(name: str) -> TensorPart | None:
-        return norm_part(f"{prefix}self_attn.{name}", config.head_dim) if config.qk_norm else None
+    def head_norm(name: str) -> NormPart | None:
+        if not config.qk_norm:
+            return None
+        return norm_part(config, f"{prefix}self_attn.{name}", (config.head_dim,))
 
     def mlp(name: str) -> Module:
         return Module(f"{prefix}mlp.{name}", intermediate, hidden, config.mlp_bias)
@@ -357,10 +369,10 @@ def layer_parts(config: ModelConfig, index: int) -> LayerParts:
         f"{prefix}self_attn.o_proj", hidden, config.q_size, config.o_bias, column_units=heads
     )
     return LayerParts(
-        input_norm=norm_part(f"{prefix}input_layernorm", hidden),
+        input_norm=norm_part(config, f"{prefix}input_layernorm"),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
-        post_attention_norm=norm_part(f"{prefix}post_attention_layernorm", hidden),
+        post_attention_norm=norm_part(config, f"{prefix}post_attention_layernorm"),
         qkv=linear(
             "qkv",
             projection("q_proj", config.q_size, heads),
@@ -368,16 +380,18 @@ def layer_parts(config: ModelConfig, index: int) -> LayerParts:
             projection("v_proj", config.kv_size, kv_heads, replicated=True),
         ),
         o=linear("o", output),
-        gate_up=linear("gate_up", mlp("gate_proj"), mlp("up_proj")),
+        gate_up=linear("gate_up", *((mlp("gate_proj"),) if gated else ()), mlp("up_proj")),
         down=linear(
             "down", Module(f"{prefix}mlp.down_proj", hidden, intermediate, config.mlp_bias)
         ),
     )
 
 
-def norm_part(name: str, size: int) -> TensorPart:
-    """Return the weight [size] of a norm."""
-    return TensorPart(TensorSpec((f"{name}.weight",), ((size,),)))
+def norm_part(config: ModelConfig, name: str, shape: tuple[int, ...] | None = None) -> NormPart:
+    """Return a norm of the model's kind; `shape` of its weight is by default [hidden_size]."""
+    shape = shape or (config.hidden_size,)
+    bias = TensorSpec((f"{name}.bias",), (shape,)) if config.norm.has_bias else None
+    return NormPart(TensorSpec((f"{name}.weight",), (shape,)), bias, config.norm)
 
 
 def _config(fields: Fields) -> ModelConfig:

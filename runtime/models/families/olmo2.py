@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from ... import ops
 from ..config import ModelConfig, Ropes, Windows, full_attention, same_rope, standard_config
 from ..config_fields import Fields, UnsupportedModelError
-from ..layers import InputKind, Linear
-from ..parts import DecoderLayout, LinearPart, TensorPart
+from ..kinds import InputKind
+from ..layers import Linear
+from ..norms import Norm
+from ..parts import DecoderLayout, LinearPart, NormPart
 from ..registry import Family, register
 from ..required_kernels import kernels_with_norms
-from .llama import INPUT_KINDS, Call, Llama, layer_parts, layout_of, norm_part
+from .llama import Call, Llama, input_kinds, layer_parts, layout_of, norm_part
 
 
 @dataclass
@@ -26,14 +27,14 @@ class PostNormLayer:
 
     qkv: Linear
     o: Linear
-    attention_output_norm: torch.Tensor
+    attention_output_norm: Norm
     gate_up: Linear
     down: Linear
-    mlp_output_norm: torch.Tensor
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    all_q_norm: torch.Tensor | None = None
-    all_k_norm: torch.Tensor | None = None
+    mlp_output_norm: Norm
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    all_q_norm: Norm | None = None
+    all_k_norm: Norm | None = None
     sinks: None = None
 
 
@@ -42,26 +43,26 @@ class PostNormParts:
     """The parts of one layer, by the fields of `PostNormLayer`."""
 
     qkv: LinearPart
-    q_norm: TensorPart | None
-    k_norm: TensorPart | None
-    all_q_norm: TensorPart | None
-    all_k_norm: TensorPart | None
+    q_norm: NormPart | None
+    k_norm: NormPart | None
+    all_q_norm: NormPart | None
+    all_k_norm: NormPart | None
     o: LinearPart
-    attention_output_norm: TensorPart
+    attention_output_norm: NormPart
     gate_up: LinearPart
     down: LinearPart
-    mlp_output_norm: TensorPart
+    mlp_output_norm: NormPart
 
 
 @dataclass(frozen=True)
-class UndividedNorm(TensorPart):
+class UndividedNorm(NormPart):
     """The weight of a norm over what ranks divide: its mean of squares is of no rank alone."""
 
     def shard(self, rank: int, size: int) -> UndividedNorm:
         """Return the norm, for a single rank."""
         if size > 1:
             raise UnsupportedModelError(
-                f"{self.spec.name}: got {size} ranks, expected 1 for a norm over all heads"
+                f"{self.weight.name}: got {size} ranks, expected 1 for a norm over all heads"
             )
         return self
 
@@ -70,11 +71,11 @@ class PostNormLlama(Llama):
     """Llama, whose layers normalise what they return instead of what they read."""
 
     layer_type = PostNormLayer
-    input_kinds: ClassVar[dict[str, InputKind]] = {
-        **INPUT_KINDS,
-        "qkv": "per_token",
-        "gate_up": "per_token",
-    }
+
+    @staticmethod
+    def input_kinds(config: ModelConfig) -> dict[str, InputKind]:
+        """Return what comes before each linear layer of a decoder layer, by its field."""
+        return {**input_kinds(config), "qkv": "per_token", "gate_up": "per_token"}
 
     def _layer(
         self, index: int, x: torch.Tensor, residual: torch.Tensor | None, call: Call
@@ -83,22 +84,22 @@ class PostNormLlama(Llama):
         if residual is not None:
             x = self._sum(x, residual)
         attended = self._attend(index, layer.qkv(x, n_active), call)
-        attended = self._normed(layer.o(attended, n_active), layer.attention_output_norm)
+        attended = layer.attention_output_norm(layer.o(attended, n_active))
         residual = self._sum(attended, x)
-        x = layer.down.after_silu_mul(layer.gate_up(residual, n_active), n_active)
-        return self._normed(x, layer.mlp_output_norm), residual
+        gate_up = layer.gate_up(residual, n_active)
+        x = layer.down.after_activation(gate_up, self.config.activation, n_active)
+        return layer.mlp_output_norm(x), residual
 
     def _sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return x + residual, which the kernel of norms gives beside a norm that is not read."""
-        _, total = ops.rms_norm(x, self.norm, self.config.rms_norm_eps, residual=residual)
-        return total
+        return self.norm.of_sum(x, residual)[1]
 
     def _heads(
         self, layer: Any, qkv: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = super()._heads(layer, qkv)
         if layer.all_q_norm is not None:
-            q, k = self._normed(q, layer.all_q_norm), self._normed(k, layer.all_k_norm)
+            q, k = layer.all_q_norm(q), layer.all_k_norm(k)
         return q, k, v
 
 
@@ -110,7 +111,7 @@ def layout(config: ModelConfig) -> DecoderLayout:
 def _layer(config: ModelConfig, index: int) -> PostNormParts:
     prefix = f"model.layers.{index}.self_attn."
     q, k = (
-        UndividedNorm(norm_part(f"{prefix}{name}_norm", size).spec)
+        UndividedNorm(norm_part(config, f"{prefix}{name}_norm", (size,)).weight, None, config.norm)
         for name, size in (("q", config.q_size), ("k", config.kv_size))
     )
     return replace(post_norm_parts(config, index), all_q_norm=q, all_k_norm=k)
@@ -126,10 +127,10 @@ def post_norm_parts(config: ModelConfig, index: int) -> PostNormParts:
         all_q_norm=None,
         all_k_norm=None,
         o=usual.o,
-        attention_output_norm=norm_part(f"{prefix}post_attention_layernorm", config.hidden_size),
+        attention_output_norm=norm_part(config, f"{prefix}post_attention_layernorm"),
         gate_up=replace(usual.gate_up, kind="per_token"),
         down=usual.down,
-        mlp_output_norm=norm_part(f"{prefix}post_feedforward_layernorm", config.hidden_size),
+        mlp_output_norm=norm_part(config, f"{prefix}post_feedforward_layernorm"),
     )
 
 

@@ -31,15 +31,20 @@ def in_row_blocks(
         out[start : start + count] = function(block)[:count]
 
 
-def mean_square(x: torch.Tensor) -> torch.Tensor:
-    """Return the mean of squares of each row of x [M, K] fp32, as [M, 1]."""
+def mean(x: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each row of x [M, K] fp32, as [M, 1]."""
     if x.device.type != "cpu":
         # A GPU's sum of a row begins at an address that 16 bytes divide, and so its order would
         # depend on the row's place in the block. Zeros give every row the same alignment.
         aligned = functional.pad(x, (0, -x.size(1) % 4))
         out = x.new_empty(x.size(0), 1)
-        in_row_blocks(lambda block: block.square().sum(1, keepdim=True), aligned, out)
+        in_row_blocks(lambda block: block.sum(1, keepdim=True), aligned, out)
         return out / x.size(1)
     # On the CPU torch sums row by row, but splits a long row between threads when it is alone.
     rows = x.expand(2, -1) if x.size(0) == 1 else x
-    return rows.square().mean(1, keepdim=True)[: x.size(0)]
+    return rows.mean(1, keepdim=True)[: x.size(0)]
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    """Return the mean of squares of each row of x [M, K] fp32, as [M, 1]."""
+    return mean(x.square())

@@ -18,7 +18,7 @@ from . import tile_table, tile_tuning
 from .fused_cuda import fused_kernel
 from .gemm_variants import BLOCK_E4M3, GemmSmallM
 from .linear import DTYPES_16_BIT
-from .quantize_cuda import GROUP, quantize_kernel
+from .quantize_cuda import GROUP, input_kernel
 
 __all__ = ["Variant", "block_kernels", "dense_layer_kernels", "layer_kernels", "precompile"]
 
@@ -37,7 +37,7 @@ def layer_kernels(
     """Return what quantising activations and multiplying them by a packed weight may launch.
 
     Args:
-        kind: of quantisation: per_token, rms_norm or silu_mul (see `Quantize`).
+        kind: what comes before the layer (see `input_kernel`).
         shape: [N, K] of the weight.
         dtype: of the weight, int8 or float8_e4m3fn.
         activations: dtype of the layer's input and its norm weight.
@@ -52,7 +52,7 @@ def layer_kernels(
     gemms = tile_tuning.variants(
         name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
     )
-    found: list[Variant] = [quantize_kernel(kind, activations, dtype), *gemms]
+    found: list[Variant] = [input_kernel(kind, activations, dtype), *gemms]
     streams = any(isinstance(gemm, GemmSmallM) for gemm in gemms)
     if streams and kind in ("per_token", "rms_norm"):
         fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)
@@ -80,7 +80,7 @@ def block_kernels(
         fast_accum=False,
         batch_invariant=batch_invariant,
     )
-    return [quantize_kernel(kind, activations, torch.float8_e4m3fn, group=GROUP), *gemms]
+    return [input_kernel(kind, activations, torch.float8_e4m3fn, GROUP), *gemms]
 
 
 def dense_layer_kernels(

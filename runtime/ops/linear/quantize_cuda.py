@@ -1,10 +1,11 @@
-"""Norms, gates and quantisation on CUDA: from tensors to a launch of quantize.cu."""
+"""Norms, activations and quantisation on CUDA: from tensors to a launch of quantize.cu."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +18,12 @@ from ...jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant, check
 from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, on_device
 
-QUANTIZE_KINDS = ("per_token", "rms_norm", "silu_mul")
+NORMS = ("rms_norm", "layer_norm")
+_FUNCTIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+GATED = tuple(f"{function}_mul" for function in _FUNCTIONS)
+ACTIVATIONS = (*_FUNCTIONS, *GATED)
+QUANTIZE_KINDS = ("per_token", *NORMS, *ACTIVATIONS)
+FP32_WEIGHT = "_fp32"
 GROUP = 128  # elements of a row that share a scale, where a row has several
 
 
@@ -28,11 +34,11 @@ class Quantize(Variant):
     A norm or activation may also be all there is: then rows keep their dtype.
 
     Args:
-        kind: per_token (as they are), rms_norm (with a residual added before, if given) or
-            silu_mul (of [gate | up]).
+        kind: per_token (as they are), one of `NORMS` (with a residual added before, if given) or
+            of `ACTIVATIONS`; those named _mul are of [gate | up].
         in_dtype: of x and the residual.
         out_dtype: int8 or e4m3, or in_dtype (not per_token).
-        weight_dtype: of the norm's weight: in_dtype, or fp32.
+        weight_dtype: of the norm's weight and bias: in_dtype, or fp32.
         group: 128: each 128 elements of a row have a scale of their own, e4m3 only; 0: rows have.
     """
 
@@ -57,7 +63,7 @@ class Quantize(Variant):
         check("out_dtype", self.out_dtype, results)
         if not self.weight_dtype:
             object.__setattr__(self, "weight_dtype", self.in_dtype)
-        others = ("fp32",) if self.kind == "rms_norm" else ()
+        others = ("fp32",) if self.kind in NORMS else ()
         check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
         check("group", self.group, (0, GROUP) if self.out_dtype == "e4m3" else (0,))
 
@@ -74,19 +80,22 @@ class Quantize(Variant):
             "OSTINATO_OUT_DTYPE": self.out_dtype,
             "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
             "OSTINATO_GROUP": str(self.group),
+            "OSTINATO_LAYER_NORM": str(int(self.kind == "layer_norm")),
         }
 
 
-_LISTED = tuple(
-    Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
-    for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
-    for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,)))
+def _in_every_output(kind: str, in_dtype: str) -> Iterator[Quantize]:
+    for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,))):
+        yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
+    yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype="e4m3", group=GROUP)
+
+
+# Most models have these; of the others those that bf16 models of some families need.
+_LISTED = (
+    *product(("per_token", "rms_norm", "silu_mul"), FLOAT_DTYPES),
+    *product(("layer_norm", "gelu_tanh_mul", "gelu_mul", "gelu_tanh", "gelu", "relu2"), ("bf16",)),
 )
-_OF_GROUPS = tuple(
-    Quantize(kind=kind, in_dtype=in_dtype, out_dtype="e4m3", group=GROUP)
-    for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
-)
-register_family(Quantize, (*_LISTED, *_OF_GROUPS))
+register_family(Quantize, chain.from_iterable(_in_every_output(*listed) for listed in _LISTED))
 
 
 @cache
@@ -100,7 +109,7 @@ def quantize_kernel(
     """Return the kernel of `kind` (see `Quantize`) for these dtypes.
 
     Args:
-        kind: per_token, rms_norm or silu_mul.
+        kind: one of `QUANTIZE_KINDS`.
         in_dtype: of x.
         out_dtype: of the rows that it writes.
         weight_dtype: of the norm's weight; by default that of x.
@@ -115,6 +124,22 @@ def quantize_kernel(
     )
 
 
+def input_kernel(
+    kind: str, in_dtype: torch.dtype, out_dtype: torch.dtype, group: int = 0
+) -> Quantize:
+    """Return the kernel of what comes before a linear layer.
+
+    Args:
+        kind: as of `quantize_kernel`; with `FP32_WEIGHT` at its end, of a norm whose weight is
+            fp32 whatever the dtype of x.
+        in_dtype: likewise.
+        out_dtype: likewise.
+        group: likewise.
+    """
+    weight_dtype = torch.float32 if kind.endswith(FP32_WEIGHT) else None
+    return quantize_kernel(kind.removesuffix(FP32_WEIGHT), in_dtype, out_dtype, weight_dtype, group)
+
+
 def quantize_rows(
     kind: str,
     x: torch.Tensor,
@@ -126,6 +151,7 @@ def quantize_rows(
     residual: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
     eps: float = 0.0,
     n_active: torch.Tensor | None = None,
     discard_x: bool = False,
@@ -135,11 +161,13 @@ def quantize_rows(
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
     The arguments are those of the ops, checked; `out` of x's dtype takes no scales and no zero
-    point. With a `group`, `scale_out` is [ceil(k / group), m]. Of these tensors the kernel reads
-    only `n_active` and, where it quantises, `norm_weight` before those in front of it on the stream
-    have ended.
+    point. With a `group`, `scale_out` is [ceil(k / group), m]. For layer_norm x and `out` may be
+    [tokens, heads, k], and norm_weight [heads, k]. Of these tensors the kernel reads only
+    `n_active` and, where it quantises, `norm_weight` and `norm_bias` before those in front of it on
+    the stream have ended.
     """
-    m, k = out.shape
+    m, k = out.size(0), out.size(-1)
+    heads = out.size(1) if out.dim() == 3 else 1
     if m == 0:
         return
     device = x.get_device()
@@ -149,6 +177,8 @@ def quantize_rows(
         weight_dtype = None if norm_weight is None else norm_weight.dtype
         variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype, group)
         stream = current_stream(device)
+        # Other kernels have no such arguments.
+        of_layer_norm = {"norm_bias": address_of(norm_bias), "heads": heads}
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -165,10 +195,11 @@ def quantize_rows(
             residual_out_stride=0 if residual_out is None else residual_out.stride(0),
             norm_weight=address_of(norm_weight),
             eps=eps,
-            m=m,
+            m=m * heads,
             k=k,
             pdl=pdl.enabled(),
             n_active=address_of(n_active),
             discard_x=discard_x,
+            **(of_layer_norm if kind == "layer_norm" else {}),
             stream=stream,
         )

@@ -1,4 +1,4 @@
-"""Quantisation of activations to FP8 (e4m3) by groups of 128, alone or after a norm or a gate."""
+"""Quantisation to FP8 (e4m3) by groups of 128, alone or after a norm or an activation function."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from ..common import checks
 from ..common.device import has_kernel
 from ..common.sizes import ceil_div
 from ..common.torch_library import register
+from .activation import activated, check_activation
 from .block_scales import empty_scales
+from .layer_norm import check_layer_norm, layer_normalized
 from .quantize import dynamic_scale, encode
 from .quantize_cuda import GROUP, Quantize, quantize_rows
 from .rms_norm import check_norm, normalized
-from .silu_mul import check_gated, gated
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -91,6 +92,73 @@ def rms_norm_quantize_per_group(
     return (out, scale_out) if total is None else (out, scale_out, total)
 
 
+def layer_norm_quantize_per_group(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    power_of_two: bool = False,
+    n_active: torch.Tensor | None = None,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, ...]:
+    """Do `layer_norm` of x [M, K], then `quantize_per_group` with its fp32 result.
+
+    The result is not rounded in between. All else is as for `layer_norm_quantize`.
+
+    Returns:
+        (values [M, K] e4m3, scale [ceil(K / 128), M] fp32), then the sum x + residual if `residual`
+        was given.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    check_layer_norm(x, weight, eps, bias, residual)
+    checks.flag("power_of_two", power_of_two)
+    checks.active(n_active, x.device)
+    with checks.launch_stream(stream, x.device):
+        out, scale_out = _outputs(x.size(0), x.size(1), x.device)
+        total = None
+        if residual is not None:
+            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _layer_norm_quantize_per_group_op(
+            x, weight, bias, eps, residual, power_of_two, out, scale_out, total, n_active
+        )
+    return (out, scale_out) if total is None else (out, scale_out, total)
+
+
+def activation_quantize_per_group(
+    x: torch.Tensor,
+    kind: str,
+    *,
+    power_of_two: bool = False,
+    n_active: torch.Tensor | None = None,
+    discard_x: bool = False,
+    stream: checks.Stream = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do `activation`, then `quantize_per_group` with its fp32 result.
+
+    The result is not rounded in between. All else is as for `activation_quantize`.
+
+    Returns:
+        (values [M, K] e4m3, scale [ceil(K / 128), M] fp32).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is written.
+    """
+    rows, columns = check_activation(x, kind, discard_x=discard_x)
+    checks.flag("power_of_two", power_of_two)
+    checks.active(n_active, x.device)
+    quantize = _activation_quantize_per_group_op
+    if discard_x:
+        quantize = _activation_quantize_per_group_discarding_op
+    with checks.launch_stream(stream, x.device):
+        out, scale_out = _outputs(rows, columns, x.device)
+        quantize(x, kind, power_of_two, out, scale_out, n_active)
+    return out, scale_out
+
+
 def silu_mul_quantize_per_group(
     x: torch.Tensor,
     *,
@@ -99,26 +167,15 @@ def silu_mul_quantize_per_group(
     discard_x: bool = False,
     stream: checks.Stream = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do `silu_mul` of x [M, 2·I], then `quantize_per_group` with its fp32 result.
-
-    The result is not rounded in between. All else is as for `silu_mul_quantize`.
-
-    Returns:
-        (values [M, I] e4m3, scale [ceil(I / 128), M] fp32).
-
-    Raises:
-        TypeError, ValueError: naming the argument, before anything is written.
-    """
-    rows, columns = check_gated(x, discard_x=discard_x)
-    checks.flag("power_of_two", power_of_two)
-    checks.active(n_active, x.device)
-    quantize = _silu_mul_quantize_per_group_op
-    if discard_x:
-        quantize = _silu_mul_quantize_per_group_discarding_op
-    with checks.launch_stream(stream, x.device):
-        out, scale_out = _outputs(rows, columns, x.device)
-        quantize(x, power_of_two, out, scale_out, n_active)
-    return out, scale_out
+    """Do `activation_quantize_per_group` of the kind silu_mul."""
+    return activation_quantize_per_group(
+        x,
+        "silu_mul",
+        power_of_two=power_of_two,
+        n_active=n_active,
+        discard_x=discard_x,
+        stream=stream,
+    )
 
 
 def power_of_two_scale(scale: torch.Tensor) -> torch.Tensor:
@@ -202,8 +259,43 @@ def _rms_norm_quantize_per_group(
         _quantize_into(rows, power_of_two, out, scale_out)
 
 
-def _silu_mul_quantize_per_group(
+def _layer_norm_quantize_per_group(
     x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    power_of_two: bool,
+    out: torch.Tensor,
+    scale_out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    n_active: torch.Tensor | None = None,
+) -> None:
+    if has_kernel(Quantize, x):
+        quantize_rows(
+            "layer_norm",
+            x,
+            None,
+            None,
+            out,
+            scale_out,
+            residual=residual,
+            residual_out=residual_out,
+            norm_weight=weight,
+            norm_bias=bias,
+            eps=eps,
+            n_active=n_active,
+            group=GROUP,
+            power_of_two=power_of_two,
+        )
+    else:
+        rows = layer_normalized(x, weight, bias, eps, residual, residual_out)
+        _quantize_into(rows, power_of_two, out, scale_out)
+
+
+def _activation_quantize_per_group(
+    x: torch.Tensor,
+    kind: str,
     power_of_two: bool,
     out: torch.Tensor,
     scale_out: torch.Tensor,
@@ -213,7 +305,7 @@ def _silu_mul_quantize_per_group(
 ) -> None:
     if has_kernel(Quantize, x):
         quantize_rows(
-            "silu_mul",
+            kind,
             x,
             None,
             None,
@@ -225,7 +317,7 @@ def _silu_mul_quantize_per_group(
             power_of_two=power_of_two,
         )
     else:
-        _quantize_into(gated(x), power_of_two, out, scale_out)
+        _quantize_into(activated(x, kind), power_of_two, out, scale_out)
         if discard_x:
             x.fill_(torch.nan)
 
@@ -241,13 +333,19 @@ _rms_norm_quantize_per_group_op = register(
     "Tensor? n_active=None) -> ()",
     _rms_norm_quantize_per_group,
 )
-_silu_mul_quantize_per_group_op = register(
-    "silu_mul_quantize_per_group(Tensor x, bool power_of_two, Tensor(a!) out, "
-    "Tensor(b!) scale_out, Tensor? n_active=None) -> ()",
-    _silu_mul_quantize_per_group,
+_layer_norm_quantize_per_group_op = register(
+    "layer_norm_quantize_per_group(Tensor x, Tensor weight, Tensor? bias, float eps, "
+    "Tensor? residual, bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, "
+    "Tensor(c!)? residual_out, Tensor? n_active=None) -> ()",
+    _layer_norm_quantize_per_group,
 )
-_silu_mul_quantize_per_group_discarding_op = register(
-    "silu_mul_quantize_per_group_discarding(Tensor(a!) x, bool power_of_two, Tensor(b!) out, "
-    "Tensor(c!) scale_out, Tensor? n_active=None) -> ()",
-    partial(_silu_mul_quantize_per_group, discard_x=True),
+_activation_quantize_per_group_op = register(
+    "activation_quantize_per_group(Tensor x, str kind, bool power_of_two, Tensor(a!) out, "
+    "Tensor(b!) scale_out, Tensor? n_active=None) -> ()",
+    _activation_quantize_per_group,
+)
+_activation_quantize_per_group_discarding_op = register(
+    "activation_quantize_per_group_discarding(Tensor(a!) x, str kind, bool power_of_two, "
+    "Tensor(b!) out, Tensor(c!) scale_out, Tensor? n_active=None) -> ()",
+    partial(_activation_quantize_per_group, discard_x=True),
 )

@@ -101,7 +101,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    x, w = randn(3, 16), randn(16)
+    x, w, w_bias = randn(3, 16), randn(16), randn(16)
     x8, w8 = (torch.randint(-9, 9, (n, 16), dtype=torch.int8).to(device) for n in (3, 8))
     x_scale, w_scale, bias = (torch.rand(n).to(device) for n in (3, 8, 8))
     scale = torch.tensor([0.1, 0.07][draw], device=device)
@@ -109,12 +109,34 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     w_sum = w8.sum(1, dtype=torch.int32)
     int8 = torch.int8
     return {
+        "activation": lambda: [x, "gelu_mul", empty(3, 8)],
+        "activation_quantize": lambda: [
+            *(x, "relu2", None, None, False, empty(3, 16, dtype=int8), empty(3), None)
+        ],
+        "activation_quantize_discarding": lambda: [
+            *(x, "silu_mul", scale, zero, False, empty(3, 8, dtype=int8), empty(3), None)
+        ],
+        "activation_quantize_per_group": lambda: [
+            *(x, "gelu_tanh", False, empty(3, 16, dtype=E4M3), empty(1, 3), None)
+        ],
+        "activation_quantize_per_group_discarding": lambda: [
+            *(x, "silu_mul", False, empty(3, 8, dtype=E4M3), empty(1, 3), None)
+        ],
         "append_kv": lambda: append_arguments(device, draw),
         "dynamic_w8a8_linear": lambda: [x, w8, w_scale, bias, None, False, empty(3, 8)],
         "embed": lambda: embed_arguments(device, draw),
         "fp8_block_linear": lambda: [
             *(x8.to(E4M3), w8.to(E4M3), x_scale[None], w_scale[None, :1]),
             *(bias, None, True, empty(3, 8)),
+        ],
+        "layer_norm": lambda: [x, w, w_bias, 1e-6, randn(3, 16), empty(3, 16), empty(3, 16)],
+        "layer_norm_quantize": lambda: [
+            *(x, w, w_bias, 1e-6, randn(3, 16), scale, zero, False),
+            *(empty(3, 16, dtype=int8), empty(3), empty(3, 16), None),
+        ],
+        "layer_norm_quantize_per_group": lambda: [
+            *(x, w, w_bias, 1e-6, randn(3, 16), False),
+            *(empty(3, 16, dtype=E4M3), empty(1, 3), empty(3, 16), None),
         ],
         "linear": lambda: [x, randn(5, 16), randn(5), None, empty(3, 5)],
         "merge_states": lambda: [
@@ -141,19 +163,6 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(empty(3, 8), empty(3, 16)),
         ],
         "sample": lambda: sample_arguments(device, draw),
-        "silu_mul": lambda: [x, empty(3, 8)],
-        "silu_mul_quantize": lambda: [
-            *(x, None, None, False, empty(3, 8, dtype=int8), empty(3), None)
-        ],
-        "silu_mul_quantize_per_group": lambda: [
-            *(x, False, empty(3, 8, dtype=E4M3), empty(1, 3), None)
-        ],
-        "silu_mul_quantize_per_group_discarding": lambda: [
-            *(x, False, empty(3, 8, dtype=E4M3), empty(1, 3), None)
-        ],
-        "silu_mul_quantize_discarding": lambda: [
-            *(x, scale, zero, False, empty(3, 8, dtype=int8), empty(3), None)
-        ],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
             *(x8, w8, x_scale, w_scale, bias, zero, w_sum, None, True, False, False, empty(3, 8))
@@ -169,7 +178,8 @@ OPS = [
     and not name.endswith("_workspace")  # a number, from capacities
     and name not in ("channel_scales", "pack_weight")
     and not name.endswith("_logits")
-] + ["silu_mul_quantize_discarding", "silu_mul_quantize_per_group_discarding"]
+    and not name.startswith("silu_mul")  # a kind of activation
+] + ["activation_quantize_discarding", "activation_quantize_per_group_discarding"]
 
 
 def overload_of(name: str) -> Any:

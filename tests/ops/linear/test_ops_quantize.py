@@ -160,7 +160,7 @@ def test_the_op_quantizes_also_when_nobody_asks_for_the_scale(
 ) -> None:
     x = torch.randn(3, 8, device=device)
     out = torch.zeros(3, 4, device=device).to(dtype)
-    torch.ops.ostinato.silu_mul_quantize(x, None, None, False, out, None)
+    torch.ops.ostinato.activation_quantize(x, "silu_mul", None, None, False, out, None)
     assert_same_bits(out, ops.silu_mul_quantize(x, dtype)[0])
 
 
