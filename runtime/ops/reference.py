@@ -375,6 +375,23 @@ def fp8_block_linear(
     return y if bias is None else y + bias.to(dtype)
 
 
+def softcap(
+    logits: torch.Tensor,
+    cap: float,
+    *,
+    temperature: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the capped logits, row by row; greedy rows without a penalty as they are."""
+    out = logits.to(dtype, copy=True)
+    for row in range(len(out)):
+        greedy = temperature is not None and not temperature[row] > 0
+        if not greedy or (repetition_penalty is not None and repetition_penalty[row] != 1):
+            out[row] = cap * torch.tanh(logits[row].to(dtype) / cap)
+    return out
+
+
 def sample(
     logits: torch.Tensor,
     *,
