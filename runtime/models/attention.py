@@ -121,6 +121,7 @@ class Attention:
             cu_seqlens_q=inputs.cu_seqlens_q,
             max_seqlen_q=inputs.max_seqlen_q,
             scale=config.attention_scale,
+            softcap=config.attention_softcap,
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             sinks=sinks,

@@ -65,8 +65,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"num_key_value_heads": 2}),
     "cwm": ("Cwm", {**HEADS, "rope_parameters": LLAMA3}),
     "phi3": ("Phi3", {}),
-    "hunyuan_v1_dense": ("HunYuanDenseV1", HEADS),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"head_dim": 16}),
+    "gemma": ("Gemma", HEADS),
+    "gemma2": ("Gemma2", HEADS),
+    "gemma3_text": ("Gemma3Text", HEADS),
 }
+
+
+# Those of Gemma 2 and 3 read another field.
+OF_HIDDEN_ACT = [family for family in FAMILIES if family not in ("gemma2", "gemma3_text")]
 
 
 def fields_of(family: str, **fields: Any) -> dict[str, Any]:
@@ -110,7 +117,7 @@ def test_what_has_no_common_default_must_be_written(family: str, name: str) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "surprise": 1}
-    if family == "olmo3":
+    if family in ("olmo3", "gemma3_text"):
         rope = {"full_attention": rope}
     with pytest.raises(UnsupportedModelError, match="surprise: got 1, a field that is not supp"):
         read_config(fields_of(family, rope_parameters=rope))
@@ -119,7 +126,25 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "match"),
     [
-        *((family, {"hidden_act": "gelu"}, "hidden_act: got 'gelu'") for family in FAMILIES),
+        *((family, {"hidden_act": "relu"}, "hidden_act: got 'relu'") for family in OF_HIDDEN_ACT),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation: got 'gelu', expected None or"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: got 'gelu', expected 'gelu_"),
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping: got 0, expected a fi"),
+        ("gemma2", {"attn_logit_softcapping": "x"}, "attn_logit_softcapping: got 'x', expected a"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0, expected a finite"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
+        ("gemma2", {"sliding_window": None}, "sliding_window: got None, expected an integer"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation: got 'silu', expected"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0, expe"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got"),
+        ("gemma3_text", {"rope_local_base_freq": 1}, "rope_local_base_freq: got 1, expected a fin"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0, expected"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters: rope_type: got 'linear', a field that is not supported",
+        ),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], expected at least"),
         ("smollm3", {"no_rope_layers": [2] * 8}, "no_rope_layers: got .* expected integers from 0"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: got 0, expected an"),
