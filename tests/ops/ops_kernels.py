@@ -62,7 +62,7 @@ def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
             variant, (Embed, AppendKV, MergeStates, Sample, Softcap, FusedLinear, Quantize)
         ):
             yield variant
-        if isinstance(variant, Quantize) and variant.kind == "rms_norm":
+        if isinstance(variant, (Quantize, FusedLinear)) and variant.kind == "rms_norm":
             yield replace(variant, weight_dtype="fp32")
     yield from _attention()
     yield from dense_products(sms)
