@@ -23,7 +23,7 @@ constexpr int kVector = 16 / static_cast<int>(sizeof(Logit));
 constexpr int kVectors = 2;  // of a thread, in flight at once
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kSlice = kThreads * kVectors * kVector;  // logits of a CTA
-constexpr int32_t kMostRows = 65535;  // of a grid's second dimension
+constexpr int32_t kMostRows = 65535;                        // of a grid's second dimension
 
 // Every operation is rounded, as in torch's operators.
 __device__ __forceinline__ float capped(float logit, float cap) {

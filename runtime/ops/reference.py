@@ -301,9 +301,20 @@ def append_kv(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | None:
     """Write k and v token by token, rounding to the caches' dtype, and return q."""
-    rotary = (norm_eps, positions, cos_sin)
-    how = {"interleaved": interleaved, "norm_after_rotation": norm_after_rotation}
-    keys = norm_and_rotate(k, k_norm_weight, *rotary, **how, dtype=dtype)
+
+    def finished(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return norm_and_rotate(
+            x,
+            weight,
+            norm_eps,
+            positions,
+            cos_sin,
+            interleaved=interleaved,
+            norm_after_rotation=norm_after_rotation,
+            dtype=dtype,
+        )
+
+    keys = finished(k, k_norm_weight)
     for x, cache, scale in ((keys, k_cache, k_scale), (v.to(dtype), v_cache, v_scale)):
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot < 0:
@@ -318,9 +329,7 @@ def append_kv(
             else:
                 divisor = scale.expand(cache.size(2))
             cache[page, offset] = on_grid(x[token] / divisor.unsqueeze(-1), None, cache.dtype)
-    if q is None:
-        return None
-    return norm_and_rotate(q, q_norm_weight, *rotary, **how, dtype=dtype)
+    return None if q is None else finished(q, q_norm_weight)
 
 
 def linear(
