@@ -54,7 +54,8 @@ class DecodeStep:
     """A step function for `GraphRunner`: mark as seen and embed, decode, sample.
 
     Outputs `tokens` [B] int64 and what they were chosen from: `logits` [B, vocab_size] fp32, or
-    where the output projection hands over each row's best, `argmax` [B, parts] int64.
+    where the output projection hands over each row's best, `argmax` [B, parts] int64. Of a model
+    that caps logits, greedy rows without a penalty are not capped, unless all are asked for.
 
     Args:
         model, cache: what the step runs on.

@@ -41,10 +41,10 @@ def rotation(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of heads before they are rotated, of one kind; None where there is none.
+    """Norms of heads of q and k, of one kind; None where there is none.
 
     RMS norms have weights [head_dim], and `append_kv` computes them. Layer norms have weights
-    [heads, head_dim].
+    [heads, head_dim], and are computed before heads are rotated.
     """
 
     q: Norm | None
@@ -134,6 +134,7 @@ class Attention:
             cu_seqlens_q=inputs.cu_seqlens_q,
             max_seqlen_q=inputs.max_seqlen_q,
             scale=config.attention_scale,
+            softcap=config.attention_softcap,
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             sinks=sinks,
@@ -170,6 +171,7 @@ class Attention:
                 q_norm_weight=None if queries is None or norms.q is None else norms.q.weight,
                 k_norm_weight=None if norms.k is None else norms.k.weight,
                 norm_eps=norms.eps,
+                norm_after_rotation=self._config.qk_norm_after_rope,
             )
 
         if rotated is None or rotated.query_cos_sin is None:

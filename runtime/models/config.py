@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +38,12 @@ class ModelConfig:
     `norm` says what norms there are before linear layers, and `activation` what the MLP's function
     is: of [gate | up] where its name ends with _mul, otherwise the MLP has no gate.
 
+    With `qk_norm` heads of q and k are normalised before they are rotated, with
+    `qk_norm_after_rope` afterwards.
+
     Queries times keys are multiplied by `attention_scale` (None: 1/sqrt(head_dim)), embeddings by
-    `embedding_scale` when they are loaded, and logits by `logits_scale`.
+    `embedding_scale` when they are loaded, and logits by `logits_scale`. Caps c that are not 0 turn
+    the former products, and logits, into c·tanh(x / c).
 
     With `parallel_block` attention and the MLP of a layer read the same norm, and what both return
     is added to the residual stream.
@@ -72,6 +76,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     parallel_block: bool = False
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    qk_norm_after_rope: bool = False
     text_tower: bool = False
 
     def __post_init__(self) -> None:
@@ -177,6 +184,33 @@ def same_rope(**reads: bool) -> Ropes:
     return ropes
 
 
+def ropes_of_kinds(
+    fields: Fields, kinds: Sequence[str], **sliding: float
+) -> tuple[RopeConfig, ...]:
+    """Return the rotary embedding of each layer where they differ by the kind of attention.
+
+    transformers 5 has an object for each kind in `rope_parameters`. Before, the fields of RoPE were
+    those of full attention, and sliding attention was not scaled.
+
+    Args:
+        fields: of config.json, with the family's defaults.
+        kinds: of each layer, "full_attention" or "sliding_attention".
+        sliding: fields of sliding attention that differ where `rope_parameters` does not say.
+
+    Raises:
+        UnsupportedModelError: naming the field.
+    """
+    of_kind = {FULL: dict(fields.fields), SLIDING: {**fields.fields, "rope_scaling": None}}
+    of_kind[SLIDING].update(sliding)
+    if fields.get("rope_parameters") is not None:
+        nested = fields.child("rope_parameters")
+        nested.only(*of_kind)
+        for kind, read in of_kind.items():
+            read["rope_parameters"] = nested.get(kind)
+    made = {kind: read_rope(Fields(fields.where, read)) for kind, read in of_kind.items()}
+    return tuple(made[kind] for kind in kinds)
+
+
 def standard_config(
     fields: Fields,
     *,
@@ -188,6 +222,7 @@ def standard_config(
     ropes: Ropes | None = None,
     norm: NormConfig | None = None,
     activations: Mapping[str, Activation] = SILU,
+    activation_field: str = "hidden_act",
 ) -> ModelConfig:
     """Read what the families have in common.
 
@@ -200,13 +235,14 @@ def standard_config(
         mlp_bias: whether the projections of the MLP have a bias; None: `mlp_bias` of the file.
         ropes: reads the rotary embeddings; by default one of whole heads for all layers.
         norm: the norms; by default RMS norms with the file's `rms_norm_eps`.
-        activations: what the MLP's function is by the file's `hidden_act`, of which the first is
-            the default.
+        activations: what the MLP's function is by the file's `activation_field`, of which the
+            first is the default.
+        activation_field: which names it.
 
     Raises:
         UnsupportedModelError: naming the field.
     """
-    hidden_act = fields.choice("hidden_act", *activations, default=next(iter(activations)))
+    named = fields.choice(activation_field, *activations, default=next(iter(activations)))
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers", most=_MOST_LAYERS)
     num_heads = fields.integer("num_attention_heads")
@@ -233,7 +269,7 @@ def standard_config(
         dtype=_dtype(fields),
         bos_token_id=_bos(fields, last_id),
         eos_token_ids=fields.integers("eos_token_id", least=0, most=last_id),
-        activation=activations[hidden_act],
+        activation=activations[named],
     )
 
 
@@ -287,6 +323,12 @@ def layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:
     if written and (len(written) != num_layers or not set(written) <= {FULL, SLIDING}):
         raise fields.wrong("layer_types", f"{num_layers} times {FULL!r} or {SLIDING!r}")
     return written
+
+
+def windows_of_kinds(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the window of each layer whose attention is sliding, which then must be written."""
+    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def mixed_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:

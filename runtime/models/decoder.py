@@ -151,5 +151,6 @@ class Decoder(Protocol):
     ) -> ops.Logits:
         """Do as a call, and return what `ops.sample` chooses the same tokens from.
 
-        `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`).
+        `sampling` is of the rows [T]; logits of greedy ones may be undefined (see `ops.Logits`), or
+        before their softcap.
         """

@@ -13,6 +13,7 @@ from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import precompile
 from ..ops.linear.quantize_cuda import input_kernel
 from ..ops.sampling.sample_cuda import sample_kernel
+from ..ops.sampling.softcap import softcap_kernel
 from .config import ModelConfig
 from .decoder import Decoder
 from .norms import fp32_kind, is_power_of_two
@@ -40,6 +41,7 @@ def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[
         append_kernel(dtype, dtype),
         *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
         *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
+        *((softcap_kernel(torch.float32),) if config.logits_softcap else ()),
         sample_kernel(torch.float32),  # what a `Decoder` returns
         L2Probe(),  # which the cache asks (ostinato.models.l2.probe)
     ]

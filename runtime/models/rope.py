@@ -36,7 +36,8 @@ class RopeConfig:
     `truncate`; both read `original_max_position_embeddings`. `longrope` (arXiv 2402.13753) divides
     each frequency by `long_factor` where a longer context than `original_max_position_embeddings`
     is served, else by `short_factor`. `dynamic` enlarges the base where a longer context is served
-    than the model was trained for, which is its `original_max_position_embeddings`.
+    than the model was trained for, which is its `original_max_position_embeddings`. `ntk_alpha`
+    enlarges it by `alpha`, whatever context is served; files call it `dynamic`, too.
 
     `partial_rotary_factor` is the share of a head that is rotated, from its beginning. Elements
     (2i, 2i + 1) are rotated together if `interleaved`, else (i, i + rotary_dim / 2). Queries at
@@ -59,6 +60,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
     query_scaling_beta: float = 0.0
+    alpha: float = 1.0
 
     @staticmethod
     def from_hf(
@@ -70,6 +72,7 @@ class RopeConfig:
         interleaved: bool = False,
         query_scaling: bool = False,
         multimodal: bool = False,
+        fixed_alpha: bool = False,
     ) -> RopeConfig:
         """Read `rope_parameters` (transformers >= 5) or `rope_theta` + `rope_scaling` (before).
 
@@ -81,6 +84,7 @@ class RopeConfig:
             interleaved: which elements the family rotates together.
             query_scaling: whether the family reads `llama_4_scaling_beta`.
             multimodal: whether the family has positions of several axes (M-RoPE).
+            fixed_alpha: whether the family reads `alpha`.
 
         Raises:
             UnsupportedModelError: naming the field, for a scaling type other than `ROPE_TYPES`,
@@ -88,8 +92,9 @@ class RopeConfig:
         """
         outer = Fields(where, config)
         fields = _scaling_fields(outer)
-        known = (*(_QUERY_SCALING if query_scaling else ()), *(_MULTIMODAL if multimodal else ()))
-        fields.only(*_KNOWN, *known)
+        optional = ((query_scaling, _QUERY_SCALING), (multimodal, _MULTIMODAL))
+        alpha = ("alpha",) if fixed_alpha else ()
+        fields.only(*_KNOWN, *alpha, *(name for read, names in optional if read for name in names))
         spelling = "type" if fields.get("rope_type") is None else "rope_type"
         aliases = {**_ALIASES, "mrope": "default"} if multimodal else _ALIASES
         kind = fields.choice(spelling, *ROPE_TYPES, *aliases, default="default")
@@ -104,6 +109,9 @@ class RopeConfig:
         if kind == "default":
             fields.choice("llama_4_scaling_beta", None)  # which would need the original context
             return rope
+        if kind == "dynamic" and fields.get("alpha"):
+            return replace(rope, type="ntk_alpha", alpha=fields.number("alpha"))
+        fields.choice("alpha", None, 0)  # which the other types do not have
         if kind == "dynamic":
             # transformers takes the field of the trained context for it, whatever these say.
             for place in (outer, fields):
@@ -162,7 +170,8 @@ class RopeConfig:
             UnsupportedModelError: naming the field, when it does not.
         """
         rotary_dim = self.rotary_dim(head_dim)
-        least = 4 if self.type == "dynamic" else 2  # whose base has the exponent dim / (dim - 2)
+        # Where a base is enlarged, it has the exponent dim / (dim - 2).
+        least = 4 if self.type in ("dynamic", "ntk_alpha") else 2
         if rotary_dim % 2 or rotary_dim < least:
             raise UnsupportedModelError(
                 f"partial_rotary_factor: got {self.partial_rotary_factor}, which rotates "
@@ -197,6 +206,8 @@ class RopeConfig:
 
     def _inverse_frequencies(self, dim: int, max_positions: int) -> torch.Tensor:
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+        if self.type == "ntk_alpha":
+            return torch.reciprocal((self.theta * self.alpha ** (dim / (dim - 2))) ** exponents)
         plain: torch.Tensor = 1.0 / self.theta**exponents
         if self.type == "default":
             return plain

@@ -16,8 +16,8 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, norms, activation functions, `append_kv`,
-  `merge_states` and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit products and
-  attention too (`python -m ostinato env` lists them). They are compiled on first use
+  `merge_states`, `softcap` and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit
+  products and attention too (`python -m ostinato env` lists them). They are compiled on first use
   (`python -m ostinato build` does it before) and, from sm_90 on, launched so that they overlap the
   end of the kernel before them; what this asks of packed weights and norm weights, those ops say.
   All else runs on torch's operators.
@@ -52,6 +52,7 @@ from .linear.quantize_groups import (
 )
 from .linear.rms_norm import rms_norm, rms_norm_quantize
 from .sampling.sample import sample
+from .sampling.softcap import softcap
 
 __all__ = [
     "L2Partition",
@@ -86,6 +87,7 @@ __all__ = [
     "silu_mul",
     "silu_mul_quantize",
     "silu_mul_quantize_per_group",
+    "softcap",
     "varlen_attention",
     "varlen_attention_workspace",
     "w8a8_linear",

@@ -17,6 +17,7 @@ from .linear.gemm_variants import GemmTiled
 from .linear.quantize_cuda import Quantize
 from .linear.w8a8_torch import operator_of
 from .sampling.sample_cuda import Sample
+from .sampling.softcap import Softcap
 
 _FAMILIES: dict[str, type[Variant]] = {
     "embed": Embed,
@@ -25,6 +26,7 @@ _FAMILIES: dict[str, type[Variant]] = {
     "attention, decode": AttentionDecode,
     "attention, prefill": AttentionPrefill,
     "merge_states": MergeStates,
+    "softcap": Softcap,
     "sample": Sample,
 }
 _OPERANDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -250,20 +250,32 @@ def norm_and_rotate(
     cos_sin: torch.Tensor | None,
     *,
     interleaved: bool = False,
+    norm_after_rotation: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Apply to x [tokens, heads, dim] what `append_kv` does to q and k."""
     x = x.to(dtype)
+    if norm_after_rotation:
+        x = _rotated(x, positions, cos_sin, interleaved)
     if norm_weight is not None:
         x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm_eps) * norm_weight.to(dtype)
+    return x if norm_after_rotation else _rotated(x, positions, cos_sin, interleaved)
+
+
+def _rotated(
+    x: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    interleaved: bool,
+) -> torch.Tensor:
     if positions is None or cos_sin is None:
         return x
     half = cos_sin.size(1) // 2
     rotated = x.clone()
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        cos = cos_sin[positions.long(), i].to(dtype).unsqueeze(1)
-        sin = cos_sin[positions.long(), half + i].to(dtype).unsqueeze(1)
+        cos = cos_sin[positions.long(), i].to(x.dtype).unsqueeze(1)
+        sin = cos_sin[positions.long(), half + i].to(x.dtype).unsqueeze(1)
         rotated[..., a] = x[..., a] * cos - x[..., b] * sin
         rotated[..., b] = x[..., b] * cos + x[..., a] * sin
     return rotated
@@ -283,14 +295,26 @@ def append_kv(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_after_rotation: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor | None:
     """Write k and v token by token, rounding to the caches' dtype, and return q."""
-    keys = norm_and_rotate(
-        k, k_norm_weight, norm_eps, positions, cos_sin, interleaved=interleaved, dtype=dtype
-    )
+
+    def finished(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return norm_and_rotate(
+            x,
+            weight,
+            norm_eps,
+            positions,
+            cos_sin,
+            interleaved=interleaved,
+            norm_after_rotation=norm_after_rotation,
+            dtype=dtype,
+        )
+
+    keys = finished(k, k_norm_weight)
     for x, cache, scale in ((keys, k_cache, k_scale), (v.to(dtype), v_cache, v_scale)):
         for token, slot in enumerate(slot_mapping.tolist()):
             if slot < 0:
@@ -305,11 +329,7 @@ def append_kv(
             else:
                 divisor = scale.expand(cache.size(2))
             cache[page, offset] = on_grid(x[token] / divisor.unsqueeze(-1), None, cache.dtype)
-    if q is None:
-        return None
-    return norm_and_rotate(
-        q, q_norm_weight, norm_eps, positions, cos_sin, interleaved=interleaved, dtype=dtype
-    )
+    return None if q is None else finished(q, q_norm_weight)
 
 
 def linear(
@@ -362,6 +382,23 @@ def fp8_block_linear(
         channels = w_scale[group].to(dtype).repeat_interleave(8)[: w.size(0)]
         y += x_scale[group].to(dtype).unsqueeze(1) * channels * products
     return y if bias is None else y + bias.to(dtype)
+
+
+def softcap(
+    logits: torch.Tensor,
+    cap: float,
+    *,
+    temperature: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return the capped logits, row by row; greedy rows without a penalty as they are."""
+    out = logits.to(dtype, copy=True)
+    for row in range(len(out)):
+        greedy = temperature is not None and not temperature[row] > 0
+        if not greedy or (repetition_penalty is not None and repetition_penalty[row] != 1):
+            out[row] = cap * torch.tanh(logits[row].to(dtype) / cap)
+    return out
 
 
 def sample(

@@ -17,11 +17,16 @@ from transformers import (
     CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GlmConfig,
     GraniteConfig,
     GraniteSWAConfig,
     HeliumConfig,
+    HunYuanDenseV1Config,
     InternLM3Config,
     IQuestCoderConfig,
     Jais2Config,
@@ -201,6 +206,49 @@ MODELS: dict[str, PreTrainedConfig] = {
     "internlm3": InternLM3Config(
         **SHAPE, head_dim=16, qkv_bias=True, bias=True, rope_parameters=rope("dynamic", factor=6.0)
     ),
+    "gemma": GemmaConfig(**TIED, **IDS, head_dim=16),
+    "gemma-biases": GemmaConfig(**SHAPE, **IDS, head_dim=8, attention_bias=True),
+    # Caps and a scale that change every logit; the window is crossed in the first layer.
+    "gemma2": Gemma2Config(
+        **TIED,
+        **IDS,
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=9,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma2-uncapped": Gemma2Config(
+        **SHAPE,
+        **IDS,
+        head_dim=16,
+        sliding_window=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma3_text": Gemma3TextConfig(
+        **{**TIED, "num_key_value_heads": 1},
+        **IDS,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=SLIDING_FIRST,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "sliding_attention": rope("default", rope_theta=100.0),
+            "full_attention": rope("linear", rope_theta=1000.0, factor=4.0),
+        },
+    ),
+    "hunyuan_v1_dense": HunYuanDenseV1Config(
+        **SHAPE, **IDS, head_dim=16, rope_parameters=rope("dynamic", alpha=50.0, factor=1.0)
+    ),
+    "hunyuan_v1_dense-tied": HunYuanDenseV1Config(
+        **TIED,
+        **IDS,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
     "iquestcoder": IQuestCoderConfig(**SHAPE, head_dim=16),
     "seed_oss": SeedOssConfig(**SHAPE, **IDS, head_dim=16, attention_out_bias=True),
     "ministral": MinistralConfig(**SHAPE, head_dim=16, sliding_window=8, layer_types=SLIDING_FIRST),
@@ -284,6 +332,17 @@ MODELS: dict[str, PreTrainedConfig] = {
             "deepstack_visual_indexes": [0],
         },
     ),
+    "gemma3": Gemma3Config(
+        text_config={
+            **TIED,
+            **IDS,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": SLIDING_FIRST,
+        },
+        vision_config=SIGLIP,
+        mm_tokens_per_image=4,
+    ),
     "mistral3": Mistral3Config(
         text_config=MistralConfig(**SHAPE, head_dim=16, sliding_window=None).to_dict(),
         vision_config={**PIXTRAL, "head_dim": 8},
@@ -306,10 +365,12 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     auto = AutoModelForImageTextToText if several_towers else AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(1)
+    # Gemma's norms are stored less 1.
+    mean = 0 if config.get_text_config().model_type.startswith("gemma") else 1
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
-            values = 1 + 0.2 * values
+            values = mean + 0.2 * values
         elif parameter.ndim == 2:
             values *= 1.5 / parameter.shape[1] ** 0.5
         parameter.data = values

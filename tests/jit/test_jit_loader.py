@@ -96,7 +96,10 @@ class L2PartitionFields(ctypes.Structure):
 
 
 _FLAGS = {"pdl", "top_k_is_int64", "discard_x", "by_all"}
-_APPEND_FLAGS = ("k_scale_per_token", "v_scale_per_token", "interleaved", "pdl")
+_APPEND_FLAGS = (
+    *("k_scale_per_token", "v_scale_per_token", "interleaved", "pdl"),
+    "norm_after_rotation",
+)
 _NORM_FLAGS = ("q_norm_is_fp32", "k_norm_is_fp32")
 
 
@@ -323,7 +326,7 @@ def test_append_kv_needs_no_q_rotation_norm_or_scales(tmp_path: Path) -> None:
         assert not any(seen[name])
     for name in ("positions", "cos_sin", "q_norm_weight", "k_norm_weight"):
         assert seen[name] is None
-    assert [seen[name] for name in ("heads_q", "rotary_dim", *_APPEND_FLAGS)] == [0] * 6
+    assert [seen[name] for name in ("heads_q", "rotary_dim", *_APPEND_FLAGS)] == [0] * 7
 
 
 _GOOD = {"x": 1, "x_stride": 1, "out": 1, "out_stride": 1, "m": 1, "k": 1, "stream": 0}

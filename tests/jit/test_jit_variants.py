@@ -181,6 +181,7 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (FusedLinear, _FUSED, {"in_dtype": "fp32"}, "in_dtype: got 'fp32', expected 'bf16' or"),
         (FusedLinear, _FUSED, {"out_dtype": "int8"}, "out_dtype: got 'int8', expected 'bf16' or"),
         (FusedLinear, _FUSED, {"max_k": 2048}, "max_k: got 2048, expected 4096 or 8192"),
+        (FusedLinear, _FUSED, {"weight_dtype": "fp16"}, "weight_dtype: got 'fp16', expected"),
         (Embed, {"dtype": "bf16"}, {"dtype": "e4m3"}, "dtype: got 'e4m3', expected 'bf16' or"),
         (MergeStates, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16'"),
         (Sample, {"dtype": "fp32"}, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),

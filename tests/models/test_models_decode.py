@@ -60,6 +60,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
     "olmo2": {},
     "exaone4": MIXED,
+    "gemma": {"head_dim": 256, "num_key_value_heads": 1},
+    "gemma2": {**MIXED, "query_pre_attn_scalar": 96, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**MIXED, "head_dim": 256, "num_key_value_heads": 1},
+    "hunyuan_v1_dense": {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0}},
     "phi3": {
         "partial_rotary_factor": 0.75,
         "rope_scaling": {

@@ -79,9 +79,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {}),
     "cohere2": ("Cohere2", {}),
     "phi": ("Phi", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"head_dim": 16}),
+    "gemma": ("Gemma", HEADS),
+    "gemma2": ("Gemma2", HEADS),
+    "gemma3_text": ("Gemma3Text", HEADS),
 }
 # Names of the numbers beside the mean of squares.
 EPS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon")
+
+
+# Those of Gemma 2 and 3 read another field.
+OF_HIDDEN_ACT = [family for family in FAMILIES if family not in ("gemma2", "gemma3_text")]
 
 
 def fields_of(family: str, **fields: Any) -> dict[str, Any]:
@@ -125,7 +133,7 @@ def test_what_has_no_common_default_must_be_written(family: str, name: str) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "surprise": 1}
-    if family == "olmo3":
+    if family in ("olmo3", "gemma3_text"):
         rope = {"full_attention": rope}
     with pytest.raises(UnsupportedModelError, match="surprise: got 1, a field that is not supp"):
         read_config(fields_of(family, rope_parameters=rope))
@@ -134,7 +142,7 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "match"),
     [
-        *((family, {"hidden_act": "tanh"}, "hidden_act: got 'tanh'") for family in FAMILIES),
+        *((family, {"hidden_act": "tanh"}, "hidden_act: got 'tanh'") for family in OF_HIDDEN_ACT),
         ("smollm3", {"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish'"),
         ("nemotron", {"hidden_act": "silu"}, "hidden_act: got 'silu', expected 'relu2'"),
         ("nemotron", {"norm_eps": 0}, "norm_eps: got 0, expected a finite number above 0"),
@@ -159,6 +167,24 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
         ("cohere2", {"sliding_window": "x"}, "sliding_window: got 'x', expected an integer"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm: got True, expected False"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings: got True, expected False"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation: got 'gelu', expected None or"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got True"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: got 'gelu', expected 'gelu_"),
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping: got 0, expected a fi"),
+        ("gemma2", {"attn_logit_softcapping": "x"}, "attn_logit_softcapping: got 'x', expected a"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: got 0, expected a finite"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
+        ("gemma2", {"sliding_window": None}, "sliding_window: got None, expected an integer"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation: got 'silu', expected"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0, expe"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention: got"),
+        ("gemma3_text", {"rope_local_base_freq": 1}, "rope_local_base_freq: got 1, expected a fin"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern: got 0, expected"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters: rope_type: got 'linear', a field that is not supported",
+        ),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers: got \[1, 0\], expected at least"),
         ("smollm3", {"no_rope_layers": [2] * 8}, "no_rope_layers: got .* expected integers from 0"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: got 0, expected an"),
@@ -197,6 +223,19 @@ def test_an_unknown_field_of_rope_is_refused_by_name(family: str) -> None:
         ("internlm3", {"qkv_bias": 1}, "qkv_bias: got 1, expected true or false"),
         ("internlm3", {"bias": "no"}, "bias: got 'no', expected true or false"),
         ("seed_oss", {"attention_out_bias": 0}, "attention_out_bias: got 0, expected true or fal"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla: got True, expected False"),
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm: got False, expected True"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": -1.0}},
+            r"alpha: got -1\.0, expected a finite number above 0",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "alpha": 9.0}},
+            "partial_rotary_factor: got 1.0, which rotates 2 of 2 elements, expected an even numb",
+        ),
+        ("internlm3", {"rope_scaling": {"type": "dynamic", "alpha": 9.0}}, "alpha: got 9.0, a fie"),
         ("ministral", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
         ("cwm", {"layer_types": ["full_attention"]}, "layer_types: got .* 8 times"),
         ("cwm", {"sliding_window": 0}, "sliding_window: got 0, expected an integer from 1"),

@@ -107,6 +107,39 @@ def test_the_table_of_a_part_of_a_head_is_that_of_phi3(name: str, count: int) ->
     torch.testing.assert_close(table[:, 6:], sin[0, :, :6], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("count", [30, 400])
+@pytest.mark.parametrize("spelling", ["type", "rope_type"])
+def test_a_fixed_alpha_enlarges_the_base_as_in_hunyuan(spelling: str, count: int) -> None:
+    """Whatever the context; the other fields are those of the files, and change nothing."""
+    fields = {"rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    config = transformers.HunYuanDenseV1Config(
+        **SIZES, head_dim=16, rope_parameters={**fields, "rope_type": "dynamic"}
+    )
+    rotary = (
+        transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense
+    ).HunYuanDenseV1RotaryEmbedding(config)
+    cos, sin = rotary(torch.zeros(1), torch.arange(count)[None])
+    read = RopeConfig.from_hf(
+        {"rope_scaling": {**fields, spelling: "dynamic"}}, 256, fixed_alpha=True
+    )
+    table = read.cos_sin_table(16, count)
+    torch.testing.assert_close(table[:, :8], cos[0, :, :8], atol=4e-5, rtol=0)
+    torch.testing.assert_close(table[:, 8:], sin[0, :, :8], atol=4e-5, rtol=0)
+    assert read.longest_context(256) == 256
+
+
+def test_without_an_alpha_dynamic_is_what_it_is() -> None:
+    fields = {**ROPES["dynamic"], "alpha": 0}
+    read = RopeConfig.from_hf({"rope_parameters": fields}, 256, fixed_alpha=True)
+    assert read == RopeConfig.from_hf({"rope_parameters": ROPES["dynamic"]}, 256)
+
+
+def test_an_alpha_of_another_type_is_refused() -> None:
+    fields = {**ROPES["yarn"], "alpha": 9.0}
+    with pytest.raises(UnsupportedModelError, match=r"alpha: got 9\.0, expected None or 0"):
+        RopeConfig.from_hf({"rope_parameters": fields}, 256, fixed_alpha=True)
+
+
 def test_the_first_spelling_of_longrope_is_read() -> None:
     fields = {**ROPES["longrope"], "rope_type": "su"}
     assert RopeConfig.from_hf({"rope_scaling": fields}, 256).type == "longrope"

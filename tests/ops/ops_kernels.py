@@ -21,6 +21,7 @@ from ostinato.ops.linear.fused_cuda import FusedLinear
 from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes
 from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GROUP, NORMS, Quantize
 from ostinato.ops.sampling.sample_cuda import Sample
+from ostinato.ops.sampling.softcap import Softcap
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
 TOKENS = (
@@ -61,9 +62,12 @@ def plans_of_earlier_gpus() -> Iterator[Plan]:
 def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
     """Yield what the tests of the ops launch on a GPU of so many SMs, but for listed attention."""
     for variant in CATALOGUE:
-        if isinstance(variant, (Embed, AppendKV, MergeStates, Sample, FusedLinear, Quantize)):
+        if isinstance(
+            variant, (Embed, AppendKV, MergeStates, Sample, Softcap, FusedLinear, Quantize)
+        ):
             yield variant
-        if isinstance(variant, Quantize) and variant.kind in NORMS:
+        normed = isinstance(variant, Quantize) and variant.kind in NORMS
+        if normed or (isinstance(variant, FusedLinear) and variant.kind == "rms_norm"):
             yield replace(variant, weight_dtype="fp32")
     yield from _unlisted_rows()
     yield from _attention()

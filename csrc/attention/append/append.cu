@@ -117,8 +117,16 @@ OSTINATO_LAUNCH(ostinato::AppendKVParams) {
   if (chunks > 32) {
     return enqueue(aligned ? append_long_heads<true> : append_long_heads<false>, chunks);
   }
-  if (p.q_norm_weight != nullptr || p.k_norm_weight != nullptr) {
-    return enqueue(aligned ? append_heads<true, true> : append_heads<false, true>, log2_lanes);
+  if (p.q_norm_weight == nullptr && p.k_norm_weight == nullptr) {
+    return enqueue(aligned ? append_heads<true, Norm::none> : append_heads<false, Norm::none>,
+                   log2_lanes);
   }
-  return enqueue(aligned ? append_heads<true, false> : append_heads<false, false>, log2_lanes);
+  if (p.norm_after_rotation != 0) {
+    return enqueue(aligned ? append_heads<true, Norm::after_rotation>
+                           : append_heads<false, Norm::after_rotation>,
+                   log2_lanes);
+  }
+  return enqueue(aligned ? append_heads<true, Norm::before_rotation>
+                         : append_heads<false, Norm::before_rotation>,
+                 log2_lanes);
 }

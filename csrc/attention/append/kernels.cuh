@@ -36,8 +36,11 @@ __device__ __forceinline__ float load_scale(const Target& target) {
   return target.scale == nullptr || target.dynamic ? 1.0f : *target.scale;
 }
 
+// When heads are normalised. An instantiation for each: branches would slow the others.
+enum class Norm { none, before_rotation, after_rotation };
+
 // A CTA has heads of token blockIdx.x; 1 << log2_lanes lanes share a head.
-template <bool kAligned, bool kNorm>
+template <bool kAligned, Norm kNorm>
 __global__ void __launch_bounds__(kThreads, kLeastCtas)
     append_heads(const __grid_constant__ AppendKVParams p, const uint32_t log2_lanes,
                  const KnownDivisor count) {
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   const uint32_t lane = threadIdx.x & (lanes - 1);
   const Head head(p, blockIdx.x, (blockIdx.y * blockDim.x + threadIdx.x) >> log2_lanes);
   const Chunk chunk = head.chunk(lane, static_cast<uint32_t>(p.dim));
-  if constexpr (kNorm) {
+  if constexpr (kNorm != Norm::none) {
     // Only by one token's CTAs: requests of all CTAs for the same few lines would queue up in L2.
     if (blockIdx.x == 0) {
       head.prefetch_weights(chunk);
@@ -61,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   Vector raw[2];
   head.load_values<kAligned>(chunk, raw);
   Vector weights[2];
-  if constexpr (kNorm) {
+  if constexpr (kNorm != Norm::none) {
     head.load_weights<kAligned>(chunk, weights);
   }
   Angles angles;
@@ -72,11 +75,16 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   Values x[2];
   raw[0].unpack(x[0]);
   raw[1].unpack(x[1]);
-  if constexpr (kNorm) {
+  if constexpr (kNorm == Norm::after_rotation) {
+    head.rotate(chunk, angles, x);
+  }
+  if constexpr (kNorm != Norm::none) {
     const float sum = sum_of_lanes(sum_squares(x[0]) + sum_squares(x[1]), lanes);
     head.normalize<kAligned>(sum, count, p.norm_eps, chunk, weights, x);
   }
-  head.rotate(chunk, angles, x);
+  if constexpr (kNorm != Norm::after_rotation) {
+    head.rotate(chunk, angles, x);
+  }
   float largest = 0.0f;
   if constexpr (kQuantizes) {
     if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0) {
@@ -102,14 +110,21 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   if (target.row == nullptr) {
     return;
   }
+  const bool rotates_first = p.norm_after_rotation != 0;
   float sum = 0.0f;
   if (head.norm_weight != nullptr) {
     for (uint32_t index = lane; index < chunks; index += 32) {
+      const Chunk chunk = head.chunk(index, static_cast<uint32_t>(p.dim));
       Vector raw[2];
-      head.load_values<kAligned>(head.chunk(index, static_cast<uint32_t>(p.dim)), raw);
+      head.load_values<kAligned>(chunk, raw);
       Values x[2];
       raw[0].unpack(x[0]);
       raw[1].unpack(x[1]);
+      if (rotates_first) {
+        Angles angles;
+        head.load_angles<kAligned>(p, position, chunk, angles);
+        head.rotate(chunk, angles, x);
+      }
       sum += sum_squares(x[0]) + sum_squares(x[1]);
     }
     sum = sum_of_lanes(sum, 32);
@@ -123,8 +138,13 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     head.load_angles<kAligned>(p, position, chunk, angles);
     raw[0].unpack(x[0]);
     raw[1].unpack(x[1]);
+    if (rotates_first) {
+      head.rotate(chunk, angles, x);
+    }
     head.normalize<kAligned>(sum, count, p.norm_eps, chunk, weights, x);
-    head.rotate(chunk, angles, x);
+    if (!rotates_first) {
+      head.rotate(chunk, angles, x);
+    }
   };
   float largest = 0.0f;
   if (target.dynamic) {

@@ -39,6 +39,7 @@ struct AppendKVParams {
   OSTINATO_FIELD(int32_t, page_size);
   OSTINATO_OPTIONAL(int32_t, interleaved);  // 1: pairs (2i, 2i + 1), 0: (i, i + rotary_dim / 2)
   OSTINATO_OPTIONAL(int32_t, pdl);
+  OSTINATO_OPTIONAL(int32_t, norm_after_rotation);  // 1: heads are rotated first
   OSTINATO_FIELDS_END();
 };
 

@@ -14,7 +14,7 @@ struct FusedLinearParams {
   // [k] added to x before the norm (rms_norm only), or null
   OSTINATO_OPTIONAL(const void*, residual);
   OSTINATO_OPTIONAL(void*, residual_out);  // [k] the sum, not x nor residual (with residual only)
-  OSTINATO_OPTIONAL(const void*, norm_weight);  // [k] of x's dtype (rms_norm only)
+  OSTINATO_OPTIONAL(const void*, norm_weight);  // [k] (rms_norm only)
   OSTINATO_OPTIONAL(float, eps);
   OSTINATO_FIELD(const void*, w);  // [n, k] 8-bit, packed (gemm_w8a8/packed.h)
   // [n] with stride 1 (per channel), or one element with stride 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import FULL, SLIDING, ModelConfig, layer_types, standard_config
+from ..config import FULL, SLIDING, ModelConfig, layer_types, standard_config, windows_of_kinds
 from ..config_fields import Fields
 from ..registry import Family, register
 from .llama import Llama, layout
@@ -23,8 +23,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     kinds = layer_types(fields, num_layers) or tuple(
         pattern[layer % _PERIOD] for layer in range(num_layers)
     )
-    window = fields.integer("sliding_window") if SLIDING in kinds else None
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows_of_kinds(fields, kinds)
 
 
 _DEFAULTS = {

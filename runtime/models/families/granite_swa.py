@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import FULL, SLIDING, ModelConfig, layer_types, read_rope, standard_config
+from ..config import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    layer_types,
+    read_rope,
+    standard_config,
+    windows_of_kinds,
+)
 from ..config_fields import Fields
 from ..parts import DecoderLayout, TensorPart, TensorSpec
 from ..registry import Family, register
@@ -34,10 +42,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     kinds = layer_types(fields, num_layers) or tuple(
         SLIDING if layer % 4 else FULL for layer in range(num_layers)
     )
-    if SLIDING not in kinds:
-        return (None,) * num_layers
-    window = fields.integer("sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows_of_kinds(fields, kinds)
 
 
 def _ropes(fields: Fields, num_layers: int) -> tuple[RopeConfig | None, ...]:

@@ -222,7 +222,10 @@ class Llama(Decoder):
         self, x: torch.Tensor, residual: torch.Tensor, *, n_active: torch.Tensor | None = None
     ) -> torch.Tensor:
         logits, _ = self.lm_head.after_norm(x, residual, self.norm, n_active)
-        return logits.float()
+        logits = logits.float()
+        if self.config.logits_softcap:
+            ops.softcap(logits, self.config.logits_softcap, n_active=n_active)
+        return logits
 
     def logits_to_sample(
         self,
@@ -236,7 +239,16 @@ class Llama(Decoder):
         seen: SeenRows | None = None,
     ) -> ops.Logits:
         x, residual = self.hidden(tokens, positions, attention, cache, n_active=n_active, seen=seen)
-        return self.lm_head.logits_after_norm(x, residual, self.norm, sampling, n_active)
+        logits = self.lm_head.logits_after_norm(x, residual, self.norm, sampling, n_active)
+        if self.config.logits_softcap:
+            ops.softcap(
+                logits.values,
+                self.config.logits_softcap,
+                temperature=sampling.temperature,
+                repetition_penalty=sampling.repetition_penalty,
+                n_active=n_active,
+            )
+        return logits
 
     def hidden(
         self,

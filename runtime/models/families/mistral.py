@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..config import LLAMA_IDS, SLIDING, ModelConfig, layer_types, standard_config, uniform_window
+from ..config import (
+    LLAMA_IDS,
+    SLIDING,
+    ModelConfig,
+    layer_types,
+    standard_config,
+    uniform_window,
+    windows_of_kinds,
+)
 from ..config_fields import Fields
 from ..registry import Family, register
 from .llama import Llama, layout
@@ -20,8 +28,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     if SLIDING not in kinds:
         window = None if kinds else fields.optional_integer("sliding_window")
         return uniform_window(fields, num_layers, window)
-    window = fields.integer("sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows_of_kinds(fields, kinds)
 
 
 DEFAULTS = {**LLAMA_IDS, "sliding_window": 4096}

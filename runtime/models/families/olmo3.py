@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import FULL, SLIDING, ModelConfig, layer_types, read_rope
+from ..config import FULL, SLIDING, ModelConfig, layer_types, ropes_of_kinds, windows_of_kinds
 from ..config_fields import Fields
 from ..registry import Family, register
 from ..required_kernels import kernels_with_norms
@@ -21,24 +21,11 @@ def _kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    kinds = _kinds(fields, num_layers)
-    window = fields.integer("sliding_window") if SLIDING in kinds else None
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows_of_kinds(fields, _kinds(fields, num_layers))
 
 
 def _ropes(fields: Fields, num_layers: int) -> tuple[RopeConfig, ...]:
-    """Read one embedding for each kind of layer, of both spellings.
-
-    transformers 5 has an object for each; before, `rope_scaling` was that of full attention.
-    """
-    of_kind = {FULL: dict(fields.fields), SLIDING: {**fields.fields, "rope_scaling": None}}
-    if fields.get("rope_parameters") is not None:
-        nested = fields.child("rope_parameters")
-        nested.only(*of_kind)
-        for kind, read in of_kind.items():
-            read["rope_parameters"] = nested.get(kind)
-    made = {kind: read_rope(Fields(fields.where, read)) for kind, read in of_kind.items()}
-    return tuple(made[kind] for kind in _kinds(fields, num_layers))
+    return ropes_of_kinds(fields, _kinds(fields, num_layers))
 
 
 _DEFAULTS = {

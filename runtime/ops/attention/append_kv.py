@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..common import checks
@@ -31,6 +33,7 @@ def append_kv(
     q_norm_weight: torch.Tensor | None = None,
     k_norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    norm_after_rotation: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     check_bounds: bool = False,
@@ -39,10 +42,11 @@ def append_kv(
     """Normalise and rotate q and k, write k and v into the cache's slots, return q.
 
     Each head of q and k is divided by its root mean square if its norm weight is given, then
-    rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), all
-    in fp32 and rounded once. Slot s is [s // page_size, s % page_size]; a token of slot -1 is not
-    written, but its q is returned like any other's. No other slot may occur twice. On a GPU, from
-    sm_80 on, all of it is one launch (docs/notebooks/append.md).
+    rotated by its token's position if `cos_sin` is given (RoPE: Su et al., "RoFormer", 2021), or
+    the other way round with `norm_after_rotation`; all in fp32 and rounded once. Slot s is
+    [s // page_size, s % page_size]; a token of slot -1 is not written, but its q is returned like
+    any other's. No other slot may occur twice. On a GPU, from sm_80 on, all of it is one launch
+    (docs/notebooks/append.md).
 
     Args:
         k: [tokens, heads_kv, dim] bf16, fp16 or fp32.
@@ -59,6 +63,7 @@ def append_kv(
         q_norm_weight: [dim] of k's dtype or fp32.
         k_norm_weight: likewise.
         norm_eps: added to the mean of squares, at least 0.
+        norm_after_rotation: rotate first, then normalise.
         k_scale: fp32, for an int8 or e4m3 cache and only then. A scalar or [heads_kv] divides k;
             into [pages, page_size, heads_kv] the scale of each token and head, computed as in
             `quantize_per_token`, is written.
@@ -94,6 +99,7 @@ def append_kv(
         if weight is not None:
             checks.tensor(name, weight, (dtype, torch.float32), (dim,), device)
     checks.number("norm_eps", norm_eps, least=0.0)
+    checks.flag("norm_after_rotation", norm_after_rotation)
     checks.flag("interleaved", interleaved)
     checks.flag("check_bounds", check_bounds)
     if q is not None:
@@ -124,6 +130,7 @@ def append_kv(
             q_norm_weight,
             k_norm_weight,
             norm_eps,
+            norm_after_rotation,
             k_scale,
             v_scale,
             check_bounds,
@@ -186,6 +193,7 @@ def _append_kv(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     norm_eps: float,
+    norm_after_rotation: bool,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     check_bounds: bool,
@@ -209,19 +217,26 @@ def _append_kv(
             q_norm_weight,
             k_norm_weight,
             norm_eps,
+            norm_after_rotation,
             k_scale,
             v_scale,
         )
         return
-    keys = _normalized(k, k_norm_weight, norm_eps)
-    heads = keys if q is None else torch.cat([_normalized(q, q_norm_weight, norm_eps), keys], dim=1)
+    heads, weights = [k.float()], [k_norm_weight]
+    if q is not None:
+        heads, weights = [q.float(), *heads], [q_norm_weight, *weights]
+    if not norm_after_rotation:
+        heads = _normalized(heads, weights, norm_eps)
     if positions is not None and cos_sin is not None:
-        heads = _rotated(heads, cos_sin.index_select(0, positions).unsqueeze(1), interleaved)
-    if q is not None and q_out is not None:
-        q_out.copy_(heads[:, : q.size(1)])
-        heads = heads[:, q.size(1) :]
+        angles = cos_sin.index_select(0, positions).unsqueeze(1)
+        counts = [x.size(1) for x in heads]
+        heads = list(_rotated(torch.cat(heads, dim=1), angles, interleaved).split(counts, dim=1))
+    if norm_after_rotation:
+        heads = _normalized(heads, weights, norm_eps)
+    if q_out is not None:
+        q_out.copy_(heads[0])
     places = _Places(slot_mapping, k_cache.size(1))
-    for x, cache, scale in ((heads, k_cache, k_scale), (v.float(), v_cache, v_scale)):
+    for x, cache, scale in ((heads[-1], k_cache, k_scale), (v.float(), v_cache, v_scale)):
         if scale is None:
             places.write(cache, x.to(cache.dtype))
             continue
@@ -233,12 +248,18 @@ def _append_kv(
         places.write(cache, encode(x, divisor, cache.dtype))
 
 
-def _normalized(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    x = x.float()
-    if weight is None:
-        return x
-    squares = mean_square(x.reshape(-1, x.size(2))).view(x.size(0), x.size(1), 1)
-    return x / (squares + eps).sqrt_() * weight
+def _normalized(
+    heads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None], eps: float
+) -> list[torch.Tensor]:
+    """Return heads [tokens, heads, dim] divided by their roots of mean squares, times weights."""
+
+    def normalized(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return x
+        squares = mean_square(x.reshape(-1, x.size(2))).view(x.size(0), x.size(1), 1)
+        return x / (squares + eps).sqrt_() * weight
+
+    return [normalized(x, weight) for x, weight in zip(heads, weights, strict=True)]
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -285,7 +306,7 @@ class _Places:
 _append_kv_op = register(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor? positions, Tensor? cos_sin, Tensor? q, Tensor(c!)? q_out, bool interleaved, "
-    "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, Tensor(d!)? k_scale, "
-    "Tensor(e!)? v_scale, bool check_bounds) -> ()",
+    "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, bool norm_after_rotation, "
+    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, bool check_bounds) -> ()",
     _append_kv,
 )

@@ -75,6 +75,7 @@ def append_heads(
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     norm_eps: float,
+    norm_after_rotation: bool,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
@@ -116,6 +117,7 @@ def append_heads(
             k_norm_weight=address_of(k_norm_weight),
             k_norm_is_fp32=k_norm_weight is not None and k_norm_weight.dtype is torch.float32,
             norm_eps=norm_eps,
+            norm_after_rotation=norm_after_rotation,
             pdl=pdl.enabled(),
         )
 

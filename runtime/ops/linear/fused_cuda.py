@@ -18,7 +18,9 @@ from ..common import pdl
 from ..common.device import KERNEL_NAMES, address_of, current_stream, gpu, on_device
 from . import tile_tuning
 from .gemm_variants import GemmSmallM
-from .quantize_cuda import Quantize
+from .quantize_cuda import FP32_WEIGHT, Quantize
+
+_KINDS = ("per_token", "rms_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,35 +29,51 @@ class FusedLinear(Variant):
 
     Args:
         kind: per_token (x as it is) or rms_norm (with a residual added before, if given).
-        in_dtype: of x, the residual and the norm's weight: bf16 or fp16.
+        in_dtype: of x and the residual: bf16 or fp16.
         out_dtype: of the output and the bias.
         max_k: the most input features, 4096 or 8192.
+        weight_dtype: of the norm's weight: in_dtype, or fp32.
     """
 
     family: ClassVar[str] = "fused_linear"
     source: ClassVar[Path] = CSRC / "gemm_w8a8" / "fused" / "fused_linear_sm90.cu"
     needs: ClassVar[frozenset[str]] = frozenset({HOPPER})
+    name_pattern: ClassVar[str] = (
+        r"(?P<kind>\w+)-(?P<in_dtype>\w+)-int8-(?P<out_dtype>\w+)-k(?P<max_k>\d+)"
+        r"(-(?P<weight_dtype>\w+)_weight)?"
+    )
     dtype: ClassVar[str] = "int8"
 
     kind: str
     in_dtype: str
     out_dtype: str
     max_k: int
+    weight_dtype: str = ""
 
     def __post_init__(self) -> None:
-        check("kind", self.kind, ("per_token", "rms_norm"))
+        check("kind", self.kind, _KINDS)
         check("in_dtype", self.in_dtype, ("bf16", "fp16"))
         check("out_dtype", self.out_dtype, FLOAT_DTYPES)
         check("max_k", self.max_k, (4096, 8192))
+        if not self.weight_dtype:
+            object.__setattr__(self, "weight_dtype", self.in_dtype)
+        others = ("fp32",) if self.kind == "rms_norm" else ()
+        check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
 
     @property
     def name(self) -> str:
         dtypes = f"{self.in_dtype}-{self.dtype}-{self.out_dtype}"
-        return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}"
+        weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
+        return f"{self.family}-{self.kind}-{dtypes}-k{self.max_k}{weight}"
 
     def defines(self) -> dict[str, str]:
         product = GemmSmallM(out_dtype=self.out_dtype, max_m=8)
-        rows = Quantize(kind=self.kind, in_dtype=self.in_dtype, out_dtype=self.dtype)
+        rows = Quantize(
+            kind=self.kind,
+            in_dtype=self.in_dtype,
+            out_dtype=self.dtype,
+            weight_dtype=self.weight_dtype,
+        )
         return {**product.defines(), **rows.defines(), "OSTINATO_MAX_K": str(self.max_k)}
 
 
@@ -77,13 +95,15 @@ def fused_kernel(
     """Return the kernel for one token of k elements of `in_dtype`; None if there is none.
 
     Args:
-        kind: "per_token" or "rms_norm".
+        kind: "per_token" or "rms_norm", which with `FP32_WEIGHT` at its end has a weight in fp32.
         in_dtype: of x.
         k: input features.
         dtype: of the weight; FP8 ones have none.
         out_dtype: of the output.
     """
-    served = in_dtype.itemsize == 2 and dtype is torch.int8
+    wide = kind.endswith(FP32_WEIGHT)
+    kind = kind.removesuffix(FP32_WEIGHT)
+    served = in_dtype.itemsize == 2 and dtype is torch.int8 and kind in _KINDS
     if not served or k % _VECTOR or k > _MAX_K[-1]:
         return None
     return FusedLinear(
@@ -91,6 +111,7 @@ def fused_kernel(
         in_dtype=KERNEL_NAMES[in_dtype],
         out_dtype=KERNEL_NAMES[out_dtype],
         max_k=next(most for most in _MAX_K if k <= most),
+        weight_dtype="fp32" if wide else "",
     )
 
 
@@ -116,13 +137,14 @@ def launch_fused(
     (m, n), k = out.shape, x.size(1)
     if m != 1 or n == 0 or w.dim() != 4:
         return False
-    kernel = fused_kernel(
-        "per_token" if norm_weight is None else "rms_norm", x.dtype, k, w.dtype, out.dtype
-    )
+    kind = "per_token"
+    if norm_weight is not None:
+        kind = "rms_norm" if norm_weight.dtype is x.dtype else f"rms_norm{FP32_WEIGHT}"
+    kernel = fused_kernel(kind, x.dtype, k, w.dtype, out.dtype)
     rows = (x, norm_weight, residual, residual_out)
     if (
         kernel is None
-        or any(row is not None and not _is_served(row, x.dtype) for row in rows)
+        or not all(row is None or _is_aligned(row) for row in rows)
         or (bias is not None and bias.dtype is not out.dtype)
         or _overlap(x, out)  # a CTA would store into what another one has yet to read
     ):
@@ -155,9 +177,9 @@ def launch_fused(
     return True
 
 
-def _is_served(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether x [K] or [1, K] has a dtype and an aligned address."""
-    return x.dtype is dtype and x.data_ptr() % _VECTOR == 0
+def _is_aligned(x: torch.Tensor) -> bool:
+    """Return whether x [K] or [1, K] has an aligned address."""
+    return x.data_ptr() % _VECTOR == 0
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

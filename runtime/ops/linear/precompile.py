@@ -54,7 +54,7 @@ def layer_kernels(
     )
     found: list[Variant] = [input_kernel(kind, activations, dtype), *gemms]
     streams = any(isinstance(gemm, GemmSmallM) for gemm in gemms)
-    if streams and kind in ("per_token", "rms_norm"):
+    if streams:
         fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)
         found += [] if fused is None else [fused]
     return found

@@ -19,8 +19,8 @@ _SITES = (
     *("small_m_stage_release", "small_m_partial_store", "small_m_partial_load"),
 )
 _VARIANTS = tuple(
-    FusedLinear(kind=kind, in_dtype="bf16", out_dtype="bf16", max_k=4096)
-    for kind in ("rms_norm", "per_token")
+    FusedLinear(kind=kind, in_dtype="bf16", out_dtype="bf16", max_k=4096, weight_dtype=weight)
+    for kind, weight in (("rms_norm", "bf16"), ("rms_norm", "fp32"), ("per_token", "bf16"))
 )
 
 Libraries = dict[tuple[FusedLinear, BuildMode], _C.Library]
@@ -45,6 +45,8 @@ def _launch(library: _C.Library, variant: FusedLinear, n: int, k: int) -> torch.
         return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
     x, residual, norm, w = randn(k), randn(k), randn(k), randn(n, k)
+    if variant.weight_dtype == "fp32":
+        norm = norm.float()
     packed = ops.pack_weight((w * 20).clamp(-127, 127).to(torch.int8))
     scale = torch.full((n,), 2.0**-9, device="cuda")
     out = torch.full((n + k,), torch.nan, dtype=torch.bfloat16, device="cuda")

@@ -26,6 +26,7 @@ class Case:
     cache_dtype: torch.dtype | None = None
     scales: tuple[str, str] = ("token", "token")
     norms: tuple[str, str] = ("", "")
+    norm_after_rotation: bool = False
     layout: str = "dense"
     page_size: int = 5
 
@@ -46,6 +47,7 @@ class Case:
             "v_cache": laid_out(cache.clone(), self.layout),
             "slot_mapping": slots,
             "interleaved": self.interleaved,
+            "norm_after_rotation": self.norm_after_rotation,
         }
         rotary_dim = self.dim // 2 * 2 if self.rotary_dim < 0 else self.rotary_dim
         if rotary_dim:

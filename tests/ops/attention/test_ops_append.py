@@ -92,16 +92,33 @@ def check(arguments: dict[str, Any], **options: Any) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("rotary_dim", [None, DIM, 6, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["", "first", "last"])
 def test_error_is_within_twice_torchs(
     dtype: torch.dtype,
     rotary_dim: int | None,
     interleaved: bool,
-    norm: bool,
+    norm: str,
     device: torch.device,
 ) -> None:
-    arguments = build(device, dtype=dtype, rotary_dim=rotary_dim, norm=norm)
-    check(arguments, interleaved=interleaved)
+    arguments = build(device, dtype=dtype, rotary_dim=rotary_dim, norm=norm != "")
+    check(arguments, interleaved=interleaved, norm_after_rotation=norm == "last")
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_norm_and_rotation_do_not_commute(interleaved: bool, device: torch.device) -> None:
+    """Weights differ from element to element, and cosines and sines have an amplitude."""
+    arguments = build(device, norm=True)
+    arguments["cos_sin"] *= 1.7
+    last = copied(arguments)
+    first_q = ops.append_kv(**arguments, interleaved=interleaved)
+    last_q = ops.append_kv(**last, interleaved=interleaved, norm_after_rotation=True)
+    assert first_q is not None
+    assert last_q is not None
+    assert (first_q - last_q).abs().max() > 0.5
+    mean_squares = (last_q / arguments["q_norm_weight"]).square().mean(-1)
+    torch.testing.assert_close(mean_squares, torch.ones_like(mean_squares), rtol=0.01, atol=0.01)
+    assert (arguments["k_cache"] - last["k_cache"]).abs().max() > 0.5
+    assert_same_bits(arguments["v_cache"], last["v_cache"])
 
 
 @pytest.mark.parametrize("layout", ["heads first", "strided"])
@@ -252,6 +269,7 @@ BAD = [
     ({"q": None, "q_norm_weight": torch.ones(16)}, ValueError, "q_norm_weight: got a tensor"),
     ({"k_norm_weight": torch.ones(8)}, ValueError, "k_norm_weight: got shape"),
     ({"q_norm_weight": torch.ones(16).half()}, TypeError, "q_norm_weight: got dtype"),
+    ({"norm_after_rotation": 1}, TypeError, "norm_after_rotation: got int, expected a bool"),
     ({"interleaved": 0}, TypeError, "interleaved: got int, expected a bool"),
     ({"check_bounds": "yes"}, TypeError, "check_bounds: got str, expected a bool"),
     ({"norm_eps": -1.0}, ValueError, "norm_eps: got -1.0"),

@@ -53,6 +53,7 @@ def call(**changes: Any) -> dict[str, Any]:
         "q_norm_weight": None,
         "k_norm_weight": None,
         "norm_eps": 0.5,
+        "norm_after_rotation": False,
         "k_scale": None,
         "v_scale": None,
         **changes,
@@ -78,6 +79,7 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
         interleaved=True,
         q_norm_weight=torch.ones(16),
         k_norm_weight=torch.ones(16, dtype=torch.bfloat16),
+        norm_after_rotation=True,
         k_scale=scale,
         v_scale=torch.ones(2),
     )
@@ -105,6 +107,7 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
         "k_norm_weight": given["k_norm_weight"].data_ptr(),
         "k_norm_is_fp32": False,
         "norm_eps": 0.5,
+        "norm_after_rotation": True,
         "tokens": 3,
         "heads_q": 6,
         "heads_kv": 2,

@@ -106,9 +106,10 @@ def test_rows_that_no_vector_fits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dim", [128, 100, 1040])
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("norms", [("", ""), ("same", "fp32")])
-def test_q_out_may_be_q(dim: int, norms: tuple[str, str]) -> None:
-    arguments = on_gpu(Case(dim=dim, norms=norms).build())
+def test_q_out_may_be_q(dim: int, norms: tuple[str, str], last: bool) -> None:
+    arguments = on_gpu(Case(dim=dim, norms=norms, norm_after_rotation=last).build())
     expected = ops.append_kv(**{**arguments, **written_copies(arguments)})
     assert expected is not None
     assert ops.append_kv(**arguments, q_out=arguments["q"]) is arguments["q"]
@@ -118,12 +119,29 @@ def test_q_out_may_be_q(dim: int, norms: tuple[str, str]) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("norms", [("same", "fp32"), ("fp32", "same"), ("", "same"), ("fp32", "")])
-@pytest.mark.parametrize(("dim", "rotary_dim"), [(128, 128), (64, 0), (100, 20), (1040, 512)])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "rotary_dim"), [(128, 128), (64, 0), (100, 20), (256, 256), (1040, 512)]
+)
 def test_norms(
-    dtype: torch.dtype, interleaved: bool, norms: tuple[str, str], dim: int, rotary_dim: int
+    dtype: torch.dtype,
+    interleaved: bool,
+    norms: tuple[str, str],
+    last: bool,
+    dim: int,
+    rotary_dim: int,
 ) -> None:
-    case = Case(dtype=dtype, interleaved=interleaved, norms=norms, dim=dim, rotary_dim=rotary_dim)
+    case = Case(
+        dtype=dtype,
+        interleaved=interleaved,
+        norms=norms,
+        norm_after_rotation=last,
+        dim=dim,
+        rotary_dim=rotary_dim,
+    )
     arguments = {**case.build(), "norm_eps": 1e-3}
+    if rotary_dim:
+        arguments["cos_sin"] *= 1.7  # an amplitude, which a norm after the rotation takes out
     got = on_gpu(arguments)
     q_out = ops.append_kv(**got)
     assert q_out is not None
@@ -144,9 +162,16 @@ def test_norms(
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dim", [128, 100])
-def test_norms_before_quantization(cache_dtype: torch.dtype, dim: int) -> None:
-    case = Case(cache_dtype=cache_dtype, dim=dim, norms=("same", "fp32"), tokens=40)
+def test_norms_before_quantization(cache_dtype: torch.dtype, dim: int, last: bool) -> None:
+    case = Case(
+        cache_dtype=cache_dtype,
+        dim=dim,
+        norms=("same", "fp32"),
+        norm_after_rotation=last,
+        tokens=40,
+    )
     arguments = case.build()
     got = on_gpu(arguments)
     ops.append_kv(**got)
@@ -190,6 +215,20 @@ def test_extreme_fixed_scales(cache_dtype: torch.dtype, scale: float) -> None:
     ops.append_kv(**arguments)
     for name in WRITTEN:
         assert_same_bits(got[name].cpu(), arguments[name])
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dim", [128, 100, 1040])
+def test_bits_do_not_depend_on_alignment(dim: int, last: bool) -> None:
+    arguments = on_gpu(Case(dim=dim, norms=("same", "fp32"), norm_after_rotation=last).build())
+    shifted = written_copies(arguments)
+    weight = torch.empty(dim + 1, device=GPU)[1:].copy_(arguments["k_norm_weight"])
+    other = ops.append_kv(**{**arguments, **shifted, "k_norm_weight": weight})
+    q_out = ops.append_kv(**arguments)
+    assert q_out is not None
+    assert other is not None
+    assert_same_bits(q_out, other)
+    assert_same_bits(arguments["k_cache"], shifted["k_cache"])
 
 
 def test_without_q_and_without_tokens() -> None:

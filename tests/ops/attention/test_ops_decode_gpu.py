@@ -32,9 +32,9 @@ def attend(args: Args, options: dict[str, Any], **more: Any) -> Any:
     return ops.paged_attention(*args, **options, **more)
 
 
-def check(case: PagedCase) -> None:
+def check(case: PagedCase, **more: Any) -> None:
     args, options = case.build(CUDA)
-    out, lse = attend(args, options, return_lse=True)
+    out, lse = attend(args, {**options, **more}, return_lse=True)
     exact, exact_lse = reference.paged_attention(*args, **options, dtype=torch.float64)
     torchs, _ = reference.paged_attention(*args, **options, dtype=case.dtype)
     error = (out.double() - exact).abs().amax()
@@ -100,6 +100,34 @@ def test_rules_and_layouts(rule: dict[str, Any], layout: str) -> None:
             **rule,
         )
     )
+
+
+# Query and KV heads of Gemma 1, 2 and 3, whose heads are of 256, and a cap with a window.
+GEMMA_HEADS = [(4, 1), (8, 1), (8, 4), (16, 8), (16, 16)]
+GEMMA_RULES: list[dict[str, Any]] = [
+    {"softcap": 50.0, "scale": 1 / 16},
+    {"softcap": 2.0, "window": (511, 0)},
+    {"window": (63, 0), "scale": 168**-0.5},
+]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("rule", GEMMA_RULES, ids=str)
+@pytest.mark.parametrize("heads", GEMMA_HEADS, ids=str)
+def test_heads_of_256_with_caps_and_windows(
+    heads: tuple[int, int], rule: dict[str, Any], batch_invariant: bool
+) -> None:
+    for page_size in (16, 7):
+        case = PagedCase(
+            EDGES,
+            heads_q=heads[0],
+            heads_kv=heads[1],
+            dim=256,
+            page_size=page_size,
+            dtype=torch.bfloat16,
+            **rule,
+        )
+        check(case, batch_invariant=batch_invariant)
 
 
 def test_a_head_that_was_expanded_and_one_page() -> None:

@@ -239,6 +239,36 @@ def test_rules_and_layouts_of_pages(rule: dict[str, Any], page_size: int, layout
     )
 
 
+@pytest.mark.parametrize("page_size", [16, 7])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"softcap": 50.0, "scale": 1 / 16},
+        {"softcap": 2.0, "window": (511, 0)},
+        {"window": (63, 0), "scale": 168**-0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("heads", [(4, 1), (8, 4), (16, 16)], ids=str)
+def test_heads_of_256_with_caps_and_windows(
+    heads: tuple[int, int], rule: dict[str, Any], page_size: int
+) -> None:
+    """As Gemma has them."""
+    check_paged(
+        PagedCase(
+            (1300, 300, 0, 170),
+            q_lens=(200, 65, 0, 170),
+            max_seqlen_q=200,
+            heads_q=heads[0],
+            heads_kv=heads[1],
+            dim=256,
+            page_size=page_size,
+            dtype=BF16,
+            **rule,
+        )
+    )
+
+
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("where", ["k", "v", "infinite v"])
 def test_nan_reaches_only_those_that_see_it(where: str) -> None:

@@ -62,7 +62,7 @@ def append_arguments(device: torch.device, draw: int) -> list[Any]:
     slots = torch.tensor([(5, -1, 0), (-1, 7, 2)][draw], device=device)
     positions = int32([(0, 3, 2), (1, 1, 0)][draw], device)
     cos_sin, *weights = (torch.randn(shape).to(device) for shape in ((4, 6), (8,), (8,)))
-    norms = (False, *weights, 1e-6)
+    norms = (False, *weights, 1e-6, True)
     return [k, v, *caches, slots, positions, cos_sin, q, q.clone() * 0, *norms, *scales, False]
 
 
@@ -163,6 +163,10 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(empty(3, 8), empty(3, 16)),
         ],
         "sample": lambda: sample_arguments(device, draw),
+        "softcap": lambda: [
+            *(x, 2.5, torch.tensor([(0.0, 0.7, 0.0), (0.0, 0.0, 0.9)][draw], device=device)),
+            *(torch.tensor([(1.0, 1.0, 1.5), (1.2, 1.0, 1.0)][draw], device=device), None),
+        ],
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
             *(x8, w8, x_scale, w_scale, bias, zero, w_sum, None, True, False, False, empty(3, 8))

@@ -24,10 +24,17 @@ class Layer:
     """Random operands of a layer, and both ways to compute it."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, n: int, k: int, m: int, dense: torch.dtype
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        n: int,
+        k: int,
+        m: int,
+        dense: torch.dtype,
+        norm: torch.dtype | None = None,
     ) -> None:
         self.x, self.residual = (torch.randn(m, k).to(dense).to(device) for _ in range(2))
-        self.norm = (torch.rand(k) + 0.5).to(dense).to(device)
+        self.norm = (torch.rand(k) + 0.5).to(norm or dense).to(device)
         plain = quantized_randn((n, k), dtype).to(device)
         self.w = ops.pack_weight(plain) if device.type == "cuda" else plain
         self.w_scale = torch.rand(n, device=device) / 64 + 0.01
@@ -79,6 +86,16 @@ def test_the_bits_are_those_of_the_ops_apart(
 def test_long_rows_and_fp16(device: torch.device, dense: torch.dtype, k: int) -> None:
     layer = Layer(device, torch.int8, 70, k, 1, dense)
     check(layer, bias=layer.bias, out_dtype=dense)
+
+
+@pytest.mark.parametrize("dense", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [2048, 4112, 8192])
+@pytest.mark.parametrize("m", [1, 2])
+def test_norm_weights_of_fp32(device: torch.device, dense: torch.dtype, k: int, m: int) -> None:
+    layer = Layer(device, torch.int8, 70, k, m, dense, torch.float32)
+    layer.norm += 1e-4 * torch.randn(k, device=device)  # which 16 bits could not hold
+    check(layer, bias=layer.bias, out_dtype=dense)
+    check(layer, out_dtype=torch.float32)
 
 
 def test_the_output_may_take_the_place_of_x(device: torch.device) -> None:
@@ -142,7 +159,11 @@ def test_a_layer_is_compiled_with_the_kernels_that_it_may_launch() -> None:
     [norm] = fused("rms_norm", 4096, out_dtype=torch.float32)
     assert norm.name == "fused_linear-rms_norm-bf16-int8-fp32-k4096"
     assert [v.max_k for v in fused("per_token", 4112)] == [8192]
+    [wide] = fused("rms_norm_fp32", 5376)
+    assert wide.name == "fused_linear-rms_norm-bf16-int8-bf16-k8192-fp32_weight"
+    assert FusedLinear.from_name(wide.name) == wide
     assert not fused("rms_norm", 8200) + fused("rms_norm", 9000) + fused("silu_mul", 4096)
+    assert not fused("layer_norm", 4096) + fused("layer_norm_fp32", 4096)
     assert not fused("rms_norm", 4096, torch.float32)
     families = {v.family for v in precompile.layer_kernels("rms_norm", (4096, 4096), E4M3, BF16)}
     assert families == {"quantize", "gemm_tiled"}
@@ -150,11 +171,17 @@ def test_a_layer_is_compiled_with_the_kernels_that_it_may_launch() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("norm", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("m", "dtype", "one"), [(1, torch.int8, True), (2, torch.int8, False), (1, E4M3, False)]
 )
 def test_one_token_takes_one_launch(
-    monkeypatch: pytest.MonkeyPatch, m: int, dtype: torch.dtype, one: bool, batch_invariant: bool
+    monkeypatch: pytest.MonkeyPatch,
+    m: int,
+    dtype: torch.dtype,
+    one: bool,
+    batch_invariant: bool,
+    norm: torch.dtype,
 ) -> None:
     launched: list[Variant] = []
 
@@ -164,7 +191,7 @@ def test_one_token_takes_one_launch(
 
     for module in (fused_cuda, w8a8_gemm, quantize_cuda):
         monkeypatch.setattr(module, "load", load)
-    layer = Layer(torch.device("cuda"), dtype, 1024, 4096, m, BF16)
+    layer = Layer(torch.device("cuda"), dtype, 1024, 4096, m, BF16, norm)
     layer.together(residual=True, batch_invariant=batch_invariant)
     ops.dynamic_w8a8_linear(layer.x, layer.w, layer.w_scale, batch_invariant=batch_invariant)
     assert len(launched) == (2 if one else 4)
