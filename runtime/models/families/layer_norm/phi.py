@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig, full_attention, same_rope, standard_config
-from ..config_fields import Fields
-from ..norms import NormConfig
-from ..parts import DecoderLayout, LinearPart, Module
-from ..registry import Family, register
-from ..required_kernels import kernels_with_norms
+from ...config import ModelConfig, full_attention, same_rope, standard_config
+from ...config_fields import Fields
+from ...norms import NormConfig
+from ...parts import DecoderLayout, LinearPart, Module
+from ...registry import Family, register
+from ...required_kernels import kernels_with_norms
+from ..llama import layout_of, norm_part
 from .cohere import ParallelLlama, ParallelParts, parallel_parts
-from .llama import layout_of, norm_part
 
 
 def _layout(config: ModelConfig) -> DecoderLayout:

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import ModelConfig, Ropes, Windows, full_attention, same_rope, standard_config
-from ..config_fields import Fields
-from ..kinds import InputKind
-from ..layers import Linear
-from ..norms import Norm, NormConfig
-from ..parts import DecoderLayout, LinearPart, NormPart, TensorSpec
-from ..registry import Family, register
-from ..required_kernels import kernels_with_norms
-from .llama import Call, Llama, input_kinds, layer_parts, layout_of
+from ...config import ModelConfig, Ropes, Windows, full_attention, same_rope, standard_config
+from ...config_fields import Fields
+from ...kinds import InputKind
+from ...layers import Linear
+from ...norms import Norm, NormConfig
+from ...parts import DecoderLayout, LinearPart, NormPart, TensorSpec
+from ...registry import Family, register
+from ...required_kernels import kernels_with_norms
+from ..llama import Call, Llama, input_kinds, layer_parts, layout_of
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import FULL, SLIDING, ModelConfig, layer_types, read_rope
-from ..config_fields import Fields
-from ..registry import Family, register
-from ..required_kernels import kernels_with_norms
-from ..rope import RopeConfig
+from ...config import FULL, SLIDING, ModelConfig, layer_types, read_rope
+from ...config_fields import Fields
+from ...registry import Family, register
+from ...required_kernels import kernels_with_norms
+from ...rope import RopeConfig
 from .cohere import DEFAULTS, ParallelLlama, cohere_config, layout
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import ModelConfig, standard_config, uniform_window
-from ..config_fields import Fields
-from ..norms import NormConfig
-from ..parts import DecoderLayout, LinearPart, Module
-from ..registry import Family, register
-from .llama import LayerParts, Llama, layer_parts, layout_of
+from ...config import ModelConfig, standard_config, uniform_window
+from ...config_fields import Fields
+from ...norms import NormConfig
+from ...parts import DecoderLayout, LinearPart, Module
+from ...registry import Family, register
+from ..llama import LayerParts, Llama, layer_parts, layout_of
 
 
 def _layout(config: ModelConfig) -> DecoderLayout:

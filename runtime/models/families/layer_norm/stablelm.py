@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import ModelConfig, full_attention, same_rope, standard_config
-from ..config_fields import Fields
-from ..decoder import Decoder
-from ..norms import Norm, NormConfig
-from ..parts import DecoderLayout, Loader, NormPart, SchemeOf, TensorPart, TensorSpec
-from ..registry import Family, register
-from ..required_kernels import kernels_with_norms
+from ...config import ModelConfig, full_attention, same_rope, standard_config
+from ...config_fields import Fields
+from ...decoder import Decoder
+from ...norms import Norm, NormConfig
+from ...parts import DecoderLayout, Loader, NormPart, SchemeOf, TensorPart, TensorSpec
+from ...registry import Family, register
+from ...required_kernels import kernels_with_norms
+from ..llama import LayerParts, Llama, layer_parts, layout_of
 from .cohere import ParallelLlama, ParallelParts, parallel_parts
-from .llama import LayerParts, Llama, layer_parts, layout_of
 
 
 @dataclass(frozen=True)

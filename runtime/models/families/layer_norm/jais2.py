@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..config import ModelConfig, full_attention, standard_config
-from ..config_fields import Fields
-from ..norms import NormConfig
-from ..registry import Family, register
-from .llama import Llama, layout
+from ...config import ModelConfig, full_attention, standard_config
+from ...config_fields import Fields
+from ...norms import NormConfig
+from ...registry import Family, register
+from ..llama import Llama, layout
 
 
 def _config(fields: Fields) -> ModelConfig:
