@@ -50,10 +50,11 @@ format: $(VENV)/.dev
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
 # An sdist and the wheel of this Python, in dist/: checked as PyPI checks them, installed into an
-# empty environment and tried there. Nothing is uploaded. PyPI shows the pages of PROJECT_URL.
+# empty environment and tried there, with tests of the sdist. Nothing is uploaded. PyPI shows the pages of PROJECT_URL.
 PROJECT_URL ?= $(patsubst %.git,%,$(subst git@github.com:,https://github.com/,$(shell \
                    git remote get-url origin 2>/dev/null)))
 TRIAL := build/dist
+SDIST_TESTS := tests/graphs/test_graphs_runner.py tests/ops/sampling
 
 dist: export OSTINATO_PROJECT_URL := $(filter https://%,$(PROJECT_URL))
 dist: $(VENV)/.dist
@@ -67,6 +68,10 @@ dist: $(VENV)/.dist
 	$(PYTHON) -m venv $(TRIAL)/venv
 	$(TRIAL)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
 	$(TRIAL)/venv/bin/python -I tests/try_dist.py dist $(MODEL)
+	# The wheel was built from the sdist; its tests, some of them, are run on that wheel.
+	$(TRIAL)/venv/bin/python -m pip install --quiet -c constraints.txt hypothesis pytest pytest-timeout
+	tar -xzf dist/*.tar.gz -C $(TRIAL) --one-top-level=sdist --strip-components=1
+	cd $(TRIAL)/sdist && OMP_NUM_THREADS=1 ../venv/bin/python -m pytest -q $(SDIST_TESTS)
 
 # The site of docs/ in build/site. A link to nowhere, or a docstring that does not parse, is an error.
 docs: $(VENV)/.docs
