@@ -103,8 +103,8 @@ class ToSample:
         got, expected = self.argmax.size(1), _parts_of(choice, n)
         if got != expected:
             raise RuntimeError(
-                f"argmax: got {got} parts, expected {expected}, those of {choice.variant.name}: the "
-                "table of tuned tiles changed during the call, or since it was traced"
+                f"argmax: got {got} parts, expected {expected}, those of {choice.variant.name}: "
+                "the table of tuned tiles changed during the call, or since it was traced"
             )
 
     def arguments(self) -> dict[str, int]:
