@@ -11,9 +11,10 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
-# Notebooks and results are records, and not held to it.
+# Results are records, and not held to it.
 PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
-           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md)
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
+             docs/notebooks/*.md)
 
 .PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
 
