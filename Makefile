@@ -16,7 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
+.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs \
+        kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -73,6 +74,23 @@ dist: $(VENV)/.dist
 	$(TRIAL)/venv/bin/python -m pip install --quiet -c constraints.txt hypothesis pytest pytest-timeout
 	tar -xzf dist/*.tar.gz -C $(TRIAL) --one-top-level=sdist --strip-components=1
 	cd $(TRIAL)/sdist && OMP_NUM_THREADS=1 ../venv/bin/python -m pytest -q $(SDIST_TESTS)
+
+# The wheel ostinato-kernels in dist/: compiled libraries, which need no GPU here. KERNELS is what
+# `ostinato build` compiles; hours on few cores.
+KERNELS ?= --dtypes int8 e4m3 bf16 --arch 90a
+BUNDLE  := build/kernels
+
+kernels-wheel: $(VENV)/.dist
+	rm -rf $(BUNDLE)
+	mkdir -p build
+	cp -r packaging/kernels $(BUNDLE)
+	cp LICENSE $(BUNDLE)/LICENSE
+	cp csrc/third_party/cutlass/LICENSE.txt $(BUNDLE)/LICENSE.cutlass.txt
+	mkdir -m 700 $(BUNDLE)/ostinato_kernels/libraries
+	OSTINATO_CACHE=$(abspath $(BUNDLE))/ostinato_kernels/libraries $(BIN)/ostinato build $(KERNELS)
+	$(BIN)/python -m build --wheel --outdir $(BUNDLE)/dist $(BUNDLE)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $(BUNDLE)/dist/*.whl
+	$(BIN)/twine check --strict dist/ostinato_kernels-*.whl
 
 # The site of docs/ in build/site. A link to nowhere, or a docstring that does not parse, is an error.
 docs: $(VENV)/.docs
