@@ -11,11 +11,13 @@ PROMPTS := "Classes" \
 CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp' \
              'tests/kernels/emulation/*' 2>/dev/null)
 
-# Notebooks and results are records, and not held to it.
+# Results are records, and not held to it.
 PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
-           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md)
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
+             docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs
+.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs \
+        kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -50,10 +52,11 @@ format: $(VENV)/.dev
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
 # An sdist and the wheel of this Python, in dist/: checked as PyPI checks them, installed into an
-# empty environment and tried there. Nothing is uploaded. PyPI shows the pages of PROJECT_URL.
+# empty environment and tried there, with tests of the sdist. Nothing is uploaded. PyPI shows the pages of PROJECT_URL.
 PROJECT_URL ?= $(patsubst %.git,%,$(subst git@github.com:,https://github.com/,$(shell \
                    git remote get-url origin 2>/dev/null)))
 TRIAL := build/dist
+SDIST_TESTS := tests/graphs/test_graphs_runner.py tests/ops/sampling
 
 dist: export OSTINATO_PROJECT_URL := $(filter https://%,$(PROJECT_URL))
 dist: $(VENV)/.dist
@@ -67,6 +70,27 @@ dist: $(VENV)/.dist
 	$(PYTHON) -m venv $(TRIAL)/venv
 	$(TRIAL)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt dist/*.whl
 	$(TRIAL)/venv/bin/python -I tests/try_dist.py dist $(MODEL)
+	# The wheel was built from the sdist; its tests, some of them, are run on that wheel.
+	$(TRIAL)/venv/bin/python -m pip install --quiet -c constraints.txt hypothesis pytest pytest-timeout
+	tar -xzf dist/*.tar.gz -C $(TRIAL) --one-top-level=sdist --strip-components=1
+	cd $(TRIAL)/sdist && OMP_NUM_THREADS=1 ../venv/bin/python -m pytest -q $(SDIST_TESTS)
+
+# The wheel ostinato-kernels in dist/: compiled libraries, which need no GPU here. KERNELS is what
+# `ostinato build` compiles; hours on few cores.
+KERNELS ?= --dtypes int8 e4m3 bf16 --arch 90a
+BUNDLE  := build/kernels
+
+kernels-wheel: $(VENV)/.dist
+	rm -rf $(BUNDLE)
+	mkdir -p build
+	cp -r packaging/kernels $(BUNDLE)
+	cp LICENSE $(BUNDLE)/LICENSE
+	cp csrc/third_party/cutlass/LICENSE.txt $(BUNDLE)/LICENSE.cutlass.txt
+	mkdir -m 700 $(BUNDLE)/ostinato_kernels/libraries
+	OSTINATO_CACHE=$(abspath $(BUNDLE))/ostinato_kernels/libraries $(BIN)/ostinato build $(KERNELS)
+	$(BIN)/python -m build --wheel --outdir $(BUNDLE)/dist $(BUNDLE)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist $(BUNDLE)/dist/*.whl
+	$(BIN)/twine check --strict dist/ostinato_kernels-*.whl
 
 # The site of docs/ in build/site. A link to nowhere, or a docstring that does not parse, is an error.
 docs: $(VENV)/.docs

@@ -19,7 +19,7 @@ _ACTIONS: tuple[Action, ...] = ("eager", "capture")
 
 @dataclass(frozen=True)
 class Misses:
-    """What a run does for which no graph was captured, instead of being refused.
+    """The action of a run for which no graph was captured; without it such a run is refused.
 
     Args:
         action: "eager" calls the step itself, where no graph holds the rows; "capture" captures

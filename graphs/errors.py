@@ -12,11 +12,11 @@ class GraphError(RuntimeError):
 
 
 class NotCapturedError(GraphError):
-    """A run was asked for before a capture succeeded."""
+    """A run came before a capture succeeded."""
 
 
 class InvalidatedError(GraphError):
-    """A run was asked for after the captured graphs had been declared out of date."""
+    """A run came after the captured graphs had been declared out of date."""
 
 
 class ClosedError(GraphError):
@@ -24,11 +24,11 @@ class ClosedError(GraphError):
 
 
 class AsleepError(GraphError):
-    """A run was asked for while the runner's graphs are released; see `GraphRunner.sleep`."""
+    """A run came while the runner's graphs are released; see `GraphRunner.sleep`."""
 
 
 class BusyError(GraphError):
-    """A runner or a stream was asked for one thing while it was in the middle of another.
+    """A runner or a stream was called while another of its operations was under way.
 
     Attributes:
         busy: the runner that refused; None where a stream was the reason.

@@ -30,7 +30,7 @@ DEFAULT = Variant()
 
 
 class Key(NamedTuple):
-    """What one graph was captured for."""
+    """Batch size and variant of a captured graph."""
 
     batch_size: int
     variant: Variant = DEFAULT

@@ -85,7 +85,7 @@ def hub_folder(model: str, files: Sequence[str], *, weights: bool) -> Path:
         reason = next(iter(str(error).strip().splitlines()), "")
         raise HubError(
             f"not in the cache and not to be downloaded ({type(error).__name__}: {reason}): check "
-            "the name and the network; models with conditions need `hf auth login`; "
+            "the name and the network; gated models need `hf auth login`; "
             f"HF_HUB_OFFLINE=1 allows no download{download_hint(model)}"
         ) from error
     missing = _missing(folder, files, weights)

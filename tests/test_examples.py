@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
@@ -77,6 +78,42 @@ def test_transformers_model_decodes_as_generate_does(
         settings = {"max_new_tokens": example.STEPS, "do_sample": False, "eos_token_id": None}
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert expected[0, ids.size(1) :].tolist() == [int(token) for token in found.split(",")]
+
+
+def test_generate_streams_and_serves_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run("generate", monkeypatch)
+    out = capsys.readouterr().out
+    example = _module("generate")
+    assert "bit-equal" in out
+    assert all(prompt in out for prompt in example.PROMPTS)
+    assert len(re.findall(r"\[\d+ tokens, (?:stop|length)\]$", out, re.MULTILINE)) == 3
+
+
+def test_evaluate_names_the_loss_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    corpus = importlib.import_module("tiny_corpus")
+    held_out = corpus.END_OF_TEXT + "A list is a sequence." + corpus.END_OF_TEXT + "So is a tuple."
+    monkeypatch.setattr(corpus, "split_corpus", lambda: ("", held_out))
+    checkpoints = [f"first={TINY}", f"second={TINY}"]
+    _run("evaluate_tiny", monkeypatch, *checkpoints, "--json", tmp_path / "quality.json")
+    rows = json.loads((tmp_path / "quality.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["impl"] for row in rows] == ["first", "second"]
+    assert 0 < rows[0]["bits_per_byte"] == rows[1]["bits_per_byte"] < 8
+    assert rows[1]["loss"] == 0
+    assert "second" in capsys.readouterr().out
+
+
+def test_each_example_is_run_by_a_test() -> None:
+    tests = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")
+    )
+    ways = ('_run("{}"', '_module("{}")', 'import_module("{}")', '"{}.py"')
+    for example in EXAMPLES.glob("*.py"):
+        assert any(way.format(example.stem) in tests for way in ways), example.name
 
 
 def test_chat_remembers_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,10 @@ def test_one_version_everywhere() -> None:
     assert importlib.metadata.version("ostinato") == ostinato.__version__
 
 
+def test_the_changelog_of_a_release_is_short() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 60
+
+
 def test_pypi_knows_every_classifier() -> None:
     assert set(PROJECT["classifiers"]) <= classifiers
 

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import draw_bench
 import draw_kernels
 import pytest
 
@@ -125,6 +126,13 @@ def test_the_table_holds_the_figures_of_its_file(dtype: str) -> None:
 @pytest.mark.parametrize("name", draw_kernels.PICTURES)
 def test_pictures_of_kernels_show_the_figures_of_their_files(name: str, tmp_path: Path) -> None:
     draw_kernels.PICTURES[name](tmp_path / name)
+    drawn = (tmp_path / name).read_text(encoding="utf-8")
+    assert drawn == (draw.HERE / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", draw_bench.PICTURES)
+def test_pictures_of_benchmarks_show_the_rows_of_their_files(name: str, tmp_path: Path) -> None:
+    draw_bench.draw_bench(tmp_path / name)
     drawn = (tmp_path / name).read_text(encoding="utf-8")
     assert drawn == (draw.HERE / name).read_text(encoding="utf-8")
 

@@ -40,7 +40,7 @@ _SHOWN = 5  # kinds of findings in a message
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a graph that may go wrong in a replay.
+    """A property of a captured graph that may make a replay wrong.
 
     Attributes:
         node: its index in the graph.

@@ -38,8 +38,8 @@ class Burst:
     Each item is a step: one token per row, None for a row that had ended before. Leaving the
     `with` block, `close`, and dropping the object end a burst that is still running: no step
     begins after the one under way. The runner refuses every other call until the burst has ended
-    and its last step was read, or `close` was called. Threads that read a burst take turns. To a
-    fork of the process it does not belong: nothing of it is read or ended there.
+    and its last step was read, or `close` was called. Threads that read a burst take turns. In a
+    fork of the process nothing of it is read or ended.
 
     Args:
         loop: takes the steps.
@@ -119,15 +119,15 @@ class Burst:
             pass
 
     def check_outside(self) -> None:
-        """Raise BusyError inside of what reads, which may be in the midst of the step."""
+        """Raise BusyError where the caller is inside of this burst's own read."""
         if self._reader == threading.get_ident():
             raise BusyError(
-                "this thread is reading the burst: its step, or a handler of signals, can neither "
-                "read nor end it, but cancel() it"
+                "burst: got a call from the step or a signal handler of the thread that reads it, "
+                "expected cancel(), which is allowed there"
             )
 
     def disown(self) -> None:
-        """Have nothing more to do with the memory, in which another burst may begin."""
+        """Leave the memory to the next burst."""
         self._finish = None
 
     def end(self, timeout_s: float) -> None:

@@ -51,7 +51,7 @@ Rule = Feed | Add | Slot
 
 @dataclass(frozen=True)
 class BurstRules:
-    """What a step needs to be repeated without the host.
+    """Rules by which a step is repeated without the host.
 
     Args:
         next: for each buffer that changes from step to step, how. The others keep their values.

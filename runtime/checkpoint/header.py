@@ -62,8 +62,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             data_size = size - _LENGTH_BYTES - length
             if size < _LENGTH_BYTES or data_size < 0 or length > _MAX_HEADER_BYTES:
                 raise CheckpointError(
-                    f"{file}: truncated, or not a safetensors file: its {size} bytes cannot "
-                    f"hold the header of {length} bytes that it announces"
+                    f"{file}: truncated, or not a safetensors file: got {size} bytes, expected "
+                    f"a header of {length} and its length"
                 )
             text = stream.read(length)
     except OSError as error:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..jit.cache import Entry
-from ..jit.compiler import Plan, build, find, plan
-from ..jit.location import cache_folder
+from ..jit.compiler import Plan, build, find, library_folders, plan
 from ..jit.mode import BuildMode
 from ..jit.registry import select
 from ..jit.targets import DEFAULT, TARGETS, Target, local_target, target_named
@@ -128,7 +127,7 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
     missing = [item for item in plans if find(item) is None]
     print(
         f"{len(plans)} kernels, {len(plans) - len(missing)} of them compiled already, "
-        f"in {cache_folder()}",
+        f"in {' and '.join(map(str, library_folders()))}",
         flush=True,
     )
     width = len(str(len(missing)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..jit.budgets import excesses, read_budgets, write_budgets
 from ..jit.cache import Entry
-from ..jit.compiler import find, plan
+from ..jit.compiler import find, library_folders, plan
 from ..jit.location import cache_folder
 from ..jit.registry import select
 from ..jit.targets import DEFAULT, local_target, target_named
@@ -72,7 +72,8 @@ def _main(argv: Sequence[str]) -> int:
             )
         if args.write_budgets is not None:
             write_budgets(args.write_budgets, {n: entry.usage for n, entry in compiled.items()})
-    print(f"{len(compiled)} of {len(found)} compiled for {target}, in {cache_folder()}")
+    places = " and ".join(map(str, library_folders()))
+    print(f"{len(compiled)} of {len(found)} compiled for {target}, in {places}")
     print(header)
     code = 0
     for name, entry in found.items():

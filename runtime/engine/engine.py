@@ -220,8 +220,8 @@ class Engine:
         """Admit requests, decode one token each, compute prompt chunks; return the new tokens.
 
         The device works on this step while the host reads the tokens of the one before, so these
-        are the tokens of the step before. They are those of submitted requests: those of `stream`
-        and `generate` go to them, whoever makes the step.
+        are the tokens of the step before. Tokens of `stream` and `generate` are not among them:
+        these go to their stream, whoever makes the step.
 
         Raises:
             ostinato.graphs.GraphError: before `capture`, or in a fork of the process; nothing is
@@ -236,8 +236,8 @@ class Engine:
     def cancel(self, request_id: int) -> TokenEvent:
         """End a request now and return its last event, which `step` does not return again.
 
-        Its text is all that no other event has brought: of tokens that `step` has not returned yet
-        there is nothing else but the completion.
+        Its text is all that no earlier event holds: tokens that `step` has not returned yet have
+        no other event.
 
         Raises:
             TypeError, ValueError: when the id is not that of a waiting or running request.

@@ -14,7 +14,7 @@ def _recent() -> deque[float]:
 
 @dataclass
 class EngineStats:
-    """What the engine did since it was made.
+    """Counts and times since the engine was made.
 
     `prefill_seconds` and `decode_seconds` are wall-clock times of the last 100,000 steps of each
     kind; `decode_tokens` counts the tokens that were handed out behind each text's first;

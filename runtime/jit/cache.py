@@ -1,6 +1,7 @@
 """The entries of the cache. They appear whole; a damaged one counts as absent.
 
-None is read that others than the user and root can change (see `ownership`).
+None is read that others than the user and root can change (see `ownership`), but those of an
+installed package.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from .budgets import Usage
 from .errors import KernelCacheError
+from .installed import installed_folder
 from .location import create_cache_folder, held_cache
 from .ownership import keep_to_owner, opened
 
@@ -90,9 +92,13 @@ class Entry:
 def pinned_library(entry: Entry) -> str:
     """Return a path that leads to an entry's library even when the cache's own leads elsewhere.
 
+    An installed package stays where it is.
+
     Raises:
         KernelCacheError: as `Entry.read`, or when the entry is gone.
     """
+    if entry.folder.parent == installed_folder():
+        return str(entry.library)
     try:
         cache = held_cache(entry.folder.parent)
         with _opened_entry(entry.folder, cache):
@@ -110,12 +116,15 @@ def file_sha256(file: Path | int) -> str:
 @contextmanager
 def _opened_entry(folder: Path, cache: int | None = None) -> Iterator[tuple[int, int]]:
     """Open the record and the library of an entry, in the open cache if one is given."""
+    installed = folder.parent == installed_folder()
     with ExitStack() as stack:
         if cache is None:
-            cache = stack.enter_context(opened(folder.parent))
+            cache = stack.enter_context(opened(folder.parent, installed=installed))
 
         def open_below(path: Path, within: int) -> int:
-            return stack.enter_context(opened(path, within, cache=folder.parent))
+            return stack.enter_context(
+                opened(path, within, cache=folder.parent, installed=installed)
+            )
 
         inside = open_below(folder, cache)
         yield open_below(folder / _RECORD, inside), open_below(folder / LIBRARY, inside)

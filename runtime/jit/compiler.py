@@ -11,6 +11,7 @@ from . import ninja
 from .budgets import Usage, parse_ptxas
 from .cache import LIBRARY, Entry, exclusive_build, file_sha256, publish
 from .errors import KernelBuildError
+from .installed import installed_folder
 from .location import cache_folder
 from .mode import RELEASE, BuildMode
 from .sources import CSRC, ENTRY, Sources, digest, read_sources
@@ -99,7 +100,8 @@ def plan(variant: Variant, mode: BuildMode = RELEASE, target: Target | None = No
 def find(plan: Plan) -> Entry | None:
     """Return the compiled library of a plan, None when there is none.
 
-    It is the one made by this machine's toolchain; on a machine that cannot compile, by any.
+    It is the one made by this machine's toolchain, else that of the package ostinato-kernels; on a
+    machine that cannot compile, one made by any toolchain.
 
     Raises:
         KernelCacheError: when the cache has no place, or others than the user and root can change
@@ -111,7 +113,7 @@ def find(plan: Plan) -> Entry | None:
     try:
         nvcc = find_nvcc()
     except KernelBuildError:
-        made_by_any = _newest(cache, plan)
+        made_by_any = _newest(cache, plan) or _installed(plan)
         if made_by_any is None and jit_enabled():
             raise
         return made_by_any
@@ -121,8 +123,9 @@ def find(plan: Plan) -> Entry | None:
         exact = Entry.read(plan.folder(cache, nvcc, cutlass))
         if exact is not None:
             return exact
-    if can_compile and jit_enabled():
-        return None
+    installed = _installed(plan)
+    if installed is not None or (can_compile and jit_enabled()):
+        return installed
     return _newest(cache, plan)
 
 
@@ -132,11 +135,28 @@ def damaged(plan: Plan) -> list[Path]:
     Raises:
         KernelCacheError: as of `find`.
     """
-    return [folder for folder in _folders(cache_folder(), plan) if Entry.read(folder) is None]
+    folders = (folder for place in library_folders() for folder in _folders(place, plan))
+    return [folder for folder in folders if Entry.read(folder) is None]
+
+
+def library_folders() -> list[Path]:
+    """Return the folders in which libraries are looked for: the cache, then the installed one.
+
+    Raises:
+        KernelCacheError: when the cache has no place.
+    """
+    installed = installed_folder()
+    return [cache_folder(), *([] if installed is None else [installed])]
 
 
 def _folders(cache: Path, plan: Plan) -> list[Path]:
     return sorted(cache.glob(f"{plan.key}-nvcc*"))
+
+
+def _installed(plan: Plan) -> Entry | None:
+    """Return the library of a plan that the package ostinato-kernels has."""
+    folder = installed_folder()
+    return None if folder is None else _newest(folder, plan)
 
 
 def _newest(cache: Path, plan: Plan) -> Entry | None:

@@ -21,13 +21,20 @@ _ROOT = 0
 
 
 @contextmanager
-def opened(path: Path, within: int | None = None, *, cache: Path | None = None) -> Iterator[int]:
+def opened(
+    path: Path,
+    within: int | None = None,
+    *,
+    cache: Path | None = None,
+    installed: bool = False,
+) -> Iterator[int]:
     """Open a folder or a file for reading; gives its descriptor.
 
     Args:
         path: of the file. It may be a link unless `within` is given.
         within: descriptor of the folder that holds it.
         cache: the folder that an error names as to be changed; `path` by default.
+        installed: whether it is of an installed package, whose owner and mode are not checked.
 
     Raises:
         KernelCacheError: when it belongs to another user than this one and root, or its group or
@@ -41,7 +48,8 @@ def opened(path: Path, within: int | None = None, *, cache: Path | None = None) 
     else:
         descriptor = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=within)
     try:
-        _check(os.fstat(descriptor), path, shlex.quote(str(cache or path)))
+        if not installed:
+            _check(os.fstat(descriptor), path, shlex.quote(str(cache or path)))
         yield descriptor
     finally:
         os.close(descriptor)

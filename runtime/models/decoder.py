@@ -19,7 +19,7 @@ from .layers import Linear, Sampling
 
 @dataclass
 class AttentionInputs:
-    """Where this call's tokens sit in the paged KV cache; all tensors on the model's device.
+    """Places of this call's tokens in the paged KV cache; all tensors on the model's device.
 
     `slot_mapping` [T] int64: cache slot (page * page_size + offset) of each token, -1 to skip.
     `page_table` [B, P] int32, `seq_lens` [B] int32: KV length including this call's tokens.
@@ -36,7 +36,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class SeenRows:
-    """Where this call's tokens are noted as seen, on the model's device.
+    """Rows of the table of seen tokens that this call's tokens mark, on the model's device.
 
     `mask` [S, vocab_size] bool, `rows` [T] int64: which row of `mask` is each token's.
     """

@@ -25,7 +25,7 @@ from .norms import Norm
 
 @dataclass(frozen=True)
 class Sampling:
-    """What tells which rows of logits are sampled greedily, [M] fp32 each (see `ops.sample`)."""
+    """Parameters that say which rows of logits are greedy, [M] fp32 each (see `ops.sample`)."""
 
     temperature: torch.Tensor
     repetition_penalty: torch.Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import MODELS, TOKENS, random_model
-from how_to import code_blocks
+from page_blocks import code_blocks
 from quantized_files import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 
@@ -24,7 +24,7 @@ SCALE = ".weight_scale"
 @pytest.fixture
 def toy_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the page's file into the folder of formats, for a test."""
-    (code,) = code_blocks("add-a-weight-format")
+    (code,) = code_blocks("docs/how-to/add-a-weight-format.md")
     folder = tmp_path / "formats"
     folder.mkdir()
     (folder / f"{NAME}.py").write_text(code)

@@ -10,22 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_blocks import code_blocks
 
 ROOT = Path(__file__).parents[2]
 
-# As docs/graphs/index.md, "In a project of your own", says.
-SETUP = """\
-from pybind11.setup_helpers import Pybind11Extension
-from setuptools import setup
-
-setup(
-    name="mine",
-    packages=[],
-    ext_modules=[
-        Pybind11Extension("{package}._native", ["{source}"], libraries=["dl"], cxx_std=17)
-    ],
-)
-"""
+# The block of "In a project of your own" of docs/graphs/index.md.
+(SETUP,) = (block for block in code_blocks("docs/graphs/index.md") if "setuptools" in block)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +25,9 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("extension")
     (folder / "mine").mkdir()
     source = ROOT / "csrc" / "graphs" / "module.cpp"
-    (folder / "setup.py").write_text(SETUP.format(package="mine", source=source))
+    assert "path/to/csrc/graphs/module.cpp" in SETUP
+    setup = SETUP.replace("path/to/csrc/graphs/module.cpp", str(source))
+    (folder / "setup.py").write_text(setup.replace("my_graphs.", "mine."))
     subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=folder,

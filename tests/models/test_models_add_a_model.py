@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import MODELS, TOKENS, hf_logits, random_model, save_plain
-from how_to import code_blocks
+from page_blocks import code_blocks
 
 from ostinato.checkpoint import load_model
 from ostinato.models import UnsupportedModelError, families, registry, sequence_logits
@@ -22,7 +22,7 @@ NAME = "scaled_llama"
 @pytest.fixture
 def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put the page's file into the folder of families, for a test."""
-    (code,) = code_blocks("add-a-model")
+    (code,) = code_blocks("docs/how-to/add-a-model.md")
     folder = tmp_path / "families"
     folder.mkdir()
     (folder / f"{NAME}.py").write_text(code)

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from how_to import code_blocks
+from page_blocks import code_blocks
 
 import ostinato
 
-PAGE = "add-an-op"
+PAGE = "docs/how-to/add-an-op.md"
 FILES = {
     "csrc/scale_rows/params.h": "cpp",
     "csrc/scale_rows/scale_rows.cu": "cuda",

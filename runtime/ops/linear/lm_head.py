@@ -50,7 +50,7 @@ def linear_logits(
 ) -> Logits:
     """Do `linear` with fp32 results, to be given to `sample`.
 
-    On CUDA, with 16-bit operands and from 17 tokens on, the product hands over the best logits of
+    On CUDA, with 16-bit operands and from 17 tokens on, the product returns the best logits of
     greedy rows and does not store the others: a token is chosen without writing and reading its
     whole row. `temperature` and `repetition_penalty` (None: 1 everywhere) are [M] fp32, those of
     `sample`; all else is as for `linear`.
@@ -93,7 +93,7 @@ def rms_norm_w8a8_logits(
 ) -> Logits:
     """Do `rms_norm_w8a8_linear` with fp32 results, to be given to `sample`.
 
-    On CUDA, from 17 tokens on, the product hands over the best logits of greedy rows and does not
+    On CUDA, from 17 tokens on, the product returns the best logits of greedy rows and does not
     store the others: a token is chosen without writing and reading its whole row. `temperature` and
     `repetition_penalty` (None: 1 everywhere) are [M] fp32, those of `sample`; all else is as for
     `rms_norm_w8a8_linear`.

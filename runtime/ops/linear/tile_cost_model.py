@@ -52,7 +52,7 @@ _NORM = 6
 # least: found with 257 to 768, where clusters were chosen that took a third longer.
 _AT_ONCE, _AT_ONCE_M = 0.82, 257
 # So few tokens are not worth waiting for the other CTA of a cluster, the less so where some of them
-# lie beyond the last: 8.2 µs became 9.0 (docs/results/h200/lab/bench-edges.txt, 17 tokens).
+# lie beyond the last: 8.2 µs became 9.0 with 17 tokens (docs/notebooks/gemm_tiled.md).
 _LONELY_TOKENS = 48
 _ALONE_M = 16
 # Weights that are read once have nobody to share them with: so few tokens are in one tile.

@@ -96,15 +96,15 @@ class ToSample:
     repetition_penalty: torch.Tensor | None
 
     def check(self, n: int, choice: Choice) -> None:
-        """Check that the kernel that is launched hands over as many parts as there is room for.
+        """Check that the kernel that is launched writes as many parts as there is room for.
 
         A table of tiles may have come or gone since `argmax` was made.
         """
         got, expected = self.argmax.size(1), _parts_of(choice, n)
         if got != expected:
             raise RuntimeError(
-                f"argmax: got {got} parts, expected {expected}, as {choice.variant.name} hands "
-                "over: tuned tiles have changed during the call, or since it was traced"
+                f"argmax: got {got} parts, expected {expected}, those of {choice.variant.name}: "
+                "the table of tuned tiles changed during the call, or since it was traced"
             )
 
     def arguments(self) -> dict[str, int]:

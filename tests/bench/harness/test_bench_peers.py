@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from ostinato.bench.harness.peers import (
     find_peers,
     select,
 )
+from ostinato.bench.shapes import STEP_PEERS
 from ostinato.cli.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -75,6 +77,28 @@ def test_a_broken_adapter_is_named(text: str, message: str, tmp_path: Path) -> N
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(ValueError, match=rf"broken\.py: {message}"):
         find_peers(BENCHMARK, tmp_path, {})
+
+
+TABLE = {
+    file: (sections, names)
+    for file, sections, names in re.findall(
+        r"^\| `(\w+\.py)` \| .* \| ([\w, ]+) \| (.*) \|$",
+        (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+}
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / IN_CHECKOUT).glob("*.py")))
+def test_each_adapter_has_the_peers_of_the_page(file: str) -> None:
+    adapter = adapter_named(file, ROOT / IN_CHECKOUT)
+    sections, names = TABLE[file]
+    found = set(STEP_PEERS) if file == "hugging_face.py" else set()  # its peers take no cases
+    for section in ("gemm", "decode", "prefill", "step"):
+        of_section = {peer.name for peer in adapter.peers(section, {})}
+        assert bool(of_section) == (section in sections and section != "step")
+        found |= of_section
+    assert found == set(re.findall(r"`(\w+)`", names))
 
 
 def test_without_the_folder_peers_say_how_to_get_them(tmp_path: Path) -> None:

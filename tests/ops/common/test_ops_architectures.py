@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from ops_cases import E4M3, assert_same_bits, quantized_randn
 from ops_kernels import ROW_KERNELS
+from page_blocks import code_blocks
 
 from effort import effort
 from ostinato.jit import targets
@@ -53,8 +55,12 @@ def test_every_target_has_libraries_of_its_own() -> None:
 
 
 def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/how-to/add-an-architecture.md has it."""
-    added = Target("121", (12, 1), frozenset({FP8, CLUSTERS}))
+    """docs/how-to/add-an-architecture.md, followed."""
+    (rows,) = code_blocks("docs/how-to/add-an-architecture.md")
+    names: dict[str, Any] = {"TARGETS": TARGETS, "Target": Target, "FP8": FP8, "CLUSTERS": CLUSTERS}
+    exec(rows, names)
+    *_, added = names["TARGETS"]
+    assert added.name == "121"
     assert str(target_of((12, 1))) == "sm_120"
     monkeypatch.setattr(targets, "TARGETS", (*TARGETS, added))
     assert target_of((12, 1)) is target_named("121")

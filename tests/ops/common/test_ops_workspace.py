@@ -85,7 +85,7 @@ def test_launches_of_a_stream_share_one() -> None:
 
 @pytest.mark.parametrize(("first", "then"), [(373_000, 4_600_000), (18_110_000, 18_880_000)])
 def test_a_call_makes_room_for_those_of_other_batches(first: int, then: int) -> None:
-    """They may need more, and be captured next: so docs/decode.md, "Which cluster"."""
+    """They may need more, and be captured next: so docs/notebooks/decode.md, "Which cluster"."""
     spaces = Workspaces(least_bytes=10 << 20, margin=1.2)
     made = spaces.get(0, 7, first)
     assert spaces.get(0, 7, then) is made

@@ -1,0 +1,1 @@
+"""Compiled kernels, which `ostinato` finds below `libraries`. There is nothing to import."""
