@@ -97,16 +97,6 @@ struct Head {
   }
 };
 
-// Where the row of an index begins, in elements.
-__device__ __forceinline__ int64_t offset_of(const QuantizeParams& p, int64_t index,
-                                             int64_t stride) {
-  if constexpr (kLayerNorm) {
-    const Head at(p, index);
-    return at.row * stride + static_cast<int64_t>(at.head) * p.k;
-  }
-  return index * stride;
-}
-
 // The norm's weights, or biases, of the row of an index.
 __device__ __forceinline__ const Weight* weights_at(const QuantizeParams& p, const void* weights,
                                                     int64_t index) {
@@ -126,11 +116,17 @@ struct Row {
   uint32_t k;
 
   __device__ __forceinline__ Row(const QuantizeParams& p, int64_t row)
-      : x(static_cast<const In*>(p.x) + offset_of(p, row, p.x_stride)),
+      : x(static_cast<const In*>(p.x) + row * p.x_stride),
         second(nullptr),
         residual_out(nullptr),
-        out(static_cast<Stored*>(p.out) + offset_of(p, row, p.out_stride)),
+        out(static_cast<Stored*>(p.out) + row * p.out_stride),
         k(static_cast<uint32_t>(p.k)) {
+    if constexpr (kLayerNorm) {
+      const Head at(p, row);
+      const int64_t within = static_cast<int64_t>(at.head) * p.k;
+      x = static_cast<const In*>(p.x) + at.row * p.x_stride + within;
+      out = static_cast<Stored*>(p.out) + at.row * p.out_stride + within;
+    }
     if constexpr (kGated) {
       second = x + p.k;
     } else if constexpr (kNorm) {
