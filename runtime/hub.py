@@ -37,11 +37,13 @@ class HubError(Exception):
 
 def is_hub_id(text: str) -> bool:
     """Return whether a text may be the name of a model on the Hub, "owner/name"."""
+    parts = text.split("/")
     return (
         len(text) <= _MOST_CHARACTERS
         and _ID.fullmatch(text) is not None
         and "--" not in text
-        and not text.endswith((".", "-", ".git"))
+        and not text.endswith(".git")
+        and not any(part.startswith((".", "-")) or part.endswith((".", "-")) for part in parts)
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ostinato.checkpoint import CheckpointError, load_config, load_model, load_tokenizer
@@ -207,6 +207,7 @@ def test_what_is_no_name_is_refused_by_name(hub: Hub, name: str) -> None:
     assert hub.calls == []
 
 
+@example("_./_")
 @given(st.text(st.sampled_from("ab.-_/ \n\0é"), max_size=9))
 def test_names_stay_within_the_cache(text: str) -> None:
     if is_hub_id(text):

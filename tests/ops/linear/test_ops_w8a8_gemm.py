@@ -285,6 +285,8 @@ def test_quantization_arguments(launches: Launches) -> None:
         "pdl": True,
         "n_active": n_active.data_ptr(),
         "discard_x": False,
+        "heads": 1,
+        "norm_bias": 0,
         "stream": STREAM,
     }
 
