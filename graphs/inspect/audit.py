@@ -17,7 +17,6 @@ import torch
 
 from ..buffers import StaticBuffers
 from ..declared_memory import DeclaredMemory, stored, tensors_of
-from ..kept_memory import kept_by_libraries
 from .allocations import Allocation, Allocations, State, mapped_by_host
 from .inspector import Inspector
 from .nodes import GraphNodes, Word
@@ -34,6 +33,10 @@ _FORBIDDEN = {
     "semaphore signal": "signals a semaphore of somebody else",
     "semaphore wait": "waits for a semaphore of somebody else",
 }
+# An attribute of tensors: true of memory that a library keeps for as long as the graphs live that
+# read it, such as workspaces of captured kernels. An audit cannot tell by itself: where memory has
+# been freed since the captures began, an address that is new looks old.
+KEPT_BY_LIBRARY = "kept_for_graphs"
 _NO_MEMORY = "looks like an address of the device, where no memory is"
 _SHOWN = 5  # kinds of findings in a message
 
@@ -71,8 +74,8 @@ class Auditor:
         buffers: the static buffers, which stay.
         memory: what else stays, by name. If it is given, any other tensor is found, except for
             what the captures made and kept, as state made at the first call, and what libraries
-            keep (`register_keeper`).
-            If not, every live tensor is taken for the step's own, whoever allocated its memory.
+            keep (`KEPT_BY_LIBRARY`). If not, every live tensor is taken for the step's own, whoever
+            allocated its memory.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Auditor:
         self._present = Allocations(())
         self._host = Allocations(())
         self._foreign: Allocations | None = None
+        self._of_libraries: Allocations | None = None
         self._problems: dict[tuple[int, bool], str | None] = {}
 
     def begin(self) -> None:
@@ -94,7 +98,7 @@ class Auditor:
         live = _live(self._inspector.allocations())
         self._made &= live
         self._before = live - self._made
-        self._known = self._foreign = None
+        self._known = self._foreign = self._of_libraries = None
         self._problems = {}
 
     def find(self, nodes: GraphNodes) -> tuple[Finding, ...]:
@@ -129,9 +133,11 @@ class Auditor:
         if known.state is State.FREED:
             return f"is in freed memory: {known.label}"
         undeclared = known.state is State.LIVE and self._memory is not None
-        if undeclared and known.start not in self._made:
-            return f"is in memory that was not declared: {known.label}"
-        return None
+        if not undeclared or known.start in self._made:
+            return None
+        if self._kept_by_libraries().find(word.value) is not None:
+            return None
+        return f"is in memory that was not declared: {known.label}"
 
     def _allocations(self) -> Allocations:
         if self._known is None:
@@ -146,8 +152,7 @@ class Auditor:
                 for whole in tensors_of(name, holder)
                 for tensor in stored(whole)
             ]
-            of_libraries = [range_of(made, "a library's memory") for made in kept_by_libraries()]
-            self._known = Allocations([*kept, *declared, *of_libraries, *present])
+            self._known = Allocations([*kept, *declared, *present])
             # Declared memory of another allocator may be anywhere, far from all other.
             self._present = Allocations(present)
             self._host = Allocations(mapped_by_host())
@@ -159,7 +164,7 @@ class Auditor:
         if location == "the host":
             return "is in pinned memory of the host that was not declared"
         if location is not None:
-            if self._memory is None and self._live_tensors().find(word.value) is not None:
+            if self._memory is None and self._on_the_device().find(word.value) is not None:
                 return None
             return f"is in memory on {location} that torch did not allocate and nobody declared"
         if word.is_address:
@@ -167,14 +172,24 @@ class Auditor:
         looks_like_one = self._present.spans(word.value)
         return _NO_MEMORY if looks_like_one and self._host.find(word.value) is None else None
 
-    def _live_tensors(self) -> Allocations:
+    def _on_the_device(self) -> Allocations:
         if self._foreign is None:
             device = self._buffers.device
             with torch._C.DisableTorchFunctionSubclass():
-                tensors = [i for i in gc.get_objects() if issubclass(type(i), torch.Tensor)]
-                ranges = [_range_if_any(tensor, device) for tensor in tensors]
+                ranges = [_range_if_any(tensor, device) for tensor in _live_tensors()]
             self._foreign = Allocations(found for found in ranges if found is not None)
         return self._foreign
+
+    def _kept_by_libraries(self) -> Allocations:
+        if self._of_libraries is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                kept = [t for t in _live_tensors() if t.__dict__.get(KEPT_BY_LIBRARY)]
+                self._of_libraries = Allocations(range_of(t, "a library's memory") for t in kept)
+        return self._of_libraries
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def range_of(tensor: torch.Tensor, label: str) -> Allocation:

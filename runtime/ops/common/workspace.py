@@ -84,10 +84,6 @@ class Workspaces:
             latest = self._latest[place] = (capture, self._join(place, capture, needed))
         return latest[1].memory
 
-    def memory_of_graphs(self) -> list[torch.Tensor]:
-        """Return what captured launches use, for audits of their graphs."""
-        return [captured.memory for captured in self._captured]
-
     def _grow(self, place: tuple[int, int], needed: int) -> torch.Tensor:
         self._drop_unused()
         device = place[0]
@@ -100,9 +96,6 @@ class Workspaces:
 
     def _join(self, place: tuple[int, int], capture: int, needed: int) -> _Captured:
         """Return what launches of a capture share, which its graph holds from now on."""
-        from ostinato.graphs.kept_memory import register_keeper  # at a capture, not at an import
-
-        register_keeper(self)
         self._drop_unused()
         device, stream = place
         owner = (device, stream, _pool_of_capture(device) or capture)
@@ -111,7 +104,9 @@ class Workspaces:
             if known.owner == owner and known.memory.numel() >= needed:
                 known.holds.append(hold)
                 return known
-        made = _Captured(owner, self._make(device, needed), [hold])
+        memory = self._make(device, needed)
+        memory.kept_for_graphs = True  # type: ignore[attr-defined]  # audits of graphs look for it
+        made = _Captured(owner, memory, [hold])
         self._captured.append(made)
         return made
 

@@ -18,7 +18,6 @@ from ostinato.graphs import (
 from ostinato.graphs.inspect.allocations import Allocation, State
 from ostinato.graphs.inspect.audit import Finding, summarize
 from ostinato.graphs.inspect.nodes import Edge, GraphNodes, Node, Word
-from ostinato.graphs.kept_memory import register_keeper
 
 # Memory of the device, far from everything that the test's own process has.
 POOL, LIVE, FREED, FOREIGN, NOWHERE, PINNED = (0x10_0000_0000 + (i << 24) for i in range(6))
@@ -243,25 +242,18 @@ def test_memory_made_by_captures_stays_known_in_the_next(make):
 def test_memory_that_a_library_keeps_needs_no_declaration(make):
     """It may lie where other memory was freed since the captures began."""
 
-    class Library:
-        def __init__(self):
-            self.kept = [torch.zeros(100)]
-
-        def memory_of_graphs(self):
-            return self.kept
-
-    library = Library()
-    address = library.kept[0].data_ptr()
+    kept = torch.zeros(100)
+    address = kept.data_ptr()
     runner, backend = make(kernel(address), memory={})
     backend.present.append(Allocation(address, 400, "a workspace", State.LIVE))
     problem = "parameter 0 is in memory that was not declared: a workspace"
     assert problems(runner.capture([2])) == [problem]
-    register_keeper(library)
+    kept.kept_for_graphs = True
     assert problems(runner.recapture()) == []
-    library.kept = []
+    kept.kept_for_graphs = False
     assert problems(runner.recapture()) == [problem]
-    library.kept = [torch.zeros(100)]
-    del library
+    kept.kept_for_graphs = True
+    del kept
     assert problems(runner.recapture()) == [problem]
 
 
