@@ -38,9 +38,9 @@ from .linear.activation import activation, activation_quantize, silu_mul, silu_m
 from .linear.block_linear import fp8_block_linear
 from .linear.block_scales import channel_scales
 from .linear.fused import dynamic_w8a8_linear, rms_norm_w8a8_linear
-from .linear.layer_norm import layer_norm, layer_norm_quantize
 from .linear.linear import linear, w8a8_linear
 from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
+from .linear.norms import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
 from .linear.quantize_groups import (
@@ -50,7 +50,6 @@ from .linear.quantize_groups import (
     rms_norm_quantize_per_group,
     silu_mul_quantize_per_group,
 )
-from .linear.rms_norm import rms_norm, rms_norm_quantize
 from .sampling.sample import sample
 from .sampling.softcap import softcap
 

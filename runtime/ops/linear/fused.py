@@ -9,9 +9,9 @@ from ..common.device import has_kernel
 from ..common.torch_library import register
 from .fused_cuda import FusedLinear, launch_fused
 from .linear import check_weight, multiply
+from .norms import check_norm, normalize_and_quantize, sum_like
 from .packed_weight import PackedWeight
 from .quantize import quantize_tokens
-from .rms_norm import check_norm, normalize_and_quantize
 
 
 def dynamic_w8a8_linear(
@@ -95,9 +95,7 @@ def rms_norm_w8a8_linear(
     checks.flag("batch_invariant", batch_invariant)
     with checks.launch_stream(stream, x.device):
         out = torch.empty(shape, dtype=out_dtype, device=x.device)
-        total = None
-        if residual is not None:
-            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = sum_like(x, residual)
         data = w.data if isinstance(w, PackedWeight) else w
         _rms_norm_w8a8_linear_op(
             x, weight, eps, residual, data, w_scale, bias, n_active, batch_invariant, out, total
@@ -143,7 +141,9 @@ def _rms_norm_w8a8_linear(
         return
     codes, scale = codes_of(x, w)
     outputs = (codes, scale, residual_out)
-    normalize_and_quantize(x, weight, eps, residual, None, None, False, *outputs, n_active)
+    normalize_and_quantize(
+        "rms_norm", x, weight, None, eps, residual, None, None, False, *outputs, n_active
+    )
     how = (True, batch_invariant, False)
     multiply(codes, w, scale, w_scale, bias, None, None, n_active, *how, out)
 

@@ -20,8 +20,8 @@ from .linear import (
     multiply,
     runs_dense_kernel,
 )
+from .norms import check_norm, normalize_and_quantize
 from .packed_weight import PackedWeight
-from .rms_norm import check_norm, normalize_and_quantize
 from .w8a8_gemm import ToSample, argmax_parts
 
 
@@ -190,7 +190,9 @@ def _rms_norm_w8a8_logits(
     codes, scale = codes_of(x, w)
     total = None if residual is None else torch.empty_like(x)
     outputs = (codes, scale, total)
-    normalize_and_quantize(x, weight, eps, residual, None, None, False, *outputs, n_active)
+    normalize_and_quantize(
+        "rms_norm", x, weight, None, eps, residual, None, None, False, *outputs, n_active
+    )
     operands = (codes, w, scale, w_scale, bias, None, None, n_active)
     to_sample = None
     if has_kernel(GemmTiled, x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,10 +14,9 @@ from ..common.sizes import ceil_div
 from ..common.torch_library import register
 from .activation import activated, check_activation
 from .block_scales import empty_scales
-from .layer_norm import check_layer_norm, layer_normalized
+from .norms import as_rms_norm, check_layer_norm, check_norm, normalized, sum_like
 from .quantize import dynamic_scale, encode
 from .quantize_cuda import GROUP, Quantize, quantize_rows
-from .rms_norm import check_norm, normalized
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -79,17 +79,10 @@ def rms_norm_quantize_per_group(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     check_norm(x, weight, eps, residual)
-    checks.flag("power_of_two", power_of_two)
-    checks.active(n_active, x.device)
-    with checks.launch_stream(stream, x.device):
-        out, scale_out = _outputs(x.size(0), x.size(1), x.device)
-        total = None
-        if residual is not None:
-            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rms_norm_quantize_per_group_op(
-            x, weight, eps, residual, power_of_two, out, scale_out, total, n_active
-        )
-    return (out, scale_out) if total is None else (out, scale_out, total)
+    given = (weight, eps)
+    return _normalize_and_quantize(
+        _rms_norm_quantize_per_group_op, x, given, residual, power_of_two, n_active, stream
+    )
 
 
 def layer_norm_quantize_per_group(
@@ -115,16 +108,28 @@ def layer_norm_quantize_per_group(
         TypeError, ValueError: naming the argument, before anything is written.
     """
     check_layer_norm(x, weight, eps, bias, residual)
+    given = (weight, bias, eps)
+    return _normalize_and_quantize(
+        _layer_norm_quantize_per_group_op, x, given, residual, power_of_two, n_active, stream
+    )
+
+
+def _normalize_and_quantize(
+    op: Callable[..., None],
+    x: torch.Tensor,
+    given: tuple[object, ...],
+    residual: torch.Tensor | None,
+    power_of_two: bool,
+    n_active: torch.Tensor | None,
+    stream: checks.Stream,
+) -> tuple[torch.Tensor, ...]:
+    """Check the rest, and call the op of a norm; return what the norm returns."""
     checks.flag("power_of_two", power_of_two)
     checks.active(n_active, x.device)
     with checks.launch_stream(stream, x.device):
         out, scale_out = _outputs(x.size(0), x.size(1), x.device)
-        total = None
-        if residual is not None:
-            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _layer_norm_quantize_per_group_op(
-            x, weight, bias, eps, residual, power_of_two, out, scale_out, total, n_active
-        )
+        total = sum_like(x, residual)
+        op(x, *given, residual, power_of_two, out, scale_out, total, n_active)
     return (out, scale_out) if total is None else (out, scale_out, total)
 
 
@@ -227,39 +232,8 @@ def _quantize_per_group(
         _quantize_into(x.float(), power_of_two, out, scale_out)
 
 
-def _rms_norm_quantize_per_group(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None,
-    power_of_two: bool,
-    out: torch.Tensor,
-    scale_out: torch.Tensor,
-    residual_out: torch.Tensor | None,
-    n_active: torch.Tensor | None = None,
-) -> None:
-    if has_kernel(Quantize, x):
-        quantize_rows(
-            "rms_norm",
-            x,
-            None,
-            None,
-            out,
-            scale_out,
-            residual=residual,
-            residual_out=residual_out,
-            norm_weight=weight,
-            eps=eps,
-            n_active=n_active,
-            group=GROUP,
-            power_of_two=power_of_two,
-        )
-    else:
-        rows = normalized(x, weight, eps, residual, residual_out)
-        _quantize_into(rows, power_of_two, out, scale_out)
-
-
-def _layer_norm_quantize_per_group(
+def _norm_quantize_per_group(
+    kind: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -273,7 +247,7 @@ def _layer_norm_quantize_per_group(
 ) -> None:
     if has_kernel(Quantize, x):
         quantize_rows(
-            "layer_norm",
+            kind,
             x,
             None,
             None,
@@ -289,7 +263,7 @@ def _layer_norm_quantize_per_group(
             power_of_two=power_of_two,
         )
     else:
-        rows = layer_normalized(x, weight, bias, eps, residual, residual_out)
+        rows = normalized(kind, x, weight, bias, eps, residual, residual_out)
         _quantize_into(rows, power_of_two, out, scale_out)
 
 
@@ -331,13 +305,13 @@ _rms_norm_quantize_per_group_op = register(
     "rms_norm_quantize_per_group(Tensor x, Tensor weight, float eps, Tensor? residual, "
     "bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, Tensor(c!)? residual_out, "
     "Tensor? n_active=None) -> ()",
-    _rms_norm_quantize_per_group,
+    as_rms_norm(_norm_quantize_per_group),
 )
 _layer_norm_quantize_per_group_op = register(
     "layer_norm_quantize_per_group(Tensor x, Tensor weight, Tensor? bias, float eps, "
     "Tensor? residual, bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, "
     "Tensor(c!)? residual_out, Tensor? n_active=None) -> ()",
-    _layer_norm_quantize_per_group,
+    partial(_norm_quantize_per_group, "layer_norm"),
 )
 _activation_quantize_per_group_op = register(
     "activation_quantize_per_group(Tensor x, str kind, bool power_of_two, Tensor(a!) out, "

@@ -108,8 +108,7 @@ def layer_norm(
     if residual is not None:
         x = x + residual
     x = x.to(dtype)
-    x = x - x.mean(-1, keepdim=True)
-    normed = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+    normed = rms_norm(x - x.mean(-1, keepdim=True), weight, eps, dtype=dtype)
     return normed if bias is None else normed + bias.to(dtype)
 
 
