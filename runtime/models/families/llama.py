@@ -133,6 +133,11 @@ class Llama(Decoder):
         """Return what comes before each linear layer of a decoder layer, by its field."""
         return input_kinds(config)
 
+    @staticmethod
+    def embedding_factor(config: ModelConfig) -> float:
+        """Return what embeddings are multiplied by when they are loaded."""
+        return config.embedding_scale
+
     @classmethod
     def load(
         cls,
@@ -149,9 +154,10 @@ class Llama(Decoder):
         norm = parts.norm.build(loader)
         if config.logits_scale != 1.0:
             lm_head, norm = lm_head.scaled(norm, config.logits_scale)
-        if config.embedding_scale != 1.0:
+        factor = cls.embedding_factor(config)
+        if factor != 1.0:
             # Rounded as a product of the looked-up rows would be. A tied head keeps the original.
-            embedding = embedding * config.embedding_scale
+            embedding = embedding * factor
         return cls(
             config,
             embedding,
@@ -404,6 +410,24 @@ def norm_part(config: ModelConfig, name: str, shape: tuple[int, ...] | None = No
     shape = shape or (config.hidden_size,)
     bias = TensorSpec((f"{name}.bias",), (shape,)) if config.norm.has_bias else None
     return NormPart(TensorSpec((f"{name}.weight",), (shape,)), bias, config.norm)
+
+
+def norms_of_heads(
+    config: ModelConfig, q_name: str, k_name: str, part: type[NormPart] = NormPart
+) -> tuple[NormPart, NormPart]:
+    """Return norms with weights for each head of q, and of k.
+
+    The names are those of the stored weights, or of what `part` makes of them.
+    """
+
+    def norm(name: str, heads: int, *, replicated: bool) -> NormPart:
+        weight = TensorSpec((name,), ((heads, config.head_dim),))
+        return part(weight, None, config.norm, of_heads=True, replicated=replicated)
+
+    return (
+        norm(q_name, config.num_heads, replicated=False),
+        norm(k_name, config.num_kv_heads, replicated=True),
+    )
 
 
 def _config(fields: Fields) -> ModelConfig:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from ...config import ModelConfig, Windows, full_attention, standard_config
 from ...config_fields import Fields
 from ...norms import NormConfig
-from ...parts import DecoderLayout, Loader
 from ...registry import Family, register
 from ..llama import Llama, layout
 
@@ -21,24 +20,10 @@ DEFAULTS: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 1, "tie_word_embe
 class Gemma(Llama):
     """Llama whose factor of embeddings is rounded to their dtype, as in transformers."""
 
-    @classmethod
-    def load(
-        cls,
-        config: ModelConfig,
-        parts: DecoderLayout,
-        loader: Loader,
-        *,
-        max_context: int | None = None,
-        batch_invariant: bool = True,
-    ) -> Self:
-        factor = torch.tensor(config.embedding_scale, dtype=config.dtype, device="cpu")
-        return super().load(
-            replace(config, embedding_scale=float(factor)),
-            parts,
-            loader,
-            max_context=max_context,
-            batch_invariant=batch_invariant,
-        )
+    @staticmethod
+    def embedding_factor(config: ModelConfig) -> float:
+        """Return what embeddings are multiplied by when they are loaded."""
+        return float(torch.tensor(config.embedding_scale, dtype=config.dtype, device="cpu"))
 
 
 def gemma_config(

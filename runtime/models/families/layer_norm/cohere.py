@@ -11,10 +11,10 @@ from ...config_fields import Fields
 from ...kinds import InputKind
 from ...layers import Linear
 from ...norms import Norm, NormConfig
-from ...parts import DecoderLayout, LinearPart, NormPart, TensorSpec
+from ...parts import DecoderLayout, LinearPart, NormPart
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
-from ..llama import Call, Llama, input_kinds, layer_parts, layout_of
+from ..llama import Call, Llama, input_kinds, layer_parts, layout_of, norms_of_heads
 
 
 @dataclass
@@ -92,16 +92,9 @@ def _layer(config: ModelConfig, index: int) -> ParallelParts:
     usual = parallel_parts(config, index)
     if not config.qk_norm:
         return usual
-    q, k = (
-        TensorSpec((f"model.layers.{index}.self_attn.{name}.weight",), ((heads, config.head_dim),))
-        for name, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads))
-    )
-    norm = config.norm
-    return replace(
-        usual,
-        q_norm=NormPart(q, None, norm, of_heads=True),
-        k_norm=NormPart(k, None, norm, of_heads=True, replicated=True),
-    )
+    prefix = f"model.layers.{index}.self_attn."
+    q, k = norms_of_heads(config, f"{prefix}q_norm.weight", f"{prefix}k_norm.weight")
+    return replace(usual, q_norm=q, k_norm=k)
 
 
 def cohere_config(

@@ -14,7 +14,7 @@ from ...norms import Norm, NormConfig
 from ...parts import DecoderLayout, Loader, NormPart, SchemeOf, TensorPart, TensorSpec
 from ...registry import Family, register
 from ...required_kernels import kernels_with_norms
-from ..llama import LayerParts, Llama, layer_parts, layout_of
+from ..llama import LayerParts, Llama, layer_parts, layout_of, norms_of_heads
 from .cohere import ParallelLlama, ParallelParts, parallel_parts
 
 
@@ -47,15 +47,10 @@ def _layer(config: ModelConfig, index: int) -> LayerParts | ParallelParts:
     usual = parts(config, index)
     if not config.qk_norm:
         return usual
-    q, k = (
-        TensorSpec((f"model.layers.{index}.self_attn.{name}.norms",), ((heads, config.head_dim),))
-        for name, heads in (("q_layernorm", config.num_heads), ("k_layernorm", config.num_kv_heads))
-    )
-    return replace(
-        usual,
-        q_norm=_NormsOfHeads(q, None, config.norm, of_heads=True),
-        k_norm=_NormsOfHeads(k, None, config.norm, of_heads=True, replicated=True),
-    )
+    prefix = f"model.layers.{index}.self_attn."
+    names = (f"{prefix}q_layernorm.norms", f"{prefix}k_layernorm.norms")
+    q, k = norms_of_heads(config, *names, _NormsOfHeads)
+    return replace(usual, q_norm=q, k_norm=k)
 
 
 def _load(
