@@ -137,13 +137,17 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (aligned && m > few && k <= 32 * 512) {
     return many_rows_plan(p);
   }
-  if constexpr (!kLayerNorm || kTargets[0] < 1000) {  // where it would spill
+  // What does not fit into the 64 registers of a thread is read again instead: norms with a scale
+  // for each group on GPUs before sm_90, layer norms on those after it.
+  constexpr bool kGroupNorm = kNorm && kGroup > 0 && kTargets[0] < 900;
+  if constexpr (!(kLayerNorm && kTargets[0] >= 1000) && !(kGroupNorm && sizeof(In) == 4)) {
     if (k <= 16 * kMaxThreads) {
       return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
     }
   }
   // fp32 and layer_norm would spill, and so would everything on sm_100 and sm_120.
-  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && !kLayerNorm && kTargets[0] < 1000) {
+  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && !kLayerNorm && !kGroupNorm &&
+                kTargets[0] < 1000) {
     if (aligned && k <= 32 * kMaxThreads) {
       return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
     }
