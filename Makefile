@@ -22,13 +22,16 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
 
-test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Flags of pytest-cov, which .ci/run gives.
+COVERAGE ?=
 
-# The same tests with all cases of long properties (tests/effort.py), and their coverage.
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(COVERAGE)
+
+# Those of these tests of which `test` tries a sample (tests/effort.py), with all of their cases.
 test-long: $(VENV)/.test
-	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-	    --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
+	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    $(COVERAGE)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
