@@ -1,4 +1,4 @@
-"""How much of a long property is tried: a sample under `make test`, all of it under `make test-long`.
+"""How much of a long property is tried: `make test` takes a sample, `make test-long` all of it.
 
 `make test` has to answer within minutes on two cores, so it samples: hypothesis tries fewer
 examples, and the modules that use `effort` fewer cases. `make test-long`, where
