@@ -41,6 +41,11 @@ from .linear.linear import linear, w8a8_linear
 from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
+from .linear.quantize_asymmetric import (
+    quantize_asymmetric,
+    rms_norm_quantize_asymmetric,
+    silu_mul_quantize_asymmetric,
+)
 from .linear.quantize_groups import (
     quantize_per_group,
     rms_norm_quantize_per_group,
@@ -65,17 +70,20 @@ __all__ = [
     "pack_weight",
     "paged_attention",
     "paged_attention_workspace",
+    "quantize_asymmetric",
     "quantize_per_group",
     "quantize_per_tensor",
     "quantize_per_token",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_quantize_asymmetric",
     "rms_norm_quantize_per_group",
     "rms_norm_w8a8_linear",
     "rms_norm_w8a8_logits",
     "sample",
     "silu_mul",
     "silu_mul_quantize",
+    "silu_mul_quantize_asymmetric",
     "silu_mul_quantize_per_group",
     "varlen_attention",
     "varlen_attention_workspace",

@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from .sampling.philox import uniform
+from .sampling.reference import sample as sample
 
 _GROUP = 128
 _GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -349,6 +349,16 @@ def quantize_per_group(
     )
 
 
+def quantize_asymmetric(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Map each row's range, 0 included, to -128..127; return (values, scale, zero point)."""
+    x = x.float()
+    low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    scale = (high - low) / torch.full_like(high, 255)
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    zero = (-128 - low / scale).round().nan_to_num(-128).clamp(-128, 127)
+    return on_grid(x / scale, zero, torch.int8), scale[:, 0], zero[:, 0].int()
+
+
 def quantize_per_tensor(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -435,61 +445,29 @@ def rms_norm_quantize_per_group(
     return quantize_per_group(normalized, power_of_two=power_of_two)
 
 
+def rms_norm_quantize_asymmetric(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise in fp32, then quantise; return (values, scale, zero point)."""
+    return quantize_asymmetric(rms_norm(x, weight, eps, residual=residual))
+
+
+def silu_mul_quantize_asymmetric(
+    x: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gate in fp32, then quantise; return (values, scale, zero point)."""
+    return quantize_asymmetric(silu_mul(x))
+
+
 def silu_mul_quantize_per_group(
     x: torch.Tensor, *, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate in fp32, then quantise by groups; return (values, scale)."""
     return quantize_per_group(silu_mul(x), power_of_two=power_of_two)
-
-
-def sample(
-    logits: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    counters: torch.Tensor,
-    repetition_penalty: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Choose a token row by row, the candidates in order of falling logit and rising id."""
-    tokens = []
-    for b, row in enumerate(logits.float().cpu()):
-        if repetition_penalty is not None and seen is not None:
-            penalty = repetition_penalty[b].cpu()
-            penalized = torch.where(row > 0, row / penalty, row * penalty)
-            row = torch.where(seen[b].cpu(), penalized, row)
-        logit = row.tolist()
-        if any(map(math.isnan, logit)):
-            tokens.append(-1)
-            continue
-        order = sorted(range(len(logit)), key=lambda t: (-logit[t], t))
-        if temperature[b] == 0 or not math.isfinite(logit[order[0]]):
-            tokens.append(order[0])
-            continue
-        if top_k[b] > 0:
-            order = order[: int(top_k[b])]
-        best, divisor = logit[order[0]], float(temperature[b])
-        weights = [math.exp((logit[token] - best) / divisor) for token in order]
-
-        if top_p[b] < 1:
-            wanted, nucleus, mass = float(top_p[b]) * sum(weights), 1, weights[0]
-            while nucleus < len(weights) and mass < wanted:
-                mass += weights[nucleus]
-                nucleus += 1
-            weights = weights[:nucleus]
-        least = float(min_p[b])
-        weights = [weight for weight in weights if weight >= least] or weights[:1]
-
-        threshold = float(uniform(seeds[b], counters[b])) * sum(weights)
-        index, passed = 0, weights[0]
-        while passed <= threshold and index + 1 < len(weights):
-            index += 1
-            passed += weights[index]
-        tokens.append(order[index])
-    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

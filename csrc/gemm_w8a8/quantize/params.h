@@ -37,6 +37,8 @@ struct QuantizeParams {
   OSTINATO_OPTIONAL(const int32_t*, n_active);
   // Nonzero: x is not read after this kernel, and silu_mul may discard it.
   OSTINATO_OPTIONAL(int32_t, discard_x);
+  // [m] (kernels for zero points of rows only)
+  OSTINATO_OPTIONAL(int32_t*, zero_point_out);
   OSTINATO_FIELDS_END();
 };
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,7 @@ class Quantize(Variant):
         out_dtype: int8 or e4m3, or in_dtype (not per_token).
         weight_dtype: of the norm's weight: in_dtype, or fp32.
         group: 128: each 128 elements of a row have a scale of their own, e4m3 only; 0: rows have.
+        asymmetric: each row has a scale and a zero point of its own, int8 only.
     """
 
     family: ClassVar[str] = "quantize"
@@ -41,7 +42,7 @@ class Quantize(Variant):
     needs: ClassVar[frozenset[str]] = frozenset()
     name_pattern: ClassVar[str] = (
         r"(?P<kind>\w+)-(?P<in_dtype>\w+)-(?P<out_dtype>\w+)(-(?P<weight_dtype>\w+)_weight)?"
-        r"(-group(?P<group>[1-9]\d*))?"
+        r"(-group(?P<group>[1-9]\d*))?(?P<asymmetric>-asymmetric)?"
     )
 
     kind: str
@@ -49,6 +50,7 @@ class Quantize(Variant):
     out_dtype: str
     weight_dtype: str = ""
     group: int = 0
+    asymmetric: bool = False
 
     def __post_init__(self) -> None:
         check("kind", self.kind, QUANTIZE_KINDS)
@@ -60,12 +62,20 @@ class Quantize(Variant):
         others = ("fp32",) if self.kind == "rms_norm" else ()
         check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
         check("group", self.group, (0, GROUP) if self.out_dtype == "e4m3" else (0,))
+        known = (False, True) if self.out_dtype == "int8" else (False,)
+        check("asymmetric", self.asymmetric, known)
 
     @property
     def name(self) -> str:
         weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
         group = f"-group{self.group}" if self.group else ""
-        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}{group}"
+        asymmetric = "-asymmetric" if self.asymmetric else ""
+        dtypes = f"{self.in_dtype}-{self.out_dtype}"
+        return f"{self.family}-{self.kind}-{dtypes}{weight}{group}{asymmetric}"
+
+    @staticmethod
+    def fields_of(groups: dict[str, Any]) -> dict[str, Any]:
+        return {**groups, "asymmetric": "asymmetric" in groups}
 
     def defines(self) -> dict[str, str]:
         return {
@@ -74,6 +84,7 @@ class Quantize(Variant):
             "OSTINATO_OUT_DTYPE": self.out_dtype,
             "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
             "OSTINATO_GROUP": str(self.group),
+            "OSTINATO_ASYMMETRIC": str(int(self.asymmetric)),
         }
 
 
@@ -86,7 +97,11 @@ _OF_GROUPS = tuple(
     Quantize(kind=kind, in_dtype=in_dtype, out_dtype="e4m3", group=GROUP)
     for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
 )
-register_family(Quantize, (*_LISTED, *_OF_GROUPS))
+_ASYMMETRIC = tuple(
+    Quantize(kind=kind, in_dtype=in_dtype, out_dtype="int8", asymmetric=True)
+    for kind, in_dtype in product(QUANTIZE_KINDS, FLOAT_DTYPES)
+)
+register_family(Quantize, (*_LISTED, *_OF_GROUPS, *_ASYMMETRIC))
 
 
 @cache
@@ -96,6 +111,8 @@ def quantize_kernel(
     out_dtype: torch.dtype,
     weight_dtype: torch.dtype | None = None,
     group: int = 0,
+    *,
+    asymmetric: bool = False,
 ) -> Quantize:
     """Return the kernel of `kind` (see `Quantize`) for these dtypes.
 
@@ -105,6 +122,7 @@ def quantize_kernel(
         out_dtype: of the rows that it writes.
         weight_dtype: of the norm's weight; by default that of x.
         group: elements that share a scale; 0: rows do.
+        asymmetric: whether rows have zero points of their own.
     """
     return Quantize(
         kind=kind,
@@ -112,6 +130,7 @@ def quantize_kernel(
         out_dtype=KERNEL_NAMES[out_dtype],
         weight_dtype=KERNEL_NAMES[weight_dtype or in_dtype],
         group=group,
+        asymmetric=asymmetric,
     )
 
 
@@ -123,6 +142,7 @@ def quantize_rows(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
     *,
+    zero_point_out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
@@ -135,9 +155,9 @@ def quantize_rows(
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
     The arguments are those of the ops, checked; `out` of x's dtype takes no scales and no zero
-    point. With a `group`, `scale_out` is [ceil(k / group), m]. Of these tensors the kernel reads
-    only `n_active` and, where it quantises, `norm_weight` before those in front of it on the stream
-    have ended.
+    point. With a `group`, `scale_out` is [ceil(k / group), m]; with `zero_point_out` [m] rows have
+    zero points of their own. Of these tensors the kernel reads only `n_active` and, where it
+    quantises, `norm_weight` before those in front of it on the stream have ended.
     """
     m, k = out.shape
     if m == 0:
@@ -147,7 +167,9 @@ def quantize_rows(
         if scale_out is None and out.dtype is not x.dtype:
             scale_out = torch.empty(m, dtype=torch.float32, device=x.device)
         weight_dtype = None if norm_weight is None else norm_weight.dtype
-        variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype, group)
+        asymmetric = zero_point_out is not None
+        dtypes = (x.dtype, out.dtype, weight_dtype)
+        variant = quantize_kernel(kind, *dtypes, group, asymmetric=asymmetric)
         stream = current_stream(device)
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
@@ -159,6 +181,7 @@ def quantize_rows(
             power_of_two=power_of_two,
             static_scale=address_of(scale),
             zero_point=address_of(zero_point),
+            zero_point_out=address_of(zero_point_out),
             residual=address_of(residual),
             residual_stride=0 if residual is None else residual.stride(0),
             residual_out=address_of(residual_out),
