@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -15,8 +15,9 @@ from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
+from ..folding import build
 from ..layers import InputKind, Linear, Sampling, tensors_of
-from ..parts import DecoderLayout, LinearPart, Loader, Module, TensorPart, TensorSpec, build
+from ..parts import DecoderLayout, LinearPart, Loader, Module, TensorPart, TensorSpec
 from ..registry import Family, family_of, register
 
 # What comes before each linear layer of a decoder layer.
@@ -27,6 +28,14 @@ INPUT_KINDS: dict[str, InputKind] = {
     "down": "silu_mul",
 }
 HEAD_KIND: InputKind = "rms_norm"
+
+# What takes up factors of the input of each linear layer; see `LinearPart.after`.
+FOLDED_INTO = {
+    "qkv": "input_norm",
+    "o": "qkv",
+    "gate_up": "post_attention_norm",
+    "down": "gate_up",
+}
 
 
 @dataclass
@@ -343,9 +352,8 @@ def layer_parts(config: ModelConfig, index: int) -> LayerParts:
         return Module(f"{prefix}self_attn.{name}", rows, hidden, config.qkv_bias, units, replicated)
 
     def linear(name: str, *modules: Module) -> LinearPart:
-        if name in ("o", "down"):
-            return LinearPart(modules, INPUT_KINDS[name], "columns")
-        return LinearPart(modules, INPUT_KINDS[name], "rows")
+        divide: Literal["rows", "columns"] = "columns" if name in ("o", "down") else "rows"
+        return LinearPart(modules, INPUT_KINDS[name], divide, FOLDED_INTO[name])
 
     def head_norm(name: str) -> TensorPart | None:
         return norm_part(f"{prefix}self_attn.{name}", config.head_dim) if config.qk_norm else None
