@@ -109,9 +109,6 @@ FORMATS: dict[str, Format] = {
     "ct-int8-asymmetric": Format(
         INT8, True, "asymmetric", compressed_tensors("int", "channel", "asymmetric")
     ),
-    "ct-int8-asymmetric-dynamic": Format(
-        INT8, True, "asymmetric-token", compressed_tensors("int", "channel", "asymmetric-token")
-    ),
     "ct-int8-asymmetric-tensor-weights": Format(
         INT8, False, "asymmetric", compressed_tensors("int", "tensor", "asymmetric")
     ),
@@ -183,8 +180,12 @@ FORMATS: dict[str, Format] = {
 }
 
 
-# Formats whose layers are stored as those of a format above, under other names of fields.
+# Formats of which no logits are recorded: layers are stored as those of a format above, under other
+# names of fields, or quantise activations in another way.
 SPELLINGS: dict[str, Format] = {
+    "ct-int8-asymmetric-dynamic": Format(
+        INT8, True, "asymmetric-token", compressed_tensors("int", "channel", "asymmetric-token")
+    ),
     "modelopt-fp8-per-token": Format(
         E4M3,
         True,

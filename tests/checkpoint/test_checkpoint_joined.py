@@ -13,6 +13,7 @@ from hf_models import MODELS, hf_logits, random_model, save, tensors_of
 from quantized_files import (
     FORMATS,
     FUSED,
+    SPELLINGS,
     FakeQuantLinear,
     QuantizedFile,
     sturdy_tokens,
@@ -34,6 +35,7 @@ from tiny import byte_tokenizer
 
 # The format of each module that is joined; None is not quantised.
 Forms = Mapping[str, str | None]
+STORED = {**FORMATS, **SPELLINGS}
 DYNAMIC, STATIC, FP8 = "ct-int8-dynamic", "ct-int8-static", "ct-fp8-dynamic"
 MIXTURES: dict[str, Forms] = {
     "v in 16 bits": {"v_proj": None},
@@ -48,7 +50,7 @@ MIXTURES: dict[str, Forms] = {
 def write_mixture(folder: Path, plain: PreTrainedModel, forms: Forms) -> PreTrainedModel:
     """Write a checkpoint, all other modules of it in `DYNAMIC`; return its fake-quantised twin."""
     names = {DYNAMIC, *(form for form in forms.values() if form is not None)}
-    files = {name: write_quantized(folder / name, plain, FORMATS[name]) for name in sorted(names)}
+    files = {name: write_quantized(folder / name, plain, STORED[name]) for name in sorted(names)}
     stored = {name: load_file(file.folder / "model.safetensors") for name, file in files.items()}
     tensors, config = tensors_of(plain), files[DYNAMIC].plain.config.to_dict()
     config["architectures"] = [type(plain).__name__]
@@ -62,12 +64,12 @@ def write_mixture(folder: Path, plain: PreTrainedModel, forms: Forms) -> PreTrai
             replace_by_twin(twin, files[form], name, run_of(name, forms))
     for name in sorted(names):
         targets = [f"re:.*{child}$" for child, form in forms.items() if form == name]
-        group = FORMATS[name].config["config_groups"]["group_0"]
-        kind = FORMATS[name].config["format"]
+        group = STORED[name].config["config_groups"]["group_0"]
+        kind = STORED[name].config["format"]
         groups[name] = {**group, "format": kind, "targets": targets or ["Linear"]}
     ignore = ["lm_head", *(f"re:.*{child}$" for child, form in forms.items() if form is None)]
     config["quantization_config"] = {
-        **FORMATS[DYNAMIC].config,
+        **STORED[DYNAMIC].config,
         "format": "mixed-precision",
         "config_groups": groups,
         "ignore": ignore,

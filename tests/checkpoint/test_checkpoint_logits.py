@@ -64,7 +64,8 @@ def test_logits_equal_those_of_compressed_tensors(format_name: str, tmp_path: Pa
     # One range for modules that are joined, half of what is seen: many activations saturate.
     names = (*(name for group in FUSED for name in group), "o_proj", "down_proj")
     margins = dict.fromkeys(names, 0.5)
-    tokens = sturdy_tokens(write_quantized(tmp_path, plain, FORMATS[format_name], margins).twin())
+    form = {**FORMATS, **SPELLINGS}[format_name]
+    tokens = sturdy_tokens(write_quantized(tmp_path, plain, form, margins).twin())
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
