@@ -51,7 +51,12 @@ def _folded(source: Any, part: LinearPart, factors: InputFactors) -> Any:
         return folded
     linear: Linear = source
     rows = linear.shape[0]
-    values = factors.values if part.kind == "silu_mul" else _of_kv_heads(factors, part, rows)
+    if part.kind == "per_token":
+        values = _of_kv_heads(factors, part, rows)
+    elif part.kind.endswith("_mul"):
+        values = factors.values
+    else:
+        raise _refusal(factors, "the input is not linear in what the layer in front returns")
     every = torch.cat([torch.ones(rows - len(values)), values])
     folded_layer = linear.with_factors(every)
     if folded_layer is None:
