@@ -21,13 +21,13 @@ def test_build_compiles_a_selection_with_progress(
     arguments = ["build", "--only", "quantize", "--dtypes", "int8", "bf16"]
     assert main(arguments) == 0
     first, *progress = capsys.readouterr().out.splitlines()
-    assert first == f"5 kernels, 0 of them compiled already, in {cache}"
-    assert [line[:5] for line in progress] == [f"[{i}/5]" for i in range(1, 6)]
+    assert first == f"26 kernels, 0 of them compiled already, in {cache}"
+    assert [line[:7] for line in progress] == [f"[{i:2}/26]" for i in range(1, 27)]
     assert any(f"{_NAME} (sm_90a, release): 0 s, 42 registers" in line for line in progress)
 
     assert main(arguments) == 0
-    assert capsys.readouterr().out == f"5 kernels, 5 of them compiled already, in {cache}\n"
-    assert len(nvcc_calls.read_text().splitlines()) == 5
+    assert capsys.readouterr().out == f"26 kernels, 26 of them compiled already, in {cache}\n"
+    assert len(nvcc_calls.read_text().splitlines()) == 26
 
 
 def test_build_modes_are_builds_of_their_own(
