@@ -156,4 +156,4 @@ def test_values_are_shown_in_short(name: str, value: Any, tmp_path: Path) -> Non
     change(folder, **{name: value})
     with pytest.raises((CheckpointError, UnsupportedModelError), match=f"{name}: got ") as caught:
         load_model(folder)
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) < 2000  # of which the names of all families are some 800
