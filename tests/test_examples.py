@@ -106,9 +106,8 @@ def test_evaluate_names_the_loss_of_the_second(
 
 
 def test_each_example_is_run_by_a_test() -> None:
-    tests = "".join(
-        file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")
-    )
+    files = [*(ROOT / "tests").rglob("test_*.py"), ROOT / "tests" / "real" / "real_models.py"]
+    tests = "".join(file.read_text(encoding="utf-8") for file in files)
     ways = ('_run("{}"', '_module("{}")', 'import_module("{}")', '"{}.py"')
     for example in EXAMPLES.glob("*.py"):
         assert any(way.format(example.stem) in tests for way in ways), example.name

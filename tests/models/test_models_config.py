@@ -177,8 +177,8 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_fa
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'cwm' or"),
-        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'cwm'"),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected 'arcee' or"),
+        ({"model_type": ["llama"]}, r"model_type: got \['llama'\], expected 'arcee'"),
         ({"architectures": ["LlamaModel"]}, r"architectures: got \['LlamaModel'\], expected \['Ll"),
         ({"architectures": "LlamaForCausalLM"}, "architectures: got 'LlamaForCausalLM', expected"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu' or 'swish'"),
