@@ -138,8 +138,10 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (aligned && m > few && k <= 32 * 512) {
     return many_rows_plan(p);
   }
-  if (k <= 16 * kMaxThreads) {
-    return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
+  if constexpr (!kLayerNorm || kTargets[0] < 1000) {  // where it would spill
+    if (k <= 16 * kMaxThreads) {
+      return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
+    }
   }
   // fp32 and layer_norm would spill, and so would everything on sm_100 and sm_120.
   if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && !kLayerNorm && kTargets[0] < 1000) {

@@ -235,11 +235,15 @@ def test_nan_and_infinity_stay_in_their_rows(dtype: torch.dtype, k: int) -> None
             assert b.isfinite().all()
     weight = torch.randn(k).to(dtype)
     rows = x[:, :k]
+    even = x[:, : x.size(1) // 2 * 2]  # [gate | up]
     for on_cuda, on_cpu in (
         (ops.rms_norm(rows.to(CUDA), weight.to(CUDA), 0.0), ops.rms_norm(rows, weight, 0.0)),
-        (ops.silu_mul(x.to(CUDA)), ops.silu_mul(x)),
+        (ops.silu_mul(even.to(CUDA)), ops.silu_mul(even)),
         (ops.layer_norm(rows.to(CUDA), weight.to(CUDA), 0.0), ops.layer_norm(rows, weight, 0.0)),
-        *((ops.activation(x.to(CUDA), kind), ops.activation(x, kind)) for kind in ACTIVATIONS),
+        *(
+            (ops.activation(even.to(CUDA), kind), ops.activation(even, kind))
+            for kind in ACTIVATIONS
+        ),
     ):
         for kind in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(kind(on_cuda).cpu(), kind(on_cpu))
