@@ -136,7 +136,10 @@ def text_of(tower: str, **fields: Any) -> dict[str, Any]:
             text_of("qwen3_vl", model_type="qwen3_vl_moe_text"),
             "text_config: model_type: got 'qwen3_vl_moe_text', expected 'qwen3_vl_text'",
         ),
-        (text_of("llava", model_type="opt"), "text_config: model_type: got 'opt', expected 'arcee'"),
+        (
+            text_of("llava", model_type="opt"),
+            "text_config: model_type: got 'opt', expected 'arcee'",
+        ),
         (text_of("llava", model_type="llava"), "text_config: model_type: got 'llava', expected"),
         (text_of("llava", hidden_act="gelu"), "text_config: hidden_act: got 'gelu', expected"),
         (text_of("llava", hidden_size="x"), "text_config: hidden_size: got 'x', expected an int"),
