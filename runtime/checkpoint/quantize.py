@@ -67,15 +67,16 @@ def quantize_checkpoint(
         scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token, or
             "fp8-block", with one per block of 128 by 128 and per 128 of a token.
         ignore: modules to leave as they are: full names, "re:" and a regular expression, or the
-            class name "Linear". Modules that the model joins (q, k, v; gate, up) go together.
+            class name "Linear". Where they separate modules that the model joins (q, k, v;
+            gate, up), each part becomes a product of its own.
         progress: show a progress bar, on a terminal only.
         max_shard_bytes: how much data one safetensors file may hold.
 
     Raises:
         CheckpointError: naming the file and the tensor, when something in `src` is missing,
             damaged, NaN or infinite, no regular file, or a link out of the folder.
-        UnsupportedCheckpointError: when `src` is quantised already, or `ignore` separates
-            modules that the model joins.
+        UnsupportedCheckpointError: when `src` is quantised already, or `ignore` leaves out an
+            output projection tied to the embedding.
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them.
     """
