@@ -93,7 +93,7 @@ def load_model(
         scales = () if kv_cache is None else kv_cache.tensors(config.num_layers, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
         check_tied(reader, layout)
-        loader = _CheckpointLoader(
+        loader = CheckpointLoader(
             reader, scheme_of, target, lm_head_dtype, has_kv_scales=kv_cache is not None
         )
         model = family_of(config).load(
@@ -106,7 +106,7 @@ def load_model(
 
 
 @dataclass(frozen=True)
-class _CheckpointLoader:
+class CheckpointLoader:
     """Reads parts; see `ostinato.models.parts.Loader`."""
 
     reader: CheckpointReader

@@ -24,7 +24,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
-from ostinato.checkpoint.load import _CheckpointLoader
+from ostinato.checkpoint.load import CheckpointLoader
 from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
@@ -256,7 +256,7 @@ def test_ranks_fold_their_own_factors(tmp_path: Path) -> None:
     whole = family_of(shape).layout(shape)
     target = Target(torch.device("cpu"), torch.float32, batch_invariant=True)
     with CheckpointReader(tmp_path) as reader:
-        loader = _CheckpointLoader(reader, load_quantization(tmp_path), target, None)
+        loader = CheckpointLoader(reader, load_quantization(tmp_path), target, None)
         layers = [
             build(layout.layers[0], loader)
             for layout in (whole, whole.shard(0, 2), whole.shard(1, 2))

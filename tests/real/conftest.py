@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from real_models import MODELS, RealModel, Record, RegistryUnreachableError
+from real_models import (
+    CALIBRATION,
+    MODELS,
+    RealModel,
+    Record,
+    RegistryUnreachableError,
+    topics_text,
+)
 
 from ostinato.bench.machine import package_versions
 from ostinato.bench.report import Report
@@ -29,7 +36,7 @@ def real(request: pytest.FixtureRequest) -> RealModel:
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RealModel, str], Path]:
-    """Give a function of a model and "bf16" or a scheme of the quantiser: its folder."""
+    """Give a function of a model and "bf16" or a scheme, "-calibrated" or not: its folder."""
     found: dict[tuple[str, str], Path] = {}
 
     def folder(model: RealModel, scheme: str) -> Path:
@@ -38,7 +45,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RealModel, str
         key = (model.name, scheme)
         if key not in found:
             target = tmp_path_factory.mktemp(model.name) / scheme
-            quantize_checkpoint(model.folder(), target, scheme=scheme, progress=False)
+            kind, calibrated, _ = scheme.partition("-calibrated")
+            text = target.with_name("text.txt") if calibrated else None
+            if text is not None:
+                text.write_text(topics_text(CALIBRATION), encoding="utf-8")
+            quantize_checkpoint(model.folder(), target, scheme=kind, calibrate=text, progress=False)
             found[key] = target
         return found[key]
 

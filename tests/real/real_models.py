@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data.topics import topics
 
 ROOT = Path(__file__).parents[2]
 CONVERTER = ROOT / "examples" / "gguf_checkpoint.py"
@@ -62,12 +63,21 @@ class RealModel:
         return folder
 
 
+# Of Python's documentation topics, those that are scored and those that calibrate.
+SCORED, CALIBRATION = slice(20_000, 32_000), slice(60_000, 80_000)
+
 QUESTIONS = {
     "What is the capital of France?": "Paris",
     "Which planet is known as the Red Planet?": "Mars",
     "Write one short sentence about the sea.": "sea",
 }
-MODELS = (RealModel("smollm2-135m-instruct", QUESTIONS, {"int8": 0.006, "fp8": 0.013}),)
+LIMITS = {"int8": 0.006, "int8-calibrated": 0.003, "fp8": 0.013}
+MODELS = (RealModel("smollm2-135m-instruct", QUESTIONS, LIMITS),)
+
+
+def topics_text(characters: slice) -> str:
+    """Return a part of Python's documentation topics, in the order of their names."""
+    return "\n".join(topics[name] for name in sorted(topics))[characters]
 
 
 def cache() -> Path:

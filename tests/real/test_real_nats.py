@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
-from real_models import RealModel, Record
+from real_models import SCORED, RealModel, Record, topics_text
 from transformers import AutoTokenizer
 
 from ostinato.checkpoint import load_model
@@ -19,14 +18,12 @@ from ostinato.models import sequence_logits
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
 PIECE, PIECES = 750, 4
-CHARACTERS = slice(20_000, 32_000)
 
 
 def pieces(folder: Path) -> list[list[int]]:
     """Return tokens of Python's documentation topics, each piece behind the model's first ones."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "\n".join(topics[name] for name in sorted(topics))[CHARACTERS]
-    tokens = tokenizer(text, add_special_tokens=False).input_ids[: PIECE * PIECES]
+    tokens = tokenizer(topics_text(SCORED), add_special_tokens=False).input_ids[: PIECE * PIECES]
     first = tokenizer("").input_ids
     return [[*first, *tokens[at : at + PIECE]] for at in range(0, len(tokens), PIECE)]
 
@@ -44,7 +41,7 @@ def nats(folder: Path, device: torch.device) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-calibrated", "fp8"])
 def test_quantized_weights_cost_few_nats(
     scheme: str,
     real: RealModel,
