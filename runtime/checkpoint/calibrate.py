@@ -17,7 +17,7 @@ from .storage.dense import DENSE, unquantized
 from .tokenizer import load_tokenizer
 
 _MAX_BYTES = 1 << 20  # of a text, of which the first tokens count
-_MAX_TOKENS, _PIECE = 4096, 512
+_MAX_TOKENS, _PIECE = 2048, 512
 _LEAST_TOKENS = 64
 
 

@@ -72,7 +72,7 @@ def quantize_checkpoint(
         ignore: modules to leave as they are: full names, "re:" and a regular expression, or the
             class name "Linear". Where they separate modules that the model joins (q, k, v;
             gate, up), each part becomes a product of its own.
-        calibrate: a text file, UTF-8, of which up to 4096 tokens are run through the model. INT8
+        calibrate: a text file, UTF-8, of which up to 2048 tokens are run through the model. INT8
             only: input columns of layers are scaled by powers of two (SmoothQuant), which norms and
             rows in front take up, so that few large columns do not cost all others their precision.
             The model is loaded for it, on the CPU.

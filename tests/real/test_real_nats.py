@@ -20,22 +20,22 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 PIECE, PIECES = 750, 4
 
 
-def pieces(folder: Path) -> list[list[int]]:
-    """Return tokens of Python's documentation topics, each piece behind the model's first ones."""
+def pieces(folder: Path) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens that the model wants first, and those of the text, piece by piece."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(topics_text(SCORED), add_special_tokens=False).input_ids[: PIECE * PIECES]
-    first = tokenizer("").input_ids
-    return [[*first, *tokens[at : at + PIECE]] for at in range(0, len(tokens), PIECE)]
+    return tokenizer("").input_ids, [tokens[at : at + PIECE] for at in range(0, len(tokens), PIECE)]
 
 
 @cache
 def nats(folder: Path, device: torch.device) -> float:
     """Return the mean of -log p of each token after the first of its piece."""
     model = load_model(folder, device=device, max_context=2 * PIECE)
+    first, texts = pieces(folder)
     total, count = 0.0, 0
-    for piece in pieces(folder):
-        logits = sequence_logits(model, piece)[-PIECE:-1]
-        wanted = torch.tensor(piece[-PIECE + 1 :], device=logits.device)
+    for text in texts:
+        logits = sequence_logits(model, [*first, *text])[len(first) : -1]
+        wanted = torch.tensor(text[1:], device=logits.device)
         total += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
         count += len(wanted)
     return total / count

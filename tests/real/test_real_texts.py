@@ -80,12 +80,11 @@ def test_fp32_texts_equal_those_of_transformers(
 def test_bf16_texts_begin_like_those_of_fp32(
     real: RealModel, device: torch.device, record: Record
 ) -> None:
-    ours, said = texts(real.folder(), prompts(real), device, torch.bfloat16)
+    ours, _ = texts(real.folder(), prompts(real), device, torch.bfloat16)
     equal = _equal(ours, texts_of_transformers(real))
     record(device, real, measured="texts", dtype="bf16", equal_tokens=equal)
     # Near ties fall otherwise in bf16; the first tokens are no ties.
-    assert min(equal) >= 1
-    assert all(word in text for text, word in zip(said, real.questions.values(), strict=True))
+    assert min(equal) >= 3
 
 
 def _equal(ours: list[list[int]], theirs: list[list[int]]) -> list[int]:
