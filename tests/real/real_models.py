@@ -72,7 +72,16 @@ QUESTIONS = {
     "Write one short sentence about the sea.": "sea",
 }
 LIMITS = {"int8": 0.006, "int8-calibrated": 0.003, "fp8": 0.013}
-MODELS = (RealModel("smollm2-135m-instruct", QUESTIONS, LIMITS),)
+# A model without a chat template goes on with texts.
+BEGINNINGS = {
+    "The capital of France is": "Paris",
+    "The planet known as the Red Planet is": "Mars",
+    "The opposite of hot is": "cold",
+}
+MODELS = (
+    RealModel("smollm2-135m-instruct", QUESTIONS, LIMITS),
+    RealModel("gemma-3-270m", BEGINNINGS, dict.fromkeys(LIMITS, 0.02)),
+)
 
 
 def topics_text(characters: slice) -> str:
