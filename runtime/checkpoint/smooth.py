@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..models.parts import DecoderLayout, LinearPart, Module, TensorPart
+from ..models.parts import DecoderLayout, LinearPart, Module, NormPart
 
 
 @dataclass
@@ -65,7 +65,7 @@ def smoothing(
         given = {item.name: getattr(parts, item.name) for item in fields(parts)}
         linears = [part for part in given.values() if isinstance(part, LinearPart)]
         # Rows in front first: they change the weights that the factors of a norm's layer see.
-        for part in sorted(linears, key=lambda part: part.kind == "rms_norm"):
+        for part in sorted(linears, key=lambda part: isinstance(given.get(part.after), NormPart)):
             alone = sum(other.after == part.after for other in linears) == 1
             if part.after is not None and alone and all(map(is_quantized, part.modules)):
                 _smooth(found, part, given[part.after], largest[part.modules[0].name], read)
@@ -85,9 +85,13 @@ def _smooth(
         for name, module in zip(names, part.modules, strict=True)
     ]
     weights = torch.stack(columns).amax(0)
-    if type(source) is TensorPart:  # others, such as 1 + weight, are no products with the weight
+    if isinstance(source, NormPart):
+        if source.config.plus_one:
+            return  # 16 bits hold the weight less 1 coarsely, once the sum is scaled
         factors = _factors(inputs, weights)
-        found.rows[source.spec.name] = 1 / factors
+        found.rows[source.weight.name] = 1 / factors
+        if source.bias is not None:
+            found.rows[source.bias.name] = 1 / factors
     elif isinstance(source, LinearPart) and part.kind.endswith("_mul"):
         factors = _factors(inputs, weights)
         _divide_last_rows(found, source.modules[-1], factors)
