@@ -37,6 +37,9 @@ from .writer import CheckpointWriter, PlannedTensor
 
 SCHEMES: dict[str, W8A8Scheme | FP8BlockScheme] = {
     "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
+    "int8-asymmetric": W8A8Scheme(
+        torch.int8, per_channel=True, static_input=False, symmetric_input=False
+    ),
     "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
     "fp8-block": FP8BlockScheme(),
 }
@@ -67,8 +70,9 @@ def quantize_checkpoint(
     Args:
         src: folder with a plain checkpoint, or its name on the Hugging Face Hub.
         dst: folder to create; it must not exist, its parent must.
-        scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token, or
-            "fp8-block", with one per block of 128 by 128 and per 128 of a token.
+        scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token;
+            "int8-asymmetric", with a zero point per token as well; or "fp8-block", with a scale per
+            block of 128 by 128 and per 128 of a token.
         ignore: modules to leave as they are: full names, "re:" and a regular expression, or the
             class name "Linear". Where they separate modules that the model joins (q, k, v;
             gate, up), each part becomes a product of its own.
@@ -90,9 +94,9 @@ def quantize_checkpoint(
     """
     source, target = checkpoint_folder("src", src, CONFIG_FILE, weights=True), Path(dst)
     _check_arguments(target, scheme, ignore, max_shard_bytes)
-    if calibrate is not None and scheme != "int8":
+    if calibrate is not None and not scheme.startswith("int8"):
         raise ValueError(
-            f"calibrate: got a text for {scheme!r}, expected None: it is for 'int8', the error of "
+            f"calibrate: got a text for {scheme!r}, expected None: it is for INT8, the error of "
             "e4m3 being relative to each number"
         )
     config = load_config(source)

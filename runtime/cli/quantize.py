@@ -7,17 +7,18 @@ from pathlib import Path
 
 from .command import Command, Parser, as_utf8, find_model, user_errors
 
-_SCHEMES = ("int8", "fp8", "fp8-block")
+_SCHEMES = ("int8", "int8-asymmetric", "fp8", "fp8-block")
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="ostinato quantize",
-        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8,fp8-block} "
-        "[--ignore NAME ...] [--calibrate FILE]",
+        usage="python -m ostinato quantize SRC DST "
+        "--scheme {int8,int8-asymmetric,fp8,fp8-block} [--ignore NAME ...] [--calibrate FILE]",
         description="Write an 8-bit checkpoint in compressed-tensors format: weights scaled per "
-        "output channel and activations quantised per token at run time, or, with fp8-block, in "
-        "blocks of 128 by 128 and groups of 128.",
+        "output channel and activations quantised per token at run time, with "
+        "int8-asymmetric by a zero point as well, or, with fp8-block, in blocks of 128 by 128 and "
+        "groups of 128.",
     )
     parser.add_argument(
         "source",
@@ -38,7 +39,7 @@ def _parser() -> Parser:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="with int8: a text (UTF-8) to run through the model first; large input columns are "
+        help="for INT8: a text (UTF-8) to run through the model first; large input columns are "
         "then scaled down, and norms and layers in front up (SmoothQuant)",
     )
     return parser

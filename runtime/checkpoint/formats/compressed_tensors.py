@@ -134,6 +134,7 @@ def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
         activations = {"strategy": "group", "group_size": BLOCK}
     else:
         kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
+        activations["symmetric"] = scheme.symmetric_input
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
