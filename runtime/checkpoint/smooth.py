@@ -62,7 +62,9 @@ def smoothing(
     """
     found = Smoothing()
     for parts in layout.layers:
-        given = {item.name: getattr(parts, item.name) for item in fields(parts)}
+        given: dict[str | None, Any] = {
+            item.name: getattr(parts, item.name) for item in fields(parts)
+        }
         linears = [part for part in given.values() if isinstance(part, LinearPart)]
         # Rows in front first: they change the weights that the factors of a norm's layer see.
         for part in sorted(linears, key=lambda part: isinstance(given.get(part.after), NormPart)):

@@ -16,6 +16,7 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from ostinato.checkpoint import CheckpointError, load_config, load_model, quantize_checkpoint
@@ -35,6 +36,7 @@ MODELS = {
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "phi3": Phi3Config(**SIZES, **IDS),
     "olmo2": Olmo2Config(**SIZES, **IDS),
+    "starcoder2": Starcoder2Config(**SIZES, **IDS),  # layer norms with biases, no gate
 }
 TEXT = "The import statement combines two operations; it searches for the named module, then binds."
 TOKENS = [(7 * i * i + 3) % 300 for i in range(60)]
@@ -48,23 +50,26 @@ def with_outliers(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(layer, "input_layernorm"):  # OLMo 2 has norms behind its layers alone
             readers = {
                 layer.input_layernorm: ("q_proj", "k_proj", "v_proj", "qkv_proj"),
-                layer.post_attention_layernorm: ("gate_proj", "up_proj", "gate_up_proj"),
+                layer.post_attention_layernorm: ("gate_proj", "up_proj", "gate_up_proj", "c_fc"),
             }
             for norm, names in readers.items():
-                norm.weight.data[3::11] *= grown
+                for parameter in norm.parameters():
+                    parameter.data[3::11] *= grown
                 for name in names:
                     for part in (attention, mlp):
                         if hasattr(part, name):
                             getattr(part, name).weight.data[:, 3::11] /= grown
-        up = getattr(mlp, "up_proj", None) or mlp.gate_up_proj
         values = getattr(attention, "v_proj", None) or attention.qkv_proj
-        inner, kv_size = mlp.down_proj.weight.size(1), attention.o_proj.weight.size(1) // heads
-        for source, size in ((up, inner), (values, kv_size)):
+        kv_size, dim = attention.o_proj.weight.size(1) // heads, attention.head_dim
+        sources = [(values, kv_size)]
+        if hasattr(mlp, "down_proj"):
+            up = getattr(mlp, "up_proj", None) or mlp.gate_up_proj
+            sources.append((up, mlp.down_proj.weight.size(1)))
+            mlp.down_proj.weight.data[:, 5::13] /= grown
+        for source, size in sources:
             source.weight.data[-size:][5::13] *= grown
             if source.bias is not None:
                 source.bias.data[-size:][5::13] *= grown
-        mlp.down_proj.weight.data[:, 5::13] /= grown
-        dim = attention.head_dim
         columns = torch.ones(kv_size)
         columns[5::13] = grown
         attention.o_proj.weight.data /= (
