@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs \
-        kernels-wheel
+.PHONY: demo test test-long test-gpu test-real test-real-gpu gpu-kernels lint format install dist \
+        docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -34,7 +34,15 @@ test-long: $(VENV)/.test
 	    $(COVERAGE)
 
 test-gpu: $(VENV)/.test
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m "gpu and not real"
+
+# Pretrained models, fetched once into ~/.cache/ostinato-tests or OSTINATO_TEST_CACHE: answers, and
+# nats a token of quantised weights. With RESULTS=FILE what is measured is written there.
+test-real: $(VENV)/.test
+	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and not gpu"
+
+test-real-gpu: $(VENV)/.test
+	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and gpu"
 
 # What test-gpu launches, compiled here into OSTINATO_CACHE for another machine, or for later.
 gpu-kernels: $(VENV)/.test

@@ -7,17 +7,18 @@ from pathlib import Path
 
 from .command import Command, Parser, as_utf8, find_model, user_errors
 
-_SCHEMES = ("int8", "fp8", "fp8-block")
+_SCHEMES = ("int8", "int8-asymmetric", "fp8", "fp8-block")
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="ostinato quantize",
-        usage="python -m ostinato quantize SRC DST --scheme {int8,fp8,fp8-block} "
-        "[--ignore NAME ...]",
+        usage="python -m ostinato quantize SRC DST "
+        "--scheme {int8,int8-asymmetric,fp8,fp8-block} [--ignore NAME ...] [--calibrate FILE]",
         description="Write an 8-bit checkpoint in compressed-tensors format: weights scaled per "
-        "output channel and activations quantised per token at run time, or, with fp8-block, in "
-        "blocks of 128 by 128 and groups of 128.",
+        "output channel and activations quantised per token at run time, with "
+        "int8-asymmetric by a zero point as well, or, with fp8-block, in blocks of 128 by 128 and "
+        "groups of 128.",
     )
     parser.add_argument(
         "source",
@@ -34,6 +35,13 @@ def _parser() -> Parser:
         help="leave this module as it is: a full name, or re: and a regular expression; may be "
         "repeated (default: lm_head)",
     )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="for INT8: a text (UTF-8) to run through the model first; large input columns are "
+        "then scaled down, and norms and layers in front up (SmoothQuant)",
+    )
     return parser
 
 
@@ -49,7 +57,13 @@ def _main(argv: Sequence[str]) -> int:
 
     ignore = ("lm_head",) if args.ignore is None else tuple(args.ignore)
     with user_errors():
-        quantize_checkpoint(args.source, args.destination, scheme=args.scheme, ignore=ignore)
+        quantize_checkpoint(
+            args.source,
+            args.destination,
+            scheme=args.scheme,
+            ignore=ignore,
+            calibrate=args.calibrate,
+        )
     before, after = weights_mib(args.source), weights_mib(Path(args.destination))
     print(f"{args.destination}: {args.scheme} weights, {after:.2f} MiB (before: {before:.2f} MiB)")
     return 0

@@ -34,9 +34,21 @@ def test_ignored_modules_stay_as_they_are(checkpoint: Path, tmp_path: Path) -> N
     assert isinstance(layer.o, W8A8Linear)
 
 
+def test_a_text_calibrates(checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The import statement combines two operations. " * 9)
+    folders = [tmp_path / "plain", tmp_path / "calibrated"]
+    for folder, how in zip(folders, ([], ["--calibrate", str(text)]), strict=True):
+        assert main(["quantize", str(checkpoint), str(folder), "--scheme", "int8", *how]) == 0
+    plain, calibrated = (load_model(folder, max_context=8).layers[0] for folder in folders)
+    assert not torch.equal(plain.down.weight, calibrated.down.weight)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        ("{source} {new} --scheme fp8 --calibrate {source}", "calibrate: got a text for 'fp8'"),
+        ("{source} {new} --scheme int8 --calibrate {new}", "{new}: No such file or directory"),
         ("{source} {new}", "the following arguments are required: --scheme"),
         ("{source} {new} --scheme int4", "argument --scheme: invalid choice: 'int4'"),
         ("{source} --scheme int8", "the following arguments are required: DST"),

@@ -8,6 +8,7 @@
 //   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (not per_token)
 //   OSTINATO_WEIGHT_DTYPE  of norm_weight and norm_bias: that of x, or fp32 (norms only)
 //   OSTINATO_GROUP         128: each 128 of a row have a scale of their own; 0: rows have
+//   OSTINATO_ASYMMETRIC    1: each row has a scale and a zero point of its own, int8 only; or 0
 //
 // The semantics are those of runtime/ops/linear (quantize, rms_norm, layer_norm, activation). A
 // row's bits depend on the row alone: not on m, its index, alignment or strides.
@@ -184,7 +185,8 @@ bool has_whole_lines(const QuantizeParams& p) {
 
 bool is_valid(const QuantizeParams& p) {
   return (p.scale_out != nullptr) == kEncodes &&
-         (p.static_scale == nullptr || (kEncodes && kGroup == 0)) &&
+         (p.static_scale == nullptr || (kEncodes && kGroup == 0 && !kAsymmetric)) &&
+         (p.zero_point_out != nullptr) == kAsymmetric &&
          (p.zero_point == nullptr || p.static_scale != nullptr) &&
          (!kNorm || p.norm_weight != nullptr) && (kLayerNorm || p.norm_bias == nullptr) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&
