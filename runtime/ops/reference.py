@@ -34,6 +34,7 @@ from .linear.reference_rows import (
     static_scales,
 )
 from .sampling.philox import uniform
+from .sampling.reference_logits import process_logits, token_logprobs
 
 __all__ = [
     "activation",
@@ -52,6 +53,7 @@ __all__ = [
     "norm_and_rotate",
     "on_grid",
     "paged_attention",
+    "process_logits",
     "quantize",
     "quantize_per_group",
     "quantize_per_tensor",
@@ -64,6 +66,7 @@ __all__ = [
     "silu_mul_quantize",
     "silu_mul_quantize_per_group",
     "static_scales",
+    "token_logprobs",
     "varlen_attention",
     "w8a8_linear",
 ]
