@@ -70,6 +70,10 @@ class Engine:
             `min_tokens` and structured texts. Every batch size is captured twice then; steps in
             which no request asks for any of these run the same graphs as without.
 
+    Attributes:
+        grammars: compiles structured texts, from any thread: done before `submit`, that need not
+            wait. None without `logits_processing`.
+
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind or out of range, or there is no
             memory for so many pages or slots.
@@ -132,11 +136,11 @@ class Engine:
         )
         self._seen = SeenTokens(max_batch, vocab_size, model.device)
         self._processing: LogitsProcessing | None = None
-        self._grammars: GrammarCompiler | None = None
+        self.grammars: GrammarCompiler | None = None
         if logits_processing:
             sizes = (max_batch, vocab_size, max_context)
             self._processing = LogitsProcessing(*sizes, model.device)
-            self._grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
+            self.grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
         longest = max_context - 1  # of a prompt
         max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
         max_tokens = min(max_tokens, max_batch * longest)
@@ -354,8 +358,8 @@ class Engine:
         self._closed = True
         if not self._process.is_fork:
             self._async_tokens.clear()
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
         self.runner.close()
         self._prefill.close()
 
@@ -429,7 +433,7 @@ class Engine:
             config=self.model.config,
             cache=self.cache,
             max_context=self.max_context,
-            grammars=self._grammars,
+            grammars=self.grammars,
         )
 
     @uninterrupted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 
 from tokenizers import Tokenizer
 
@@ -142,12 +141,13 @@ def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _check_plain(params: SamplingParams) -> None:
     """Refuse what an engine without `logits_processing` has no graphs for."""
-    for field in fields(SamplingParams):
-        value = getattr(params, field.name)
-        if field.name in PROCESSED_FIELDS and value not in (None, 0, {}):
+    default = SamplingParams()
+    for name in sorted(PROCESSED_FIELDS):
+        value, expected = getattr(params, name), getattr(default, name)
+        if value != expected:
             raise ValueError(
-                f"{field.name}: got {value!r}, expected the default: only an engine made with "
-                "logits_processing=True serves it"
+                f"{name}: got {value!r}, expected {expected!r}: only an engine made with "
+                "logits_processing=True serves others"
             )
 
 

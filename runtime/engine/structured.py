@@ -57,7 +57,8 @@ class StructuredOutput:
     def text(self) -> str:
         """What a compiler of this kind reads."""
         if self.choice is not None:
-            return "root ::= " + " | ".join(json.dumps(text) for text in self.choice)
+            texts = (json.dumps(text, ensure_ascii=False) for text in self.choice)
+            return "root ::= " + " | ".join(texts)
         value = getattr(self, self.kind)
         return value if isinstance(value, str) else "object"
 
