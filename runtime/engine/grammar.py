@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -31,6 +32,12 @@ _MOST_ANSWER = 64 << 20  # bytes of a compiled grammar, serialised
 _CACHE_BYTES = 256 << 20
 
 
+# Time of the host's that a text's grammar may take, in which all texts wait: a mask takes some 0.1
+# ms, but there are grammars for which it takes seconds.
+_SECONDS = 0.5
+_SECONDS_PER_TOKEN = 0.002
+
+
 class Matcher:
     """A text's place in its grammar.
 
@@ -42,14 +49,24 @@ class Matcher:
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(compiled)
+        self._seconds_left = _SECONDS
 
     def fill(self, masks: torch.Tensor, row: int) -> None:
         """Write which tokens may come next into a row of masks [n, words] int32 on the host."""
+        started = time.thread_time()
         self._matcher.fill_next_token_bitmask(masks, row)
+        self._seconds_left -= time.thread_time() - started
 
     def accept(self, token: int) -> bool:
-        """Go on behind a token; return whether the grammar allows it here."""
-        return self._matcher.accept_token(token)
+        """Go on behind a token; return whether the text can go on.
+
+        It cannot where the grammar does not allow the token, or has taken more than half a second
+        and 2 ms for each token.
+        """
+        started = time.thread_time()
+        allowed = self._matcher.accept_token(token)
+        self._seconds_left -= time.thread_time() - started - _SECONDS_PER_TOKEN
+        return allowed and self._seconds_left >= 0
 
 
 class GrammarCompiler:
@@ -129,7 +146,9 @@ class GrammarCompiler:
             self._end_worker()  # with an answer that nobody reads
             raise
         if "error" in answer:
-            raise ValueError(f"{kind}: got a text that is no grammar: {answer['error'][:500]}")
+            # Behind the time and the place in xgrammar's sources.
+            told = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", answer["error"]).strip()
+            raise ValueError(f"{kind}: got a text that is no grammar: {told[:500]}")
         return CompiledGrammar.deserialize_json(answer["grammar"], info)
 
     def _kept_bytes(self) -> int:

@@ -79,7 +79,7 @@ class Request:
         params, count = self.sampling_params, len(self.generated)
         stops, fills = token in self.stop_ids, count + 1 == self.max_new_tokens
         if self.matcher is not None and not self.matcher.accept(token):
-            return self.fail()  # the grammar allows no token of the vocabulary here
+            return self.fail()
         # If the tokenizer fails nothing has changed.
         if stops and not params.include_stop_str_in_output:
             text = self.detokenizer.finish()

@@ -197,7 +197,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
     CANCELLED = "cancelled"
-    ERROR = "error"  # the model's logits are NaN
+    ERROR = "error"  # the logits are NaN, or the grammar has no token to go on or takes too long
 
 
 @dataclass(frozen=True)
