@@ -317,3 +317,22 @@ def test_the_report_names_both_variants() -> None:
     assert [(g.key.batch_size, g.key.variant.name) for g in report.graphs] == [
         *((1, ""), (2, ""), (1, "processed"), (2, "processed"))
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.nvcc
+@pytest.mark.parametrize("scheme", ["plain", "int8"])
+def test_tokens_of_the_argmax_epilogue_stay(scheme: str) -> None:
+    """In the plain graph the projection hands over the best; the other graph stores all logits."""
+    options: dict[str, Any] = {"max_batch": 40, "page_size": 16, "prefill_chunk": 64}
+    model = tiny_llama("cuda", scheme, dtype=torch.bfloat16, head_dim=16)
+    plain = make_engine(model=model, logits_processing=False, **options)
+    engine = make_engine(model=model, **options)
+    prompts = [f"prompt {i}" for i in range(40)]
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    mixed = [params] * 39 + [replace(params, logprobs=20, frequency_penalty=1.0)]
+    expected = plain.generate(prompts, params)
+    found = engine.generate(prompts, mixed)
+    assert processed_steps(engine)[0] >= 15
+    assert [c.token_ids for c in found[:-1]] == [c.token_ids for c in expected[:-1]]
+    assert found[-1].token_ids != expected[-1].token_ids
