@@ -358,8 +358,8 @@ class Engine:
         self._closed = True
         if not self._process.is_fork:
             self._async_tokens.clear()
-        if self.grammars is not None:
-            self.grammars.close()
+            if self.grammars is not None:
+                self.grammars.close()
         self.runner.close()
         self._prefill.close()
 

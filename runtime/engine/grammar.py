@@ -12,9 +12,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -72,7 +71,8 @@ class Matcher:
 class GrammarCompiler:
     """Compiles what callers ask for, and keeps the last results.
 
-    Calls may come from any thread; one compiles at a time. A text that takes longer than 10 s or
+    Calls may come from any thread; one compiles at a time, and a call for what is kept does not
+    wait for it. A text that takes longer than 10 s or
     more than 2 GiB is refused, and harms nothing but the process that compiles it.
 
     Args:
@@ -94,7 +94,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._seconds = seconds
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is kept
+        self._compiling = threading.Lock()  # of the process
         self._info: TokenizerInfo | None = None
         self._worker: _Worker | None = None
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
@@ -107,20 +108,33 @@ class GrammarCompiler:
                 without an end-of-sequence id.
             RuntimeError: without xgrammar, naming the extra.
         """
-        with self._lock:
-            compiled = self._kept.get(structured)
-            if compiled is None:
-                compiled = self._compiled(structured)
-                self._kept[structured] = compiled
-            self._kept.move_to_end(structured)
-            while len(self._kept) > 1 and self._kept_bytes() > _CACHE_BYTES:
-                self._kept.popitem(last=False)
-            return compiled
+        found = self._find(structured)
+        if found is not None:
+            return found
+        with self._compiling:
+            found = self._find(structured)  # another thread's
+            if found is None:
+                found = self._compiled(structured)
+                self._keep(structured, found)
+            return found
 
     def close(self) -> None:
         """End the process; the next call starts another."""
-        with self._lock:
+        with self._compiling:
             self._end_worker()
+
+    def _find(self, structured: StructuredOutput) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+            return found
+
+    def _keep(self, structured: StructuredOutput, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self._kept[structured] = compiled
+            while len(self._kept) > 1 and self._kept_bytes() > _CACHE_BYTES:
+                self._kept.popitem(last=False)
 
     def _compiled(self, structured: StructuredOutput) -> CompiledGrammar:
         if not self._eos_token_ids:
@@ -197,6 +211,8 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", ""), "CUDA_VISIBLE_DEVICES": ""},
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # see the deadline of `ask`
         try:
             self.ask([description, _WORKER_BYTES], _START_SECONDS)
         except BaseException:
@@ -208,16 +224,18 @@ class _Worker:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        try:
-            stdin.write(json.dumps(question).encode() + b"\n")
-            stdin.flush()
-        except BrokenPipeError as error:
-            raise _WorkerError("could not be compiled: its process has ended") from error
         deadline = time.monotonic() + seconds
+        left = memoryview(json.dumps(question).encode() + b"\n")
+        while left:
+            if not _ready(stdin, select.POLLOUT, deadline):
+                raise _WorkerError(f"is not read within {seconds:g} s")
+            try:
+                left = left[os.write(stdin.fileno(), left) :]
+            except BrokenPipeError as error:
+                raise _WorkerError("could not be compiled: its process has ended") from error
         line = bytearray()
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not _ready(stdout, select.POLLIN, deadline):
                 raise _WorkerError(f"takes longer than {seconds:g} s to compile")
             piece = os.read(stdout.fileno(), 1 << 20)
             if not piece:
@@ -234,5 +252,11 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):  # by what was still to be written
-                    pipe.close()
+                pipe.close()
+
+
+def _ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
+    """Wait until a pipe can be read or written, or has been closed; return whether it is so."""
+    poll = select.poll()  # which knows more files than select, as a server may have
+    poll.register(pipe, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
