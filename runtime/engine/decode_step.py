@@ -68,6 +68,9 @@ class DecodeStep:
             `slot_mapping` and `page_table` have none.
         logits: output all logits in any case, which takes longer.
         processing: of the variant `PROCESSED`; without it there is none.
+
+    Attributes:
+        asking: the requests of the last `inputs` for some of whose steps logits are processed.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class DecodeStep:
         self._pages = _PageRows(cache, seen.padding_slot, max_pages)
         self._constants_of: list[tuple[int, int]] = []
         self._constants: dict[str, object] = {}
+        self.asking: list[Request] = []
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
@@ -226,6 +230,7 @@ class DecodeStep:
             slots = torch.tensor([request.slot for request in requests])
             self._constants_of = []  # until all of them are there
             self._constants = {"slots": slots, **sampling_inputs(requests)}
+            self.asking = [request for request in requests if request.processes_logits]
             self._slots, self._constants_of = slots, key
         return self._constants
 

@@ -410,7 +410,7 @@ class Engine:
             self._processing.reset(new)
         for request in new:
             request.marked = True
-        if any(r.matcher is not None and r.async_tokens for r in scheduler.running):
+        if self._processing is not None and self._processing.waits_for_host:
             self._read_tokens()  # the next token depends on the last, by way of the host
         batch = scheduler.decode_batch(settle=self._read_tokens)
         launched_before = len(self._async_tokens)
@@ -467,8 +467,10 @@ class Engine:
             part = batch[at : at + largest]
             inputs = self._decode.inputs(part, last_tokens[at : at + largest])
             logprobs = None
-            if self._processing is not None and any(r.needs_processing for r in part):
-                self._processing.write_masks(part)
+            if self._processing is not None and any(
+                request.needs_processing for request in self._decode.asking
+            ):
+                self._processing.write_masks(self._decode.asking)
                 outputs = self.runner.run(len(part), inputs, variant=PROCESSED)
                 logprobs = ops.RowLogprobs(outputs["logprobs"], outputs["logprob_ids"])
             else:

@@ -67,6 +67,10 @@ class Matcher:
         self._seconds_left -= time.thread_time() - started - _SECONDS_PER_TOKEN
         return allowed and self._seconds_left >= 0
 
+    def undo(self) -> None:
+        """Go back to before the last token."""
+        self._matcher.rollback(1)
+
 
 class GrammarCompiler:
     """Compiles what callers ask for, and keeps the last results.

@@ -55,6 +55,7 @@ class LogitsProcessing:
                 (num_slots + 1,), _NOT_WANTED, dtype=torch.int32, device=device
             )
         self._used: set[int] = set()  # slots whose rows are not neutral
+        self._matched: list[Request] = []  # running, with a grammar; perhaps some that are not
 
     @staticmethod
     def slot_bytes(vocab_size: int, max_context: int) -> int:
@@ -139,8 +140,15 @@ class LogitsProcessing:
         if length:
             rows = [[*text, *[0] * (length - len(text))] for text in texts]
             self._write(tables.history[:, :length], slots, rows)
+        self._matched += [request for request in changed if request.matcher is not None]
         self._used.difference_update(request.slot for request in changed)
         self._used.update(request.slot for request in changed if request.processes_logits)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether a running request has a grammar, and a token that the host has not read."""
+        self._matched = [request for request in self._matched if request.slot >= 0]
+        return any(request.async_tokens for request in self._matched)
 
     def write_masks(self, requests: Sequence[Request]) -> None:
         """Write which tokens the grammars of requests allow next; others have none."""

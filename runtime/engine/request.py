@@ -80,12 +80,16 @@ class Request:
         stops, fills = token in self.stop_ids, count + 1 == self.max_new_tokens
         if self.matcher is not None and not self.matcher.accept(token):
             return self.fail()
-        # If the tokenizer fails nothing has changed.
-        if stops and not params.include_stop_str_in_output:
-            text = self.detokenizer.finish()
-        else:
-            last, stoppable = fills or stops, count + 1 > params.min_tokens
-            text = self.detokenizer.push(token, last=last, stoppable=stoppable)
+        try:
+            if stops and not params.include_stop_str_in_output:
+                text = self.detokenizer.finish()
+            else:
+                last, stoppable = fills or stops, count + 1 > params.min_tokens
+                text = self.detokenizer.push(token, last=last, stoppable=stoppable)
+        except BaseException:  # of the tokenizer: nothing has changed then
+            if self.matcher is not None:
+                self.matcher.undo()
+            raise
         self.generated.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)

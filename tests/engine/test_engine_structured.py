@@ -13,6 +13,7 @@ import torch
 
 from ostinato.engine import Engine, FinishReason, SamplingParams, StructuredOutput
 from ostinato.engine import grammar as grammar_module
+from ostinato.engine.detokenizer import Detokenizer
 from ostinato.engine.grammar import GrammarCompiler, Matcher
 from tiny import byte_tokenizer, tiny_llama
 
@@ -40,6 +41,11 @@ def make_engine(
 
 def params(structured: StructuredOutput, **more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 60, "structured": structured, **more})
+
+
+def run_to_the_end(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
 
 
 SCHEMA = {
@@ -85,6 +91,35 @@ def test_a_json_object_begins_with_a_brace(compiler: GrammarCompiler) -> None:
     asked = params(StructuredOutput(json_object=True), max_tokens=3)
     (completion,) = engine.generate(["abc"], asked)
     assert completion.text.startswith("{")
+
+
+def test_a_json_object_may_hold_anything(compiler: GrammarCompiler) -> None:
+    matcher = Matcher(compiler.compile(StructuredOutput(json_object=True)))
+    text = '{"x": [1, {"y": null}], "é": "z", "deep": {"a": [[], {}, -1.5e3]}}'
+    for token in TOKENIZER.encode(text).ids:
+        assert matcher.accept(token)
+    assert matcher.accept(256)
+
+
+def test_a_token_that_the_tokenizer_refuses_is_read_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar has not gone on then."""
+    engine = make_engine(compiler)
+    push, failures = Detokenizer.push, [True]
+
+    def fails_once(self: Detokenizer, token: int, **how: Any) -> str:
+        if failures:
+            failures.clear()
+            raise MemoryError
+        return push(self, token, **how)
+
+    monkeypatch.setattr(Detokenizer, "push", fails_once)
+    request = engine.submit("abc", params(StructuredOutput(regex="[0-9]{3}")))
+    with pytest.raises(MemoryError):
+        run_to_the_end(engine)
+    run_to_the_end(engine)
+    assert re.fullmatch(r"\d{3}", engine.result(request).text)
 
 
 def test_neighbours_and_preemption_change_no_text(
