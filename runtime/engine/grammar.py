@@ -96,7 +96,7 @@ class GrammarCompiler:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._seconds = seconds
         self._lock = threading.Lock()  # of what is kept
         self._compiling = threading.Lock()  # of the process

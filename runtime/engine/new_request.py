@@ -61,7 +61,10 @@ def new_request(
     if not sampling_params.ignore_eos:
         stop_ids.update(config.eos_token_ids)
     _check_ids("logit_bias", sampling_params.logit_bias, config.vocab_size)
-    forbidden = frozenset(stop_ids) if sampling_params.min_tokens else frozenset()
+    # Tokenizers may know ids that the model's logits do not have.
+    forbidden = frozenset(
+        token for token in stop_ids if sampling_params.min_tokens and token < config.vocab_size
+    )
     if grammars is None:
         _check_plain(sampling_params)
     biases = len(sampling_params.logit_bias)

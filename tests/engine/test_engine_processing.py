@@ -236,6 +236,12 @@ def test_no_text_ends_before_its_least_length(device: torch.device) -> None:
     assert len(completion.token_ids) >= 6
 
 
+def test_an_end_that_the_model_cannot_sample_is_passed_over() -> None:
+    engine = make_engine(model=tiny_llama(eos_token_ids=(256, 900)))
+    (completion,) = engine.generate(["abc"], SamplingParams(max_tokens=6, min_tokens=6))
+    assert len(completion.token_ids) == 6
+
+
 def test_stop_strings_wait_for_the_least_length() -> None:
     engine = make_engine()
     letters = [
