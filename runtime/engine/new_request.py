@@ -14,7 +14,7 @@ from .detokenizer import Detokenizer
 from .grammar import GrammarCompiler, Matcher
 from .logits_processing import MOST_EDITS
 from .request import Request
-from .sampling_params import PROCESSED_FIELDS, SamplingParams
+from .sampling_params import SamplingParams
 from .stop_strings import split_stop
 
 Prompt = str | Sequence[int]
@@ -144,14 +144,12 @@ def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def _check_plain(params: SamplingParams) -> None:
     """Refuse what an engine without `logits_processing` has no graphs for."""
-    default = SamplingParams()
-    for name in sorted(PROCESSED_FIELDS):
-        value, expected = getattr(params, name), getattr(default, name)
-        if value != expected:
-            raise ValueError(
-                f"{name}: got {value!r}, expected {expected!r}: only an engine made with "
-                "logits_processing=True serves others"
-            )
+    for name in params.processed_fields:
+        value, expected = getattr(params, name), getattr(SamplingParams(), name)
+        raise ValueError(
+            f"{name}: got {value!r}, expected {expected!r}: only an engine made with "
+            "logits_processing=True serves others"
+        )
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

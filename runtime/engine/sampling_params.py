@@ -161,6 +161,13 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
+    def processed_fields(self) -> list[str]:
+        """The given fields that need an engine made with `logits_processing=True`."""
+        default = SamplingParams()
+        names = sorted(PROCESSED_FIELDS)
+        return [name for name in names if getattr(self, name) != getattr(default, name)]
+
+    @property
     def processes_logits(self) -> bool:
         """Whether a step that processes logits is needed, but for `min_tokens`."""
         return (
