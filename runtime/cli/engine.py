@@ -13,7 +13,7 @@ from .model_flags import add_page_size_flag
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..engine import Engine
+    from ..engine import Engine, SamplingParams
 
 _MAX_BATCH = 32
 
@@ -57,9 +57,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_engine(
-    args: argparse.Namespace, folder: Path, prompts: Sequence[str], max_tokens: int
+    args: argparse.Namespace, folder: Path, prompts: Sequence[str], params: SamplingParams
 ) -> tuple[Engine, list[list[int]]]:
     """Return an engine of just the size that the prompts need, and their tokens.
+
+    It serves what `params` ask for; all prompts ask for the same.
 
     Raises:
         UserError, ValueError, OSError: for a checkpoint or a flag that cannot be used.
@@ -79,7 +81,7 @@ def make_engine(
         raise UserError(f"prompt {number}: got no tokens, expected at least one")
     max_context, own = args.max_context, config.max_position_embeddings
     if max_context is None:
-        max_context = min(max(map(len, tokens)) + max_tokens, own)
+        max_context = min(max(map(len, tokens)) + params.max_tokens, own)
     # Here, because the model is loaded for this context, which then counts as its own.
     elif not 2 <= max_context <= config.longest_context:
         longest = config.longest_context
@@ -99,5 +101,6 @@ def make_engine(
             max_context=max_context,
             page_size=args.page_size,
             num_pages=args.num_pages,
+            logits_processing=bool(params.processed_fields),
         )
     return engine, tokens

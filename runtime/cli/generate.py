@@ -48,7 +48,7 @@ def _main(argv: Sequence[str]) -> int:
     prompts = read_prompts(args.prompts, args.prompts_file)
     with user_errors():
         params = _params_each(sampling_params(args), len(prompts))
-        engine, tokens = make_engine(args, folder, prompts, params[0].max_tokens)
+        engine, tokens = make_engine(args, folder, prompts, params[0])
         # Before the capture, so that a prompt that cannot be served is refused at once.
         ids = _submit(engine, tokens, params)
         report = engine.capture(args.batch_sizes, verify=args.verify)

@@ -1,4 +1,7 @@
-"""The flags of `SamplingParams`: one each, under the same name."""
+"""The flags of `SamplingParams`: one each, under the same name.
+
+But for biases, log-probabilities and structured texts, which only the Python API has.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,21 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "R",
         "help": "above 1, make tokens that have occurred less likely (default 1.0)",
     },
+    "presence_penalty": {
+        "type": float,
+        "metavar": "P",
+        "help": "subtract P from the logits of tokens of the text so far (default 0.0)",
+    },
+    "frequency_penalty": {
+        "type": float,
+        "metavar": "P",
+        "help": "subtract P as often as the text has the token (default 0.0)",
+    },
+    "min_tokens": {
+        "type": int,
+        "metavar": "N",
+        "help": "end no text before N tokens (default 0)",
+    },
     "seed": {
         "type": int,
         "metavar": "S",
@@ -44,6 +62,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "type": comma_separated,
         "metavar": "IDS",
         "help": "end a text at these token ids, separated by commas",
+    },
+    "include_stop_str_in_output": {
+        "action": "store_true",
+        "help": "end a text behind what stops it, not before",
     },
     "ignore_eos": {"action": "store_true", "help": "go on after an end-of-sequence token"},
 }

@@ -1,10 +1,12 @@
 """Prefill and decode with continuous batching, over a `GraphRunner`."""
 
 from .engine import Engine
+from .logprobs import TokenLogprobs
 from .new_request import Prompt
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 from .stats import EngineStats
 from .stream import TokenStream
+from .structured import StructuredOutput
 
 __all__ = [
     "Completion",
@@ -13,6 +15,8 @@ __all__ = [
     "FinishReason",
     "Prompt",
     "SamplingParams",
+    "StructuredOutput",
     "TokenEvent",
+    "TokenLogprobs",
     "TokenStream",
 ]

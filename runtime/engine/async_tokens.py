@@ -11,9 +11,13 @@ import torch
 
 from ostinato.graphs.pinned_memory import pinned_words
 
+from .. import ops
+from .logprobs import HostLogprobs, TokenLogprobs
 from .request import Request
 from .upload import upload
 
+# Takes a request's token, and its log-probabilities where they are wanted.
+Accept = Callable[[Request, int, TokenLogprobs | None], None]
 _BLOCK = 256  # tokens that pinned memory is made for, or a multiple
 
 
@@ -28,8 +32,13 @@ class _Launch:
     copied: torch.cuda.Event | None
     seconds: MutableSequence[float]
     started: float
+    logprobs: HostLogprobs | None
     ended: float | None  # by time.perf_counter; None where the host finds out when it reads
     taken: int = 0  # tokens that the host has read
+
+    def logprobs_of(self, row: int) -> TokenLogprobs | None:
+        wanted = self.requests[row].sampling_params.logprobs if self.logprobs else None
+        return None if self.logprobs is None or wanted is None else self.logprobs.read(row, wanted)
 
 
 class AsyncTokens:
@@ -58,6 +67,7 @@ class AsyncTokens:
         tokens: torch.Tensor,
         seconds: MutableSequence[float],
         started: float,
+        logprobs: ops.RowLogprobs | None = None,
     ) -> None:
         """Add a launch, and start copying its tokens to the host.
 
@@ -68,8 +78,10 @@ class AsyncTokens:
                 current stream.
             seconds: where `read` puts the time that the launch took.
             started: when it began, by `time.perf_counter`.
+            logprobs: of the tokens, for the requests that want some; copied likewise.
         """
         count = len(requests)
+        on_host = None if logprobs is None else HostLogprobs(logprobs)
         if self._device.type == "cuda":
             host, mapped = self._pinned(count)
             if mapped is None:
@@ -81,7 +93,9 @@ class AsyncTokens:
         else:
             host, mapped, copied = tokens.clone(), None, None
         ended = None if copied else time.perf_counter()
-        launch = _Launch(tuple(requests), tokens, host, mapped, copied, seconds, started, ended)
+        launch = _Launch(
+            *(tuple(requests), tokens, host, mapped, copied, seconds, started, on_host, ended)
+        )
         for request in requests:
             request.async_tokens += 1
         self._launches.append(launch)
@@ -115,7 +129,7 @@ class AsyncTokens:
         launched = [launch.tokens for launch in self._launches]
         return torch.cat([*launched, uploaded[0]])[uploaded[1]]
 
-    def read(self, accept: Callable[[Request, int], None], count: int | None = None) -> None:
+    def read(self, accept: Accept, count: int | None = None) -> None:
         """Wait for the oldest `count` launches (all by default) and hand out their tokens.
 
         A request that was cancelled or has ended since the launch is passed over. If `accept`
@@ -136,7 +150,7 @@ class AsyncTokens:
             while launch.taken < len(tokens):
                 request = launch.requests[launch.taken]
                 if request.finish_reason is None:
-                    accept(request, tokens[launch.taken])
+                    accept(request, tokens[launch.taken], launch.logprobs_of(launch.taken))
                 launch.taken += 1
                 request.async_tokens -= 1
             self._retire()

@@ -14,6 +14,7 @@ from ostinato.graphs.declared_memory import DeclaredMemory
 from .. import ops
 from ..models import DUMMY_PAGE, AttentionInputs, Decoder, PagedKVCache, Sampling, SeenRows
 from .capture_examples import CaptureExamples, integers
+from .logits_processing import PROCESSED, LogitsProcessing
 from .request import Request
 from .upload import upload
 
@@ -55,7 +56,9 @@ class DecodeStep:
 
     Outputs `tokens` [B] int64 and what they were chosen from: `logits` [B, vocab_size] fp32, or
     where the output projection hands over each row's best, `argmax` [B, parts] int64. Of a model
-    that caps logits, greedy rows without a penalty are not capped, unless all are asked for.
+    that caps logits, greedy rows without a penalty are not capped, unless all are asked for. The
+    variant `PROCESSED` outputs `tokens`, `logprobs` and `logprob_ids` (see `ops.token_logprobs`);
+    in it, too, a row that asks for no processing gets the same token.
 
     Args:
         model, cache: what the step runs on.
@@ -64,6 +67,10 @@ class DecodeStep:
         capture_examples: where the examples of a verification read and write; without it
             `slot_mapping` and `page_table` have none.
         logits: output all logits in any case, which takes longer.
+        processing: of the variant `PROCESSED`; without it there is none.
+
+    Attributes:
+        asking: the requests of the last `inputs` for some of whose steps logits are processed.
     """
 
     def __init__(
@@ -75,9 +82,11 @@ class DecodeStep:
         *,
         capture_examples: CaptureExamples | None = None,
         logits: bool = False,
+        processing: LogitsProcessing | None = None,
     ) -> None:
         self._model = model
         self._all_logits = logits
+        self._processing = processing
         self._cache = cache
         self._seen = seen
         self.max_pages = max_pages
@@ -85,6 +94,7 @@ class DecodeStep:
         self._pages = _PageRows(cache, seen.padding_slot, max_pages)
         self._constants_of: list[tuple[int, int]] = []
         self._constants: dict[str, object] = {}
+        self.asking: list[Request] = []
         self._slots = torch.empty(0, dtype=torch.int64)
 
     def buffer_specs(self) -> dict[str, BufferSpec]:
@@ -124,6 +134,7 @@ class DecodeStep:
             "model": tuple(self._model.tensors()),
             "cache": self._cache.storage,
             "seen": self._seen.mask,
+            "processing": () if self._processing is None else self._processing.memory(),
         }
 
     def burst_rules(self, max_steps: int) -> BurstRules:
@@ -149,6 +160,22 @@ class DecodeStep:
             slot_mapping=batch.slot_mapping, page_table=batch.page_table, seq_lens=batch.seq_lens
         )
         inputs = (batch.tokens, batch.positions, attention, self._cache)
+        if batch.variant == PROCESSED and self._processing is not None:
+            sampled = self._processing.sample(
+                self._model(*inputs, n_active=batch.n_active, seen=seen),
+                tokens=batch.tokens,
+                slots=batch.slots,
+                seen=self._seen.mask,
+                counters=batch.counters,
+                repetition_penalty=batch.repetition_penalty,
+                temperature=batch.temperature,
+                top_k=batch.top_k,
+                top_p=batch.top_p,
+                min_p=batch.min_p,
+                seeds=batch.seeds,
+            )
+            values, ids = sampled.logprobs
+            return {"tokens": sampled.tokens, "logprobs": values, "logprob_ids": ids}
         if self._all_logits:
             logits = ops.Logits(self._model(*inputs, n_active=batch.n_active, seen=seen))
         else:
@@ -203,6 +230,7 @@ class DecodeStep:
             slots = torch.tensor([request.slot for request in requests])
             self._constants_of = []  # until all of them are there
             self._constants = {"slots": slots, **sampling_inputs(requests)}
+            self.asking = [request for request in requests if request.processes_logits]
             self._slots, self._constants_of = slots, key
         return self._constants
 

@@ -28,6 +28,7 @@ class Detokenizer:
         stop: strings that end the text.
         hidden: ids that add no text though the tokenizer does not call them special, such as the
             model's end tokens.
+        include_stop: end the text behind a stop string, not before it.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class Detokenizer:
         prompt: Sequence[int],
         stop: Sequence[str],
         hidden: Collection[int] = (),
+        *,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
@@ -43,6 +46,7 @@ class Detokenizer:
         self._window = self._end_of(prompt)
         self._window_shown = len(self._window)
         self._stop = stop
+        self._include_stop = include_stop
         self._decoded = ""
         self._shown = 0
         self.stopped = False
@@ -52,11 +56,11 @@ class Detokenizer:
         """Everything shown so far."""
         return self._decoded[: self._shown]
 
-    def push(self, token: int, *, last: bool = False) -> str:
+    def push(self, token: int, *, last: bool = False, stoppable: bool = True) -> str:
         """Add a token and return what can be shown now; sets `stopped` at a stop string.
 
-        Behind the `last` token nothing is held back. After an error of the tokenizer the token has
-        not been added.
+        Behind the `last` token nothing is held back, and of a text that is not `stoppable` yet no
+        beginning of a stop string. After an error of the tokenizer the token has not been added.
         """
         if token in self._hidden:
             return self.finish() if last else ""
@@ -76,6 +80,8 @@ class Detokenizer:
             self._decoded += fresh
             self._window = self._window[self._window_shown :]
             self._window_shown = decided - self._window_shown
+        if not stoppable:
+            return self._show(len(self._decoded))
         return self._show(self._end() if last else self._safe_end())
 
     def finish(self) -> str:
@@ -163,7 +169,10 @@ class Detokenizer:
         # A stop string never begins in what has been shown: its beginning was held back.
         starts = ((self._decoded.find(stop, self._shown), len(stop)) for stop in self._stop)
         found = [(start + length, start) for start, length in starts if start >= 0]
-        return min(found)[1] if found else None
+        if not found:
+            return None
+        behind, start = min(found)
+        return behind if self._include_stop else start
 
     def _show(self, end: int) -> str:
         piece = self._decoded[self._shown : end]

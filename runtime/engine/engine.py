@@ -6,14 +6,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 
-import torch
 from tokenizers import Tokenizer
 
 from ostinato.graphs import CaptureReport, ClosedError, GraphRunner, StaticBuffers
 from ostinato.graphs.arguments import as_integer, at_least_one
+from ostinato.graphs.capture_plan import BatchSizes
+from ostinato.graphs.graph_key import DEFAULT
 from ostinato.graphs.guards import ProcessGuard
 
 from .. import ops
@@ -23,15 +24,19 @@ from ..ops.implementations import implementations_on
 from .async_tokens import AsyncTokens
 from .cache_size import check_room, default_pages, page_bytes
 from .capture_examples import CaptureExamples
-from .decode_step import DecodeStep, SeenTokens, sampling_counters, sampling_inputs
-from .new_request import Prompt, new_request
+from .decode_step import DecodeStep, SeenTokens
+from .first_tokens import first_tokens
+from .grammar import GrammarCompiler
+from .logits_processing import PROCESSED, LogitsProcessing
+from .logprobs import TokenLogprobs
+from .new_request import Prompt, new_request, prompts_with_params
 from .prefill_step import Prefill
 from .request import Request
-from .sampling_params import Completion, SamplingParams, TokenEvent
+from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
 from .scheduler import PrefillChunk, Scheduler
 from .stats import EngineStats
 from .stream import TokenStream
-from .upload import by_default_on_the_host, upload
+from .upload import by_default_on_the_host
 
 _DEFAULT_CHUNK = 512
 
@@ -61,6 +66,13 @@ class Engine:
             Prefixes are shared between prompts in multiples of it.
         max_prefill_tokens: prompt tokens computed in one step over all requests.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
+        logits_processing: serve log-probabilities, biases, presence and frequency penalties,
+            `min_tokens` and structured texts. Every batch size is captured twice then; steps in
+            which no request asks for any of these run the same graphs as without.
+
+    Attributes:
+        grammars: compiles structured texts, from any thread: done before `submit`, that need not
+            wait. None without `logits_processing`.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind or out of range, or there is no
@@ -80,6 +92,7 @@ class Engine:
         prefill_chunk: int | None = None,
         max_prefill_tokens: int = 2048,
         l2_partitioned: bool = True,
+        logits_processing: bool = False,
     ) -> None:
         max_batch = at_least_one("max_batch", max_batch)
         page_size = at_least_one("page_size", page_size)
@@ -103,7 +116,11 @@ class Engine:
             num_pages = default_pages(model, max_batch * max_pages, page_size)
         num_pages = as_integer("num_pages", num_pages)
         # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
-        check_room("max_batch", max_batch, model.config.vocab_size, model.device)
+        vocab_size = model.config.vocab_size
+        slot_bytes = vocab_size
+        if logits_processing:
+            slot_bytes += LogitsProcessing.slot_bytes(vocab_size, max_context)
+        check_room("max_batch", max_batch, slot_bytes, model.device)
         check_room("num_pages", num_pages, page_bytes(model, page_size), model.device)
         self.model = model
         self.tokenizer = tokenizer
@@ -117,7 +134,13 @@ class Engine:
             device=model.device,
             l2_partitioned=l2_partitioned,
         )
-        self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
+        self._seen = SeenTokens(max_batch, vocab_size, model.device)
+        self._processing: LogitsProcessing | None = None
+        self.grammars: GrammarCompiler | None = None
+        if logits_processing:
+            sizes = (max_batch, vocab_size, max_context)
+            self._processing = LogitsProcessing(*sizes, model.device)
+            self.grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
         longest = max_context - 1  # of a prompt
         max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
         max_tokens = min(max_tokens, max_batch * longest)
@@ -126,7 +149,12 @@ class Engine:
             self.cache, max_pages + max(max_batch, self.cache.pages_for(max_tokens))
         )
         self._decode = DecodeStep(
-            model, self.cache, self._seen, max_pages, capture_examples=self._capture_examples
+            model,
+            self.cache,
+            self._seen,
+            max_pages,
+            capture_examples=self._capture_examples,
+            processing=self._processing,
         )
         buffers = StaticBuffers(self._decode.buffer_specs(), max_batch, model.device)
         self.runner = GraphRunner(self._decode, buffers, memory=self._decode.memory())
@@ -166,7 +194,8 @@ class Engine:
 
         A step with more requests than the largest size is served in parts. On CUDA what computes
         prompts is captured for some numbers of tokens up to the most of a step; in the report these
-        graphs are of the variant "prefill", and come first; its notes say which ops run on kernels
+        graphs are of the variant "prefill", and come first; steps that process logits are of the
+        variant "processed"; its notes say which ops run on kernels
         and which on torch's operators, and that scales of an 8-bit KV cache are not used, if the
         checkpoint has some. Verification works on free pages of the
         cache, filled with random numbers.
@@ -182,8 +211,15 @@ class Engine:
             raise RuntimeError("capture: requests are running; finish or cancel them first")
         self._async_tokens.clear()  # tokens of cancelled requests, in memory of the old graphs
         # Only verification draws examples; lending takes pages that were kept for prefixes.
-        with self._capture_examples.lent() if verify else nullcontext():
-            steps = self.runner.capture(batch_sizes, progress=progress, verify=verify)
+        sizes: BatchSizes = batch_sizes
+        with ExitStack() as examples:
+            if verify:
+                examples.enter_context(self._capture_examples.lent())
+            if self._processing is not None:
+                sizes = {DEFAULT: batch_sizes, PROCESSED: batch_sizes}
+                if verify:
+                    examples.enter_context(self._processing.examples())
+            steps = self.runner.capture(sizes, progress=progress, verify=verify)
             prompts = self._prefill.capture(progress=progress, verify=verify)
         report = steps if prompts is None else prompts + steps
         notes = implementations_on(self.model.device)
@@ -303,7 +339,8 @@ class Engine:
         Arguments and errors are those of `generate`, raised at the call.
         """
         self._require_captured()
-        requests = self._requests_of(prompts, sampling_params)
+        pairs = prompts_with_params(prompts, sampling_params)
+        requests = [self._request(prompt, params) for prompt, params in pairs]
         queue: deque[TokenEvent] = deque()
         with Uninterrupted():
             ids = [self._enqueue(request) for request in requests]
@@ -321,28 +358,10 @@ class Engine:
         self._closed = True
         if not self._process.is_fork:
             self._async_tokens.clear()
+            if self.grammars is not None:
+                self.grammars.close()
         self.runner.close()
         self._prefill.close()
-
-    def _requests_of(
-        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Request]:
-        if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
-            kind = "one string" if isinstance(prompts, str) else type(prompts).__name__
-            raise TypeError(f"prompts: got {kind}, expected a sequence of prompts")
-        if not prompts:
-            raise ValueError("prompts: got none, expected at least one")
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if not isinstance(sampling_params, Sequence):
-            raise TypeError(
-                f"sampling_params: got {sampling_params!r}, expected SamplingParams, or one each"
-            )
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"sampling_params: got {len(sampling_params)}, expected one or {len(prompts)}"
-            )
-        return [self._request(p, q) for p, q in zip(prompts, sampling_params, strict=True)]
 
     @uninterrupted
     def _finish_streamed(self, request_id: int) -> Completion:
@@ -387,8 +406,12 @@ class Engine:
         # Also those that were admitted before an error.
         new = [request for request in scheduler.running if not request.marked]
         self._seen.reset({r.slot: [*r.prompt, *r.generated] for r in new})
+        if self._processing is not None:
+            self._processing.reset(new)
         for request in new:
             request.marked = True
+        if self._processing is not None and self._processing.waits_for_host:
+            self._read_tokens()  # the next token depends on the last, by way of the host
         batch = scheduler.decode_batch(settle=self._read_tokens)
         launched_before = len(self._async_tokens)
         # Decode first, so that a prompt finished in this step waits for the next like any other.
@@ -410,6 +433,7 @@ class Engine:
             config=self.model.config,
             cache=self.cache,
             max_context=self.max_context,
+            grammars=self.grammars,
         )
 
     @uninterrupted
@@ -426,24 +450,12 @@ class Engine:
         logits = self._prefill.compute(chunks)
         # Chunks that end no prompt are launches, too: the host waits for them as for any other,
         # and so is one step ahead of the device at most.
-        tokens = self._first_tokens(finished, logits)
-        self._async_tokens.add(finished, tokens, self.stats.prefill_seconds, started)
+        tokens, logprobs = first_tokens(finished, logits, self._seen, self._processing)
+        seconds = self.stats.prefill_seconds
+        self._async_tokens.add(finished, tokens, seconds, started, logprobs)
         # Only now: after an error the prompt is computed again, first token and all.
         self._scheduler.computed(chunks)
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
-
-    def _first_tokens(self, requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Sample the first token of each request from its row of the logits."""
-        device = logits.device
-        if not requests:
-            return torch.empty(0, dtype=torch.int64, device=device)
-        return ops.sample(
-            logits,
-            seen=self._seen.mask,
-            seen_rows=upload(torch.tensor([request.slot for request in requests]), device),
-            counters=sampling_counters(requests, device),
-            **sampling_inputs(requests, device),
-        )
 
     def _decode_step(self, batch: Sequence[Request]) -> None:
         if not batch:
@@ -454,23 +466,31 @@ class Engine:
             started = time.perf_counter()
             part = batch[at : at + largest]
             inputs = self._decode.inputs(part, last_tokens[at : at + largest])
-            tokens = self.runner.run(len(part), inputs)["tokens"]
+            logprobs = None
+            if self._processing is not None and any(
+                request.needs_processing for request in self._decode.asking
+            ):
+                self._processing.write_masks(self._decode.asking)
+                outputs = self.runner.run(len(part), inputs, variant=PROCESSED)
+                logprobs = ops.RowLogprobs(outputs["logprobs"], outputs["logprob_ids"])
+            else:
+                outputs = self.runner.run(len(part), inputs)
+            tokens = outputs["tokens"]
             if len(batch) > largest:
                 tokens = tokens.clone()  # the next part's run overwrites them
-            self._async_tokens.add(part, tokens, self.stats.decode_seconds, started)
+            self._async_tokens.add(part, tokens, self.stats.decode_seconds, started, logprobs)
 
     def _read_tokens(self, count: int | None = None) -> None:
         """Read the tokens of the oldest `count` launches, by default of all."""
         self._async_tokens.read(self._accept, count)
 
-    def _accept(self, request: Request, token: int) -> None:
-        if token < 0:  # of logits that are NaN
-            event = request.fail()
+    def _accept(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+        # Without a token where logits are NaN.
+        event = request.fail() if token < 0 else request.accept(token, logprobs)
+        if request.finish_reason is FinishReason.ERROR:
             self.stats.failed_requests += 1
-        else:
-            event = request.accept(token)
-            if len(request.generated) > 1:  # the first is the prompt's
-                self.stats.decode_tokens += 1
+        elif len(request.generated) > 1:  # the first is the prompt's
+            self.stats.decode_tokens += 1
         self._queues.get(request.id, self._events).append(event)
         if request.finish_reason is not None:
             self._scheduler.finish(request)

@@ -11,6 +11,8 @@ from ostinato.graphs.arguments import as_integer
 
 from ..models import ModelConfig, PagedKVCache
 from .detokenizer import Detokenizer
+from .grammar import GrammarCompiler, Matcher
+from .logits_processing import MOST_EDITS
 from .request import Request
 from .sampling_params import SamplingParams
 from .stop_strings import split_stop
@@ -26,6 +28,7 @@ def new_request(
     config: ModelConfig,
     cache: PagedKVCache,
     max_context: int,
+    grammars: GrammarCompiler | None,
 ) -> Request:
     """Return a request that has no id yet.
 
@@ -36,6 +39,7 @@ def new_request(
         config: of the model.
         cache: which must hold the whole text, if need be alone.
         max_context: the longest prompt plus text.
+        grammars: of an engine that processes logits; None where it does not.
 
     Raises:
         TypeError, ValueError: as `Engine.submit`.
@@ -56,6 +60,23 @@ def new_request(
     stop_ids = {*sampling_params.stop_token_ids, *special}
     if not sampling_params.ignore_eos:
         stop_ids.update(config.eos_token_ids)
+    _check_ids("logit_bias", sampling_params.logit_bias, config.vocab_size)
+    # Tokenizers may know ids that the model's logits do not have.
+    forbidden = frozenset(
+        token for token in stop_ids if sampling_params.min_tokens and token < config.vocab_size
+    )
+    if grammars is None:
+        _check_plain(sampling_params)
+    biases = len(sampling_params.logit_bias)
+    if biases + len(forbidden) > MOST_EDITS:
+        name = "logit_bias" if biases >= len(forbidden) else "stop_token_ids"
+        raise ValueError(
+            f"{name}: got {biases} biases and {len(forbidden)} tokens that end a text, expected at "
+            f"most {MOST_EDITS} together"
+        )
+    matcher = None
+    if sampling_params.structured is not None and grammars is not None:
+        matcher = Matcher(grammars.compile(sampling_params.structured))
     request = Request(
         id=-1,
         prompt=tokens,
@@ -63,7 +84,15 @@ def new_request(
         seed=secrets.randbits(63) if sampling_params.seed is None else sampling_params.seed,
         max_new_tokens=max_new_tokens,
         stop_ids=frozenset(stop_ids),
-        detokenizer=Detokenizer(tokenizer, tokens, stop, hidden=config.eos_token_ids),
+        forbidden_ids=forbidden,
+        matcher=matcher,
+        detokenizer=Detokenizer(
+            tokenizer,
+            tokens,
+            stop,
+            hidden=config.eos_token_ids,
+            include_stop=sampling_params.include_stop_str_in_output,
+        ),
     )
     needed = cache.pages_for(request.final_length)
     if needed > cache.usable_pages:
@@ -72,6 +101,32 @@ def new_request(
             f"pages; expected at most the cache's {cache.usable_pages}"
         )
     return request
+
+
+def prompts_with_params(
+    prompts: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams]
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Return each prompt with its parameters.
+
+    Raises:
+        TypeError, ValueError: for no prompts, or not one for all or one each.
+    """
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+        kind = "one string" if isinstance(prompts, str) else type(prompts).__name__
+        raise TypeError(f"prompts: got {kind}, expected a sequence of prompts")
+    if not prompts:
+        raise ValueError("prompts: got none, expected at least one")
+    if isinstance(sampling_params, SamplingParams):
+        sampling_params = [sampling_params] * len(prompts)
+    if not isinstance(sampling_params, Sequence):
+        raise TypeError(
+            f"sampling_params: got {sampling_params!r}, expected SamplingParams, or one each"
+        )
+    if len(sampling_params) != len(prompts):
+        raise ValueError(
+            f"sampling_params: got {len(sampling_params)}, expected one or {len(prompts)}"
+        )
+    return list(zip(prompts, sampling_params, strict=True))
 
 
 def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -85,6 +140,16 @@ def _tokens(prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         return tuple(as_integer("prompt", token) for token in prompt)
     raise TypeError(f"prompt: got {prompt!r}, expected a text or a sequence of token ids")
+
+
+def _check_plain(params: SamplingParams) -> None:
+    """Refuse what an engine without `logits_processing` has no graphs for."""
+    for name in params.processed_fields:
+        value, expected = getattr(params, name), getattr(SamplingParams(), name)
+        raise ValueError(
+            f"{name}: got {value!r}, expected {expected!r}: only an engine made with "
+            "logits_processing=True serves others"
+        )
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

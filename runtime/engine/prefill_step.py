@@ -16,14 +16,17 @@ from ostinato.graphs import (
 )
 from ostinato.graphs.declared_memory import DeclaredMemory
 
+from .. import ops
 from ..models import AttentionInputs, Decoder, PagedKVCache
 from .capture_examples import CaptureExamples, integers
+from .logprobs import MOST_LOGPROBS, HostLogprobs
 from .prefill_batch import PrefillBatch
 from .scheduler import PrefillChunk
 from .upload import upload
 
 PREFILL = Variant(name="prefill")  # what a report calls these graphs
 _FEWEST, _FINER = 128, 512  # tokens
+_LOGITS_ROWS = 128  # of a prompt whose logits are in memory at once
 _LONGEST_EXAMPLE = 2048  # tokens: what is verified shall not take longer where contexts are long
 
 
@@ -215,8 +218,41 @@ class Prefill:
         }
         hidden = self._run(len(tokens), inputs)
         self._prefill_batch.used()
+        for chunk, first in zip(chunks, cu_seqlens, strict=False):
+            if chunk.request.sampling_params.prompt_logprobs is not None:
+                chunk.request.prompt_rows[chunk.start] = self._prompt_rows(chunk, first, hidden)
         rows = upload(torch.tensor(last_rows, dtype=torch.int64), self._model.device)
         return self._model.logits(hidden["x"][rows], hidden["residual"][rows])
+
+    def _prompt_rows(
+        self, chunk: PrefillChunk, first: int, hidden: dict[str, torch.Tensor]
+    ) -> list[HostLogprobs]:
+        """Return log-probabilities of the tokens behind each of a chunk.
+
+        Its rows begin at `first`, and blocks of them there, too: so their bits do not depend on
+        what is beside the chunk.
+        """
+        device, found = self._model.device, []
+        wanted = upload(
+            torch.tensor([chunk.request.sampling_params.prompt_logprobs], dtype=torch.int32), device
+        )
+        followers = chunk.request.prompt[chunk.start + 1 : chunk.stop + 1]
+        for at in range(0, len(followers), _LOGITS_ROWS):
+            tokens = upload(torch.tensor(followers[at : at + _LOGITS_ROWS]), device)
+            rows = slice(first + at, first + at + len(tokens))
+            logits = self._model.logits(hidden["x"][rows], hidden["residual"][rows])
+            found.append(
+                HostLogprobs(
+                    ops.token_logprobs(
+                        logits,
+                        tokens,
+                        wanted=wanted,
+                        slots=torch.zeros_like(tokens),
+                        most=MOST_LOGPROBS,
+                    )
+                )
+            )
+        return found
 
     def _run(self, count: int, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run the step on so many tokens."""

@@ -135,6 +135,8 @@ class Scheduler:
             return True
         # The last prompt token is always computed: its logits are what is sampled from.
         prefix, chunk = request.prompt[:-1], self.prefill_chunk
+        if request.sampling_params.prompt_logprobs is not None:
+            prefix = ()  # logits of every token are needed
         # Asked before anything is taken: a try would evict prefixes kept for others.
         needed = cache.pages_to_add(prefix, len(request.prompt), multiple_of=chunk)
         if cache.free_pages < needed + headroom:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from ..interrupts import uninterrupted
@@ -58,7 +59,7 @@ class TokenStream:
         at = self._index[event.request_id]
         if event.finish_reason is not None:
             self._end(event.request_id)
-        told = TokenEvent(at, event.token_id, event.text, event.finish_reason)
+        told = replace(event, request_id=at)
         # Last: until here Ctrl-C loses nothing, and from here on Python looks for none.
         del self._queue[0]
         return told

@@ -12,8 +12,10 @@ from ..ops.attention.prefill_cuda import prefill_kernels
 from ..ops.embed import embed_kernel
 from ..ops.linear.precompile import precompile
 from ..ops.linear.quantize_cuda import input_kernel
+from ..ops.sampling.process_logits import ProcessLogits
 from ..ops.sampling.sample_cuda import sample_kernel
 from ..ops.sampling.softcap import softcap_kernel
+from ..ops.sampling.token_logprobs import TokenLogprobsKernel
 from .config import ModelConfig
 from .decoder import Decoder
 from .norms import fp32_kind, is_power_of_two
@@ -43,6 +45,7 @@ def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[
         *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
         *((softcap_kernel(torch.float32),) if config.logits_softcap else ()),
         sample_kernel(torch.float32),  # what a `Decoder` returns
+        *(ProcessLogits(), TokenLogprobsKernel()),  # where requests ask for more
         L2Probe(),  # which the cache asks (ostinato.models.l2.probe)
     ]
 

@@ -16,10 +16,11 @@ Common to all of them:
   be captured in a graph. Values that change between replays live in tensors; Python numbers are
   frozen by capture.
 - On GPUs from sm_80 on `embed`, quantisation, norms, activation functions, `append_kv`,
-  `merge_states`, `softcap` and `sample` are kernels of ours, on Hopper GPUs W8A8 and 16-bit
-  products and attention too (`python -m ostinato env` lists them). They are compiled on first use
-  (`python -m ostinato build` does it before) and, from sm_90 on, launched so that they overlap the
-  end of the kernel before them; what this asks of packed weights and norm weights, those ops say.
+  `merge_states`, `softcap`, `process_logits`, `sample` and `token_logprobs` are kernels of ours, on
+  Hopper GPUs W8A8 and 16-bit products and attention too (`python -m ostinato env` lists them). They
+  are compiled on first use (`python -m ostinato build` does it before) and, from sm_90 on, launched
+  so that they overlap the end of the kernel before them; what this asks of packed weights and norm
+  weights, those ops say.
   All else runs on torch's operators.
 - The ops are for inference: results carry no gradient.
 - Arithmetic is fp32 inside, rounded once to the output's dtype. Ops that multiply fp32 matrices
@@ -56,13 +57,17 @@ from .linear.quantize_groups import (
     rms_norm_quantize_per_group,
     silu_mul_quantize_per_group,
 )
+from .sampling.process_logits import LogitsTables, process_logits
 from .sampling.sample import sample
 from .sampling.softcap import softcap
+from .sampling.token_logprobs import RowLogprobs, token_logprobs
 
 __all__ = [
     "L2Partition",
     "Logits",
+    "LogitsTables",
     "PackedWeight",
+    "RowLogprobs",
     "activation",
     "activation_quantize",
     "activation_quantize_asymmetric",
@@ -82,6 +87,7 @@ __all__ = [
     "pack_weight",
     "paged_attention",
     "paged_attention_workspace",
+    "process_logits",
     "quantize_asymmetric",
     "quantize_per_group",
     "quantize_per_tensor",
@@ -97,6 +103,7 @@ __all__ = [
     "silu_mul_quantize",
     "silu_mul_quantize_per_group",
     "softcap",
+    "token_logprobs",
     "varlen_attention",
     "varlen_attention_workspace",
     "w8a8_linear",

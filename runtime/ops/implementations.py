@@ -16,8 +16,10 @@ from .linear.fused_cuda import FusedLinear
 from .linear.gemm_variants import GemmTiled
 from .linear.quantize_cuda import Quantize
 from .linear.w8a8_torch import operator_of
+from .sampling.process_logits import ProcessLogits
 from .sampling.sample_cuda import Sample
 from .sampling.softcap import Softcap
+from .sampling.token_logprobs import TokenLogprobsKernel
 
 _FAMILIES: dict[str, type[Variant]] = {
     "embed": Embed,
@@ -27,7 +29,9 @@ _FAMILIES: dict[str, type[Variant]] = {
     "attention, prefill": AttentionPrefill,
     "merge_states": MergeStates,
     "softcap": Softcap,
+    "process_logits": ProcessLogits,
     "sample": Sample,
+    "token_logprobs": TokenLogprobsKernel,
 }
 _OPERANDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -38,6 +38,7 @@ from .linear.reference_rows import (
     static_scales,
 )
 from .sampling.reference import sample, softcap
+from .sampling.reference_logits import process_logits, token_logprobs
 
 __all__ = [
     "activation",
@@ -58,6 +59,7 @@ __all__ = [
     "norm_and_rotate",
     "on_grid",
     "paged_attention",
+    "process_logits",
     "quantize",
     "quantize_asymmetric",
     "quantize_per_group",
@@ -73,6 +75,7 @@ __all__ = [
     "silu_mul_quantize_per_group",
     "softcap",
     "static_scales",
+    "token_logprobs",
     "varlen_attention",
     "w8a8_linear",
 ]

@@ -173,10 +173,25 @@ def test_flags_state_the_defaults_of_sampling_params() -> None:
     parser = argparse.ArgumentParser()
     add_sampling_flags(parser)
     flags = {action.dest: action.help or "" for action in parser._actions}
+    of_python_alone = {"logit_bias", "logprobs", "prompt_logprobs", "structured"}
+    assert of_python_alone.isdisjoint(flags)
     for field in fields(SamplingParams):
+        if field.name in of_python_alone:
+            continue
         assert field.name in flags
         if isinstance(field.default, (int, float)) and not isinstance(field.default, bool):
             assert f"(default {field.default}" in flags[field.name]
+
+
+def test_flags_reach_an_engine_that_serves_them(generate: Generate) -> None:
+    def tokens(*flags: str) -> list[int]:
+        (completion,) = generate("one", "--max-tokens", "12", *flags)["completions"]
+        found: list[int] = completion["token_ids"]
+        return found
+
+    plain = tokens("--ignore-eos")
+    assert tokens("--ignore-eos", "--frequency-penalty", "2") != plain
+    assert len(tokens("--stop-token-ids", str(plain[0]), "--min-tokens", "12")) == 12
 
 
 @pytest.mark.parametrize("argv", [["--prompts-file", "{file}"], ["-"], []])

@@ -26,7 +26,7 @@ def test_a_launch_that_was_forgotten_hands_out_nothing(device: torch.device) -> 
     flight.clear()
     later = add(flight, torch.arange(5, 9, device=device))
     read: list[tuple[Any, int]] = []
-    flight.read(lambda request, token: read.append((request, token)))
+    flight.read(lambda request, token, _: read.append((request, token)))
     assert read == list(zip(later, range(5, 9), strict=True))
     assert len(flight) == 0
 
@@ -64,7 +64,7 @@ def test_work_that_samples_nothing_is_waited_for_and_timed(device: torch.device)
     flight.add([], torch.empty(0, dtype=torch.int64, device=device), seconds, 0.0)
     assert flight.last_tokens(sampled).tolist() == [0, 1]
     read: list[tuple[Any, int]] = []
-    flight.read(lambda request, token: read.append((request, token)))
+    flight.read(lambda request, token, _: read.append((request, token)))
     assert read == [(sampled[0], 0), (sampled[1], 1)]
     assert len(seconds) == 1
     assert len(flight) == 0

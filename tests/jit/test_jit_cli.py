@@ -129,7 +129,8 @@ def _checkpoint(folder: Path, quantization: dict | None) -> Path:
 
 # Attention of head dim 16 is not in the catalogue: it is compiled for who asks for it.
 _TILED = {"l2_probe-", "embed-", "quantize-", "append_kv-", "sample-", "gemm_tiled-"}
-_TILED |= {"attention_decode-", "attention_prefill-"}
+_TILED |= {"attention_decode-", "attention_prefill-", "process_logits-", "token_logprobs-"}
+_OF_LOGITS = {"sample-fp32", "process_logits-fp32", "token_logprobs-fp32"}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_build_for_a_model_takes_what_it_may_launch(
         name for name in built if name.startswith("attention_")
     }
     # Logits are fp32.
-    assert all("-fp16" in name for name in built - {"sample-fp32", "l2_probe-atomics"})
+    assert all("-fp16" in name for name in built - {*_OF_LOGITS, "l2_probe-atomics"})
     operands = {name.split("-")[1] for name in built if name.startswith("gemm_tiled-")}
     expected = {"fp8": "e4m3", "compressed-tensors": "int8"}
     layers = "fp16" if quantization is None else expected[quantization["quant_method"]]
@@ -187,7 +188,7 @@ def test_build_for_a_model_takes_what_its_options_launch(
         lines = capsys.readouterr().out.splitlines()[1:]
         return {line.split("] ")[1].split()[0] for line in lines}
 
-    fp32 = {name for name in built() if "-fp32" in name} - {"sample-fp32"}
+    fp32 = {name for name in built() if "-fp32" in name} - _OF_LOGITS
     assert fp32
     assert all(name.startswith("gemm_tiled-fp16-fp32-") for name in fp32)  # the 16-bit projection
     head = built("--lm-head", "int8")

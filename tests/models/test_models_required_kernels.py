@@ -27,7 +27,9 @@ from ostinato.ops.attention.l2_partition import L2Probe
 from ostinato.ops.embed import Embed
 from ostinato.ops.linear import dense_gemm, quantize_cuda, w8a8_gemm
 from ostinato.ops.linear.quantize_cuda import Quantize
+from ostinato.ops.sampling.process_logits import ProcessLogits
 from ostinato.ops.sampling.sample_cuda import Sample
+from ostinato.ops.sampling.token_logprobs import TokenLogprobsKernel
 from tiny import tiny_llama
 
 embed_module = import_module("ostinato.ops.embed")  # `ostinato.ops.embed` is the op
@@ -78,7 +80,7 @@ def test_the_kernels_of_a_model(scheme: str) -> None:
     kinds = {variant.kind for variant in found if isinstance(variant, Quantize)}
     assert kinds == {"per_token", "rms_norm", "silu_mul"}
     plain: list[Variant] = [Embed(dtype="fp32"), AppendKV(dtype="fp32"), Sample(dtype="fp32")]
-    plain.append(L2Probe())
+    plain += [L2Probe(), ProcessLogits(), TokenLogprobsKernel()]
     norm, gate = (
         Quantize(kind=kind, in_dtype="fp32", out_dtype="fp32") for kind in ("rms_norm", "silu_mul")
     )

@@ -20,8 +20,10 @@ from ostinato.ops.linear import tile_table
 from ostinato.ops.linear.fused_cuda import FusedLinear
 from ostinato.ops.linear.gemm_variants import BLOCK_E4M3, DTYPES_16_BIT, out_dtypes
 from ostinato.ops.linear.quantize_cuda import ACTIVATIONS, GROUP, NORMS, Quantize
+from ostinato.ops.sampling.process_logits import ProcessLogits
 from ostinato.ops.sampling.sample_cuda import Sample
 from ostinato.ops.sampling.softcap import Softcap
+from ostinato.ops.sampling.token_logprobs import TokenLogprobsKernel
 
 # What the tests of products cover: the many sizes in bf16, the others at some sizes.
 TOKENS = (
@@ -53,6 +55,13 @@ ROW_KERNELS = (
 )
 
 
+# Families all of whose listed variants the tests launch.
+_ALL_OF = (
+    *(Embed, AppendKV, MergeStates, FusedLinear, Quantize),
+    *(Sample, Softcap, ProcessLogits, TokenLogprobsKernel),
+)
+
+
 def plans_of_earlier_gpus() -> Iterator[Plan]:
     """Yield what tests compile as PTX: a GPU that stands in for an earlier one launches it."""
     for name, variant in product(("compute_80", "compute_89"), ROW_KERNELS):
@@ -62,9 +71,7 @@ def plans_of_earlier_gpus() -> Iterator[Plan]:
 def kernels_of_the_tests(sms: int) -> Iterator[Variant]:
     """Yield what the tests of the ops launch on a GPU of so many SMs, but for listed attention."""
     for variant in CATALOGUE:
-        if isinstance(
-            variant, (Embed, AppendKV, MergeStates, Sample, Softcap, FusedLinear, Quantize)
-        ):
+        if isinstance(variant, _ALL_OF):
             yield variant
         normed = isinstance(variant, Quantize) and variant.kind in NORMS
         if normed or (isinstance(variant, FusedLinear) and variant.kind == "rms_norm"):

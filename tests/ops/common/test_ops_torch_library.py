@@ -92,6 +92,43 @@ def sample_arguments(device: torch.device, draw: int) -> list[Any]:
     return [logits, *(column.to(device) for column in columns), None, out]
 
 
+def process_logits_arguments(device: torch.device, draw: int) -> list[Any]:
+    batch, slots, vocabulary = 3, 4, 70
+    generator = torch.Generator().manual_seed(draw)
+
+    def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.randint(high, shape, generator=generator, dtype=dtype)
+
+    int32 = torch.int32
+    columns = (
+        torch.tensor([(2, 0, 3), (1, 3, 2)][draw]),
+        torch.tensor([(2, 3, 4), (5, 2, 3)][draw]),
+        integers(vocabulary, batch),
+        torch.rand(batch, generator=generator) + 1.5,
+        torch.rand(slots, vocabulary, generator=generator) < 0.5,
+        torch.rand(slots, generator=generator) + draw,
+        torch.rand(slots, generator=generator) + draw,
+        torch.full((slots,), 1 + draw, dtype=int32),
+        torch.tensor([(0, 1, 2), (3, 4, 5)][draw], dtype=int32).expand(slots, 3).contiguous(),
+        torch.rand(slots, 3, generator=generator) + 1,
+        torch.full((slots, 3), 3 + 2 * draw),
+        torch.tensor([(1, 1, 0, 0), (1, 0, 1, 1)][draw], dtype=int32),
+        integers(2**31 - 1, slots, 3, dtype=int32),
+        integers(vocabulary, slots, 6, dtype=int32),
+    )
+    logits = torch.randn(batch, vocabulary).to(device)
+    out = torch.zeros(batch, vocabulary, device=device)
+    return [logits, *(column.to(device) for column in columns), out]
+
+
+def token_logprobs_arguments(device: torch.device, draw: int) -> list[Any]:
+    tokens = torch.tensor([(3, 0, 6), (1, 5, 2)][draw], device=device)
+    wanted = int32([(2, -1, 3, 0), (1, 2, 0, 3)][draw], device)
+    slots = torch.tensor([(0, 2, 1), (3, 1, 0)][draw], device=device)
+    ids = torch.zeros(3, 4, dtype=torch.int32, device=device)
+    return [torch.randn(3, 7).to(device), tokens, wanted, slots, torch.zeros(3, 5).to(device), ids]
+
+
 def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     """Return arguments of an op; draws 0 and 1 differ in every value, and in nothing else."""
 
@@ -154,6 +191,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(empty(3, 2, 16), empty(3, 2)),
         ],
         "paged_attention": lambda: attention_arguments(device, draw),
+        "process_logits": lambda: process_logits_arguments(device, draw),
         "quantize_asymmetric": lambda: [x, *asymmetric_outputs(16), None],
         "quantize_per_group": lambda: [x, False, empty(3, 16, dtype=E4M3), empty(1, 3), None],
         "quantize_per_tensor": lambda: [
@@ -181,6 +219,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(x, 2.5, torch.tensor([(0.0, 0.7, 0.0), (0.0, 0.0, 0.9)][draw], device=device)),
             *(torch.tensor([(1.0, 1.0, 1.5), (1.2, 1.0, 1.0)][draw], device=device), None),
         ],
+        "token_logprobs": lambda: token_logprobs_arguments(device, draw),
         "varlen_attention": lambda: varlen_arguments(device, draw),
         "w8a8_linear": lambda: [
             *(x8, w8, x_scale, w_scale, bias, zero, w_sum, None, True, False, False, empty(3, 8))
@@ -195,7 +234,7 @@ OPS = [
     if name.islower()
     and not name.endswith("_workspace")  # a number, from capacities
     and name not in ("channel_scales", "pack_weight")
-    and not name.endswith("_logits")
+    and name not in ("linear_logits", "rms_norm_w8a8_logits")
     and not name.startswith("silu_mul")  # a kind of activation
 ] + [f"activation_quantize{form}_discarding" for form in ("", "_asymmetric", "_per_group")]
 

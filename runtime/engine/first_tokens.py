@@ -1,0 +1,43 @@
+"""The first token of a text, sampled from its prompt's last logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import ops
+from .decode_step import SeenTokens, sampling_counters, sampling_inputs
+from .logits_processing import LogitsProcessing
+from .request import Request
+from .upload import upload
+
+
+def first_tokens(
+    requests: Sequence[Request],
+    logits: torch.Tensor,
+    seen: SeenTokens,
+    processing: LogitsProcessing | None,
+) -> tuple[torch.Tensor, ops.RowLogprobs | None]:
+    """Return the first token [n] int64 of each request, and log-probabilities if one wants some.
+
+    Args:
+        requests: [n] in slots.
+        logits: [n, vocab_size] fp32, a row for each.
+        seen: the tokens of their prompts.
+        processing: of an engine that processes logits.
+    """
+    device = logits.device
+    if not requests:
+        return torch.empty(0, dtype=torch.int64, device=device), None
+    slots = upload(torch.tensor([request.slot for request in requests]), device)
+    counters = sampling_counters(requests, device)
+    inputs = sampling_inputs(requests, device)
+    if processing is not None and any(request.needs_processing for request in requests):
+        processing.write_masks(requests)
+        none = torch.zeros_like(slots)  # of a text that has no token yet
+        return processing.sample(
+            logits, slots=slots, tokens=none, seen=seen.mask, counters=counters, **inputs
+        )
+    tokens = ops.sample(logits, seen=seen.mask, seen_rows=slots, counters=counters, **inputs)
+    return tokens, None

@@ -1,0 +1,266 @@
+"""Grammars: compiled in a process of their own, followed token by token here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import torch
+from tokenizers import Tokenizer
+
+from .structured import StructuredOutput
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, TokenizerInfo
+
+_WORKER = Path(__file__).with_name("grammar_worker.py")
+_START_SECONDS = 120.0  # importing what it needs, on a busy machine
+_COMPILE_SECONDS = 10.0
+_WORKER_BYTES = 2 << 30
+_MOST_ANSWER = 64 << 20  # bytes of a compiled grammar, serialised
+_CACHE_BYTES = 256 << 20
+
+
+# Time of the host's that a text's grammar may take, in which all texts wait: a mask takes some 0.1
+# ms, but there are grammars for which it takes seconds.
+_SECONDS = 0.5
+_SECONDS_PER_TOKEN = 0.002
+
+
+class Matcher:
+    """A text's place in its grammar.
+
+    Args:
+        compiled: the grammar.
+    """
+
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        from xgrammar import GrammarMatcher
+
+        self._matcher = GrammarMatcher(compiled)
+        self._seconds_left = _SECONDS
+
+    def fill(self, masks: torch.Tensor, row: int) -> None:
+        """Write which tokens may come next into a row of masks [n, words] int32 on the host."""
+        started = time.thread_time()
+        self._matcher.fill_next_token_bitmask(masks, row)
+        self._seconds_left -= time.thread_time() - started
+
+    def accept(self, token: int) -> bool:
+        """Go on behind a token; return whether the text can go on.
+
+        It cannot where the grammar does not allow the token, or has taken more than half a second
+        and 2 ms for each token.
+        """
+        started = time.thread_time()
+        allowed = self._matcher.accept_token(token)
+        self._seconds_left -= time.thread_time() - started - _SECONDS_PER_TOKEN
+        return allowed and self._seconds_left >= 0
+
+    def undo(self) -> None:
+        """Go back to before the last token."""
+        self._matcher.rollback(1)
+
+
+class GrammarCompiler:
+    """Compiles what callers ask for, and keeps the last results.
+
+    Calls may come from any thread; one compiles at a time, and a call for what is kept does not
+    wait for it. A text that takes longer than 10 s or
+    more than 2 GiB is refused, and harms nothing but the process that compiles it.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: of the model's logits.
+        eos_token_ids: the tokens that end a text.
+        seconds: how long a compilation may take.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        seconds: float = _COMPILE_SECONDS,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._seconds = seconds
+        self._lock = threading.Lock()  # of what is kept
+        self._compiling = threading.Lock()  # of the process
+        self._info: TokenizerInfo | None = None
+        self._worker: _Worker | None = None
+        self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+
+    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
+        """Return the grammar of a form.
+
+        Raises:
+            ValueError: for a form that is no grammar, takes too long or too much memory, or a model
+                without an end-of-sequence id.
+            RuntimeError: without xgrammar, naming the extra.
+        """
+        found = self._find(structured)
+        if found is not None:
+            return found
+        with self._compiling:
+            found = self._find(structured)  # another thread's
+            if found is None:
+                found = self._compiled(structured)
+                self._keep(structured, found)
+            return found
+
+    def close(self) -> None:
+        """End the process; the next call starts another."""
+        with self._compiling:
+            self._end_worker()
+
+    def _find(self, structured: StructuredOutput) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+            return found
+
+    def _keep(self, structured: StructuredOutput, compiled: CompiledGrammar) -> None:
+        with self._lock:
+            self._kept[structured] = compiled
+            while len(self._kept) > 1 and self._kept_bytes() > _CACHE_BYTES:
+                self._kept.popitem(last=False)
+
+    def _compiled(self, structured: StructuredOutput) -> CompiledGrammar:
+        if not self._eos_token_ids:
+            raise ValueError(
+                "structured: got a form, expected None: the model has no end-of-sequence id"
+            )
+        try:
+            from xgrammar import CompiledGrammar
+        except ImportError as error:
+            raise RuntimeError(
+                "structured: xgrammar is missing: pip install 'ostinato[serve]'"
+            ) from error
+        info = self._tokenizer_info()
+        kind = structured.kind
+        try:
+            if self._worker is None:
+                self._worker = _Worker(info.serialize_json())
+            answer = self._worker.ask([kind, structured.text], self._seconds)
+        except _WorkerError as error:
+            self._end_worker()
+            raise ValueError(f"{kind}: got a text whose grammar {error}") from error
+        except BaseException:
+            self._end_worker()  # with an answer that nobody reads
+            raise
+        if "error" in answer:
+            # Behind the time and the place in xgrammar's sources.
+            told = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", answer["error"]).strip()
+            raise ValueError(f"{kind}: got a text that is no grammar: {told[:500]}")
+        return CompiledGrammar.deserialize_json(answer["grammar"], info)
+
+    def _kept_bytes(self) -> int:
+        return sum(compiled.memory_size_bytes for compiled in self._kept.values())
+
+    def _tokenizer_info(self) -> TokenizerInfo:
+        if self._info is None:
+            from xgrammar import TokenizerInfo
+
+            # A special token adds no text, so that no grammar may count on it: empty ones are never
+            # allowed.
+            added = self._tokenizer.get_added_tokens_decoder()
+            special = {number for number, token in added.items() if token.special}
+            words = [""] * self._vocab_size
+            for word, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+                if number < self._vocab_size and number not in special:
+                    words[number] = word
+            how = TokenizerInfo._detect_metadata_from_hf(self._tokenizer.to_str())
+            self._info = TokenizerInfo(
+                words,
+                how["vocab_type"],
+                vocab_size=self._vocab_size,
+                stop_token_ids=self._eos_token_ids,
+                add_prefix_space=how["add_prefix_space"],
+            )
+        return self._info
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+
+class _WorkerError(Exception):
+    """Why a worker has no answer: the predicate of a sentence about a grammar."""
+
+
+class _Worker:
+    """The process of `grammar_worker.py`."""
+
+    def __init__(self, description: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", ""), "CUDA_VISIBLE_DEVICES": ""},
+        )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # see the deadline of `ask`
+        try:
+            self.ask([description, _WORKER_BYTES], _START_SECONDS)
+        except BaseException:
+            self.end()
+            raise
+
+    def ask(self, question: list[object], seconds: float) -> dict[str, str]:
+        """Return the answer to a line."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        deadline = time.monotonic() + seconds
+        left = memoryview(json.dumps(question).encode() + b"\n")
+        while left:
+            if not _ready(stdin, select.POLLOUT, deadline):
+                raise _WorkerError(f"is not read within {seconds:g} s")
+            try:
+                left = left[os.write(stdin.fileno(), left) :]
+            except BrokenPipeError as error:
+                raise _WorkerError("could not be compiled: its process has ended") from error
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            if not _ready(stdout, select.POLLIN, deadline):
+                raise _WorkerError(f"takes longer than {seconds:g} s to compile")
+            piece = os.read(stdout.fileno(), 1 << 20)
+            if not piece:
+                raise _WorkerError("ended the process that compiles it, which has 2 GiB of memory")
+            line += piece
+            if len(line) > _MOST_ANSWER:
+                raise _WorkerError(f"is larger than {_MOST_ANSWER} bytes")
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        """Kill the process and wait for its end."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
+    """Wait until a pipe can be read or written, or has been closed; return whether it is so."""
+    poll = select.poll()  # which knows more files than select, as a server may have
+    poll.register(pipe, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
