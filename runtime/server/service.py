@@ -83,7 +83,7 @@ class Service:
         except UnicodeEncodeError as error:
             half = text[error.start]
             raise ApiError(
-                400, f"prompt: got a text with {half!r}, expected valid Unicode"
+                400, f"prompt: got a text with {half!r}, expected valid Unicode", param="prompt"
             ) from None
         encoding = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
         ids: list[int] = encoding.ids
