@@ -31,7 +31,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._max_connections = max_connections
         self._max_head_bytes = max_head_bytes
         self._head_timeout = head_timeout
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head that has begun, in earlier pieces
+        self._piece_bytes = 0  # of the piece that is parsed, where all of it may be of one head
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -57,13 +58,21 @@ class LimitedConnection(HttpToolsProtocol):
         self._end_head()
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        """Note that what follows in this piece, if anything, is another head."""
+        self._head_bytes = self._piece_bytes = 0
+        super().on_message_complete()
+
     def data_received(self, data: bytes) -> None:
         """Parse data, and refuse a head that grows beyond the limit."""
         if self.transport.is_closing():
             return
-        self._head_bytes += len(data)
+        self._piece_bytes = len(data)
         super().data_received(data)
-        if self._head_timer is not None and self._head_bytes > self._max_head_bytes:
+        if self._head_timer is None:
+            return
+        self._head_bytes += self._piece_bytes
+        if self._head_bytes > self._max_head_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the headers are too large")
 
     def send_400_response(self, msg: str) -> None:
@@ -71,7 +80,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def _begin_head(self) -> None:
-        self._end_head()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         self._head_timer = self.loop.call_later(
             self._head_timeout,
             self._refuse,
@@ -80,7 +90,7 @@ class LimitedConnection(HttpToolsProtocol):
         )
 
     def _end_head(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes = self._piece_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -72,7 +72,11 @@ class Gate:
         head = len(scope["raw_path"]) + len(scope["query_string"])
         head += sum(len(key) + len(value) + 4 for key, value in scope["headers"])
         if head > settings.max_head_bytes:
-            raise ApiError(431, f"the headers are too large: at most {settings.max_head_bytes}")
+            raise ApiError(
+                431,
+                f"the headers are too large: at most {settings.max_head_bytes} bytes",
+                headers={"connection": "close"},
+            )
         if self._keys and scope["path"] not in _OPEN:
             kind, _, key = headers.get(b"authorization", b"").partition(b" ")
             # All are compared, so that the time does not tell which one was close.
