@@ -87,41 +87,43 @@ class ChatTemplate:
             self._end()
 
     def _ask(self, line: bytes) -> bytes:
-        started = self._process is None
-        process = self._process or self._start()
+        if self._process is None:
+            self._start(json.dumps(self._templates).encode() + b"\n")
+        return self._exchange(line, self._timeout)
+
+    def _exchange(self, line: bytes, seconds: float) -> bytes:
+        process = self._process
+        assert process is not None
         assert process.stdin is not None
-        deadline = time.monotonic() + self._timeout + (_START_TIMEOUT if started else 0)
         try:
             process.stdin.write(line)
             process.stdin.flush()
         except BrokenPipeError:
             raise TemplateFault("messages: the chat template has ended its process") from None
-        return self._read_line(process, deadline)
+        return self._read_line(process, seconds)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, line: bytes) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "OSTINATO_API_KEY"}
         # -P: the folder of the program is no place to import from.
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the server
         )
-        self._process = process
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(self._templates).encode() + b"\n")
-        return process
+        self._exchange(line, _START_TIMEOUT)
 
-    def _read_line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    def _read_line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
         assert process.stdout is not None
+        deadline = time.monotonic() + seconds
         pieces = []
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while True:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise TemplateFault(
-                        f"messages: the chat template took longer than {self._timeout} s"
+                        f"messages: the chat template took longer than {seconds} s"
                     )
                 piece = os.read(process.stdout.fileno(), _PIECE)
                 if not piece:

@@ -3,9 +3,9 @@
 The sandbox keeps a template from running code. Against one that loops or grows there is no help
 within a process: this one has a limit of memory and of time, and its parent ends it.
 
-It reads JSON documents from standard input, a line each: the templates first, then
-`{"template": name, "variables": {...}, "seconds": s}`, each answered with a line `{"text": ...}` or
-`{"error": ...}`.
+It reads JSON documents from standard input, a line each: the templates first, answered with a line
+once it is ready, then `{"template": name, "variables": {...}, "seconds": s}`, each answered with a
+line `{"text": ...}` or `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     environment = _environment()
     templates = json.loads(sys.stdin.readline())
+    _answer({})
     for line in sys.stdin:
         order = json.loads(line)
         # The parent ends it sooner; this is for when the parent is gone.
@@ -78,13 +79,17 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         try:
             text = _render(environment, templates[order["template"]], order["variables"])
-            answer = json.dumps({"text": text})
+            _answer({"text": text})
         except MemoryError:
-            answer = json.dumps({"error": "it took too much memory"})
+            _answer({"error": "it took too much memory"})
         except Exception as error:
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
+            _answer({"error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def _answer(document: dict[str, str]) -> None:
+    line = json.dumps(document)  # whole, before any of it is written
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
