@@ -91,7 +91,7 @@ def serve(
     """Serve until SIGINT or SIGTERM; then let running requests end, within `drain_timeout`.
 
     Args:
-        service: what is served; its engine is stopped at the end.
+        service: what is served; it is closed at the end.
         bound: a socket of `bind`.
         on_ready: called before requests are taken, with a server whose `should_exit` ends it.
 
@@ -117,7 +117,5 @@ def serve(
     try:
         server.run(sockets=[bound])
     finally:
-        service.engine.stop()
-        if service.template is not None:
-            service.template.close()
+        service.close()
     return not server.engine_died

@@ -96,6 +96,12 @@ class Service:
         )
         return text
 
+    def close(self) -> None:
+        """End all requests, and release the engine and the template's process."""
+        self.engine.stop()
+        if self.template is not None:
+            self.template.close()
+
     async def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> Generation:

@@ -19,6 +19,10 @@ from tiny import byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()
 MODEL = "tiny"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 JSON_HEAD = {"content-type": "application/json"}
 
 

@@ -14,8 +14,7 @@ from ostinato.engine.detokenizer import Detokenizer
 from ostinato.server import Settings
 from ostinato.server.chat.parsers import HERMES, THINK, Parsers
 from ostinato.server.chat.render import ChatTemplate
-from serving import MODEL, TOKENIZER, Client, make_engine, make_service, serving
-from test_server_templates import CHATML
+from serving import CHATML, MODEL, TOKENIZER, Client, make_engine, make_service, serving
 from tiny import tiny_llama
 
 PATH = "/v1/chat/completions"

@@ -95,7 +95,7 @@ def test_pieces_make_the_same_message(parts: list[str], data: st.DataObject) -> 
 @given(st.text("abé <>/[{\n", max_size=30), st.data())
 def test_texts_without_tags_stay_as_they_are(text: str, data: st.DataObject) -> None:
     tools = data.draw(st.sampled_from([None, HERMES, JSON]))
-    assert _read(list(text) + [""], tools, thinks=True) == ("", text, [])
+    assert _read([*text, ""], tools, thinks=True) == ("", text, [])
 
 
 def test_parsers_have_names_and_families() -> None:

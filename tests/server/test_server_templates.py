@@ -13,12 +13,9 @@ import pytest
 from ostinato.checkpoint.errors import CheckpointError
 from ostinato.server.chat.render import ChatTemplate, TemplateFault
 from ostinato.server.chat.templates import load_chat_template
+from serving import CHATML
 
 MESSAGES = [{"role": "user", "content": "hi <b>"}]
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def test_templates_render_as_in_transformers(rendering: Any, source: str, text: 
     ],
 )
 def test_templates_that_misbehave_are_refused(rendering: Any, source: str) -> None:
-    with pytest.raises(TemplateFault, match="^messages: the chat template"):
+    with pytest.raises(TemplateFault, match=r"^messages: the chat template"):
         rendering(source)
 
 

@@ -122,9 +122,7 @@ class ChatTemplate:
             selector.register(process.stdout, selectors.EVENT_READ)
             while True:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TemplateFault(
-                        f"messages: the chat template took longer than {seconds} s"
-                    )
+                    raise TemplateFault(f"messages: the chat template took longer than {seconds} s")
                 piece = os.read(process.stdout.fileno(), _PIECE)
                 if not piece:
                     raise TemplateFault("messages: the chat template took too much memory or time")
