@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from .command import FAILED, Command, Parser, UserError, check_folder, find_model, user_errors
-from .served_model import add_served_model_flags, service_of
+from .served_model import add_served_model_flags, require_server, service_of
 
 _EPILOG = """\
 Each line of the input is a request of OpenAI's batch API:
@@ -26,10 +26,11 @@ def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     folder = find_model("MODEL", args.model, "tokenizer.json")
     check_folder("--output-file", args.output_file)
-    with user_errors(ImportError):
-        from ..server import Settings
-        from ..server.batch import BatchError, finished_lines, read_lines, run_batch
+    require_server()
     from tqdm import tqdm
+
+    from ..server import Settings
+    from ..server.batch import BatchError, finished_lines, read_lines, run_batch
 
     with user_errors(ValueError, OSError):
         with open(args.input_file, "rb") as requests:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .command import Command, Parser, UserError, find_model, user_errors
 from .sampling import add_sampling_flags, sampling_params
-from .served_model import add_served_model_flags, service_of
+from .served_model import add_served_model_flags, require_server, service_of
 
 if TYPE_CHECKING:
     from ..engine import SamplingParams
@@ -26,8 +26,9 @@ input leave. Ctrl-C ends an answer where it is, and leaves when nothing is being
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     folder = find_model("MODEL", args.model, "tokenizer.json")
-    with user_errors(ImportError):
-        from ..server import Settings
+    require_server()
+    from ..server import Settings
+
     with user_errors():
         given = sampling_params(args)
     service = service_of(args, folder, Settings())

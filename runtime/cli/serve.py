@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .command import FAILED, Command, Parser, find_model, user_errors
-from .served_model import add_served_model_flags, service_of
+from .served_model import add_served_model_flags, require_server, service_of
 
 if TYPE_CHECKING:
     from ..server import Settings
@@ -25,8 +25,9 @@ _KEY = "OSTINATO_API_KEY"
 def _main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     folder = find_model("MODEL", args.model, "tokenizer.json")
-    with user_errors(ImportError):
-        from ..server import bind, log_to, serve
+    require_server()
+    from ..server import bind, log_to, serve
+
     with user_errors():
         settings = _settings(args)
         bound = bind(settings.host, settings.port)

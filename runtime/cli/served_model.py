@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .command import comma_separated, user_errors
+from .command import UserError, comma_separated, user_errors
 from .device import add_device_flag, resolve_device
 
 if TYPE_CHECKING:
@@ -116,6 +117,14 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         help="do not compare replays with the step after capture",
     )
+
+
+def require_server() -> None:
+    """Check that what the server needs is installed."""
+    try:
+        importlib.import_module("..server", __package__)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'ostinato[serve]'") from error
 
 
 def service_of(args: argparse.Namespace, folder: Path, settings: Settings) -> Service:

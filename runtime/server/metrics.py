@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..engine import Engine
 
@@ -53,10 +56,8 @@ class Metrics:
         self._admitted = Gauge(
             "ostinato_choices_admitted", "Texts that run or wait.", registry=registry
         )
-        self._engine = {
-            name: Gauge(f"ostinato_engine_{name}", text, registry=registry)
-            for name, text in _ENGINE.items()
-        }
+        self._engine = _EngineCollector()
+        registry.register(self._engine)
 
     def render(self, admitted: int, engine: EngineNumbers | None) -> bytes:
         """Return everything as Prometheus' text.
@@ -66,29 +67,31 @@ class Metrics:
             engine: its numbers; None where there are none, when those of before stay.
         """
         self._admitted.set(admitted)
-        if engine is None:
-            return generate_latest(self._registry)
-        for name, value in engine.values.items():
-            self._engine[name].set(value)
-        return generate_latest(self._registry) + engine.graphs.encode()
+        if engine is not None:
+            self._engine.numbers = engine
+        return generate_latest(self._registry) + self._engine.numbers.graphs.encode()
 
 
-_ENGINE = {
-    "decode_tokens": "Tokens decoded behind each text's first, since the start.",
-    "prefill_tokens": "Prompt tokens computed since the start.",
-    "preemptions": "Requests that gave way since the start.",
-    "failed_requests": "Requests whose logits were NaN, since the start.",
-    "kv_pages": "Pages of the KV cache.",
-    "kv_pages_free": "Pages that requests could take now.",
-}
+# Of an engine: the name, whether it only grows, and what it is.
+_ENGINE = (
+    ("decode_tokens", True, "Tokens decoded behind each text's first."),
+    ("prefill_tokens", True, "Prompt tokens computed."),
+    ("prefix_tokens", True, "Prompt tokens looked for in the KV cache."),
+    ("shared_tokens", True, "Those of them that were there."),
+    ("evicted_pages", True, "Pages of the KV cache kept for later prompts and given up."),
+    ("preemptions", True, "Requests that gave way."),
+    ("failed_requests", True, "Requests whose logits were NaN."),
+    ("kv_pages", False, "Pages of the KV cache."),
+    ("kv_pages_free", False, "Pages that requests could take now."),
+)
 
 
 @dataclass(frozen=True)
 class EngineNumbers:
     """Numbers of an engine at one moment: `values` by the names above, `graphs` as text."""
 
-    values: dict[str, float]
-    graphs: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    graphs: str = ""
 
     @staticmethod
     def of(engine: Engine) -> EngineNumbers:
@@ -97,11 +100,25 @@ class EngineNumbers:
         values = {
             "decode_tokens": stats.decode_tokens,
             "prefill_tokens": stats.prefill_tokens,
+            "prefix_tokens": cache.prefix_tokens,
+            "shared_tokens": cache.shared_tokens,
+            "evicted_pages": cache.evictions,
             "preemptions": stats.preemptions,
             "failed_requests": stats.failed_requests,
             "kv_pages": cache.usable_pages,
             "kv_pages_free": cache.free_pages,
         }
-        return EngineNumbers(
-            {k: float(v) for k, v in values.items()}, engine.runner.stats().to_prometheus()
-        )
+        return EngineNumbers(values, engine.runner.stats().to_prometheus())
+
+
+class _EngineCollector(Collector):
+    """Hands the numbers that were read last to prometheus_client."""
+
+    def __init__(self) -> None:
+        self.numbers = EngineNumbers()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, grows, text in _ENGINE:
+            family = CounterMetricFamily if grows else GaugeMetricFamily
+            value = self.numbers.values.get(name, 0)
+            yield family(f"ostinato_engine_{name}", text, value=value)

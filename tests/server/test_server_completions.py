@@ -11,7 +11,7 @@ import pytest
 
 from effort import effort
 from ostinato.engine import Engine, SamplingParams
-from serving import JSON_HEAD, MODEL, TOKENIZER, Client, sse
+from serving import JSON_HEAD, MODEL, TOKENIZER, Client, make_engine, make_service, serving, sse
 
 PATH = "/v1/completions"
 
@@ -70,7 +70,7 @@ def _leave(client: Client, body: dict[str, Any], after: int) -> None:
 
 def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Engine) -> None:
     draw = random.Random(1)
-    cases = [(_prompt(draw), _fields(draw)) for _ in range(effort(60, 1000))]
+    cases = [(_prompt(draw), _fields(draw)) for _ in range(effort(60, 500))]
     kinds = [draw.choice(["whole", "stream", "stream", "leave"]) for _ in cases]
 
     def ask(at: int) -> str | None:
@@ -170,6 +170,25 @@ def test_metrics_count_tokens_and_answers(client: Client) -> None:
     assert read("ostinato_completion_tokens_total") == before + 5
     assert read("ostinato_graph_runs_total") > 0
     assert read('ostinato_http_answers_total{route="/v1/completions",status="200"}') > 0
+
+
+def test_metrics_count_shared_prefixes_and_evictions() -> None:
+    def read(name: str) -> float:
+        lines = client.get("/metrics")[1].splitlines()
+        return float(next(x.split()[-1] for x in lines if x.startswith(f"ostinato_engine_{name} ")))
+
+    # 39 pages of 4 tokens; a prompt of 40 keeps 10 of them.
+    with serving(make_service(lambda: make_engine(num_pages=40))) as client:
+        shared = "a" * 40
+        client.complete(shared + "1", max_tokens=1)
+        assert read("shared_tokens_total") == 0
+        client.complete(shared + "2", max_tokens=1)
+        assert (read("prefix_tokens_total"), read("shared_tokens_total")) == (80, 40)
+        assert read("prefill_tokens_total") == 41 + 1
+        assert read("evicted_pages_total") == 0
+        for letter in "bcde":
+            client.complete(letter * 40, max_tokens=1)
+        assert read("evicted_pages_total") > 0
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/nothing"])

@@ -113,6 +113,17 @@ def test_wrong_flags_are_named(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["serve"], ["chat"], ["run-batch", "-i", "x", "-o", "y"]])
+def test_missing_extra_is_named(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("ostinato.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main([command[0], str(MODEL), *command[1:]]) == 2
+    assert "pip install 'ostinato[serve]'" in capsys.readouterr().err
+
+
 def test_port_in_use_is_found_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
