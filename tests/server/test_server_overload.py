@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from typing import Any
 
@@ -68,6 +71,31 @@ def test_full_queue_answers_429_and_recovers() -> None:
             answer.close()
         client.wait_idle()
         client.complete(**SHORT)
+
+
+def test_thousand_connections_are_served() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    service = make_service()
+    with serving(service) as client, ExitStack() as stack:
+        address = ("127.0.0.1", client.port)
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(1000)]
+        client.complete(**SHORT)
+        for connection in idle[::2]:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        answers = [connection.recv(4096) for connection in idle[::2]]
+        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+        client.complete(**SHORT)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_texts_beyond_the_cache_are_refused() -> None:
+    with serving(make_service(lambda: make_engine(num_pages=9))) as client:
+        # 8 pages of 4 tokens; many texts take turns, one that is too long never fits.
+        assert client.refused(LONG)["code"] == "context_length_exceeded"
+        answer = client.complete("abc", n=16, max_tokens=16, ignore_eos=True, seed=1)
+        assert answer["usage"]["completion_tokens"] == 16 * 16
+        client.wait_idle()
 
 
 def test_deadline_ends_a_request_with_an_error() -> None:
