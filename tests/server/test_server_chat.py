@@ -116,12 +116,12 @@ def _say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Let every text of the server begin with this one, since the model cannot call tools."""
     said: dict[Detokenizer, Iterator[str]] = {}
 
-    def push(self: Detokenizer, token: int, *, last: bool = False) -> str:
+    def push(self: Detokenizer, token: int, **options: bool) -> str:
         pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
         return next(said.setdefault(self, iter(pieces)), "")
 
     monkeypatch.setattr(Detokenizer, "push", push)
-    monkeypatch.setattr(Detokenizer, "finish", lambda self: "")
+    monkeypatch.setattr(Detokenizer, "finish", lambda self, **options: "")
 
 
 CALL = '<think>why</think>\n\nSure.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
