@@ -7,11 +7,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from .. import __version__
 from .api import chat, completions, refused, state, tokens
+from .documents import JsonAnswer
 from .errors import ApiError, error_body
 from .gate import Gate
 from .service import Service
@@ -35,24 +35,24 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JsonAnswer:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         body = error.body()
     else:
         # Of the router: no such path, or not with this method.
         body = error_body(error.status_code, f"{request.url.path[:200]}: {error.detail}")
-    return JSONResponse(body, error.status_code, dict(error.headers or {}))
+    return JsonAnswer(body, error.status_code, dict(error.headers or {}))
 
 
-async def _validation_error(request: Request, error: Exception) -> JSONResponse:
+async def _validation_error(request: Request, error: Exception) -> JsonAnswer:
     assert isinstance(error, RequestValidationError)
     faults = error.errors()
     text = "; ".join(map(_fault, faults[:_MOST_FAULTS]))
     param = _where(faults[0]["loc"]) or None
     unknown = all(fault["type"] == "extra_forbidden" for fault in faults)
     code = "unknown_field" if unknown else "invalid_value"
-    return JSONResponse(error_body(400, text, param, code), 400)
+    return JsonAnswer(error_body(400, text, param, code), 400)
 
 
 def _fault(fault: dict[str, Any]) -> str:
@@ -61,6 +61,8 @@ def _fault(fault: dict[str, Any]) -> str:
         return f"{where}: got an unknown field, expected one that this server serves"
     if fault["type"] == "json_invalid":
         return f"body: got malformed JSON: {fault['ctx']['error']}"
+    if fault["type"] == "model_attributes_type" and not where:
+        return "body: expected a JSON object, sent with content-type: application/json"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error" and not where:
         return str(message)
@@ -68,6 +70,8 @@ def _fault(fault: dict[str, Any]) -> str:
 
 
 def _where(loc: Sequence[int | str]) -> str:
-    path = [str(part) for part in loc if part != "body"]
+    # Of a field that may be of several types, pydantic names the type, too.
+    types = ("body", "str")
+    path = [str(part) for part in loc if part not in types and "[" not in str(part)]
     # Of malformed JSON it is a place in the text.
     return "" if path and path[0].isdigit() else ".".join(path)[:200]

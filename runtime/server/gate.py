@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 import secrets
@@ -14,6 +13,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .documents import json_bytes
 from .errors import ApiError, error_body
 from .metrics import Metrics
 from .settings import Settings
@@ -162,7 +162,7 @@ class _Answer:
 
     async def refuse(self, error: HTTPException) -> None:
         code = getattr(error, "code", None)
-        body = json.dumps(error_body(error.status_code, error.detail, None, code)).encode()
+        body = json_bytes(error_body(error.status_code, error.detail, None, code))
         headers: list[Any] = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

@@ -154,6 +154,18 @@ def test_tool_calls_and_reasoning_are_parsed(
     assert (told.index, told.function.name) == (0, "add")
 
 
+def test_half_characters_of_a_call_stay_escapes(
+    chat: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _say(monkeypatch, CALL.replace('"a": 1', '"a": "\\ud800"'))
+    body = {"messages": [USER], "tools": [TOOL], "max_tokens": 20, "ignore_eos": True}
+    message = chat.post(PATH, body)[1]["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": "\ud800"}
+    chunks = chat.events(PATH, body)
+    (call,) = [c for e in chunks for c in e["choices"][0]["delta"].get("tool_calls", ())]
+    assert json.loads(call["function"]["arguments"]) == {"a": "\ud800"}
+
+
 def test_finish_reason_tells_of_tool_calls(chat: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"max_tokens": 30, "temperature": 1.5, "seed": 3, "ignore_eos": True}
     engine = make_engine(model=tiny_llama(max_position_embeddings=512))

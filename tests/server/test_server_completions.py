@@ -12,6 +12,7 @@ import pytest
 from effort import effort
 from ostinato.engine import Engine, SamplingParams
 from serving import JSON_HEAD, MODEL, TOKENIZER, Client, make_engine, make_service, serving, sse
+from tiny import tiny_llama
 
 PATH = "/v1/completions"
 
@@ -90,6 +91,23 @@ def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Eng
         if text is not None:
             assert text == expected[at].text, cases[at]
     client.wait_idle()
+
+
+@pytest.mark.gpu
+def test_texts_equal_generate_on_a_gpu() -> None:
+    draw = random.Random(2)
+    cases = [(_prompt(draw), _fields(draw)) for _ in range(64)]
+    with (
+        serving(make_service(lambda: make_engine(model=tiny_llama("cuda")))) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        texts = list(
+            pool.map(lambda case: _streamed(client, {"prompt": case[0], **case[1]}), cases)
+        )
+        client.wait_idle()
+    engine = make_engine(model=tiny_llama("cuda"))
+    expected = engine.generate([p for p, _ in cases], [_params(f) for _, f in cases])
+    assert texts == [completion.text for completion in expected]
 
 
 def test_choices_have_seeds_that_follow_each_other(client: Client, engine: Engine) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ..documents import JsonAnswer, json_bytes
 from ..errors import ApiError, error_body
 from ..generation import Generation
 
@@ -73,7 +73,7 @@ async def answer(
     """Return what `work` makes of a generation as JSON; both end when the client leaves."""
     async with generation:
         document = await until_gone(work, request.receive)
-    return JSONResponse(document) if document is not None else Response(status_code=_CLIENT_LEFT)
+    return JsonAnswer(document) if document is not None else Response(status_code=_CLIENT_LEFT)
 
 
 async def until_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
@@ -95,5 +95,5 @@ async def _gone(receive: Receive) -> None:
 
 
 def _event(document: dict[str, Any]) -> Message:
-    body = b"data: " + json.dumps(document, ensure_ascii=False).encode() + b"\n\n"
+    body = b"data: " + json_bytes(document) + b"\n\n"
     return {"type": "http.response.body", "body": body, "more_body": True}
