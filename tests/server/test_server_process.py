@@ -82,7 +82,7 @@ def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
         process.send_signal(signal.SIGTERM)
         texts = [answer.read() for answer in answers]
         assert all(text.endswith(b"data: [DONE]\n\n") for text in texts)
-        assert all(b'"finish_reason": "length"' in text for text in texts)
+        assert all(b'"finish_reason":"length"' in text for text in texts)
         assert process.wait(20) == 0
         assert process.stderr is not None
         log = process.stderr.read().decode().splitlines()
