@@ -11,13 +11,16 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..jit.errors import KernelError
-from . import build, env, generate, kernels, quantize, tune
+from . import batch, build, chat, env, generate, kernels, quantize, serve, tune
 from .bench import group as bench
 from .command import FAILED, Command, Parser, UserError
 from .interrupt import INTERRUPTED
 
 COMMANDS: dict[str, Command] = {
     "generate": generate.COMMAND,
+    "chat": chat.COMMAND,
+    "serve": serve.COMMAND,
+    "run-batch": batch.COMMAND,
     "quantize": quantize.COMMAND,
     "bench": bench.COMMAND,
     "tune": tune.COMMAND,

@@ -17,10 +17,16 @@ def page_bytes(model: Decoder, page_size: int) -> int:
     return 2 * config.num_layers * page_size * config.kv_size * config.dtype.itemsize
 
 
-def default_pages(model: Decoder, wanted: int, page_size: int) -> int:
+def default_pages(
+    model: Decoder, wanted: int, page_size: int, *, memory_fraction: float = 0.8
+) -> int:
     """Return how many pages there is room for, the dummy page included: as many as wanted at most.
 
-    Of a GPU's free memory 80% may be taken, or 4 GiB of the host's.
+    Args:
+        model: whose keys and values they hold.
+        wanted: pages without the dummy page.
+        page_size: tokens per page.
+        memory_fraction: of a GPU's free memory that may be taken; of the host's it is 4 GiB.
 
     Raises:
         ValueError: when there is no room for one.
@@ -29,7 +35,7 @@ def default_pages(model: Decoder, wanted: int, page_size: int) -> int:
     if model.device.type == "cuda":
         free_unused()
         free, _ = torch.cuda.mem_get_info(model.device)
-        budget = int(free * 0.8)
+        budget = int(free * memory_fraction)
         budget -= rounding(model.config.num_layers, budget)
     else:
         budget = min(_CPU_CACHE_BYTES, available_memory())

@@ -47,6 +47,8 @@ class PagedKVCache:
     Attributes:
         storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.
         l2_partition: for `paged_attention`; None where partitions are not known.
+        prefix_tokens: tokens of all prefixes that `add` was given so far.
+        shared_tokens: those of them that were in the cache already.
 
     Raises:
         ValueError: for a size below 1, or fewer than 2 pages.
@@ -77,6 +79,7 @@ class PagedKVCache:
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _SequencePages] = {}
         self._versions = count(1)
+        self.prefix_tokens = self.shared_tokens = 0
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
         self.l2_partition: L2Partition | None = None
         free_unused()
@@ -125,6 +128,11 @@ class PagedKVCache:
         """Pages that could be reserved now."""
         return self._pool.available
 
+    @property
+    def evictions(self) -> int:
+        """Pages kept for later sequences that were given up so far."""
+        return self._pool.evictions
+
     def pages_for(self, length: int) -> int:
         """Return how many pages `length` tokens fill."""
         return -(-length // self.page_size)
@@ -152,6 +160,8 @@ class PagedKVCache:
         self._pool.share(pages)
         length = len(pages) * self.page_size
         self._sequences[sequence] = _SequencePages(length, pages, next(self._versions))
+        self.prefix_tokens += len(prefix)
+        self.shared_tokens += length
         return length
 
     def pages_to_add(self, prefix: Sequence[int], length: int, *, multiple_of: int = 1) -> int:

@@ -25,6 +25,9 @@ class PagePool:
     Args:
         num_pages: the dummy page included.
         partition_of: the L2 partition, 0 or 1, that holds a page; by default they are alike.
+
+    Attributes:
+        evictions: kept pages that were given up so far.
     """
 
     def __init__(self, num_pages: int, partition_of: Callable[[int], int] | None = None) -> None:
@@ -33,6 +36,7 @@ class PagePool:
                 f"num_pages: got {num_pages}, expected at least 2 (page 0 is the dummy page)"
             )
         self.num_pages = num_pages
+        self.evictions = 0
         self._references = [0] * num_pages
         self._partition_of = partition_of
         # By partitions.
@@ -125,6 +129,7 @@ class PagePool:
             return None
         page, _ = self._kept[partition].popitem(last=False)
         del self._page_of[self._digest_of.pop(page)]
+        self.evictions += 1
         return page
 
 

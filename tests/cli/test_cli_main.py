@@ -55,7 +55,7 @@ def test_commands_are_imported_without_torch() -> None:
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        ([], "ostinato: error: got nothing, expected generate or quantize or bench or"),
+        ([], "ostinato: error: got nothing, expected generate or chat or serve or"),
         (["sing"], "ostinato: error: got sing, expected generate or"),
         (["--loud"], "ostinato: error: unrecognized arguments: --loud (see --help)"),
         (["generate"], "ostinato generate: error: the following arguments are required: MODEL"),

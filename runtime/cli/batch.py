@@ -1,0 +1,86 @@
+"""`run-batch`: a file of requests in, a file of answers out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from .command import FAILED, Command, Parser, UserError, check_folder, find_model, user_errors
+from .served_model import add_served_model_flags, require_server, service_of
+
+_EPILOG = """\
+Each line of the input is a request of OpenAI's batch API:
+  {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+Answers are written in the order of the requests. If the output exists already, the requests that it
+answers are passed over, so that an interrupted run goes on. The exit code is 1 when a request was
+refused or has failed.
+"""
+_TIMEOUT = 7 * 24 * 3600.0  # seconds; nobody waits at the other end
+
+
+def _main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    folder = find_model("MODEL", args.model, "tokenizer.json")
+    check_folder("--output-file", args.output_file)
+    require_server()
+    from tqdm import tqdm
+
+    from ..server import Settings
+    from ..server.batch import BatchError, finished_lines, read_lines, run_batch
+
+    with user_errors(ValueError, OSError):
+        with open(args.input_file, "rb") as requests:
+            total = sum(1 for _ in read_lines(requests))
+        done = 0
+        if args.output_file.exists():
+            done = finished_lines(args.input_file, args.output_file)
+    if not total:
+        raise UserError(f"--input-file: {args.input_file} holds no requests")
+    settings = Settings(request_timeout=_TIMEOUT, max_queue=1 << 20, max_body_bytes=64 << 20)
+    service = service_of(args, folder, settings)
+    try:
+        with (
+            open(args.input_file, "rb") as requests,
+            open(args.output_file, "a", encoding="utf-8") as answers,
+            tqdm(total=total, initial=done, unit="request", file=sys.stderr) as progress,
+        ):
+
+            def write(line: str) -> None:
+                answers.write(line + "\n")
+                answers.flush()
+                progress.update()
+
+            lines = islice(read_lines(requests), done, None)
+            at_once = 2 * service.max_batch
+            with user_errors(BatchError):
+                failed = asyncio.run(run_batch(service, lines, write, at_once=at_once))
+    finally:
+        service.close()
+    if failed:
+        print(f"{failed} of {total} requests were refused or have failed", file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="ostinato run-batch",
+        usage="python -m ostinato run-batch MODEL -i IN.jsonl -o OUT.jsonl [options]",
+        description="Answer a file of requests.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_served_model_flags(parser)
+    parser.add_argument(
+        *("-i", "--input-file"), type=Path, required=True, metavar="F", help="requests, one a line"
+    )
+    parser.add_argument(
+        *("-o", "--output-file"), type=Path, required=True, metavar="F", help="answers, one a line"
+    )
+    return parser
+
+
+COMMAND = Command("answer a file of requests", _main)

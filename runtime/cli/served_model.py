@@ -1,0 +1,162 @@
+"""The flags that say which model is served and how, with vLLM's spellings, and its service."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .command import UserError, comma_separated, user_errors
+from .device import add_device_flag, resolve_device
+
+if TYPE_CHECKING:
+    from ..server import Service, Settings
+
+_AUTO, _NONE = "auto", "none"
+
+
+def add_served_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the flags."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder of a Hugging Face checkpoint, or its name on the Hub",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may give as model (default: MODEL)",
+    )
+    parser.add_argument(
+        "--generation-config",
+        choices=(_AUTO, _NONE),
+        default=_AUTO,
+        help="whether generation_config.json sets sampling defaults (default auto: it does)",
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        default=_AUTO,
+        metavar="NAME",
+        help="how texts are read for tool calls: hermes, json, or none (default: by the family)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        default=_AUTO,
+        metavar="NAME",
+        help="how texts are read for reasoning: think, or none (default: by the chat template)",
+    )
+    add_device_flag(parser)
+    _add_engine_flags(parser.add_argument_group("engine"))
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        *("--max-batch", "--max-num-seqs"),
+        type=int,
+        metavar="N",
+        help="texts that grow at once (default: the largest of --capture-sizes, or 32)",
+    )
+    group.add_argument(
+        *("--max-context", "--max-model-len"),
+        type=int,
+        metavar="N",
+        help="tokens of a prompt and its text (default: the model's)",
+    )
+    group.add_argument(
+        *("--capture-sizes", "--cudagraph-capture-sizes"),
+        type=comma_separated,
+        nargs="+",
+        metavar="B",
+        help="batch sizes to capture, such as 1 2 4 or 1,2,4 (default: chosen up to --max-batch)",
+    )
+    group.add_argument(
+        *("--memory-fraction", "--gpu-memory-utilization"),
+        type=float,
+        default=0.8,
+        metavar="F",
+        help="share of the GPU's memory, free once the model is loaded, that the KV cache may take "
+        "(default 0.8)",
+    )
+    group.add_argument(
+        *("--page-size", "--block-size"),
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens per KV page (default 16)",
+    )
+    group.add_argument(
+        "--num-pages", type=int, metavar="N", help="pages of the KV cache, instead of a share"
+    )
+    group.add_argument(
+        *("--max-prefill-tokens", "--max-num-batched-tokens"),
+        type=int,
+        default=2048,
+        metavar="N",
+        help="prompt tokens of one step (default 2048)",
+    )
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=(_AUTO,),
+        default=_AUTO,
+        help="of keys and values: the model's",
+    )
+    group.add_argument(
+        *("--tensor-parallel-size", "-tp"),
+        type=int,
+        choices=(1,),
+        default=1,
+        help="GPUs that share the model: 1",
+    )
+    group.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not compare replays with the step after capture",
+    )
+
+
+def require_server() -> None:
+    """Check that what the server needs is installed."""
+    try:
+        importlib.import_module("..server", __package__)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'ostinato[serve]'") from error
+
+
+def service_of(args: argparse.Namespace, folder: Path, settings: Settings) -> Service:
+    """Return the service that the flags ask for, its engine captured.
+
+    Raises:
+        UserError: for a checkpoint or a flag that cannot be used.
+    """
+    import torch
+
+    from ..server.loading import EngineOptions, load_service
+
+    sizes: Sequence[Sequence[int]] | None = args.capture_sizes
+    with user_errors(ValueError, OSError, torch.OutOfMemoryError, MemoryError):
+        options = EngineOptions(
+            device=resolve_device(args.device),
+            max_batch=args.max_batch,
+            max_context=args.max_context,
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            memory_fraction=args.memory_fraction,
+            capture_sizes=None if sizes is None else [size for some in sizes for size in some],
+            max_prefill_tokens=args.max_prefill_tokens,
+            verify=args.verify,
+        )
+        return load_service(
+            folder,
+            options,
+            settings,
+            names=args.served_model_name or [args.model],
+            own_defaults=args.generation_config == _AUTO,
+            tools=args.tool_call_parser,
+            reasoning=args.reasoning_parser,
+            on_capture=lambda report: print(report, file=sys.stderr, flush=True),
+        )

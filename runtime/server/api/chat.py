@@ -1,0 +1,183 @@
+"""/v1/chat/completions: messages are answered by a message."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import model_validator
+
+from ..chat.message import Delta, MessageReader
+from ..errors import ApiError
+from ..generation import Generation
+from .chat_fields import ChatPrompt, rendered
+from .dependencies import Served
+from .events import EventStream, answer
+from .fields import Fields, SamplingFields, checked_max_tokens, sampling_params, unsupported
+from .usage import finish_reason, usage
+
+ROUTER = APIRouter()
+
+
+class ResponseFormat(Fields):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(SamplingFields, ChatPrompt):
+    """The body of a request."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> ChatRequest:
+        if self.messages is None:
+            raise ValueError("messages: expected a list of messages")
+        return self
+
+
+@ROUTER.post("/v1/chat/completions")
+async def chat(body: ChatRequest, request: Request, service: Served) -> Response:
+    """Answer the messages `n` times."""
+    service.check_model(body.model)
+    _check_supported(body)
+    with_usage = body.usage_in_stream
+    choices = body.n or 1
+    if choices > service.settings.max_choices:
+        raise ApiError(
+            400, f"n: got {choices}, expected at most {service.settings.max_choices}", param="n"
+        )
+    with_tools = body.tool_choice != "none"
+    text = await rendered(body, service, tools=with_tools)
+    prompt = await service.encode(text, special=body.add_special_tokens)
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    most = checked_max_tokens(wanted, len(prompt), service.max_context, service.max_context)
+    params = sampling_params(body, most, service.defaults, choices)
+    names = {tool.function.name for tool in body.tools or () if with_tools}
+    readers = [
+        MessageReader(service.parsers, names, thinking=text.rstrip().endswith("<think>"))
+        for _ in range(choices)
+    ]
+    generation = await service.generate([prompt] * choices, params)
+    document = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion.chunk" if body.stream else "chat.completion",
+        "created": int(time.time()),
+        "model": body.model or service.models[0],
+    }
+    log = request.scope["ostinato"]
+    if body.stream:
+        chunks = _chunks(generation, document, readers, len(prompt), with_usage, log)
+        return EventStream(generation, chunks)
+    whole = _whole(generation, document, readers, len(prompt), log)
+    return await answer(request, generation, whole)
+
+
+def _check_supported(body: ChatRequest) -> None:
+    if body.logprobs or body.top_logprobs:
+        raise unsupported("logprobs" if body.logprobs else "top_logprobs")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise unsupported("response_format")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice")
+
+
+async def _whole(
+    generation: Generation,
+    document: dict[str, Any],
+    readers: list[MessageReader],
+    prompt_tokens: int,
+    log: dict[str, Any],
+) -> dict[str, Any]:
+    deltas: list[list[Delta]] = [[] for _ in readers]
+    reasons: list[str | None] = [None] * len(readers)
+    async for events in generation:
+        for progress in events:
+            at, reason = progress.choice, finish_reason(progress.event)
+            deltas[at] += readers[at].push(progress.event.text, last=reason is not None)
+            reasons[at] = reason
+    return {
+        **document,
+        "choices": [
+            {
+                "index": at,
+                "message": _message(deltas[at]),
+                "logprobs": None,
+                "finish_reason": _reason(reasons[at], reader),
+            }
+            for at, reader in enumerate(readers)
+        ],
+        "usage": usage(prompt_tokens, generation, log),
+    }
+
+
+def _message(deltas: list[Delta]) -> dict[str, Any]:
+    content = "".join(delta.content for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    calls = [delta.call for delta in deltas if delta.call is not None]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not content else content,
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+async def _chunks(
+    generation: Generation,
+    document: dict[str, Any],
+    readers: list[MessageReader],
+    prompt_tokens: int,
+    with_usage: bool,
+    log: dict[str, Any],
+) -> AsyncGenerator[dict[str, Any], None]:
+    none = {"usage": None} if with_usage else {}
+    begun: set[int] = set()
+
+    def chunk(at: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": at, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**document, "choices": [choice], **none}
+
+    async for events in generation:
+        for progress in events:
+            at, reason = progress.choice, finish_reason(progress.event)
+            if at not in begun:
+                begun.add(at)
+                yield chunk(at, {"role": "assistant", "content": ""})
+            reader, calls = readers[at], readers[at].calls
+            for delta in reader.push(progress.event.text, last=reason is not None):
+                yield chunk(at, _document(delta, calls))
+                calls += delta.call is not None
+            if reason is not None:
+                yield chunk(at, {}, _reason(reason, reader))
+    used = usage(prompt_tokens, generation, log)
+    if with_usage:
+        yield {**document, "choices": [], "usage": used}
+
+
+def _document(delta: Delta, index: int) -> dict[str, Any]:
+    if delta.call is not None:
+        return {"tool_calls": [{"index": index, **delta.call}]}
+    if delta.reasoning:
+        return {"reasoning_content": delta.reasoning}
+    return {"content": delta.content}
+
+
+def _reason(reason: str | None, reader: MessageReader) -> str | None:
+    return "tool_calls" if reason == "stop" and reader.calls else reason

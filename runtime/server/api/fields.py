@@ -1,0 +1,186 @@
+"""Fields that completions and chats share, and the sampling parameters that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ...engine import SamplingParams
+from ..errors import ApiError, bad_value
+
+_MOST_FIELDS = 256  # of one object: pydantic reports every unknown one
+_SEED_MODULUS = 2**63
+
+StopString = Annotated[str, Field(max_length=1024)]
+StopStrings = Annotated[list[StopString], Field(max_length=32, fail_fast=True)]
+
+
+class Fields(BaseModel):
+    """A JSON object of a request: unknown fields and wrong types are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise ValueError(f"got {len(data)} fields, expected at most {_MOST_FIELDS}")
+        return data
+
+
+class StreamOptions(Fields):
+    """What a stream says besides its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class SamplingFields(Fields):
+    """Fields of OpenAI's API, and of vLLM's, that say how a text goes on."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    user: str | None = None  # a name for the client's own records; nothing depends on it
+    seed: int | None = None
+    stop: str | StopStrings | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=256, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the stop strings, of which there may be none."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def usage_in_stream(self) -> bool:
+        """Whether the last event of a stream says how many tokens there were.
+
+        Raises:
+            ApiError: for options of a stream that is none.
+        """
+        if self.stream_options is None:
+            return False
+        if not self.stream:
+            raise ApiError(
+                400, "stream_options: expected stream to be true", param="stream_options"
+            )
+        return self.stream_options.include_usage
+
+
+# Fields that `SamplingParams` has under the same name.
+_NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
+# Fields that it gets, too, where it knows them.
+_OPTIONAL = (
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+)
+_KNOWN = {item.name for item in fields(SamplingParams)}
+
+
+def sampling_params(
+    body: SamplingFields, max_tokens: int, defaults: Mapping[str, float | int], choices: int
+) -> list[SamplingParams]:
+    """Return the parameters of each choice; with a seed s, choice i has s + i.
+
+    Args:
+        body: of the request.
+        max_tokens: of each choice.
+        defaults: of fields that the request omits.
+        choices: how many.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    given: dict[str, Any] = {
+        name: value for name in _NAMED if (value := getattr(body, name)) is not None
+    }
+    for name in _OPTIONAL:
+        value = getattr(body, name)
+        if not value:
+            continue  # off, as without the field
+        if name not in _KNOWN:
+            raise unsupported(name)
+        given[name] = value
+    if body.logit_bias:
+        if "logit_bias" not in _KNOWN:
+            raise unsupported("logit_bias")
+        given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    given.setdefault("temperature", defaults.get("temperature", 1.0))
+    for name, default in defaults.items():
+        given.setdefault(name, default)
+    given["top_k"] = max(given.get("top_k", 0), 0)  # others write -1 for all
+    try:
+        if body.seed is not None and not 0 <= body.seed < _SEED_MODULUS:
+            raise ValueError(f"seed: got {body.seed}, expected 0 to 2**63 - 1")
+        return [
+            SamplingParams(
+                max_tokens=max_tokens,
+                seed=None if body.seed is None else (body.seed + choice) % _SEED_MODULUS,
+                stop=body.stop_strings(),
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                **given,
+            )
+            for choice in range(choices)
+        ]
+    except (TypeError, ValueError) as error:
+        raise bad_value(error) from error
+
+
+def unsupported(name: str) -> ApiError:
+    """Return the answer to a field that this server knows and does not serve."""
+    return ApiError(
+        400, f"{name}: got a field that is not supported yet", param=name, code="unsupported_field"
+    )
+
+
+def checked_max_tokens(wanted: int | None, prompt: int, max_context: int, default: int) -> int:
+    """Return how many tokens may be generated.
+
+    Args:
+        wanted: by the request.
+        prompt: tokens of the prompt.
+        max_context: of prompt and text together.
+        default: where the request does not say; it is cut to what the context leaves.
+
+    Raises:
+        ApiError: 400, when the context does not hold them.
+    """
+    left = max_context - prompt
+    if left < 1 or (wanted is not None and wanted > left):
+        more = "" if wanted is None else f" and {wanted} to generate"
+        raise ApiError(
+            400,
+            f"max_tokens: got a prompt of {prompt} tokens{more}, expected at most {max_context} "
+            "together",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if wanted is not None and wanted < 1:
+        raise ApiError(400, f"max_tokens: got {wanted}, expected at least 1", param="max_tokens")
+    return min(default, left) if wanted is None else wanted
+
+
+def _token_id(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 10:
+        raise ApiError(
+            400, f"logit_bias: got {text[:40]!r}, expected token ids", param="logit_bias"
+        )
+    return int(text)

@@ -1,0 +1,1 @@
+"""From messages to a prompt, and from a text to a message."""

@@ -1,0 +1,276 @@
+"""The thread that owns the engine: requests go in from an asyncio loop, events come back."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from ..engine import Engine, SamplingParams, TokenEvent
+from .errors import EngineError
+
+_LOG = logging.getLogger("ostinato.server")
+# Failing steps in a row after which the newest request is taken for their cause.
+_PATIENCE = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The engine has queued all prompts of a job."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job ends without further events.
+
+    Args:
+        error: TypeError or ValueError of `Engine.submit`, or EngineError.
+    """
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One event of a job; `choice` is the index of its prompt."""
+
+    choice: int
+    event: TokenEvent
+
+
+Message = Accepted | Ended | Progress
+# What the thread is asked for; without an engine, that it will not be done.
+Command = Callable[[Engine | None], None]
+
+
+@dataclass(eq=False)
+class Job:
+    """Prompts that are submitted together.
+
+    Args:
+        prompts: token ids of each.
+        params: of each.
+        loop: on which `deliver` is called.
+        deliver: takes the messages of one step.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+    loop: asyncio.AbstractEventLoop
+    deliver: Callable[[list[Message]], None]
+    # Of the engine's thread: its ids of unfinished prompts.
+    ids: set[int] = field(default_factory=set)
+
+
+class EngineThread:
+    """Makes an engine in a thread of its own and steps it while there is work.
+
+    Args:
+        make_engine: returns a captured engine. It is called in the thread, which owns the engine.
+
+    Attributes:
+        on_death: called in the thread when an error ends it, after all jobs have been told.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+        self._make_engine = make_engine
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._made: concurrent.futures.Future[Engine] = concurrent.futures.Future()
+        # A daemon: where a step hangs, the process must still be able to end.
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._live: dict[int, tuple[Job, int]] = {}
+        self._failures = 0
+        self._outbox: dict[Job, list[Message]] = {}
+        self._stopped = threading.Event()
+        self.on_death: Callable[[], None] = lambda: None
+
+    def start(self) -> Engine:
+        """Start the thread and wait for the engine, whose attributes may be read but not changed.
+
+        Raises:
+            Exception: what `make_engine` raises.
+        """
+        self._thread.start()
+        return self._made.result()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._made.done() and self._thread.is_alive() and not self._stopped.is_set()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its first message is `Accepted` or `Ended`."""
+
+        def submit(engine: Engine | None) -> None:
+            if engine is None:
+                self._say(job, Ended(EngineError("the engine has stopped")))
+            else:
+                self._submit(engine, job)
+
+        self._post(submit)
+
+    def cancel(self, job: Job) -> None:
+        """End what is unfinished of a job, without further messages."""
+        self._post(lambda engine: None if engine is None else self._cancel(engine, job))
+
+    def end_all(self, error: Exception) -> None:
+        """End all jobs with this error."""
+
+        def end(engine: Engine | None) -> None:
+            if engine is not None:
+                for job in {job for job, _ in self._live.values()}:
+                    self._end(engine, job, error)
+
+        self._post(end)
+
+    def call(self, function: Callable[[Engine], T]) -> concurrent.futures.Future[T]:
+        """Call a function with the engine, between two steps of it."""
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run(engine: Engine | None) -> None:
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                if engine is None:
+                    raise EngineError("the engine has stopped")
+                result.set_result(function(engine))
+            except Exception as error:
+                result.set_exception(error)
+
+        self._post(run)
+        return result
+
+    def stop(self) -> None:
+        """End all jobs and the thread, and release the engine."""
+        self.end_all(EngineError("the server is stopping"))
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _post(self, command: Command) -> None:
+        self._inbox.put(command)
+        # Asked after the command is in: either the thread takes it, or it is refused here.
+        if self._stopped.is_set():
+            self._refuse_all()
+
+    def _main(self) -> None:
+        try:
+            engine = self._make_engine()
+        except BaseException as error:
+            self._stopped.set()
+            self._made.set_exception(error)
+            return
+        self._made.set_result(engine)
+        died = False
+        try:
+            with closing(engine):
+                self._serve(engine)
+        except Exception:
+            _LOG.exception("the engine has failed for good")
+            died = True
+            for job in {job for job, _ in self._live.values()}:
+                self._say(job, Ended(EngineError("the engine has failed")))
+            self._live.clear()
+        finally:
+            self._stopped.set()
+            self._refuse_all()
+        if died:
+            self.on_death()
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            # One command at least where there is nothing else to do.
+            while engine.idle or not self._inbox.empty():
+                command = self._inbox.get()
+                if command is None:
+                    return
+                command(engine)
+                self._flush()
+            self._step(engine)
+            self._flush()
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            events = engine.step()
+        except torch.AcceleratorError:
+            raise  # the device's context is lost, and with it every request
+        except Exception:
+            self._failures += 1
+            _LOG.exception("a step of the engine has failed, %d in a row", self._failures)
+            if self._failures >= _PATIENCE and self._live:
+                # What came last is the likeliest cause; where it is not, the next one goes.
+                job, _ = self._live[max(self._live)]
+                self._end(engine, job, EngineError("a step has failed"))
+            return
+        self._failures = 0
+        for event in events:
+            if event.request_id not in self._live:
+                continue  # it was ended after a step that failed
+            job, choice = self._live[event.request_id]
+            self._say(job, Progress(choice, event))
+            if event.finish_reason is not None:
+                self._forget(engine, event.request_id)
+
+    def _submit(self, engine: Engine, job: Job) -> None:
+        try:
+            for choice, (prompt, params) in enumerate(zip(job.prompts, job.params, strict=True)):
+                number = engine.submit(prompt, params)
+                self._live[number] = (job, choice)
+                job.ids.add(number)
+        except (TypeError, ValueError) as error:
+            self._end(engine, job, error)
+        else:
+            self._say(job, Accepted())
+
+    def _cancel(self, engine: Engine, job: Job) -> None:
+        for number in list(job.ids):
+            with suppress(ValueError):  # it has finished in a step that failed
+                engine.cancel(number)
+            self._forget(engine, number)
+
+    def _end(self, engine: Engine, job: Job, error: Exception) -> None:
+        self._cancel(engine, job)
+        self._say(job, Ended(error))
+
+    def _forget(self, engine: Engine, number: int) -> None:
+        job, _ = self._live.pop(number)
+        job.ids.discard(number)
+        engine.result(number)
+
+    def _say(self, job: Job, message: Message) -> None:
+        self._outbox.setdefault(job, []).append(message)
+
+    def _flush(self) -> None:
+        """Hand out what has come, with one call per loop."""
+        outbox, self._outbox = self._outbox, {}
+        for loop in {job.loop for job in outbox}:
+            jobs = [job for job in outbox if job.loop is loop]
+            try:
+                loop.call_soon_threadsafe(_deliver, [(job, outbox[job]) for job in jobs])
+            except RuntimeError:
+                continue  # the loop is closed, and nobody waits
+
+    def _refuse_all(self) -> None:
+        """Answer commands that come when the engine serves no more."""
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                break
+            if command is not None:
+                command(None)
+        self._flush()
+
+
+def _deliver(messages: list[tuple[Job, list[Message]]]) -> None:
+    for job, its in messages:
+        job.deliver(its)

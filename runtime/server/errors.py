@@ -1,0 +1,78 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class ApiError(HTTPException):
+    """What a client is told of a request that fails.
+
+    Args:
+        status: of the HTTP answer.
+        message: one sentence, without paths of this machine.
+        param: the field of the request that is at fault.
+        code: a short name of the fault for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Return the answer's JSON document."""
+        return error_body(self.status_code, self.detail, self.param, self.code)
+
+
+class EngineError(Exception):
+    """The engine could not serve a request; its clients are told without details."""
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the JSON document of an error."""
+    server = "server_error" if status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(HTTPStatus(status), server)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def bad_value(error: Exception) -> ApiError:
+    """Return the answer to a value that the engine refuses: its text begins with the argument."""
+    message = str(error)
+    name, colon, _ = message.partition(":")
+    param = name if colon and name.isidentifier() else None
+    too_long = "max_context" in message or "pages" in message
+    return ApiError(400, message, param=param, code="context_length_exceeded" if too_long else None)
+
+
+def engine_failed() -> ApiError:
+    """Return the answer to a request that an error of the engine has ended."""
+    return ApiError(500, "the engine failed while it served this request", code="engine_error")
+
+
+def stopping() -> ApiError:
+    """Return the answer while the server drains."""
+    return ApiError(
+        503, "the server is stopping", code="server_stopping", headers={"retry-after": "5"}
+    )

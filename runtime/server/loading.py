@@ -1,0 +1,133 @@
+"""Loads a checkpoint into a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ostinato.graphs import CaptureReport
+
+from ..checkpoint import load_config, load_model, load_tokenizer
+from ..engine import Engine
+from ..engine.cache_size import default_pages
+from .chat.parsers import AUTO, Parsers
+from .chat.templates import load_chat_template
+from .defaults import generation_defaults
+from .engine_thread import EngineThread
+from .service import Service
+from .settings import Settings
+
+_MAX_BATCH = 32
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the engine of a service is made; see `Engine`, whose defaults these are.
+
+    Args:
+        device: of the model.
+        max_batch: texts that run at once; by default the largest of `capture_sizes`, or 32.
+        max_context: longest prompt plus text; by default the model's.
+        page_size: tokens per KV page.
+        num_pages: of the KV cache; by default what `memory_fraction` allows, if so many are of use.
+        memory_fraction: of a GPU's free memory that the KV cache may take.
+        capture_sizes: batch sizes to capture; by default chosen up to `max_batch`.
+        max_prefill_tokens: prompt tokens of one step.
+        verify: whether replays are compared with the step after capture.
+        progress: whether capture shows its progress.
+    """
+
+    device: torch.device
+    max_batch: int | None = None
+    max_context: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_fraction: float = 0.8
+    capture_sizes: Sequence[int] | None = None
+    max_prefill_tokens: int = 2048
+    verify: bool = True
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(
+                f"memory_fraction: got {self.memory_fraction}, expected a number in (0, 1]"
+            )
+
+
+def load_service(
+    folder: Path,
+    options: EngineOptions,
+    settings: Settings,
+    *,
+    names: Sequence[str],
+    own_defaults: bool = True,
+    tools: str = AUTO,
+    reasoning: str = AUTO,
+    on_capture: Callable[[CaptureReport], None] = lambda report: None,
+) -> Service:
+    """Load a checkpoint, capture its engine in a thread of its own, and return the service.
+
+    Args:
+        folder: of the checkpoint.
+        options: of the engine.
+        settings: of the server.
+        names: that requests may give as `model`.
+        own_defaults: whether generation_config.json sets sampling defaults.
+        tools: name of the parser of tool calls; see `Parsers.named`.
+        reasoning: name of the parser of reasoning.
+        on_capture: gets the report.
+
+    Raises:
+        ValueError, OSError, torch.OutOfMemoryError: when the checkpoint or an option is no good.
+    """
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder)
+    template = load_chat_template(folder, settings.template_timeout)
+    defaults = generation_defaults(folder) if own_defaults else {}
+    max_batch = options.max_batch
+    if max_batch is None:
+        # At least 1, so that it is the sizes, if they are wrong, that the error is about.
+        max_batch = max([1, *(options.capture_sizes or [_MAX_BATCH])])
+
+    def make_engine() -> Engine:
+        model = load_model(folder, device=options.device, max_context=options.max_context)
+        context = options.max_context or model.max_context
+        pages = options.num_pages
+        if pages is None:
+            wanted = max_batch * -(-context // options.page_size)
+            pages = default_pages(
+                model, wanted, options.page_size, memory_fraction=options.memory_fraction
+            )
+        engine = Engine(
+            model,
+            tokenizer,
+            max_batch=max_batch,
+            max_context=context,
+            page_size=options.page_size,
+            num_pages=pages,
+            max_prefill_tokens=options.max_prefill_tokens,
+        )
+        on_capture(
+            engine.capture(options.capture_sizes, progress=options.progress, verify=options.verify)
+        )
+        return engine
+
+    thinks = template is not None and template.thinks
+    parsers = Parsers.named(tools, reasoning, family=config.family, thinks=thinks)
+    thread = EngineThread(make_engine)
+    engine = thread.start()
+    return Service(
+        engine=thread,
+        tokenizer=tokenizer,
+        models=tuple(names),
+        max_context=engine.max_context,
+        max_batch=max_batch,
+        settings=settings,
+        defaults=defaults,
+        template=template,
+        parsers=parsers,
+    )

@@ -1,0 +1,122 @@
+"""What the routes of a server share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from ..engine import SamplingParams
+from .chat.parsers import Parsers
+from .chat.render import ChatTemplate
+from .engine_thread import EngineThread
+from .errors import ApiError
+from .generation import Admission, Generation
+from .metrics import Metrics
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Service:
+    """A model that is served.
+
+    Args:
+        engine: a thread that has been started.
+        tokenizer: of the model.
+        models: names that requests may ask for; the first is what answers say.
+        max_context: longest prompt plus text.
+        max_batch: texts that run at once.
+        settings: the limits.
+        defaults: sampling fields that requests may omit, such as those of generation_config.json.
+        template: of chats; None where the checkpoint has none.
+        parsers: of tool calls and reasoning.
+    """
+
+    engine: EngineThread
+    tokenizer: Tokenizer
+    models: tuple[str, ...]
+    max_context: int
+    max_batch: int
+    settings: Settings = field(default_factory=Settings)
+    defaults: Mapping[str, float | int] = field(default_factory=dict)
+    template: ChatTemplate | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    metrics: Metrics = field(default_factory=Metrics)
+    admission: Admission = field(init=False)
+    created: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = self.max_batch + self.settings.max_queue
+        object.__setattr__(self, "admission", Admission(most))
+        object.__setattr__(self, "created", int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Check that a request asks for a model that is here; None is the first.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in self.models:
+            known = " or ".join(map(repr, self.models))
+            raise ApiError(
+                404,
+                f"model: got {name[:100]!r}, expected {known}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return a text's token ids, without holding up other requests meanwhile.
+
+        Args:
+            text: a text.
+            special: whether the tokenizer adds its own, such as a first token.
+
+        Raises:
+            ApiError: 400 for lone surrogates.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ApiError(
+                400, f"prompt: got a text with {half!r}, expected valid Unicode", param="prompt"
+            ) from None
+        encoding = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        text: str = await asyncio.to_thread(
+            self.tokenizer.decode, list(ids), skip_special_tokens=False
+        )
+        return text
+
+    def close(self) -> None:
+        """End all requests, and release the engine and the template's process."""
+        self.engine.stop()
+        if self.template is not None:
+            self.template.close()
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> Generation:
+        """Start to generate a text for each prompt.
+
+        Raises:
+            ApiError: when the request is refused.
+        """
+        generation = Generation(
+            self.engine,
+            self.admission,
+            self.metrics,
+            prompts,
+            params,
+            self.settings.request_timeout,
+        )
+        await generation.start()
+        return generation

@@ -1,0 +1,214 @@
+"""/v1/completions against `Engine.generate`: texts, fields, streams, cancels."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from effort import effort
+from ostinato.engine import Engine, SamplingParams
+from serving import JSON_HEAD, MODEL, TOKENIZER, Client, make_engine, make_service, serving, sse
+from tiny import tiny_llama
+
+PATH = "/v1/completions"
+
+
+def _fields(draw: random.Random) -> dict[str, Any]:
+    """Return random fields of a request, always with a seed."""
+    fields: dict[str, Any] = {
+        "max_tokens": draw.randint(1, 24),
+        "seed": draw.randrange(2**40),
+        "temperature": draw.choice([0, 0.7, 1.0, 1.5]),
+    }
+    optional: dict[str, Any] = {
+        "top_p": draw.choice([0.5, 0.95]),
+        "top_k": draw.choice([-1, 0, 5]),
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "stop": draw.choice(["e", ["a", "xyz"]]),
+        "stop_token_ids": [draw.randrange(256)],
+        "ignore_eos": True,
+    }
+    fields |= {name: value for name, value in optional.items() if draw.random() < 0.3}
+    return fields
+
+
+def _params(fields: dict[str, Any]) -> SamplingParams:
+    """Return the same as the engine is asked for it."""
+    stop = fields.get("stop", [])
+    return SamplingParams(
+        **{
+            **fields,
+            "top_k": max(0, fields.get("top_k", 0)),
+            "stop": [stop] if isinstance(stop, str) else stop,
+        }
+    )
+
+
+def _prompt(draw: random.Random) -> str:
+    return "".join(draw.choice("abc é日\n") for _ in range(draw.randint(1, 40)))
+
+
+def _streamed(client: Client, body: dict[str, Any]) -> str:
+    events = client.events(PATH, body)
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def _leave(client: Client, body: dict[str, Any], after: int) -> None:
+    """Read some events of a stream and close the connection."""
+    connection = client.connect()
+    connection.request("POST", PATH, json.dumps({**body, "stream": True}), JSON_HEAD)
+    answer = connection.getresponse()
+    for _, _ in zip(range(after), sse(answer), strict=False):
+        pass
+    answer.close()
+    connection.close()
+
+
+def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Engine) -> None:
+    draw = random.Random(1)
+    cases = [(_prompt(draw), _fields(draw)) for _ in range(effort(60, 500))]
+    kinds = [draw.choice(["whole", "stream", "stream", "leave"]) for _ in cases]
+
+    def ask(at: int) -> str | None:
+        prompt, fields = cases[at]
+        body = {"prompt": prompt, **fields}
+        if kinds[at] == "leave":
+            _leave(client, {**body, "ignore_eos": True, "max_tokens": 60}, at % 4)
+            return None
+        if kinds[at] == "stream":
+            return _streamed(client, body)
+        return str(client.complete(**body)["choices"][0]["text"])
+
+    with ThreadPoolExecutor(12) as pool:
+        texts = list(pool.map(ask, range(len(cases))))
+    expected = engine.generate([p for p, _ in cases], [_params(f) for _, f in cases])
+    for at, text in enumerate(texts):
+        if text is not None:
+            assert text == expected[at].text, cases[at]
+    client.wait_idle()
+
+
+@pytest.mark.gpu
+def test_texts_equal_generate_on_a_gpu() -> None:
+    draw = random.Random(2)
+    cases = [(_prompt(draw), _fields(draw)) for _ in range(64)]
+    with (
+        serving(make_service(lambda: make_engine(model=tiny_llama("cuda")))) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        texts = list(
+            pool.map(lambda case: _streamed(client, {"prompt": case[0], **case[1]}), cases)
+        )
+        client.wait_idle()
+    engine = make_engine(model=tiny_llama("cuda"))
+    expected = engine.generate([p for p, _ in cases], [_params(f) for _, f in cases])
+    assert texts == [completion.text for completion in expected]
+
+
+def test_choices_have_seeds_that_follow_each_other(client: Client, engine: Engine) -> None:
+    fields = {"max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    answer = client.complete(["one", "two"], n=2, seed=7, **fields)
+    seeds = [7, 8, 7, 8]
+    expected = engine.generate(
+        ["one", "one", "two", "two"], [SamplingParams(**fields, seed=seed) for seed in seeds]
+    )
+    assert [c["text"] for c in answer["choices"]] == [c.text for c in expected]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 32, "total_tokens": 38}
+
+
+def test_token_ids_are_prompts(client: Client) -> None:
+    fields = {"max_tokens": 6, "temperature": 0}
+    ids = TOKENIZER.encode("a prompt").ids
+    text = client.complete("a prompt", **fields)["choices"][0]["text"]
+    both = client.complete([ids, ids], **fields)["choices"]
+    assert client.complete(ids, **fields)["choices"][0]["text"] == text
+    assert [choice["text"] for choice in both] == [text, text]
+
+
+def test_echo_puts_the_prompt_before_the_text(client: Client) -> None:
+    fields = {"max_tokens": 5, "temperature": 0}
+    text = client.complete("abc", **fields)["choices"][0]["text"]
+    ids = TOKENIZER.encode("abc").ids
+    assert client.complete(ids, echo=True, **fields)["choices"][0]["text"] == "abc" + text
+    assert _streamed(client, {"prompt": "abc", "echo": True, **fields}) == "abc" + text
+
+
+def test_stream_says_its_usage_at_the_end(client: Client) -> None:
+    body = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "seed": 1}
+    *events, last = client.events(PATH, {**body, "stream_options": {"include_usage": True}})
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert all(event["usage"] is None for event in events)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert {event["id"] for event in (*events, last)} == {last["id"]}
+    assert all("usage" not in event for event in client.events(PATH, body))
+
+
+def test_stop_string_ends_the_text_before_it(client: Client) -> None:
+    fields = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    whole = client.complete("abc", **fields)["choices"][0]["text"]
+    stop = whole[4:6]
+    (choice,) = client.complete("abc", stop=stop, **fields)["choices"]
+    assert choice["text"] == whole[: whole.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_default_is_sixteen_tokens_but_the_context(client: Client) -> None:
+    answer = client.complete("abc", ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 16
+    answer = client.complete("a" * 120, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_models_health_version_and_tokens(client: Client) -> None:
+    status, models = client.get("/v1/models")
+    assert (status, [model["id"] for model in models["data"]]) == (200, [MODEL])
+    assert client.get(f"/v1/models/{MODEL}")[1]["max_model_len"] == 128
+    assert client.get("/health") == (200, {"status": "ok"})
+    assert client.get("/ready") == (200, {"status": "ready"})
+    assert "version" in client.get("/version")[1]
+    status, tokens = client.post("/tokenize", {"prompt": "héllo"})
+    assert tokens == {"tokens": TOKENIZER.encode("héllo").ids, "count": 6, "max_model_len": 128}
+    assert client.post("/detokenize", {"tokens": tokens["tokens"]})[1] == {"prompt": "héllo"}
+
+
+def test_metrics_count_tokens_and_answers(client: Client) -> None:
+    def read(name: str) -> float:
+        lines = client.get("/metrics")[1].splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+    before = read("ostinato_completion_tokens_total")
+    client.complete("abc", max_tokens=5, ignore_eos=True)
+    assert read("ostinato_completion_tokens_total") == before + 5
+    assert read("ostinato_graph_runs_total") > 0
+    assert read('ostinato_http_answers_total{route="/v1/completions",status="200"}') > 0
+
+
+def test_metrics_count_shared_prefixes_and_evictions() -> None:
+    def read(name: str) -> float:
+        lines = client.get("/metrics")[1].splitlines()
+        return float(next(x.split()[-1] for x in lines if x.startswith(f"ostinato_engine_{name} ")))
+
+    # 39 pages of 4 tokens; a prompt of 40 keeps 10 of them.
+    with serving(make_service(lambda: make_engine(num_pages=40))) as client:
+        shared = "a" * 40
+        client.complete(shared + "1", max_tokens=1)
+        assert read("shared_tokens_total") == 0
+        client.complete(shared + "2", max_tokens=1)
+        assert (read("prefix_tokens_total"), read("shared_tokens_total")) == (80, 40)
+        assert read("prefill_tokens_total") == 41 + 1
+        assert read("evicted_pages_total") == 0
+        for letter in "bcde":
+            client.complete(letter * 40, max_tokens=1)
+        assert read("evicted_pages_total") > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/nothing"])
+def test_what_is_not_served_answers_404_by_name(client: Client, path: str) -> None:
+    assert path in client.refused({}, path, 404)["message"]

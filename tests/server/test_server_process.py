@@ -1,0 +1,133 @@
+"""`ostinato serve` as a process: from its flags to its end by a signal."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ostinato.cli.main import main
+
+MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
+BODY = {"prompt": "Classes", "max_tokens": 60, "ignore_eos": True, "stream": True, "seed": 1}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def _serving(port: int, *flags: str, key: str = "key") -> Iterator[subprocess.Popen[bytes]]:
+    """Run the server until the block ends."""
+    command = [sys.executable, "-m", "ostinato", "serve", str(MODEL), "--port", str(port)]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--no-verify", *flags],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OSTINATO_API_KEY": key},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not _ready(port):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ready(port: int) -> bool:
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+
+
+def _stream(port: int) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"content-type": "application/json", "authorization": "Bearer key"}
+    connection.request("POST", "/v1/completions", json.dumps(BODY), headers)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.readline().startswith(b"data: ")
+    return answer
+
+
+def test_sigkill_then_a_clean_start_then_sigterm_under_load() -> None:
+    port = _free_port()
+    flags = ["--served-model-name", "tiny", "--max-num-seqs", "4", "--max-model-len", "80"]
+    flags += ["--cudagraph-capture-sizes", "4", "--gpu-memory-utilization", "0.5"]
+    with _serving(port, *flags) as process:
+        answer = _stream(port)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(10) == -signal.SIGKILL
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            answer.read()
+    with _serving(port, *flags) as process:
+        answers = [_stream(port) for _ in range(3)]
+        process.send_signal(signal.SIGTERM)
+        texts = [answer.read() for answer in answers]
+        assert all(text.endswith(b"data: [DONE]\n\n") for text in texts)
+        assert all(b'"finish_reason":"length"' in text for text in texts)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        log = process.stderr.read().decode().splitlines()
+    entries = [json.loads(line) for line in log if line.startswith("{")]
+    requests = [e for e in entries if e["message"] == "request" and e["route"] != "/ready"]
+    assert [e["completion_tokens"] for e in requests] == [60] * 3
+    assert not any("Classes" in line for line in log)
+    assert "captured on cpu" in "".join(log)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "70000"], "port: got 70000"),
+        (["--max-queue", "-1"], "max_queue: got -1"),
+        (["--memory-fraction", "2"], "memory_fraction: got 2.0"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype"),
+        (["--tensor-parallel-size", "2"], "tensor-parallel-size"),
+        (["--tool-call-parser", "x"], "tool_call_parser: got 'x'"),
+        (["--max-context", "1000000"], "max_context"),
+        (["--api-key", "a b"], "api_key"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(MODEL), "--device", "cpu", "--port", "0", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve"], ["chat"], ["run-batch", "-i", "x", "-o", "y"]])
+def test_missing_extra_is_named(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("ostinato.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main([command[0], str(MODEL), *command[1:]]) == 2
+    assert "pip install 'ostinato[serve]'" in capsys.readouterr().err
+
+
+def test_port_in_use_is_found_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(MODEL), "--port", port]) == 2
+    assert "in use" in capsys.readouterr().err
