@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from ..engine import Engine, SamplingParams, TokenEvent
+from ..engine import Completion, Engine, SamplingParams, TokenEvent
 from .errors import EngineError
 
 _LOG = logging.getLogger("ostinato.server")
@@ -42,10 +42,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class Progress:
-    """One event of a job; `choice` is the index of its prompt."""
+    """One event of a job.
+
+    Args:
+        choice: the index of its prompt.
+        event: of the engine.
+        completion: with the last event, the whole text.
+    """
 
     choice: int
     event: TokenEvent
+    completion: Completion | None = None
 
 
 Message = Accepted | Ended | Progress
@@ -216,9 +223,10 @@ class EngineThread:
             if event.request_id not in self._live:
                 continue  # it was ended after a step that failed
             job, choice = self._live[event.request_id]
-            self._say(job, Progress(choice, event))
+            completion = None
             if event.finish_reason is not None:
-                self._forget(engine, event.request_id)
+                completion = self._forget(engine, event.request_id)
+            self._say(job, Progress(choice, event, completion))
 
     def _submit(self, engine: Engine, job: Job) -> None:
         try:
@@ -241,10 +249,10 @@ class EngineThread:
         self._cancel(engine, job)
         self._say(job, Ended(error))
 
-    def _forget(self, engine: Engine, number: int) -> None:
+    def _forget(self, engine: Engine, number: int) -> Completion:
         job, _ = self._live.pop(number)
         job.ids.discard(number)
-        engine.result(number)
+        return engine.result(number)
 
     def _say(self, job: Job, message: Message) -> None:
         self._outbox.setdefault(job, []).append(message)

@@ -110,6 +110,7 @@ def load_service(
             page_size=options.page_size,
             num_pages=pages,
             max_prefill_tokens=options.max_prefill_tokens,
+            logits_processing=True,
         )
         on_capture(
             engine.capture(options.capture_sizes, progress=options.progress, verify=options.verify)
@@ -130,4 +131,5 @@ def load_service(
         defaults=defaults,
         template=template,
         parsers=parsers,
+        compile_grammar=None if engine.grammars is None else engine.grammars.compile,
     )

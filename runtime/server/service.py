@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from ..engine import SamplingParams
+from ..engine import SamplingParams, StructuredOutput
 from .chat.parsers import Parsers
 from .chat.render import ChatTemplate
 from .engine_thread import EngineThread
-from .errors import ApiError
+from .errors import ApiError, bad_value
 from .generation import Admission, Generation
+from .logprobs import TokenTexts
 from .metrics import Metrics
 from .settings import Settings
 
@@ -33,6 +35,7 @@ class Service:
         defaults: sampling fields that requests may omit, such as those of generation_config.json.
         template: of chats; None where the checkpoint has none.
         parsers: of tool calls and reasoning.
+        compile_grammar: is called with each form of a text before it is submitted.
     """
 
     engine: EngineThread
@@ -44,6 +47,7 @@ class Service:
     defaults: Mapping[str, float | int] = field(default_factory=dict)
     template: ChatTemplate | None = None
     parsers: Parsers = field(default_factory=Parsers)
+    compile_grammar: Callable[[StructuredOutput], object] | None = None
     metrics: Metrics = field(default_factory=Metrics)
     admission: Admission = field(init=False)
     created: int = field(init=False)
@@ -96,6 +100,11 @@ class Service:
         )
         return text
 
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Texts of single tokens."""
+        return TokenTexts(self.tokenizer)
+
     def close(self) -> None:
         """End all requests, and release the engine and the template's process."""
         self.engine.stop()
@@ -110,6 +119,13 @@ class Service:
         Raises:
             ApiError: when the request is refused.
         """
+        if params[0].structured is not None and self.compile_grammar is not None:
+            try:  # not by the engine's thread, which other requests wait for
+                await asyncio.to_thread(self.compile_grammar, params[0].structured)
+            except ValueError as error:
+                raise bad_value(error) from error
+            except RuntimeError as error:  # without xgrammar
+                raise ApiError(501, str(error), code="not_installed") from error
         generation = Generation(
             self.engine,
             self.admission,

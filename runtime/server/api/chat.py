@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
+from ...engine import TokenEvent
+from ...engine.logprobs import MOST_LOGPROBS
 from ..chat.message import Delta, MessageReader
 from ..errors import ApiError
 from ..generation import Generation
+from ..logprobs import TokenTexts, chat_logprobs
 from .chat_fields import ChatPrompt, rendered
 from .dependencies import Served
 from .events import EventStream, answer
-from .fields import Fields, SamplingFields, checked_max_tokens, sampling_params, unsupported
+from .fields import SamplingFields, checked_max_tokens, sampling_params, unsupported
 from .usage import finish_reason, usage
 
 ROUTER = APIRouter()
-
-
-class ResponseFormat(Fields):
-    """The form of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(SamplingFields, ChatPrompt):
@@ -36,8 +32,7 @@ class ChatRequest(SamplingFields, ChatPrompt):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Literal[True] | None = None
     add_special_tokens: bool = False
@@ -65,7 +60,8 @@ async def chat(body: ChatRequest, request: Request, service: Served) -> Response
     prompt = await service.encode(text, special=body.add_special_tokens)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     most = checked_max_tokens(wanted, len(prompt), service.max_context, service.max_context)
-    params = sampling_params(body, most, service.defaults, choices)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, most, service.defaults, choices, logprobs=logprobs)
     names = {tool.function.name for tool in body.tools or () if with_tools}
     readers = [
         MessageReader(service.parsers, names, thinking=text.rstrip().endswith("<think>"))
@@ -80,17 +76,17 @@ async def chat(body: ChatRequest, request: Request, service: Served) -> Response
     }
     log = request.scope["ostinato"]
     if body.stream:
-        chunks = _chunks(generation, document, readers, len(prompt), with_usage, log)
+        chunks = _chunks(
+            generation, document, readers, service.token_texts, len(prompt), with_usage, log
+        )
         return EventStream(generation, chunks)
-    whole = _whole(generation, document, readers, len(prompt), log)
+    whole = _whole(generation, document, readers, service.token_texts, len(prompt), log)
     return await answer(request, generation, whole)
 
 
 def _check_supported(body: ChatRequest) -> None:
-    if body.logprobs or body.top_logprobs:
-        raise unsupported("logprobs" if body.logprobs else "top_logprobs")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise unsupported("response_format")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs: expected logprobs to be true", param="top_logprobs")
     if body.tool_choice not in (None, "none", "auto"):
         raise unsupported("tool_choice")
 
@@ -99,14 +95,17 @@ async def _whole(
     generation: Generation,
     document: dict[str, Any],
     readers: list[MessageReader],
+    texts: TokenTexts,
     prompt_tokens: int,
     log: dict[str, Any],
 ) -> dict[str, Any]:
     deltas: list[list[Delta]] = [[] for _ in readers]
     reasons: list[str | None] = [None] * len(readers)
+    told: list[list[TokenEvent]] = [[] for _ in readers]
     async for events in generation:
         for progress in events:
             at, reason = progress.choice, finish_reason(progress.event)
+            told[at].append(progress.event)
             deltas[at] += readers[at].push(progress.event.text, last=reason is not None)
             reasons[at] = reason
     return {
@@ -115,7 +114,7 @@ async def _whole(
             {
                 "index": at,
                 "message": _message(deltas[at]),
-                "logprobs": None,
+                "logprobs": _logprobs(texts, told[at]),
                 "finish_reason": _reason(reasons[at], reader),
             }
             for at, reader in enumerate(readers)
@@ -143,6 +142,7 @@ async def _chunks(
     generation: Generation,
     document: dict[str, Any],
     readers: list[MessageReader],
+    texts: TokenTexts,
     prompt_tokens: int,
     with_usage: bool,
     log: dict[str, Any],
@@ -150,8 +150,13 @@ async def _chunks(
     none = {"usage": None} if with_usage else {}
     begun: set[int] = set()
 
-    def chunk(at: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": at, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def chunk(
+        at: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": at, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return {**document, "choices": [choice], **none}
 
     async for events in generation:
@@ -161,14 +166,29 @@ async def _chunks(
                 begun.add(at)
                 yield chunk(at, {"role": "assistant", "content": ""})
             reader, calls = readers[at], readers[at].calls
-            for delta in reader.push(progress.event.text, last=reason is not None):
-                yield chunk(at, _document(delta, calls))
+            logprobs = _logprobs(texts, [progress.event])
+            deltas = reader.push(progress.event.text, last=reason is not None)
+            if logprobs is not None and not deltas:
+                deltas = [Delta()]  # they come with their token, be its text held back
+            for delta in deltas:
+                yield chunk(at, _document(delta, calls), logprobs=logprobs)
                 calls += delta.call is not None
+                logprobs = None
             if reason is not None:
                 yield chunk(at, {}, _reason(reason, reader))
     used = usage(prompt_tokens, generation, log)
     if with_usage:
         yield {**document, "choices": [], "usage": used}
+
+
+def _logprobs(texts: TokenTexts, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
+    """Return the log-probabilities of events' tokens; None where none were asked for."""
+    tokens = [
+        (event.token_id, event.logprobs)
+        for event in events
+        if event.token_id is not None and event.logprobs is not None
+    ]
+    return chat_logprobs(texts, tokens) if tokens else None
 
 
 def _document(delta: Delta, index: int) -> dict[str, Any]:

@@ -9,14 +9,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
+from ...engine.logprobs import MOST_LOGPROBS
+from ..engine_thread import Progress
 from ..errors import ApiError
 from ..generation import Generation
+from ..logprobs import CompletionLogprobs
 from ..service import Service
 from .dependencies import Served
 from .events import EventStream, answer
-from .fields import SamplingFields, checked_max_tokens, sampling_params, unsupported
+from .fields import SamplingFields, checked_max_tokens, sampling_params
 from .usage import finish_reason, usage
 
 ROUTER = APIRouter()
@@ -45,7 +48,7 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[Any, BeforeValidator(_prompts)]
     max_tokens: int | None = None
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     add_special_tokens: bool = True
 
 
@@ -53,8 +56,6 @@ class CompletionRequest(SamplingFields):
 async def completions(body: CompletionRequest, request: Request, service: Served) -> Response:
     """Continue each prompt `n` times."""
     service.check_model(body.model)
-    if body.logprobs is not None:
-        raise unsupported("logprobs")
     with_usage = body.usage_in_stream
     prompts = await _encoded(body, service)
     choices = body.n or 1
@@ -64,9 +65,25 @@ async def completions(body: CompletionRequest, request: Request, service: Served
         most = checked_max_tokens(
             body.max_tokens, len(prompt), service.max_context, _DEFAULT_TOKENS
         )
-        params += sampling_params(body, most, service.defaults, choices)
+        params += sampling_params(
+            body,
+            most,
+            service.defaults,
+            choices,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
     repeated = [prompt for prompt in prompts for _ in range(choices)]
     echoes = await _echoes(body, prompts, service) if body.echo else None
+    texts = [
+        _Choice(
+            at,
+            None if echoes is None else echoes[at // choices],
+            None if body.logprobs is None else CompletionLogprobs(service.token_texts),
+            prompt,
+        )
+        for at, prompt in enumerate(repeated)
+    ]
     generation = await service.generate(repeated, params)
     document = {
         "id": f"cmpl-{secrets.token_hex(12)}",
@@ -77,9 +94,9 @@ async def completions(body: CompletionRequest, request: Request, service: Served
     prompt_tokens = sum(map(len, prompts))
     log = request.scope["ostinato"]
     if body.stream:
-        chunks = _chunks(generation, document, echoes, choices, prompt_tokens, with_usage, log)
+        chunks = _chunks(generation, document, texts, prompt_tokens, with_usage, log)
         return EventStream(generation, chunks)
-    whole = _whole(generation, document, echoes, choices, prompt_tokens, log)
+    whole = _whole(generation, document, texts, prompt_tokens, log)
     return await answer(request, generation, whole)
 
 
@@ -112,28 +129,67 @@ async def _echoes(
     ]
 
 
+class _Choice:
+    """One text of an answer, with its prompt where that is echoed.
+
+    Args:
+        index: in the answer.
+        echo: the prompt's text; None where it is not echoed.
+        logprobs: where they are asked for.
+        prompt: token ids.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        echo: str | None,
+        logprobs: CompletionLogprobs | None,
+        prompt: Sequence[int],
+    ) -> None:
+        self._index = index
+        self._echo = echo
+        self._logprobs = logprobs
+        self._prompt = prompt
+        # The log-probabilities of an echoed prompt come with the end of its text.
+        self.waits = echo is not None and logprobs is not None
+        self.echoes_at_once = echo is not None and logprobs is None
+
+    def of(self, events: Sequence[Progress]) -> dict[str, Any]:
+        """Return what the answer grows by with these events; the first call has the echo."""
+        text, self._echo = self._echo or "", None
+        if self.waits:
+            self._add_prompt(events[-1])
+        reason = None
+        for progress in events:
+            text += progress.event.text
+            reason = finish_reason(progress.event)
+            if self._logprobs is not None and progress.event.token_id is not None:
+                self._logprobs.add(progress.event.token_id, progress.event.logprobs)
+        logprobs = None if self._logprobs is None else self._logprobs.taken()
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _add_prompt(self, last: Progress) -> None:
+        assert last.completion is not None
+        assert self._logprobs is not None
+        for token, own in zip(self._prompt, last.completion.prompt_logprobs or (), strict=False):
+            self._logprobs.add(token, own)
+
+
 async def _whole(
     generation: Generation,
     document: dict[str, Any],
-    echoes: Sequence[str] | None,
-    choices: int,
+    choices: Sequence[_Choice],
     prompt_tokens: int,
     log: dict[str, Any],
 ) -> dict[str, Any]:
-    count = len(generation.prompt_tokens)
-    texts = [[] if echoes is None else [echoes[at // choices]] for at in range(count)]
-    reasons: list[str | None] = [None] * count
+    told: list[list[Progress]] = [[] for _ in choices]
     async for events in generation:
         for progress in events:
-            texts[progress.choice].append(progress.event.text)
-            reasons[progress.choice] = finish_reason(progress.event)
+            told[progress.choice].append(progress)
     used = usage(prompt_tokens, generation, log)
     return {
         **document,
-        "choices": [
-            _choice(at, "".join(text), reason)
-            for at, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ],
+        "choices": [choice.of(its) for choice, its in zip(choices, told, strict=True)],
         "usage": used,
     }
 
@@ -141,25 +197,24 @@ async def _whole(
 async def _chunks(
     generation: Generation,
     document: dict[str, Any],
-    echoes: Sequence[str] | None,
-    choices: int,
+    choices: Sequence[_Choice],
     prompt_tokens: int,
     with_usage: bool,
     log: dict[str, Any],
 ) -> AsyncGenerator[dict[str, Any], None]:
     none = {"usage": None} if with_usage else {}
-    if echoes is not None:
-        for at in range(len(generation.prompt_tokens)):
-            yield {**document, "choices": [_choice(at, echoes[at // choices], None)], **none}
+    waiting: list[list[Progress]] = [[] for _ in choices]
+    for choice in choices:
+        if choice.echoes_at_once:
+            yield {**document, "choices": [choice.of([])], **none}
     async for events in generation:
         for progress in events:
-            event = progress.event
-            choice = _choice(progress.choice, event.text, finish_reason(event))
-            yield {**document, "choices": [choice], **none}
+            choice, its = choices[progress.choice], waiting[progress.choice]
+            its.append(progress)
+            if choice.waits and progress.completion is None:
+                continue
+            yield {**document, "choices": [choice.of(its)], **none}
+            its.clear()
     used = usage(prompt_tokens, generation, log)
     if with_usage:
         yield {**document, "choices": [], "usage": used}
-
-
-def _choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

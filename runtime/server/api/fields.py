@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ...engine import SamplingParams
+from ...engine import SamplingParams, StructuredOutput
 from ..errors import ApiError, bad_value
 
 _MOST_FIELDS = 256  # of one object: pydantic reports every unknown one
@@ -38,6 +37,68 @@ class StreamOptions(Fields):
     continuous_usage_stats: Literal[False] = False
 
 
+class Schema(Fields):
+    """A JSON schema with its name, which nothing depends on."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Fields):
+    """The form of an answer in OpenAI's API."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    def form(self) -> StructuredOutput | None:
+        """Return the form; None for a text.
+
+        Raises:
+            ApiError: 400, when it is none.
+        """
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ApiError(
+                400, "response_format: expected json_schema with its type", param="response_format"
+            )
+        if self.json_schema is not None:
+            return _form("response_format", json_schema=self.json_schema.schema_)
+        return _form("response_format", json_object=True) if self.type == "json_object" else None
+
+
+class Structure(Fields):
+    """The form of an answer in vLLM's API: one of these."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Annotated[list[str], Field(max_length=4096, fail_fast=True)] | None = None
+    grammar: str | None = None
+
+    def form(self) -> StructuredOutput:
+        """Return the form.
+
+        Raises:
+            ApiError: 400, when it is none, or several.
+        """
+        return _form(
+            "structured_outputs",
+            json_schema=self.json_,
+            json_object=self.json_object,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+        )
+
+
+def _form(param: str, **fields: Any) -> StructuredOutput:
+    try:
+        return StructuredOutput(**fields)
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, f"{param}: {error}", param=param) from error
+
+
 class SamplingFields(Fields):
     """Fields of OpenAI's API, and of vLLM's, that say how a text goes on."""
 
@@ -60,6 +121,24 @@ class SamplingFields(Fields):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=256, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = None
+
+    def structured(self) -> StructuredOutput | None:
+        """Return the form that the text must have, if any.
+
+        Raises:
+            ApiError: 400, when it is no form, or there are two.
+        """
+        forms = [self.response_format, self.structured_outputs]
+        found = [form for item in forms if item is not None and (form := item.form()) is not None]
+        if len(found) > 1:
+            raise ApiError(
+                400,
+                "structured_outputs: got response_format, too, expected one of them",
+                param="structured_outputs",
+            )
+        return found[0] if found else None
 
     def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings, of which there may be none."""
@@ -84,19 +163,20 @@ class SamplingFields(Fields):
 
 
 # Fields that `SamplingParams` has under the same name.
-_NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos")
-# Fields that it gets, too, where it knows them.
-_OPTIONAL = (
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "include_stop_str_in_output",
+_NAMED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "min_tokens", "include_stop_str_in_output"),
 )
-_KNOWN = {item.name for item in fields(SamplingParams)}
 
 
 def sampling_params(
-    body: SamplingFields, max_tokens: int, defaults: Mapping[str, float | int], choices: int
+    body: SamplingFields,
+    max_tokens: int,
+    defaults: Mapping[str, float | int],
+    choices: int,
+    *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> list[SamplingParams]:
     """Return the parameters of each choice; with a seed s, choice i has s + i.
 
@@ -105,6 +185,8 @@ def sampling_params(
         max_tokens: of each choice.
         defaults: of fields that the request omits.
         choices: how many.
+        logprobs: best tokens to report for each token of the text.
+        prompt_logprobs: the same of the prompt.
 
     Raises:
         ApiError: 400, naming the field.
@@ -112,17 +194,10 @@ def sampling_params(
     given: dict[str, Any] = {
         name: value for name in _NAMED if (value := getattr(body, name)) is not None
     }
-    for name in _OPTIONAL:
-        value = getattr(body, name)
-        if not value:
-            continue  # off, as without the field
-        if name not in _KNOWN:
-            raise unsupported(name)
-        given[name] = value
     if body.logit_bias:
-        if "logit_bias" not in _KNOWN:
-            raise unsupported("logit_bias")
         given["logit_bias"] = {_token_id(key): bias for key, bias in body.logit_bias.items()}
+    if (structured := body.structured()) is not None:
+        given["structured"] = structured
     given.setdefault("temperature", defaults.get("temperature", 1.0))
     for name, default in defaults.items():
         given.setdefault(name, default)
@@ -136,6 +211,8 @@ def sampling_params(
                 seed=None if body.seed is None else (body.seed + choice) % _SEED_MODULUS,
                 stop=body.stop_strings(),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 **given,
             )
             for choice in range(choices)
