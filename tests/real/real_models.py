@@ -84,8 +84,8 @@ LIMITS = {
 }
 # A model without a chat template goes on with texts.
 BEGINNINGS = {
-    "The capital of France is": "Paris",
-    "The planet known as the Red Planet is": "Mars",
+    "Paris is the capital of": "France",
+    "One, two, three, four,": "five",
     "The opposite of hot is": "cold",
 }
 MODELS = (
