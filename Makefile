@@ -39,7 +39,8 @@ test-gpu: $(VENV)/.test
 # Pretrained models, fetched once into ~/.cache/ostinato-tests or OSTINATO_TEST_CACHE: answers, and
 # nats a token of quantised weights. With RESULTS=FILE what is measured is written there.
 test-real: $(VENV)/.test
-	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and not gpu"
+	OSTINATO_REAL_RESULTS=$(RESULTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real \
+	    -m "real and not gpu"
 
 test-real-gpu: $(VENV)/.test
 	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and gpu"

@@ -73,17 +73,19 @@ QUESTIONS = {
     "Which planet is known as the Red Planet?": "Mars",
     "Write one short sentence about the sea.": "sea",
 }
+# Issue 41 asks for 0.6% of INT8 on SmolLM2, and aims at 0.3%. Without zero points and calibration
+# it costs 1.1%: that limit keeps it from growing.
 LIMITS = {
     "int8": 0.0125,
-    "int8-asymmetric": 0.0075,
+    "int8-asymmetric": 0.006,
     "int8-calibrated": 0.005,
-    "int8-asymmetric-calibrated": 0.004,
+    "int8-asymmetric-calibrated": 0.003,
     "fp8": 0.013,
 }
 # A model without a chat template goes on with texts.
 BEGINNINGS = {
-    "The capital of France is": "Paris",
-    "The planet known as the Red Planet is": "Mars",
+    "Paris is the capital of": "France",
+    "One, two, three, four,": "five",
     "The opposite of hot is": "cold",
 }
 MODELS = (
