@@ -37,10 +37,11 @@ test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
 
 # Pretrained models, fetched once into ~/.cache/ostinato-tests or OSTINATO_TEST_CACHE: answers, and
-# nats a token of quantised weights. With RESULTS=FILE what is measured is written there.
+# nats a token of quantised weights. With RESULTS=FILE what is measured is written there, by one
+# process.
 test-real: $(VENV)/.test
 	OSTINATO_REAL_RESULTS=$(RESULTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/real \
-	    -m "real and not gpu"
+	    -m "real and not gpu" $(if $(RESULTS),,-n 2 --dist loadgroup)
 
 test-real-gpu: $(VENV)/.test
 	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and gpu"

@@ -15,6 +15,7 @@ from real_models import (
     RealModel,
     Record,
     RegistryUnreachableError,
+    grouped,
     topics_text,
 )
 
@@ -23,7 +24,7 @@ from ostinato.bench.report import Report
 from ostinato.checkpoint import quantize_checkpoint
 
 
-@pytest.fixture(params=MODELS, ids=lambda model: model.name, scope="session")
+@pytest.fixture(params=grouped(MODELS), ids=lambda model: model.name, scope="session")
 def real(request: pytest.FixtureRequest) -> RealModel:
     """Give each model, whose folder is there; without it the tests of the model fail."""
     model: RealModel = request.param

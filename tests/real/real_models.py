@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 CONVERTER = ROOT / "examples" / "gguf_checkpoint.py"
@@ -92,6 +95,11 @@ MODELS = (
     RealModel("smollm2-135m-instruct", QUESTIONS, LIMITS, tokens=768),
     RealModel("gemma-3-270m", BEGINNINGS, dict.fromkeys(LIMITS, 0.02), tokens=512),
 )
+
+
+def grouped(models: Sequence[RealModel]) -> list[Any]:
+    """Return parameters: of processes that share the tests, one has all of a model."""
+    return [pytest.param(model, marks=pytest.mark.xdist_group(model.name)) for model in models]
 
 
 def topics_text(characters: slice) -> str:

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_models import MODELS, ROOT, RealModel
+from real_models import MODELS, ROOT, RealModel, grouped
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("real", MODELS[:1], ids=lambda model: model.name, indirect=True)
+@pytest.mark.parametrize("real", grouped(MODELS[:1]), ids=lambda model: model.name, indirect=True)
 def test_the_chat_names_paris(real: RealModel, tmp_path: Path) -> None:
     (tmp_path / "bf16").symlink_to(real.folder())
     command = [sys.executable, ROOT / "examples" / "chat_smollm2.py", "--folder", tmp_path]
