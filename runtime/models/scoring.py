@@ -8,14 +8,22 @@ import torch
 
 from .cache import PagedKVCache
 from .decoder import AttentionInputs, Decoder
+from .kv_format import KVFormat, kv_format
 
 _PAGE_SIZE = 16
 
 
-def sequence_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+def sequence_logits(
+    model: Decoder, tokens: Sequence[int], *, cache_format: KVFormat | None = None
+) -> torch.Tensor:
     """Return the logits after each token of one sequence, [len(tokens), vocab_size] fp32.
 
     The sequence is computed in one call, in a cache of its own.
+
+    Args:
+        model: the decoder.
+        tokens: of the sequence.
+        cache_format: of the cache; by default what `Engine` takes by default.
 
     Raises:
         ValueError: for no tokens, or more than the model's `max_context`.
@@ -25,7 +33,12 @@ def sequence_logits(model: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     device, length = model.device, len(tokens)
     pages = -(-length // _PAGE_SIZE)
     cache = PagedKVCache.for_model(
-        model.config, num_pages=pages + 1, page_size=_PAGE_SIZE, device=device, l2_partitioned=False
+        model.config,
+        num_pages=pages + 1,
+        page_size=_PAGE_SIZE,
+        device=device,
+        l2_partitioned=False,
+        kv_format=cache_format or kv_format(model.config, model.kv_scales),
     )
     cache.add(0)
     cache.reserve(0, length)

@@ -33,7 +33,7 @@ __device__ __forceinline__ float max_of_lanes(float x, uint32_t lanes) {
 }
 
 __device__ __forceinline__ float load_scale(const Target& target) {
-  return target.scale == nullptr || target.dynamic ? 1.0f : *target.scale;
+  return target.fixed == nullptr ? 1.0f : *target.fixed;
 }
 
 // A CTA has heads of token blockIdx.x; 1 << log2_lanes lanes share a head.
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   head.rotate(chunk, angles, x);
   float largest = 0.0f;
   if constexpr (kQuantizes) {
-    if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0) {
+    if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0 || p.k_scale_out.data != nullptr ||
+        p.v_scale_out.data != nullptr) {
       largest = max_of_lanes(max_magnitude_of(max_magnitude_of(0.0f, x[0]), x[1]), lanes);
     }
   }
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     head.rotate(chunk, angles, x);
   };
   float largest = 0.0f;
-  if (target.dynamic) {
+  if (target.written != nullptr) {
     for (uint32_t index = lane; index < chunks; index += 32) {
       Values x[2];
       result_at(head.chunk(index, static_cast<uint32_t>(p.dim)), x);
