@@ -30,23 +30,35 @@ def sequence_logits(
     """
     if not 1 <= len(tokens) <= model.max_context:
         raise ValueError(f"tokens: got {len(tokens)}, expected 1 to {model.max_context}")
-    device, length = model.device, len(tokens)
-    pages = -(-length // _PAGE_SIZE)
+    pages = -(-len(tokens) // _PAGE_SIZE)
     cache = PagedKVCache.for_model(
         model.config,
         num_pages=pages + 1,
         page_size=_PAGE_SIZE,
-        device=device,
+        device=model.device,
         l2_partitioned=False,
         kv_format=cache_format or kv_format(model.config, model.kv_scales),
     )
+    return model(*sequence_inputs(cache, tokens), cache)
+
+
+def sequence_inputs(
+    cache: PagedKVCache, tokens: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
+    """Add sequence 0 to a cache; return what a `Decoder` takes to compute it in one call.
+
+    Raises:
+        ValueError: when the cache has a sequence 0.
+        OutOfPagesError: when its pages do not suffice.
+    """
+    device, length = cache.storage.device, len(tokens)
     cache.add(0)
     cache.reserve(0, length)
     attention = AttentionInputs(
         slot_mapping=torch.tensor(cache.slots(0, 0, length), device=device),
-        page_table=cache.page_table([0], pages).to(device),
+        page_table=cache.page_table([0], cache.pages_for(length)).to(device),
         seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
         max_seqlen_q=length,
     )
     positions = torch.arange(length, dtype=torch.int32, device=device)
-    return model(torch.tensor(tokens, device=device), positions, attention, cache)
+    return torch.tensor(tokens, device=device), positions, attention

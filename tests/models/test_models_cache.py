@@ -255,7 +255,10 @@ def test_random_pages_are_normal_numbers_and_others_stay(form: str, device: torc
         ({"dtype": E4M3, "scales": "head"}, "scales: got 'head', expected 'static' or 'token'"),
         ({"dtype": torch.float32, "scales": "token"}, "scales: got 'token', expected None"),
         ({"dtype": torch.float64}, "dtype: got torch.float64, expected one of torch.bfloat16"),
-        ({"dtype": E4M3, "scales": "static", "k_scale": torch.ones(2)}, "v_scale: got None, expected both"),
+        (
+            {"dtype": E4M3, "scales": "static", "k_scale": torch.ones(2)},
+            "v_scale: got None, expected both",
+        ),
         (
             {"dtype": E4M3, "scales": "token", "k_scale": torch.ones(2), "v_scale": torch.ones(2)},
             "k_scale: got a tensor, expected None unless",
@@ -281,9 +284,7 @@ def test_formats_that_are_none_are_named(options: dict[str, Any], match: str) ->
     ],
     ids=str,
 )
-def test_static_scales_that_are_none_are_named(
-    name: str, scale: torch.Tensor, match: str
-) -> None:
+def test_static_scales_that_are_none_are_named(name: str, scale: torch.Tensor, match: str) -> None:
     sizes = {"num_layers": 2, "num_pages": 4, "page_size": 4, "num_kv_heads": 3, "head_dim": 2}
     given: dict[str, Any] = {"k_scale": torch.ones(2), "v_scale": torch.ones(2), name: scale}
     with pytest.raises(ValueError, match=f"{name}: {match}"):

@@ -188,9 +188,7 @@ class Llama(Decoder):
         if kv_dtype is None and self.kv_scales is not None:
             kv_dtype = self.kv_scales.dtype
         known = family_of(self.config)
-        found = known.kernels(
-            self.config, kv_dtype=kv_dtype, batch_invariant=self.batch_invariant
-        )
+        found = known.kernels(self.config, kv_dtype=kv_dtype, batch_invariant=self.batch_invariant)
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
         return found
