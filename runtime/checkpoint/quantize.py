@@ -60,8 +60,10 @@ def quantize_checkpoint(
     """Quantise the linear layers of a checkpoint, its KV cache, or both.
 
     Weights are in 8 bits, activations are quantised at run time. Keys and values of the cache have
-    a static scale each per layer, the largest magnitude that a text gives them, by 448 for FP8 and
-    by 127.5 for INT8 as in compressed-tensors. The new folder is in compressed-tensors format and holds the weights with a scale per output
+    a static scale each per layer: the largest magnitude that a text gives them, by 448 for FP8 and
+    by 127.5 for INT8, as in compressed-tensors.
+
+    The new folder is in compressed-tensors format and holds the weights with a scale per output
     row, or per block of 128 by 128 (in the model's dtype), every other tensor as it was, the
     tokenizer and the generation settings. Of a model with several towers the text tower is
     quantised. The folder appears whole or not at all: it is written beside `dst` under a temporary

@@ -83,11 +83,6 @@ class KVFormat:
         """
         return self.scales == "token" or (self.scales == "static" and self.dtype is torch.int8)
 
-    @property
-    def name(self) -> str:
-        """Return "bf16", "fp8", "int8_static" and so on."""
-        return _NAMES[self.dtype] + ("_static" if self.scales == "static" else "")
-
     def token_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of one token's keys and values in one layer, with their scales."""
         scales = config.num_kv_heads * _SCALE_BYTES if self.stores_scales else 0
@@ -145,15 +140,15 @@ def kv_format(
         if scales is not None:
             raise ValueError(f"kv_scales: got {scales!r}, expected None for pages of {chosen}")
         return KVFormat(chosen)
-    known = of_checkpoint if of_checkpoint and of_checkpoint.dtype is chosen else None
-    has_scales = known is not None and known.k is not None
+    of_dtype = of_checkpoint if of_checkpoint and of_checkpoint.dtype is chosen else None
+    has_scales = of_dtype is not None and of_dtype.k is not None
     if scales is None:
-        as_they_are = known is not None and chosen is torch.float8_e4m3fn
+        as_they_are = of_dtype is not None and chosen is torch.float8_e4m3fn
         scales = "static" if has_scales or as_they_are else "token"
     if scales == "token":
         return KVFormat(chosen, "token")
-    if known is not None and has_scales:
-        return KVFormat(chosen, "static", known.k, known.v)
+    if of_dtype is not None and has_scales:
+        return KVFormat(chosen, "static", of_dtype.k, of_dtype.v)
     if chosen is torch.int8:
         # By 1 a cache would hold integers, and next to nothing of keys and values of order one.
         raise ValueError(
