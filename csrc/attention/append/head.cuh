@@ -339,14 +339,6 @@ struct Target {
   }
 };
 
-// The scale that is written for a token: INT8 has no code for NaN, so the scale shows it.
-__device__ __forceinline__ float shown_scale(const Target& target, float largest, float fixed) {
-  if (target.dynamic) {
-    return dynamic_scale<Cache>(largest);
-  }
-  return std::is_same_v<Cache, dtype::int8> && isnan(largest) ? largest : fixed;
-}
-
 // Stores a head: `largest` is its largest magnitude, if its scale is written; `fixed` is the scale,
 // unless it is dynamic.
 template <bool kAligned>
@@ -360,7 +352,11 @@ __device__ __forceinline__ void store_head(const Target& target, const Chunk& ch
       uint8_t* const row = static_cast<uint8_t*>(target.row);
       const Divisor scale(target.dynamic ? dynamic_scale<Cache>(largest) : fixed);
       if (target.written != nullptr && writes_scale) {
-        *target.written = shown_scale(target, largest, fixed);
+        // INT8 has no code for NaN, so a fixed scale shows it.
+        const bool shows_nan = std::is_same_v<Cache, dtype::int8> && isnan(largest);
+        *target.written = target.dynamic ? dynamic_scale<Cache>(largest)
+                          : shows_nan    ? largest
+                                         : fixed;
       }
       if (target.dynamic && scale.fast) {
         store_codes<Cache, kAligned, true>(row, chunk, scale, x);

@@ -31,11 +31,7 @@ def ours_over(kv_dtype: str, scales: str) -> Implementation[Case, Inputs]:
     if kv_dtype == "bf16":
         return ours()
     name = f"{OURS}bf16{KV_SUFFIXES[kv_dtype]}{KV_SCALES[scales]}"
-    return Implementation(name, KVLayout(kv_dtype, scales), _bind_ours, refuses=_is_packed)
-
-
-def _is_packed(case: Case) -> str | None:
-    return None if case.page else "8-bit keys beside 16-bit queries are in pages"
+    return Implementation(name, KVLayout(kv_dtype, scales), _bind_ours)
 
 
 def _bind_ours(case: Case, sets: Sequence[Inputs]) -> Sequence[Call]:

@@ -32,8 +32,8 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         "--kv-dtype",
         nargs="+",
         choices=KV_SUFFIXES,
-        help="of our pages beside bf16 queries; 8 bits take cases with pages alone, and the peers' "
-        "are bf16 (default bf16)",
+        help="of our pages beside bf16 queries, in cases with pages alone; the peers' are bf16 "
+        "(default bf16)",
     )
     parser.add_argument(
         "--kv-scales",
@@ -70,6 +70,10 @@ def _run(args: argparse.Namespace) -> int:
         chosen = list(dict.fromkeys(map(Case.parse, cases)))
     except ValueError as error:
         raise UserError(f"--cases: {error}") from error
+
+    for case in chosen:
+        if args.kv_dtype is not None and not case.page:
+            raise UserError(f"--kv-dtype: got case {case}, expected cases with pages, such as p16")
 
     from ...bench.prefill.benchmark import BENCHMARKS
     from ...bench.prefill.impls import DTYPES, ours, ours_over

@@ -13,8 +13,8 @@ from ostinato.bench.decode.benchmark import BENCHMARK, is_rival, num_bytes
 from ostinato.bench.decode.cases import Case
 from ostinato.bench.decode.impls import ours, paged
 from ostinato.bench.decode.inputs import Inputs, Layout, expected, random_inputs
-from ostinato.bench.harness.kv_cache import KV_DTYPES, KVLayout
 from ostinato.bench.harness.benchmark import Implementation
+from ostinato.bench.harness.kv_cache import KV_DTYPES, KVLayout
 from ostinato.bench.harness.peers import adapter_folder, find_peers, select
 from ostinato.bench.harness.rotation import Call
 from ostinato.bench.harness.runner import time_cases

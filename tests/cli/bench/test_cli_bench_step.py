@@ -110,11 +110,9 @@ def test_what_is_not_as_a_checkpoint_says_is_named(tmp_path: Path) -> None:
     assert row["impl"] == "ostinato_int8_lm_head_fp8_batch_variant"
 
 
-def test_kv_caches_are_measured_one_after_the_other(
-    tmp_path: Path, device: torch.device
-) -> None:
+def test_kv_caches_are_measured_one_after_the_other(tmp_path: Path, device: torch.device) -> None:
     file = tmp_path / "step.json"
-    flags = "--context 5 --repeats 10 --kv-cache-dtype bf16 fp8 int8".split()
+    flags = ["--context", "5", "--repeats", "10", "--kv-cache-dtype", "bf16", "fp8", "int8"]
     argv = ["bench", "step", "--shape", "tiny", *flags, "--json", str(file)]
     assert main([*argv, "--device", str(device)]) == 0
     rows = json.loads(file.read_text())["rows"]

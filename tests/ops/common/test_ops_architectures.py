@@ -74,7 +74,7 @@ def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 0), 5, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 6), 5, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 9), 5, "torch (_int_mm)", "torch (_scaled_mm)"),
-        (HOPPER, 12, "kernel (sm_90a)", "kernel (sm_90a)"),
+        (HOPPER, 13, "kernel (sm_90a)", "kernel (sm_90a)"),
         ((10, 0), 5, "torch (_int_mm)", "torch (_scaled_mm)"),
         ((12, 1), 5, "torch (_int_mm)", "torch (_scaled_mm)"),
     ],
