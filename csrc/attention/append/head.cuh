@@ -350,14 +350,13 @@ __device__ __forceinline__ void store_head(const Target& target, const Chunk& ch
   if constexpr (kQuantizes) {
     if (target.quantizes) {
       uint8_t* const row = static_cast<uint8_t*>(target.row);
-      const Divisor scale(target.dynamic ? dynamic_scale<Cache>(largest) : fixed);
+      const float divisor = target.dynamic ? dynamic_scale<Cache>(largest) : fixed;
       if (target.written != nullptr && writes_scale) {
-        // INT8 has no code for NaN, so a fixed scale shows it.
+        // INT8 has no code for NaN, so the scale shows it.
         const bool shows_nan = std::is_same_v<Cache, dtype::int8> && isnan(largest);
-        *target.written = target.dynamic ? dynamic_scale<Cache>(largest)
-                          : shows_nan    ? largest
-                                         : fixed;
+        *target.written = shows_nan ? largest : divisor;
       }
+      const Divisor scale(divisor);
       if (target.dynamic && scale.fast) {
         store_codes<Cache, kAligned, true>(row, chunk, scale, x);
       } else {

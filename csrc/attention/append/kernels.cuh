@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   if (target.row == nullptr) {
     return;
   }
+  const float fixed_scale = load_scale(target);
   float sum = 0.0f;
   if (head.norm_weight != nullptr) {
     for (uint32_t index = lane; index < chunks; index += 32) {
@@ -136,7 +137,6 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     }
     largest = max_of_lanes(largest, 32);
   }
-  const float fixed_scale = load_scale(target);
   for (uint32_t index = lane; index < chunks; index += 32) {
     const Chunk chunk = head.chunk(index, static_cast<uint32_t>(p.dim));
     Values x[2];
