@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,13 @@ from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .folder import checkpoint_folder
-from .formats.compressed_tensors import ModuleNames, describe
+from .format import StoredSchemeOf
+from .formats.compressed_tensors import COMPRESSED_TENSORS, ModuleNames, describe
 from .kv_cache import scale_names
 from .layout import check_tied, checked_layout
 from .new_folder import new_folder
 from .patterns import PatternMatcher
-from .quantization import quantization_config
+from .quantization import load_quantization, quantization_config
 from .reader import CheckpointReader, require_finite
 from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
@@ -74,7 +75,8 @@ def quantize_checkpoint(
     Memory use is that of the largest tensor, with `calibrate` that of the model.
 
     Args:
-        src: folder with a plain checkpoint, or its name on the Hugging Face Hub.
+        src: folder with a plain checkpoint, or its name on the Hugging Face Hub. For a KV cache
+            alone weights may be quantised in compressed-tensors format.
         dst: folder to create; it must not exist, its parent must.
         scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token, or
             "fp8-block", with one per block of 128 by 128 and per 128 of a token; None leaves
@@ -92,8 +94,9 @@ def quantize_checkpoint(
         CheckpointError: naming the file and the tensor, when something in `src` is missing,
             damaged, NaN or infinite, no regular file, or a link out of the folder; likewise of
             what `calibrate_kv_cache` refuses.
-        UnsupportedCheckpointError: when `src` is quantised already, or `ignore` separates
-            modules that the model joins.
+        UnsupportedCheckpointError: when `src` is quantised already, but for a `kv_cache` alone
+            beside weights in compressed-tensors format; or when `ignore` separates modules that
+            the model joins.
         UnsupportedModelError: for a model that is not implemented.
         ValueError: for another argument, `dst` existing among them.
     """
@@ -103,19 +106,19 @@ def quantize_checkpoint(
     chosen_scheme = None if scheme is None else SCHEMES[scheme]
     config = load_config(source)
     quantized = quantization_config(source)
+    scheme_of: StoredSchemeOf = unquantized
     if quantized is not None:
-        raise UnsupportedCheckpointError(
-            f"{quantized.where}: the checkpoint is quantised already "
-            f"({quantized.get('quant_method')}); expected a plain one"
-        )
+        _check_quantized(quantized, scheme)
+        scheme_of = load_quantization(source, text_tower=config.text_tower)
     companions = find_companions(source)
     with CheckpointReader(source, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
-        layout = checked_layout(config, unquantized)
+        layout = checked_layout(config, scheme_of)
         chosen = frozenset[str]()
         if chosen_scheme is not None:
             chosen = _choose(config, chosen_scheme, ignore)
-        reader.check(layout.tensors(unquantized))
+        specs = list(layout.tensors(scheme_of))
+        reader.check(specs)
         require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)
         kv_scales = None
@@ -125,10 +128,13 @@ def quantize_checkpoint(
             )
         with new_folder(target) as folder:
             conversion = _Conversion(reader, chosen_scheme, config.dtype, chosen, kv_scales)
-            conversion.run(layout, folder, max_shard_bytes, progress)
+            conversion.run(_stored(specs, layout, reader), folder, max_shard_bytes, progress)
             whole = (*ignore, *modules_to_ignore(reader.others))
             kv_dtype = None if kv_scales is None else kv_scales.dtype
-            _write_config(source, folder, describe(chosen_scheme, whole, kv_dtype))
+            described = describe(chosen_scheme, whole, kv_dtype)
+            if quantized is not None:
+                described = {**quantized.fields, "kv_cache_scheme": described["kv_cache_scheme"]}
+            _write_config(source, folder, described)
             copy_companions(companions, source, folder)
 
 
@@ -160,6 +166,25 @@ def _check_kv_cache(
         raise ValueError(f"kv_cache: got {kv_cache!r}, expected 'int8' or 'fp8'")
     if calibrate is None:
         raise ValueError("calibrate: got None, expected a text file with kv_cache")
+
+
+def _check_quantized(config: Section, scheme: str | None) -> None:
+    """Check that a quantised checkpoint may get scales of a KV cache."""
+    method = config.get("quant_method")
+    if scheme is not None or method != COMPRESSED_TENSORS or config.get("quantization_config"):
+        raise UnsupportedCheckpointError(
+            f"{config.where}: the checkpoint is quantised already ({method}); expected a plain "
+            "one, or for a KV cache alone one of compressed-tensors"
+        )
+    config.reject("kv_cache_scheme", "the checkpoint is made for an 8-bit KV cache already")
+
+
+def _stored(
+    specs: Iterable[TensorSpec], layout: DecoderLayout, reader: CheckpointReader
+) -> list[TensorSpec]:
+    """Return the tensors that the reader holds, less a copy of a tied embedding."""
+    copy = layout.tied_output
+    return [spec for spec in specs if (copy is None or spec is not copy.spec) and reader.has(spec)]
 
 
 def _choose(config: ModelConfig, scheme: _Scheme, ignore: Sequence[str]) -> frozenset[str]:
@@ -200,14 +225,8 @@ class _Conversion:
     kv_scales: KVScales | None
 
     def run(
-        self, layout: DecoderLayout, folder: Path, max_shard_bytes: int, progress: bool
+        self, specs: Sequence[TensorSpec], folder: Path, max_shard_bytes: int, progress: bool
     ) -> None:
-        copy = layout.tied_output
-        specs = [
-            spec
-            for spec in layout.tensors(unquantized)
-            if (copy is None or spec is not copy.spec) and self.reader.has(spec)
-        ]
         planned = [tensor for spec in specs for tensor in self._plan(spec)]
         planned += [_as_it_is(name, self.reader.read_other(name)) for name in self.reader.others]
         scales = self._scales_of_cache()
@@ -275,8 +294,7 @@ def _scale_name(weight: str) -> str:
 
 
 def _write_config(source: Path, target: Path, quantization: dict[str, object]) -> None:
-    config = {
-        **Section.read(source / CONFIG_FILE).fields,
-        "quantization_config": quantization,
-    }
+    fields = Section.read(source / CONFIG_FILE).fields
+    config = {**fields, "quantization_config": quantization}
+    config.pop("compression_config", None)  # how first versions of the package called it
     (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -122,7 +122,7 @@ def kv_format(
             is none, another 16- or 32-bit dtype than the model's, scales that do not go with the
             dtype, and static scales of INT8 that the checkpoint does not have.
     """
-    if dtype != AUTO and dtype not in KV_DTYPES:
+    if not isinstance(dtype, str) or dtype not in (AUTO, *KV_DTYPES):
         known = ", ".join(map(repr, (AUTO, *KV_DTYPES)))
         raise ValueError(f"kv_cache_dtype: got {dtype!r}, expected one of {known}")
     if scales is not None and scales not in SCALE_KINDS:

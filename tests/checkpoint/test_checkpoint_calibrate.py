@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_models import MODELS, random_model, save_plain
+from quantized_files import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -98,6 +100,42 @@ def test_the_longer_text_has_the_larger_scales(source: Path, text: Path, tmp_pat
         scales.append(torch.stack([found.k, found.v]))
     assert (scales[1] >= scales[0]).all()
     assert (scales[1] > scales[0]).any()
+
+
+@pytest.mark.parametrize("form", sorted(name for name in FORMATS if name.startswith("ct-")))
+def test_quantised_weights_stay_beside_scales_of_a_cache(
+    form: str, source: Path, text: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(source)
+    write_quantized(source, random_model(MODELS["llama"]), FORMATS[form])
+    number_tokenizer().save(str(source / "tokenizer.json"))
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target, kv_cache="int8", calibrate=text)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, target))
+    assert set(after) - set(before) == {
+        f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"
+    }
+    for name, tensor in before.items():
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8))
+    model, plain = load_model(target), load_model(source)
+    stored = KVFormat(model.config.dtype)
+    expected = sequence_logits(plain, NUMBERS[:40])
+    assert torch.equal(sequence_logits(model, NUMBERS[:40], cache_format=stored), expected)
+    assert model.kv_scales is not None
+    with pytest.raises(UnsupportedCheckpointError, match=r"kv_cache_scheme: got .* already"):
+        quantize_checkpoint(target, tmp_path / "again", kv_cache="int8", calibrate=text)
+
+
+@pytest.mark.parametrize(("form", "scheme"), [("hf-fp8-static", None), ("ct-int8-dynamic", "fp8")])
+def test_other_quantised_checkpoints_are_refused(
+    form: str, scheme: str | None, source: Path, text: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(source)
+    write_quantized(source, random_model(MODELS["llama"]), FORMATS[form])
+    with pytest.raises(UnsupportedCheckpointError, match=r"is quantised already .*; expected a pl"):
+        quantize_checkpoint(
+            source, tmp_path / "target", scheme=scheme, kv_cache="fp8", calibrate=text
+        )
 
 
 @pytest.mark.parametrize("kv_cache", LIMITS)

@@ -230,6 +230,16 @@ def test_a_scale_that_is_none_is_refused(value: float, tmp_path: Path) -> None:
         load_model(folder)
 
 
+def test_a_scale_of_a_head_that_is_none_is_refused(tmp_path: Path) -> None:
+    scheme = {**CT_SCHEME, "strategy": "attn_head"}
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", None, kv_cache_scheme=scheme)
+    names = [BESIDE.format(layer, part) for part in "kv" for layer in range(2)]
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        add(folder, {name: torch.tensor([1.0, value]) for name in names})
+        with pytest.raises(CheckpointError, match=r"k_scale: got .* at index 1, expected a finite"):
+            load_model(folder)
+
+
 def test_a_missing_and_a_misshapen_scale_are_named(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, "ct-int8-dynamic", kv_cache_scheme=CT_SCHEME)
     add(folder, {BESIDE.format(1, "k"): torch.ones(2)})

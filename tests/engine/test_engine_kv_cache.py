@@ -37,7 +37,7 @@ def test_a_page_takes_what_its_size_says(cache: str, device: torch.device) -> No
 
 @pytest.mark.parametrize("cache", ["fp8_static", "fp8", "int8"])
 def test_8_bits_hold_a_load_that_overflows_16(cache: str, device: torch.device) -> None:
-    model = tiny_llama(device, head_dim=32, dtype=torch.bfloat16)
+    model = tiny_llama(device, head_dim=64, dtype=torch.bfloat16)
     plain, stored = (kv_format(model.config, None, **options_of(name)) for name in ("model", cache))
     memory = 15 * page_bytes(model.config, plain, 4)
     prompts = [f"prompt {i}" for i in range(4)]

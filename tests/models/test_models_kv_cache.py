@@ -10,8 +10,10 @@ import torch
 from test_models_llama import TOKENS, run_in_pieces
 
 from ostinato import ops
+from ostinato.cli import model_flags
 from ostinato.models import KVFormat, PagedKVCache, kv_format, sequence_logits
 from ostinato.models.families.llama import Llama
+from ostinato.models.kv_format import AUTO, KV_DTYPES, SCALE_KINDS
 from ostinato.ops.common.e4m3 import as_bytes, to_float32
 from tiny import KV_CACHES, tiny_llama
 
@@ -126,6 +128,11 @@ def test_a_nan_shows_in_all_later_tokens(
     logits = run_in_pieces(model, [TOKENS], [9, 12], stored)[0]
     assert not logits[:4].isnan().any()
     assert logits[4:].isnan().all()
+
+
+def test_the_command_line_knows_the_names() -> None:
+    assert (AUTO, *KV_DTYPES) == model_flags.KV_CACHE_DTYPES
+    assert model_flags.KV_SCALES == SCALE_KINDS
 
 
 @pytest.mark.parametrize("window", [3, None])

@@ -22,6 +22,8 @@ from ..storage.dense import DENSE
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.w8a8 import W8A8Scheme
 
+COMPRESSED_TENSORS = "compressed-tensors"  # the format's `quant_method`
+
 # Class name of every module that can be quantised, as targets and ignore lists spell it.
 _CLASS = "Linear"
 _REGEX = "re:"
@@ -138,7 +140,7 @@ def describe(
     described = None if kv_cache is None else describe_kv_cache(kv_cache)
     if scheme is None:
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": COMPRESSED_TENSORS,
             "format": _DENSE_FORMAT,
             "quantization_status": "compressed",
             "config_groups": {},
@@ -155,7 +157,7 @@ def describe(
         kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {
@@ -281,4 +283,4 @@ def _find(config: Section, folder: Path) -> Section | None:
     return config.child("compression_config") if config.get("compression_config") else None
 
 
-FORMAT = Format("compressed-tensors", parse_compressed_tensors, _find)
+FORMAT = Format(COMPRESSED_TENSORS, parse_compressed_tensors, _find)
