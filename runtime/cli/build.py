@@ -155,7 +155,7 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
 
 
 def _model_kernels(
-    folder: Path, *, lm_head: str | None, batch_invariant: bool, kv_cache_dtype: str
+    folder: Path, *, lm_head: str | None, batch_invariant: bool, kv_cache_dtype: str = "auto"
 ) -> set[Variant]:
     """Return what the model of a checkpoint may launch, for any number of tokens.
 
