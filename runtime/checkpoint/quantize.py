@@ -21,7 +21,6 @@ from .errors import CheckpointError, UnsupportedCheckpointError
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .formats.compressed_tensors import COMPRESSED_TENSORS, ModuleNames, describe
-from .kv_cache import scale_names
 from .layout import check_tied, checked_layout
 from .new_folder import new_folder
 from .patterns import PatternMatcher
@@ -31,6 +30,7 @@ from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
 from .storage.fp8_block import BLOCK, FP8BlockScheme
+from .storage.kv_cache import scale_names
 from .storage.w8a8 import W8A8Scheme
 from .text_tower import modules_to_ignore, spellings
 from .weights import quantize_weight, quantize_weight_blocks

@@ -14,12 +14,12 @@ import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
-from ..kv_cache import describe_kv_cache, kv_cache_scheme
 from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
+from ..storage.kv_cache import describe_kv_cache, kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
 
 COMPRESSED_TENSORS = "compressed-tensors"  # the format's `quant_method`
@@ -71,8 +71,8 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP, _DENSE_FORMAT)
     ignore = config.strings("ignore")
     groups = config.child("config_groups")
-    if file_format == _DENSE_FORMAT:
-        groups.reject_others()
+    if file_format == _DENSE_FORMAT and groups.fields:
+        raise config.refusal("format", "config_groups quantise modules")
     schemes: dict[str, _Quantized] = {}
     for name in groups.fields:
         targets, scheme = _group(

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models import KVScales, ModelConfig
-from ..models.parts import TensorSpec
-from .reader import CheckpointReader
-from .scales import read_scale
-from .section import Section
+from ...models import KVScales, ModelConfig
+from ...models.parts import TensorSpec
+from ..reader import CheckpointReader
+from ..scales import read_scale
+from ..section import Section
 
 _DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
 _ALGORITHMS = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn}
