@@ -39,9 +39,9 @@ def load_model(
     keep their scales (one per output row from then on), and a static activation scale becomes the
     largest of the parts', so that nothing saturates that did not before. FP8 activations without a
     static scale are quantised per token, whatever granularity the file names, and whatever bound
-    `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the scales are kept in
-    the model's `kv_scales`; pages are in the model's dtype all the same. No tensor shares memory
-    with the files. On CUDA quantised weights are packed for the kernels, one at a time, and kernels
+    `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the dtype and the scales
+    are the model's `kv_scales`, by which an `Engine` serves it. No tensor shares memory with the
+    files. On CUDA quantised weights are packed for the kernels, one at a time, and kernels
     that are not compiled yet are compiled side by side.
 
     Args:
@@ -85,7 +85,7 @@ def load_model(
     with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
         layout = checked_layout(config, scheme_of)
-        scales = () if kv_cache is None else kv_cache.tensors(config.num_layers, reader)
+        scales = () if kv_cache is None else kv_cache.tensors(config, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
         check_tied(reader, layout)
         loader = _CheckpointLoader(reader, scheme_of, target, lm_head_dtype)
@@ -93,7 +93,7 @@ def load_model(
             config, layout, loader, max_context=max_context, batch_invariant=batch_invariant
         )
         if kv_cache is not None:
-            model.kv_scales = kv_cache.read(config.num_layers, reader)
+            model.kv_scales = kv_cache.read(config, reader)
     compile_kernels(model)
     return model
 

@@ -9,10 +9,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from .format import Format, StoredSchemeOf
-from .kv_cache import KVCacheScheme, kv_cache_scheme
 from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
 from .storage.dense import unquantized
+from .storage.kv_cache import KVCacheScheme, kv_cache_scheme
 from .text_tower import spellings
 
 

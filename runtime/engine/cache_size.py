@@ -5,32 +5,36 @@ from __future__ import annotations
 import torch
 
 from ..jit.resources import available_memory
-from ..models import Decoder
+from ..models import KVFormat, ModelConfig
 from ..models.l2.partitioned_memory import free_unused, rounding
 
 _CPU_CACHE_BYTES = 4 << 30
 
 
-def page_bytes(model: Decoder, page_size: int) -> int:
-    """Return the bytes of one page of the KV cache, over all layers."""
-    config = model.config
-    return 2 * config.num_layers * page_size * config.kv_size * config.dtype.itemsize
+def page_bytes(config: ModelConfig, kv_format: KVFormat, page_size: int) -> int:
+    """Return the bytes of one page of the KV cache, over all layers, scales included."""
+    return config.num_layers * page_size * kv_format.token_bytes(config)
 
 
-def default_pages(model: Decoder, wanted: int, page_size: int) -> int:
+def default_pages(num_layers: int, each: int, wanted: int, device: torch.device) -> int:
     """Return how many pages there is room for, the dummy page included: as many as wanted at most.
 
     Of a GPU's free memory 80% may be taken, or 4 GiB of the host's.
 
+    Args:
+        num_layers: of the model.
+        each: bytes of a page, as `page_bytes` says.
+        wanted: without the dummy page.
+        device: of the cache.
+
     Raises:
         ValueError: when there is no room for one.
     """
-    each = page_bytes(model, page_size)
-    if model.device.type == "cuda":
+    if device.type == "cuda":
         free_unused()
-        free, _ = torch.cuda.mem_get_info(model.device)
+        free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * 0.8)
-        budget -= rounding(model.config.num_layers, budget)
+        budget -= rounding(num_layers, budget)
     else:
         budget = min(_CPU_CACHE_BYTES, available_memory())
     if budget < each:

@@ -18,7 +18,7 @@ from ostinato.graphs.guards import ProcessGuard
 
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
-from ..models import Decoder, PagedKVCache
+from ..models import Decoder, PagedKVCache, ScaleKind, compile_kernels, kv_format
 from ..ops.implementations import implementations_on
 from .async_tokens import AsyncTokens
 from .cache_size import check_room, default_pages, page_bytes
@@ -61,6 +61,12 @@ class Engine:
             Prefixes are shared between prompts in multiples of it.
         max_prefill_tokens: prompt tokens computed in one step over all requests.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
+        kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
+            is, and else the model's dtype; "fp8" and "int8" take half the memory; "bf16", "fp16" or
+            "fp32" is the model's dtype, whatever the checkpoint says.
+        kv_scales: of 8 bits. "static": the checkpoint's, or of FP8 1; "token": one per token and
+            head, computed when it is written. None: the checkpoint's where it has some, else
+            "token"; see `kv_format`.
 
     Raises:
         TypeError, ValueError: when an argument is of the wrong kind or out of range, or there is no
@@ -80,7 +86,10 @@ class Engine:
         prefill_chunk: int | None = None,
         max_prefill_tokens: int = 2048,
         l2_partitioned: bool = True,
+        kv_cache_dtype: str = "auto",
+        kv_scales: ScaleKind | None = None,
     ) -> None:
+        cache_format = kv_format(model.config, model.kv_scales, kv_cache_dtype, kv_scales)
         max_batch = at_least_one("max_batch", max_batch)
         page_size = at_least_one("page_size", page_size)
         max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
@@ -99,12 +108,16 @@ class Engine:
                 f"prefill_chunk: got {prefill_chunk}, expected a multiple of page_size={page_size}"
             )
         max_pages = -(-max_context // page_size)
+        each, device = page_bytes(model.config, cache_format, page_size), model.device
         if num_pages is None:
-            num_pages = default_pages(model, max_batch * max_pages, page_size)
+            layers = model.config.num_layers
+            num_pages = default_pages(layers, each, max_batch * max_pages, device)
         num_pages = as_integer("num_pages", num_pages)
         # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
-        check_room("max_batch", max_batch, model.config.vocab_size, model.device)
-        check_room("num_pages", num_pages, page_bytes(model, page_size), model.device)
+        check_room("max_batch", max_batch, model.config.vocab_size, device)
+        check_room("num_pages", num_pages, each, device)
+        if cache_format.dtype is not kv_format(model.config, model.kv_scales).dtype:
+            compile_kernels(model, cache_format.dtype)  # the others `load_model` compiles
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context
@@ -114,10 +127,11 @@ class Engine:
             model.config,
             num_pages=num_pages,
             page_size=page_size,
-            device=model.device,
+            device=device,
             l2_partitioned=l2_partitioned,
+            kv_format=cache_format,
         )
-        self._seen = SeenTokens(max_batch, model.config.vocab_size, model.device)
+        self._seen = SeenTokens(max_batch, model.config.vocab_size, device)
         longest = max_context - 1  # of a prompt
         max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
         max_tokens = min(max_tokens, max_batch * longest)
@@ -167,9 +181,8 @@ class Engine:
         A step with more requests than the largest size is served in parts. On CUDA what computes
         prompts is captured for some numbers of tokens up to the most of a step; in the report these
         graphs are of the variant "prefill", and come first; its notes say which ops run on kernels
-        and which on torch's operators, and that scales of an 8-bit KV cache are not used, if the
-        checkpoint has some. Verification works on free pages of the
-        cache, filled with random numbers.
+        and which on torch's operators, and how the KV cache stores numbers. Verification works on
+        free pages of the cache, filled with random numbers.
 
         Raises:
             RuntimeError: while requests are running.
@@ -187,9 +200,7 @@ class Engine:
             prompts = self._prefill.capture(progress=progress, verify=verify)
         report = steps if prompts is None else prompts + steps
         notes = implementations_on(self.model.device)
-        if self.model.kv_scales is not None:
-            notes = {**notes, "KV cache": str(self.model.kv_scales)}
-        return replace(report, notes=notes)
+        return replace(report, notes={**notes, "KV cache": str(self.cache.format)})
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.

@@ -5,6 +5,7 @@ from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
+from .kv_format import KVFormat, ScaleKind, kv_format
 from .kv_scales import KVScales
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
@@ -19,6 +20,7 @@ __all__ = [
     "BlockFP8Linear",
     "Decoder",
     "DenseLinear",
+    "KVFormat",
     "KVScales",
     "Linear",
     "ModelConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "PagedKVCache",
     "RopeConfig",
     "Sampling",
+    "ScaleKind",
     "SeenRows",
     "SwappedSequence",
     "UnsupportedModelError",
@@ -33,6 +36,7 @@ __all__ = [
     "compile_kernels",
     "decoder_fields",
     "family_of",
+    "kv_format",
     "read_config",
     "sequence_logits",
 ]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
+import torch
+
 from ..jit.variant import Variant
 from .config import ModelConfig
 from .config_fields import Fields, UnsupportedModelError
@@ -21,8 +23,17 @@ from .tower import Tower
 class Kernels(Protocol):
     """Names kernels of a model."""
 
-    def __call__(self, config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
-        """Return what a model of this shape launches beside its linear layers."""
+    def __call__(
+        self,
+        config: ModelConfig,
+        *,
+        kv_dtype: torch.dtype | None = None,
+        batch_invariant: bool = True,
+    ) -> list[Variant]:
+        """Return what a model of this shape launches beside its linear layers.
+
+        `kv_dtype` is that of the KV cache, None the model's.
+        """
 
 
 class Load(Protocol):

@@ -19,35 +19,58 @@ from .decoder import Decoder
 from .norms import fp32_kind, is_power_of_two
 
 
-def compile_kernels(model: Decoder) -> None:
+def compile_kernels(model: Decoder, kv_dtype: torch.dtype | None = None) -> None:
     """Compile at once what a model on CUDA may launch; does nothing for one on the CPU.
 
     Without this the kernels are compiled one after another, each at its first launch.
+
+    Args:
+        model: the decoder.
+        kv_dtype: of the KV cache; None: what the checkpoint is made for.
 
     Raises:
         KernelBuildError: when compiling fails.
     """
     if model.device.type == "cuda":
-        precompile(model.kernels(), model.device)
+        precompile(model.kernels(kv_dtype), model.device)
 
 
-def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
-    """Return the kernels of a model that do not depend on how its weights are quantised."""
+def model_kernels(
+    config: ModelConfig, *, kv_dtype: torch.dtype | None = None, batch_invariant: bool = True
+) -> list[Variant]:
+    """Return the kernels of a model that do not depend on how its weights are quantised.
+
+    Args:
+        config: shape of the model.
+        kv_dtype: of the KV cache; None is the model's.
+        batch_invariant: as of `ops.paged_attention`.
+    """
+    kv_dtype = config.dtype if kv_dtype is None else kv_dtype
+    # Prompts over 8-bit pages run on torch's operators.
+    has_prefill = kv_dtype is config.dtype
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
     scaled = config.logits_scale != 1.0 and not is_power_of_two(config.logits_scale)
     return [
         *((input_kernel(fp32_kind(config.norm.kind), dtype, dtype),) if scaled else ()),
         embed_kernel(dtype),
-        append_kernel(dtype, dtype),
-        *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
-        *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
+        append_kernel(dtype, kv_dtype),
+        *decode_kernels(
+            dtype, config.head_dim, group, kv_dtype=kv_dtype, batch_invariant=batch_invariant
+        ),
+        *(
+            prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant)
+            if has_prefill
+            else ()
+        ),
         *((softcap_kernel(torch.float32),) if config.logits_softcap else ()),
         sample_kernel(torch.float32),  # what a `Decoder` returns
         L2Probe(),  # which the cache asks (ostinato.models.l2.probe)
     ]
 
 
-def kernels_with_norms(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
+def kernels_with_norms(
+    config: ModelConfig, *, kv_dtype: torch.dtype | None = None, batch_invariant: bool = True
+) -> list[Variant]:
     """Return `model_kernels` and, for families with such, the norm that nothing is fused with."""
     norm = input_kernel(config.norm.input_kind, config.dtype, config.dtype)
-    return [norm, *model_kernels(config, batch_invariant=batch_invariant)]
+    return [norm, *model_kernels(config, kv_dtype=kv_dtype, batch_invariant=batch_invariant)]

@@ -24,10 +24,12 @@ from ostinato.models import (
     UnsupportedModelError,
     W8A8Linear,
     family_of,
+    kv_format,
     read_config,
     sequence_logits,
 )
 from ostinato.models.parts import shard
+from ostinato.ops.attention.append_kv_cuda import AppendKV
 from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.linear.quantize_cuda import NORMS, Quantize
 
@@ -410,6 +412,28 @@ def test_a_missing_norm_of_a_head_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"missing {name}"):
         load_model(folder)
+
+
+@pytest.mark.parametrize("asked", ["auto", "fp8", "int8", "bf16"])
+@pytest.mark.parametrize("scheme", [None, "int", "float"])
+def test_kernels_named_ahead_of_an_8_bit_cache(
+    scheme: str | None, asked: str, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, random_model(MODELS["qwen3"]), FORMATS["ct-int8-dynamic"])
+    config = {**json.loads((tmp_path / "config.json").read_text()), "dtype": "bfloat16"}
+    if scheme is not None:
+        config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path)
+    stored = kv_format(model.config, model.kv_scales, asked)
+    how: dict[str, Any] = {"lm_head": None, "batch_invariant": True}
+    ahead = _model_kernels(tmp_path, **how, kv_cache_dtype=asked)
+    assert ahead == set(model.kernels(stored.dtype))
+    if asked == "auto":
+        assert ahead == set(model.kernels())
+    names = {kernel.cache_dtype for kernel in ahead if isinstance(kernel, AppendKV)}
+    by_scheme = {None: "bf16", "int": "int8", "float": "e4m3"}
+    assert names == {{"auto": by_scheme[scheme], "fp8": "e4m3"}.get(asked, asked)}
 
 
 def layer_of(name: str) -> Any:

@@ -292,12 +292,14 @@ __device__ __forceinline__ void store_codes(uint8_t* row, const Chunk& chunk, co
 
 // Destination of a head, once its slot is known.
 struct Target {
-  void* row;     // null: not written
-  float* scale;  // of a quantised cache, otherwise null
-  bool dynamic;  // the scale is computed from the row and written
+  void* row;           // null: not written
+  bool quantizes;      // row is of a quantised cache
+  bool dynamic;        // the scale is computed from the row
+  const float* fixed;  // the scale, null if it is dynamic
+  float* written;      // where the scale is written, or null
 
   __device__ __forceinline__ Target(const AppendKVParams& p, const Head& head, int64_t slot)
-      : row(nullptr), scale(nullptr), dynamic(false) {
+      : row(nullptr), quantizes(false), dynamic(false), fixed(nullptr), written(nullptr) {
     if (head.projection == Projection::q) {
       if (head.exists) {
         row = static_cast<In*>(p.q_out.data) + head.token * p.q_out.stride +
@@ -325,14 +327,20 @@ struct Target {
     row = static_cast<Element*>(cache.data) + at(cache);
     if constexpr (kQuantizes) {
       const Slots scales = is_k ? p.k_scale : p.v_scale;
+      const Slots shown = is_k ? p.k_scale_out : p.v_scale_out;
+      float* const scale = static_cast<float*>(scales.data) + at(scales);
+      quantizes = true;
       dynamic = (is_k ? p.k_scale_per_token : p.v_scale_per_token) != 0;
-      scale = static_cast<float*>(scales.data) + at(scales);
+      fixed = dynamic ? nullptr : scale;
+      written = dynamic                 ? scale
+                : shown.data == nullptr ? nullptr
+                                        : static_cast<float*>(shown.data) + at(shown);
     }
   }
 };
 
-// Stores a head: `largest` is its largest magnitude, if the target's scale is dynamic; otherwise
-// `fixed` is the scale.
+// Stores a head: `largest` is its largest magnitude, if its scale is written; `fixed` is the scale,
+// unless it is dynamic.
 template <bool kAligned>
 __device__ __forceinline__ void store_head(const Target& target, const Chunk& chunk, float largest,
                                            float fixed, bool writes_scale, const Values (&x)[2]) {
@@ -340,12 +348,15 @@ __device__ __forceinline__ void store_head(const Target& target, const Chunk& ch
     return;
   }
   if constexpr (kQuantizes) {
-    if (target.scale != nullptr) {
+    if (target.quantizes) {
       uint8_t* const row = static_cast<uint8_t*>(target.row);
-      const Divisor scale(target.dynamic ? dynamic_scale<Cache>(largest) : fixed);
-      if (target.dynamic && writes_scale) {
-        *target.scale = dynamic_scale<Cache>(largest);
+      const float divisor = target.dynamic ? dynamic_scale<Cache>(largest) : fixed;
+      if (target.written != nullptr && writes_scale) {
+        // INT8 has no code for NaN, so the scale shows it.
+        const bool shows_nan = std::is_same_v<Cache, dtype::int8> && isnan(largest);
+        *target.written = shows_nan ? largest : divisor;
       }
+      const Divisor scale(divisor);
       if (target.dynamic && scale.fast) {
         store_codes<Cache, kAligned, true>(row, chunk, scale, x);
       } else {

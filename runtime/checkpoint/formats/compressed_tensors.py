@@ -14,13 +14,15 @@ import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
 from ..format import Format, StoredSchemeOf
-from ..kv_cache import kv_cache_scheme
 from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
+from ..storage.kv_cache import describe_kv_cache, kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
+
+COMPRESSED_TENSORS = "compressed-tensors"  # the format's `quant_method`
 
 # Class name of every module that can be quantised, as targets and ignore lists spell it.
 _CLASS = "Linear"
@@ -33,6 +35,7 @@ _FORMAT_TYPES = {
     "naive-quantized": ("int", "float"),
 }
 _PER_GROUP = "mixed-precision"
+_DENSE_FORMAT = "dense"  # no module is quantised, only the KV cache
 
 _COARSE = "are not supported, only one scale per tensor, row of a weight, or token"
 _BLOCK_FP8 = f"FP8 weights in blocks of {BLOCK} by {BLOCK}, activations in groups of {BLOCK}"
@@ -65,9 +68,11 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
     kv_cache_scheme(config)
     _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
-    file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
+    file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP, _DENSE_FORMAT)
     ignore = config.strings("ignore")
     groups = config.child("config_groups")
+    if file_format == _DENSE_FORMAT and groups.fields:
+        raise config.refusal("format", "config_groups quantise modules")
     schemes: dict[str, _Quantized] = {}
     for name in groups.fields:
         targets, scheme = _group(
@@ -119,12 +124,29 @@ class ModuleNames:
         return _CLASS if _CLASS in self._names else None
 
 
-def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
+def describe(
+    scheme: _Quantized | None, ignore: Sequence[str], kv_cache: torch.dtype | None = None
+) -> dict[str, object]:
     """Return the configuration of a checkpoint whose linear modules all have `scheme`.
 
     Only what the quantiser writes: per-channel weights with dynamic per-token activations, or FP8
     weights in blocks with activations in groups.
+
+    Args:
+        scheme: None where no module is quantised.
+        ignore: modules that are not.
+        kv_cache: dtype of an 8-bit KV cache with a static scale per layer; None without one.
     """
+    described = None if kv_cache is None else describe_kv_cache(kv_cache)
+    if scheme is None:
+        return {
+            "quant_method": COMPRESSED_TENSORS,
+            "format": _DENSE_FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": described,
+        }
     weights: dict[str, object] = {"strategy": "channel", "group_size": None}
     activations: dict[str, object] = {"strategy": "token", "group_size": None}
     if isinstance(scheme, FP8BlockScheme):
@@ -135,7 +157,7 @@ def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
         kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {
@@ -147,7 +169,7 @@ def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
             }
         },
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": described,
     }
 
 
@@ -261,4 +283,4 @@ def _find(config: Section, folder: Path) -> Section | None:
     return config.child("compression_config") if config.get("compression_config") else None
 
 
-FORMAT = Format("compressed-tensors", parse_compressed_tensors, _find)
+FORMAT = Format(COMPRESSED_TENSORS, parse_compressed_tensors, _find)

@@ -6,11 +6,11 @@ import torch
 
 from ..exclusions import all_but
 from ..format import Format, StoredSchemeOf
-from ..kv_cache import kv_cache_scheme
 from ..patterns import transformers_pattern
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
+from ..storage.kv_cache import kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
 
 

@@ -16,11 +16,11 @@ from ..errors import UnsupportedCheckpointError
 from ..exclusions import all_but
 from ..files import is_there
 from ..format import Format, StoredSchemeOf
-from ..kv_cache import kv_cache_scheme
 from ..reader import CheckpointReader
 from ..section import Section
 from ..storage.base import StoredScheme, Target
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
+from ..storage.kv_cache import kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
 
 _IN_BLOCKS = "FP8_PB_WO"

@@ -17,6 +17,7 @@ from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
 from ..kinds import InputKind
+from ..kv_scales import KVScales
 from ..layers import Linear, Sampling, tensors_of
 from ..norms import Norm
 from ..parts import (
@@ -124,7 +125,7 @@ class Llama(Decoder):
         self.norm = norm
         self.lm_head = lm_head
         self.batch_invariant = batch_invariant
-        self.kv_scales = None
+        self.kv_scales: KVScales | None = None
         self.max_context = config.context(max_context)
         self.attention = Attention(config, self.max_context, embedding.device)
 
@@ -200,9 +201,11 @@ class Llama(Decoder):
                 yield LinearUse(name, kind, getattr(layer, name))
         yield LinearUse("lm_head", self.config.norm.input_kind, self.lm_head)
 
-    def kernels(self) -> list[Variant]:
+    def kernels(self, kv_dtype: torch.dtype | None = None) -> list[Variant]:
+        if kv_dtype is None and self.kv_scales is not None:
+            kv_dtype = self.kv_scales.dtype
         known = family_of(self.config)
-        found = known.kernels(self.config, batch_invariant=self.batch_invariant)
+        found = known.kernels(self.config, kv_dtype=kv_dtype, batch_invariant=self.batch_invariant)
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
         return found
