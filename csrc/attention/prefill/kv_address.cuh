@@ -21,12 +21,14 @@ struct KvAddress {
     }
   }
 
-  __device__ __forceinline__ const Type* key(const Params& p, const WorkTile& work_tile) const {
-    return static_cast<const Type*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
+  __device__ __forceinline__ const CacheType* key(const Params& p,
+                                                  const WorkTile& work_tile) const {
+    return static_cast<const CacheType*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
            work_tile.kv_head * p.k.head_stride;
   }
-  __device__ __forceinline__ const Type* value(const Params& p, const WorkTile& work_tile) const {
-    return static_cast<const Type*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
+  __device__ __forceinline__ const CacheType* value(const Params& p,
+                                                    const WorkTile& work_tile) const {
+    return static_cast<const CacheType*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
            work_tile.kv_head * p.v.head_stride;
   }
 };

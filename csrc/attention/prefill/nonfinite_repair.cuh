@@ -17,12 +17,13 @@ __device__ __forceinline__ constexpr int output_index(int half, int group, int i
   return group * 4 + half * 2 + i;
 }
 
-__device__ __forceinline__ float2 load_pair(const Type* from) {
+template <class T>
+__device__ __forceinline__ float2 load_pair(const T* from) {
   return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
 }
 
 // Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.
-__device__ __forceinline__ float score_of(const Type* q, const Type* k) {
+__device__ __forceinline__ float score_of(const Type* q, const CacheType* k) {
   float sum = 0;
 #pragma unroll 1
   for (int column = first_column(); column < kDim; column += 8) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkT
       continue;
     }
     const KvAddress kv_address(args, work_tile, key);
-    const Type* const k = kv_address.key(args.params, work_tile);
-    const Type* const v = kv_address.value(args.params, work_tile);
+    const CacheType* const k = kv_address.key(args.params, work_tile);
+    const CacheType* const v = kv_address.value(args.params, work_tile);
     // Rounded to the type of the values, as in the MMA.
     const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
     if (nonfinite && visible.contains(kHalf, key)) {
@@ -84,7 +85,8 @@ __device__ __forceinline__ bool is_nonfinite(const float (&outputs)[kOutputs]) {
 // The same for one row.
 template <int kHalf>
 __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs]) {
-  float zero = 0;
+  // Else the compiler keeps terms of is_nonfinite(), for which registers may have no room.
+  float zero = kDequantizes ? __int_as_float(opaque(0)) : 0.0f;
 #pragma unroll
   for (int group = 0; group < kOutputs / 4; ++group) {
     zero = fmaf(outputs[output_index(kHalf, group, 0)], 0.0f, zero);

@@ -7,6 +7,7 @@
 // pages with one other warp for keys and two for values; slots with three others.
 #pragma once
 
+#include "kv_dequantizer.cuh"
 #include "qkv_loader.cuh"
 #include "tile_scheduler.cuh"
 
@@ -129,11 +130,12 @@ class Producer : QkvLoader {
     if (!kHasFinder && warp_ == 0) {
       copy_queries(work_tile);
     }
-    if constexpr (kHasFinder || kSource == Source::Pages) {
+    if constexpr (kHasFinder || kSource == Source::Pages || kDequantizes) {
       if (copies_keys()) {
         copy_ring<Keys>(work_tile, keys_, then);
       } else {
-        copy_ring<Values>(work_tile, values_, [] {});
+        // A warp that dequantises has one ring, and no registers for the position in another.
+        copy_ring<Values>(work_tile, kDequantizes ? keys_ : values_, [] {});
       }
     } else {
       copy_tiles(work_tile, then);
@@ -150,7 +152,10 @@ class Producer : QkvLoader {
   template <class What, class Then>
   __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, RingPosition& position,
                                             Then then) {
-    if constexpr (kSource == Source::Pages) {
+    if constexpr (kDequantizes) {
+      KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
+          .run(position, tile_of_next(work_tile.tiles()), then);
+    } else if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {
       const int tiles = work_tile.tiles(), due = tile_of_next(tiles);

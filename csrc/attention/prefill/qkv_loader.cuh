@@ -5,20 +5,25 @@
 #include "attention/common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/tma.cuh"
-#include "shared_storage.cuh"
+#include "kv_vectors.cuh"
 
 namespace ostinato::prefill {
 
-inline constexpr int kProducerWarps = kHasFinder ? 3 : kSource == Source::Packed ? 1 : 4;
+inline constexpr int kProducerWarps =
+    kHasFinder ? 3 : kSource == Source::Packed && !kDequantizes ? 1 : 4;
 // Warps that copy keys; as many copy values.
 inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;
 // Whether every tile lies in one page.
 __device__ __forceinline__ bool has_whole_tiles(const Arguments& args) {
   return kSource == Source::Pages && args.box_tokens == kKeys;
 }
-// Arrivals per copied tile: of each warp that issues TMA copies, or of each thread of cp.async.
+// Arrivals per tile: of each warp that issues TMA copies or dequantises, or of each thread of
+// cp.async.
 __device__ __forceinline__ int full_arrivals(const Arguments& args) {
-  return kSource == Source::Slots ? kWarpgroup : has_whole_tiles(args) ? 1 : kPageWarps;
+  return kDequantizes               ? kKvWarps
+         : kSource == Source::Slots ? kWarpgroup
+         : has_whole_tiles(args)    ? 1
+                                    : kPageWarps;
 }
 
 struct Maps {

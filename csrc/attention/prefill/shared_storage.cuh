@@ -114,6 +114,13 @@ __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
 }
 
+// Hides from the compiler that a number is known, so that it does not keep values derived from it
+// in registers across work tiles: copying warps have few registers.
+__device__ __forceinline__ int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 // Named barriers; 0 is __syncthreads.
 __device__ __forceinline__ int turn_barrier(int warpgroup) { return 1 + warpgroup; }
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {

@@ -12,7 +12,10 @@ class Softmax {
   __device__ explicit Softmax(const Arguments& args) : args_(args) {}
 
   // Starts a work tile.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(int kv_head) {
+    if constexpr (kDequantizes) {
+      scale_ = args_.params.k_scale[kv_head * args_.params.k_scale_stride];
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max_[half] = kNothing;
@@ -36,7 +39,7 @@ class Softmax {
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
     const bool rises =
-        top[0] * args_.factor > max_[0] + kSlack || top[1] * args_.factor > max_[1] + kSlack;
+        top[0] * factor() > max_[0] + kSlack || top[1] * factor() > max_[1] + kSlack;
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
@@ -97,7 +100,7 @@ class Softmax {
   __device__ __forceinline__ float total(int half) const { return sum_[half]; }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
-    return power_of_2(logit_of(args_, score) - max_[half]);
+    return power_of_2(logit(score) - max_[half]);
   }
 
  private:
@@ -111,14 +114,42 @@ class Softmax {
   static constexpr float kMostSum = 16384;  // finite in 16 bits
   static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
 
+  // Multiplies maxima of scores.
+  __device__ __forceinline__ float factor() const {
+    if constexpr (kDequantizes) {
+      return is_direct() ? args_.logit_scale * scale_ : 1.0f;
+    } else {
+      return args_.factor;
+    }
+  }
+  // Whether a greater score is a greater logit.
+  __device__ __forceinline__ bool is_direct() const {
+    if constexpr (kDequantizes) {
+      return args_.direct != 0 && scale_ > 0;
+    } else {
+      return args_.direct != 0;
+    }
+  }
+  // A score of the dequantised keys.
+  __device__ __forceinline__ float scaled(float score) const {
+    if constexpr (kDequantizes) {
+      return score * scale_;
+    } else {
+      return score;
+    }
+  }
+  __device__ __forceinline__ float logit(float score) const {
+    return logit_of(args_, scaled(score));
+  }
+
   __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
-    if (args_.direct != 0) {
+    if (is_direct()) {
       return;
     }
     if (args_.params.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        scores[i] = capped_logit(args_, scores[i]);
+        scores[i] = capped_logit(args_, scaled(scores[i]));
         if (i % 4 == 3) {
           __syncwarp();  // more at a time would need registers
         }
@@ -126,7 +157,7 @@ class Softmax {
     } else {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        scores[i] *= args_.logit_scale;
+        scores[i] = scaled(scores[i]) * args_.logit_scale;
       }
     }
   }
@@ -135,7 +166,7 @@ class Softmax {
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&sum)[2]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = power_of_2(fmaf(scores[i], args_.factor, -max_[row_of(i)]));
+      scores[i] = power_of_2(fmaf(scores[i], factor(), -max_[row_of(i)]));
     }
     sum[0] = scores[0];
     sum[1] = scores[2];
@@ -153,8 +184,8 @@ class Softmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
       // Decided per row: a row's results must not depend on other rows.
-      const bool rises = top[half] * args_.factor > max_[half] + kSlack;
-      const float raised = rises ? top[half] * args_.factor : max_[half];
+      const bool rises = top[half] * factor() > max_[half] + kSlack;
+      const float raised = rises ? top[half] * factor() : max_[half];
       fade_[half] = power_of_2(max_[half] - raised);
       sum_[half] *= fade_[half];
       max_[half] = raised;
@@ -218,7 +249,7 @@ class Softmax {
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      top = fmaxf(top, fmaxf(logit_of(args_, pair.x), logit_of(args_, pair.y)));
+      top = fmaxf(top, fmaxf(logit(pair.x), logit(pair.y)));
     }
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
@@ -231,8 +262,8 @@ class Softmax {
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      const float weights[2] = {power_of_2(logit_of(args_, pair.x) - max_[kHalf]),
-                                power_of_2(logit_of(args_, pair.y) - max_[kHalf])};
+      const float weights[2] = {power_of_2(logit(pair.x) - max_[kHalf]),
+                                power_of_2(logit(pair.y) - max_[kHalf])};
       sum += lost ? weights[0] + weights[1] : 0.0f;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -244,6 +275,7 @@ class Softmax {
 
   const Arguments& args_;
   bool settled_ = false;
+  float scale_;  // of dequantised keys
   float max_[2], sum_[2], fade_[2];
 };
 

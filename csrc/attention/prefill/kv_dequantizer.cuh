@@ -1,0 +1,176 @@
+// The KV dequantiser: producer warps that read 8-bit keys or values from global memory, convert
+// them exactly to 16-bit operands, and write these as TMA would.
+//
+// A lane holds vectors of the next tile in registers: each is loaded when its register becomes
+// free, about a tile before its use, which hides the latency of memory. Rows that no query of the
+// work tile sees are not read and become 0, so that consumers need not clear them.
+#pragma once
+
+#include "attention/common/dequant.cuh"
+#include "common/ring.cuh"
+#include "common/tma.cuh"
+#include "kv_vectors.cuh"
+
+namespace ostinato::prefill {
+
+// Reads 16 bytes past the L1: other SMs may read them again, this one does not.
+__device__ __forceinline__ uint4 load_vector(const void* from) {
+  uint4 words;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from));
+  return words;
+}
+
+// Of `What`, keys or values, of one work tile. Its functions are called by a warp.
+template <class What>
+class KvDequantizer {
+ public:
+  // `warp`: among those of the same half of the work tile's memory (kKvWarps).
+  __device__ KvDequantizer(SharedStorage& shared, const Arguments& args, const WorkTile& work_tile,
+                           int warp)
+      : shared_(shared), args_(args), work_tile_(work_tile), warp_(warp) {}
+
+  // Fills the ring with the work tile's tiles. Calls `then` before tile `due`.
+  template <class Then>
+  __device__ __forceinline__ void run(RingPosition& position, int due, Then then) {
+    const int tiles = work_tile_.tiles();
+    Vector held[Vectors::kHeld];
+    Rows rows = find_rows(0);
+    load_first(rows, held);
+    Rows next = find_rows(1);
+#pragma unroll 1
+    for (int n = 0; n < tiles; ++n) {
+      if (n == due) {
+        then();
+        load_first(find_rows(n), held);  // again, since registers have no room for both
+      }
+      fill(position, rows, held);
+      rows = next;
+      load_first(rows, held);
+      next = find_rows(n + 2);  // page ids are read a tile ahead
+    }
+    if (due >= tiles) {
+      then();
+    }
+  }
+
+ private:
+  using Vectors = KvVectors<What>;
+  using Vector = uint4;
+
+  // This lane's rows of a tile: of each 32 one.
+  struct Rows {
+    int page[kRowSets], slot[kRowSets];  // page -1: no query sees the row
+  };
+  struct Addresses {
+    uint64_t of[kRowSets];  // 0: no query sees the row
+  };
+
+  __device__ __forceinline__ Rows find_rows(int n) const {
+    Rows rows;
+    const bool exists = n < work_tile_.tiles();
+    const int first = work_tile_.tile(n) * kKeys + warp_ * kWarpRows + threadIdx.x % 32;
+#pragma unroll
+    for (int set = 0; set < kRowSets; ++set) {
+      const int key = first + set * 32;
+      rows.page[set] = -1;
+      rows.slot[set] = 0;
+      if (exists && key >= work_tile_.visible_begin && key < work_tile_.visible_end) {
+        find_page(key, rows.page[set], rows.slot[set]);
+      }
+    }
+    return rows;
+  }
+
+  __device__ __forceinline__ void find_page(int key, int& page, int& slot) const {
+    const Params& p = args_.params;
+    if constexpr (kSource == Source::Packed) {
+      page = 0;
+      slot = work_tile_.first_key + key;
+    } else {
+      const int index = args_.page_of(key);
+      page = p.page_table[work_tile_.first_key * p.page_table_stride + index];
+      slot = key - index * p.page_size;
+    }
+  }
+
+  __device__ __forceinline__ Addresses addresses_of(const Rows& rows) const {
+    const Slots& slots = std::is_same_v<What, Keys> ? args_.params.k : args_.params.v;
+    const CacheType* const head =
+        static_cast<const CacheType*>(slots.data) + work_tile_.kv_head * slots.head_stride;
+    Addresses addresses;
+#pragma unroll
+    for (int set = 0; set < kRowSets; ++set) {
+      const CacheType* const from =
+          head + rows.page[set] * slots.page_stride + rows.slot[set] * slots.stride;
+      addresses.of[set] = rows.page[set] < 0 ? 0 : reinterpret_cast<uint64_t>(from);
+    }
+    return addresses;
+  }
+
+  // Loads this lane's vector i of a tile.
+  __device__ __forceinline__ static Vector load(const Addresses& addresses, int i) {
+    const int lane = threadIdx.x % 32, first_row = i * Vectors::kRowsAtOnce;
+    const uint64_t from = __shfl_sync(0xffffffff, addresses.of[first_row / 32],
+                                      first_row % 32 + Vectors::row(lane));
+    Vector words = make_uint4(0, 0, 0, 0);
+    if (from != 0) {
+      words = load_vector(reinterpret_cast<const CacheType*>(from) + Vectors::vector(lane) * 16);
+    }
+    return words;
+  }
+
+  // Loads the first vectors of a tile.
+  __device__ __forceinline__ void load_first(const Rows& rows,
+                                             Vector (&held)[Vectors::kHeld]) const {
+    const Addresses addresses = addresses_of(rows);
+#pragma unroll
+    for (int i = 0; i < Vectors::kHeld; ++i) {
+      held[i] = load(addresses, i);
+    }
+  }
+
+  // Fills a stage of the ring with a tile, whose first vectors are held.
+  __device__ __forceinline__ void fill(RingPosition& position, const Rows& rows,
+                                       Vector (&held)[Vectors::kHeld]) const {
+    RingBarriers<What>& barriers = barriers_of<What>(shared_);
+    const Addresses addresses = addresses_of(rows);
+    wait(&barriers.empty[position.slot], position.parity ^ 1);
+    uint8_t* const to =
+        ring_of<What>(shared_).tiles[position.slot] + warp_ * kWarpRows * kStripBytes;
+    const int lane = opaque(threadIdx.x % 32);
+#pragma unroll
+    for (int i = 0; i < Vectors::kCount; ++i) {
+      Vector& vector = held[i % Vectors::kHeld];
+      store(to + Vectors::offset(i, 0, lane), vector.x, vector.y);
+      store(to + Vectors::offset(i, 1, lane), vector.z, vector.w);
+      if (i + Vectors::kHeld < Vectors::kCount) {
+        vector = load(addresses, i + Vectors::kHeld);
+      }
+      __syncwarp();  // more at a time would need registers
+    }
+    fence_shared_for_tma();  // written by threads, read by wgmma
+    OSTINATO_DELAY(prefill_dequantize, (std::is_same_v<What, Keys>) && warp_ == 1);
+    __syncwarp();
+    if (lane == 0) {
+      arrive(&barriers.full[position.slot]);
+    }
+    position.advance(kStagesOf<What>);
+  }
+
+  // Writes eight elements as operands.
+  __device__ __forceinline__ static void store(uint8_t* to, uint32_t low, uint32_t high) {
+    const Pairs first = dequantize<CacheType, Type>(low);
+    const Pairs second = dequantize<CacheType, Type>(high);
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(first.first, first.second, second.first, second.second);
+  }
+
+  SharedStorage& shared_;
+  const Arguments& args_;
+  const WorkTile& work_tile_;
+  const int warp_;
+};
+
+}  // namespace ostinato::prefill
