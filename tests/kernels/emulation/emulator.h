@@ -110,6 +110,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   return bits;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
 inline int __reduce_max_sync(unsigned, int value) {
   const emulator::Words* const all = emulator::exchange({static_cast<uint32_t>(value)});
   for (int i = 0; i < emulator::kLanes; ++i) {
@@ -138,6 +139,10 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&x, &bits, sizeof(x));
   return x;
 }
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
+}
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
   std::memcpy(&bits, &x, sizeof(bits));
@@ -160,6 +165,7 @@ inline unsigned atomicAdd(unsigned* at, unsigned by) {
   *at += by;
   return before;
 }
+inline unsigned atomicExch(unsigned* at, unsigned value) { return std::exchange(*at, value); }
 inline void __threadfence() {}
 // Time, for those who wait for it to pass: it does when they sleep.
 inline long clock() {
