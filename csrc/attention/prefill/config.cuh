@@ -100,7 +100,8 @@ inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsume
 struct Registers {
   static constexpr RegisterSplit kDequantizing =
       kConsumers == 3 ? RegisterSplit{56, 152}
-                      : (kDim > 192 ? RegisterSplit{88, 208} : RegisterSplit{104, 200});
+      : kDim > 128    ? RegisterSplit{72, 216}
+                      : RegisterSplit{104, 200};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit =
@@ -110,7 +111,7 @@ struct Registers {
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
 // Vectors of 16 bytes that a thread which dequantises holds ahead of use.
-inline constexpr int kMostHeld = kConsumers == 3 || kDim > 128 ? 8 : 16;
+inline constexpr int kMostHeld = kConsumers == 2 && kDim <= 128 ? 16 : 8;
 static_assert(kScores + kKeySteps * 4 + kOutputs +
                       (kFp8 ? (kPromotesToGmem ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,

@@ -31,26 +31,32 @@ class KvDequantizer {
                            int warp)
       : shared_(shared), args_(args), work_tile_(work_tile), warp_(warp) {}
 
-  // Fills the ring with the work tile's tiles. Calls `then` before tile `due`.
+  // Fills the ring with the work tile's tiles. Calls `then` before tile `due`, or after the
+  // last one.
   template <class Then>
   __device__ __forceinline__ void run(RingPosition& position, int due, Then then) {
-    const int tiles = work_tile_.tiles();
+    // The number of tiles is read anew each time: registers are few.
     Vector held[Vectors::kHeld];
     Rows rows = find_rows(0);
     load_first(rows, held);
     Rows next = find_rows(1);
 #pragma unroll 1
-    for (int n = 0; n < tiles; ++n) {
+    for (int n = 0; n < work_tile_.tiles(); ++n) {
       if (n == due) {
         then();
         load_first(find_rows(n), held);  // again, since registers have no room for both
       }
       fill(position, rows, held);
-      rows = next;
-      load_first(rows, held);
-      next = find_rows(n + 2);  // page ids are read a tile ahead
+      if constexpr (kSource == Source::Packed) {
+        rows = find_rows(n + 1);
+        load_first(rows, held);
+      } else {
+        rows = next;
+        load_first(rows, held);
+        next = find_rows(n + 2);  // page ids are read a tile ahead
+      }
     }
-    if (due >= tiles) {
+    if (work_tile_.tiles() <= due) {
       then();
     }
   }
@@ -61,7 +67,7 @@ class KvDequantizer {
 
   // This lane's rows of a tile: of each 32 one.
   struct Rows {
-    int page[kRowSets], slot[kRowSets];  // page -1: no query sees the row
+    int page[kRowSets], slot[kRowSets];  // slot -1: no query sees the row
   };
   struct Addresses {
     uint64_t of[kRowSets];  // 0: no query sees the row
@@ -74,8 +80,8 @@ class KvDequantizer {
 #pragma unroll
     for (int set = 0; set < kRowSets; ++set) {
       const int key = first + set * 32;
-      rows.page[set] = -1;
-      rows.slot[set] = 0;
+      rows.page[set] = 0;
+      rows.slot[set] = -1;
       if (exists && key >= work_tile_.visible_begin && key < work_tile_.visible_end) {
         find_page(key, rows.page[set], rows.slot[set]);
       }
@@ -86,7 +92,6 @@ class KvDequantizer {
   __device__ __forceinline__ void find_page(int key, int& page, int& slot) const {
     const Params& p = args_.params;
     if constexpr (kSource == Source::Packed) {
-      page = 0;
       slot = work_tile_.first_key + key;
     } else {
       const int index = args_.page_of(key);
@@ -104,7 +109,7 @@ class KvDequantizer {
     for (int set = 0; set < kRowSets; ++set) {
       const CacheType* const from =
           head + rows.page[set] * slots.page_stride + rows.slot[set] * slots.stride;
-      addresses.of[set] = rows.page[set] < 0 ? 0 : reinterpret_cast<uint64_t>(from);
+      addresses.of[set] = rows.slot[set] < 0 ? 0 : reinterpret_cast<uint64_t>(from);
     }
     return addresses;
   }

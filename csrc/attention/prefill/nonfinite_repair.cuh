@@ -7,6 +7,7 @@
 // values never cause it.
 #pragma once
 
+#include "common/e4m3.cuh"
 #include "kv_address.cuh"
 #include "score_fragment.cuh"
 
@@ -19,7 +20,12 @@ __device__ __forceinline__ constexpr int output_index(int half, int group, int i
 
 template <class T>
 __device__ __forceinline__ float2 load_pair(const T* from) {
-  return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
+  if constexpr (kDequantizes && std::is_same_v<T, __nv_fp8_e4m3>) {
+    // The instruction's 16-bit registers would be in local memory.
+    return make_float2(e4m3_to_float(from[0].__x), e4m3_to_float(from[1].__x));
+  } else {
+    return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
+  }
 }
 
 // Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.

@@ -144,9 +144,9 @@ class Producer : QkvLoader {
 
   // The tile of keys before which the next work tile is found (the number of tiles: after the
   // last).
-  static constexpr int kFindingTiles = 4;
+  static constexpr int kFindingTiles = 4, kTileOfNext = 2;
   __device__ __forceinline__ static int tile_of_next(int tiles) {
-    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, 2);
+    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, kTileOfNext);
   }
 
   template <class What, class Then>
@@ -154,7 +154,7 @@ class Producer : QkvLoader {
                                             Then then) {
     if constexpr (kDequantizes) {
       KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
-          .run(position, tile_of_next(work_tile.tiles()), then);
+          .run(position, kTileOfNext, then);
     } else if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {

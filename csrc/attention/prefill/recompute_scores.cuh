@@ -1,8 +1,7 @@
 // Recomputes the scores of a warp's rows if weights have overflowed: rare, with warp-wide MMAs.
 #pragma once
 
-#include "attention/common/dequant.cuh"
-#include "kv_address.cuh"
+#include "nonfinite_repair.cuh"
 #include "softmax.cuh"
 
 namespace ostinato::prefill {
@@ -45,7 +44,8 @@ struct RecomputedScores {
   __device__ __forceinline__ static uint32_t load_word(const T* from, int step, int half) {
     from += step * 16 + half * 8;
     if constexpr (sizeof(T) == 1) {
-      return dequantize<T, Type>(*reinterpret_cast<const uint16_t*>(from)).first;
+      const float2 pair = load_pair(from);
+      return pack_pair<Type>(pair.x, pair.y);
     } else {
       return *reinterpret_cast<const uint32_t*>(from);
     }

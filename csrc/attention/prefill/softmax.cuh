@@ -130,26 +130,29 @@ class Softmax {
       return args_.direct != 0;
     }
   }
-  // A score of the dequantised keys.
-  __device__ __forceinline__ float scaled(float score) const {
-    if constexpr (kDequantizes) {
-      return score * scale_;
-    } else {
-      return score;
-    }
-  }
   __device__ __forceinline__ float logit(float score) const {
-    return logit_of(args_, scaled(score));
+    if constexpr (kDequantizes) {
+      score *= scale_;
+    }
+    return logit_of(args_, score);
   }
 
   __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
-    if (is_direct()) {
+    if constexpr (kDequantizes) {
+      if (is_direct()) {
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] *= scale_;
+      }
+    } else if (args_.direct != 0) {
       return;
     }
     if (args_.params.softcap > 0) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        scores[i] = capped_logit(args_, scaled(scores[i]));
+        scores[i] = capped_logit(args_, scores[i]);
         if (i % 4 == 3) {
           __syncwarp();  // more at a time would need registers
         }
@@ -157,7 +160,7 @@ class Softmax {
     } else {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-        scores[i] = scaled(scores[i]) * args_.logit_scale;
+        scores[i] *= args_.logit_scale;
       }
     }
   }
