@@ -20,6 +20,8 @@
 //                           and weights
 // -DOSTINATO_CACHE=Same|E4m3|Int8   keys and values in memory: as the operands, or of 8 bits with
 //                           scales, which the producer dequantises (kv_dequantizer.cuh)
+// -DOSTINATO_TOKEN_SCALES=0|1       1: 8-bit keys and values have scales for each token and KV head
+//                           (token_scales.cuh), else for each KV head or one
 // -DOSTINATO_OUT=__nv_bfloat16|__half                 of the output
 // -DOSTINATO_BYTES=0|1       1: elements have 8 bits
 // -DOSTINATO_KEYS=n         keys per tile, a multiple of the k of an MMA: 16, or 32 with 8 bits
@@ -45,6 +47,8 @@ using Int8 = int8_t;
 using CacheType = cache_types::OSTINATO_CACHE;
 inline constexpr int kCacheElement = sizeof(CacheType);
 inline constexpr bool kDequantizes = !std::is_same_v<CacheType, Type>;
+inline constexpr bool kTokenScales = OSTINATO_TOKEN_SCALES != 0;
+static_assert(!kTokenScales || kDequantizes, "16-bit keys and values have no scales");
 
 enum class Source { Packed, Pages, Slots };
 inline constexpr Source kSource = Source::OSTINATO_SOURCE;
@@ -100,8 +104,8 @@ inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsume
 struct Registers {
   static constexpr RegisterSplit kDequantizing =
       kConsumers == 3 ? RegisterSplit{56, 152}
-      : kDim > 128    ? RegisterSplit{72, 216}
-                      : RegisterSplit{104, 200};
+      : kDim > 128 || kTokenScales ? RegisterSplit{72, 216}
+                                   : RegisterSplit{104, 200};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
   static constexpr RegisterSplit kSplit =
@@ -111,7 +115,9 @@ struct Registers {
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
 // Vectors of 16 bytes that a thread which dequantises holds ahead of use.
-inline constexpr int kMostHeld = kConsumers == 2 && kDim <= 128 ? 16 : 8;
+inline constexpr int kMostHeld = kDim > 128                               ? 4
+                                 : Registers::kDequantizing.producer == 104 ? 16
+                                                                            : 8;
 static_assert(kScores + kKeySteps * 4 + kOutputs +
                       (kFp8 ? (kPromotesToGmem ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,
@@ -159,7 +165,11 @@ inline constexpr int kTableBytes = kMaxBatch * 24 + 2048;
 // ended (consumer.cuh). The output reuses the buffer of its work tile's queries, unless there is
 // only one such buffer and room for both, or the output is larger. (With 8-bit queries and head dim
 // 256 the output is larger and fits nowhere else: it is written in two passes.)
-inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes;
+inline constexpr int kScaleStages = 4;  // tiles whose tokens' scales are in shared memory
+inline constexpr int kScaleBytes =
+    kTokenScales ? round_up(kScaleStages * kKeys * 3 * static_cast<int>(sizeof(float)) + 256, 1024)
+                 : 0;
+inline constexpr int kSmemLimit = 227 * 1024 - kTableBytes - kScaleBytes;
 inline constexpr int kLeastRing = 2 * kStageBytes;
 inline constexpr int kPasses = kFp8 && kValueDim == 256 ? 2 : 1;
 inline constexpr bool kOutputFits = kOutputBytes / kPasses <= kQueryBytes;

@@ -105,6 +105,27 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
+  // The scales of the tokens of the next tile of keys, if tokens have their own: null otherwise.
+  __device__ __forceinline__ const TileScales* await_scales() {
+    if constexpr (kTokenScales) {
+      wait(scales_full_of(shared_, scales_.slot), scales_.parity);
+      return &tile_scales_of(shared_, scales_.slot);
+    } else {
+      return nullptr;
+    }
+  }
+  // Each warp releases them for itself.
+  __device__ __forceinline__ void release_scales() {
+    if constexpr (kTokenScales) {
+      OSTINATO_DELAY(prefill_scales_release, warpgroup_ == 0);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        arrive(scales_empty_of(shared_, scales_.slot));
+      }
+      scales_.advance(kScaleStages);
+    }
+  }
+
   // Skips tiles that this warpgroup does not multiply. A tile is released only after all threads
   // have waited for it, which MMAs would ensure otherwise.
   template <class What>
@@ -114,6 +135,10 @@ class ConsumerBase {
       wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
       sync_warpgroup(warpgroup_);
       release<What>(position);
+      if constexpr (std::is_same_v<What, Keys>) {
+        await_scales();
+        release_scales();
+      }
     }
   }
   // Takes and gives turns for skipped tiles. The first turn comes after another warpgroup's first
@@ -221,7 +246,7 @@ class ConsumerBase {
   const int warpgroup_;
   Softmax softmax_;
   Epilogue epilogue_;
-  RingPosition keys_, values_, queries_;
+  RingPosition keys_, values_, queries_, scales_;
   Outline outline_;
 };
 

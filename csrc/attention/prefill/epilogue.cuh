@@ -42,7 +42,7 @@ __device__ __forceinline__ float finish_row(const Arguments& args, const WorkTil
     static_cast<float*>(p.lse.data)[token * p.lse.stride + head * p.lse.head_stride] =
         total == 0 ? -INFINITY : (maximum + log2f(total)) * kLn2;
   }
-  if constexpr (kDequantizes) {
+  if constexpr (kDequantizes && !kTokenScales) {
     factor *= p.v_scale[work_tile.kv_head * p.v_scale_stride];
   }
   return total == 0 ? 0.0f : __fdividef(factor, total);

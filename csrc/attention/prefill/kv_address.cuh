@@ -1,7 +1,7 @@
 // Address of a key and its value in global memory, for code that reads them without TMA.
 #pragma once
 
-#include "work_tile.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -30,6 +30,10 @@ struct KvAddress {
                                                     const WorkTile& work_tile) const {
     return static_cast<const CacheType*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
            work_tile.kv_head * p.v.head_stride;
+  }
+  // The scale of a token, of keys or values.
+  __device__ __forceinline__ float scale(const Slots& scales, const WorkTile& work_tile) const {
+    return read_token_scale(scales, page, slot, work_tile.kv_head);
   }
 };
 

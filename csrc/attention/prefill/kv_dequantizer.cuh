@@ -10,6 +10,7 @@
 #include "common/ring.cuh"
 #include "common/tma.cuh"
 #include "kv_vectors.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -31,14 +32,16 @@ class KvDequantizer {
                            int warp)
       : shared_(shared), args_(args), work_tile_(work_tile), warp_(warp) {}
 
-  // Fills the ring with the work tile's tiles. Calls `then` before tile `due`, or after the
-  // last one.
+  // Fills the ring with the work tile's tiles, and the ring of scales if tokens have their own.
+  // Calls `then` before tile `due`, or after the last one.
   template <class Then>
-  __device__ __forceinline__ void run(RingPosition& position, int due, Then then) {
+  __device__ __forceinline__ void run(RingPosition& position, RingPosition& scales, int due,
+                                      Then then) {
     // The number of tiles is read anew each time: registers are few.
     Vector held[Vectors::kHeld];
     Rows rows = find_rows(0);
     load_first(rows, held);
+    RowScales row_scales = load_scales(rows);
     Rows next = find_rows(1);
 #pragma unroll 1
     for (int n = 0; n < work_tile_.tiles(); ++n) {
@@ -46,7 +49,8 @@ class KvDequantizer {
         then();
         load_first(find_rows(n), held);  // again, since registers have no room for both
       }
-      fill(position, rows, held);
+      hand_over_scales(scales, row_scales);
+      fill(position, rows, row_scales, held);
       if constexpr (kSource == Source::Packed) {
         rows = find_rows(n + 1);
         load_first(rows, held);
@@ -55,6 +59,7 @@ class KvDequantizer {
         load_first(rows, held);
         next = find_rows(n + 2);  // page ids are read a tile ahead
       }
+      row_scales = load_scales(rows);
     }
     if (work_tile_.tiles() <= due) {
       then();
@@ -72,6 +77,67 @@ class KvDequantizer {
   struct Addresses {
     uint64_t of[kRowSets];  // 0: no query sees the row
   };
+
+  // Scales of this lane's rows, if tokens have their own.
+  struct RowScales {
+    float key[kRowSets], value[kRowSets];
+  };
+  __device__ __forceinline__ RowScales load_scales(const Rows& rows) const {
+    RowScales scales = {};
+    if constexpr (kTokenScales) {
+      const Params& p = args_.params;
+#pragma unroll
+      for (int set = 0; set < kRowSets; ++set) {
+        if (rows.slot[set] >= 0) {
+          scales.key[set] = read_token_scale(key_scales_of(p), rows.page[set], rows.slot[set],
+                                             work_tile_.kv_head);
+          scales.value[set] = read_token_scale(value_scales_of(p), rows.page[set], rows.slot[set],
+                                               work_tile_.kv_head);
+        }
+      }
+    }
+    return scales;
+  }
+
+  // Called with the keys of a tile.
+  __device__ __forceinline__ void hand_over_scales(RingPosition& position,
+                                                   const RowScales& row_scales) const {
+    if constexpr (kTokenScales && std::is_same_v<What, Keys>) {
+      wait(scales_empty_of(shared_, position.slot), position.parity ^ 1);
+#pragma unroll
+      for (int set = 0; set < kRowSets; ++set) {
+        write_scales(tile_scales_of(shared_, position.slot), args_,
+                     warp_ * kWarpRows + set * 32 + threadIdx.x % 32, row_scales.key[set],
+                     row_scales.value[set]);
+      }
+      OSTINATO_DELAY(prefill_scales, warp_ == 1);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        arrive(scales_full_of(shared_, position.slot));
+      }
+      position.advance(kScaleStages);
+    }
+  }
+
+  // Values with a scale that is no number become NaN, in the stage that begins at `to`.
+  __device__ __forceinline__ static void clear_non_numbers(uint8_t* to,
+                                                           const RowScales& row_scales) {
+    if constexpr (kTokenScales && std::is_same_v<What, Values>) {
+      constexpr uint32_t kNaNs = 0x7fff7fff;
+      const int lane = threadIdx.x % 32;
+#pragma unroll
+      for (int set = 0; set < kRowSets; ++set) {
+        uint32_t rows = __ballot_sync(0xffffffff, !TokenScale::is_number(row_scales.value[set]));
+        for (; rows != 0; rows &= rows - 1) {
+          if (lane < kValueDim / 8) {
+            const int row = set * 32 + __ffs(static_cast<int>(rows)) - 1;
+            *reinterpret_cast<uint4*>(to + lane / 8 * kKeyStrip + row * kStripBytes +
+                                      lane % 8 * 16) = make_uint4(kNaNs, kNaNs, kNaNs, kNaNs);
+          }
+        }
+      }
+    }
+  }
 
   __device__ __forceinline__ Rows find_rows(int n) const {
     Rows rows;
@@ -138,6 +204,7 @@ class KvDequantizer {
 
   // Fills a stage of the ring with a tile, whose first vectors are held.
   __device__ __forceinline__ void fill(RingPosition& position, const Rows& rows,
+                                       const RowScales& row_scales,
                                        Vector (&held)[Vectors::kHeld]) const {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     const Addresses addresses = addresses_of(rows);
@@ -155,6 +222,7 @@ class KvDequantizer {
       }
       __syncwarp();  // more at a time would need registers
     }
+    clear_non_numbers(to, row_scales);
     fence_shared_for_tma();  // written by threads, read by wgmma
     OSTINATO_DELAY(prefill_dequantize, (std::is_same_v<What, Keys>) && warp_ == 1);
     __syncwarp();

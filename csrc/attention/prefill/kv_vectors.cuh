@@ -40,8 +40,7 @@ struct VectorsOf {
   // only constants depend on i.
   __device__ __forceinline__ static constexpr int offset(int i, int half, int lane) {
     const int to = 2 * vector(lane);
-    const int of_lane =
-        to / 8 * kKeyStrip + row(lane) * kStripBytes + (to % 8 ^ row(lane)) * 16;
+    const int of_lane = to / 8 * kKeyStrip + row(lane) * kStripBytes + (to % 8 ^ row(lane)) * 16;
     const int first_row = i * kRowsAtOnce;
     return (of_lane ^ (first_row % 8 + half) * 16) + first_row * kStripBytes;
   }

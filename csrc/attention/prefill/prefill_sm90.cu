@@ -56,6 +56,12 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     }
   } else if (warp == kValueStages + kConsumers) {
     init_barrier(&shared.work_tile_wanted, 1);
+    if constexpr (kTokenScales) {
+      for (int i = 0; i < kScaleStages; ++i) {
+        init_barrier(scales_full_of(shared, i), kKvWarps);
+        init_barrier(scales_empty_of(shared, i), kConsumers * 4);
+      }
+    }
     for (int i = 0; i < kWorkTiles; ++i) {
       init_barrier(&shared.work_tile_full[i], 1);
       init_barrier(&shared.work_tile_empty[i],
@@ -105,7 +111,9 @@ constexpr int kFarthest = 1 << 29;  // of a window: a larger limit masks nothing
 
 template <class P>
 bool has_scales(const P& p) {
-  if constexpr (kFp8 || kDequantizes) {
+  if constexpr (kTokenScales) {
+    return key_scales_of(p).data != nullptr && value_scales_of(p).data != nullptr;
+  } else if constexpr (kFp8 || kDequantizes) {
     return (kDequantizes || p.q_scale != nullptr) && p.k_scale != nullptr && p.v_scale != nullptr;
   }
   return true;

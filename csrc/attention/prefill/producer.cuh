@@ -154,7 +154,7 @@ class Producer : QkvLoader {
                                             Then then) {
     if constexpr (kDequantizes) {
       KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
-          .run(position, kTileOfNext, then);
+          .run(position, scales_, kTileOfNext, then);
     } else if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {
@@ -217,7 +217,7 @@ class Producer : QkvLoader {
     }
   }
 
-  RingPosition keys_, values_;
+  RingPosition keys_, values_, scales_;
 };
 
 }  // namespace ostinato::prefill

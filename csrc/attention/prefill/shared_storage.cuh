@@ -48,9 +48,20 @@ struct TransposeStorage {
   Ring<ValuesToTranspose> values_to_transpose;
   RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
+// Of the tokens of a tile of keys (token_scales.cuh).
+struct TileScales {
+  float key[kKeys], exponent[kKeys], inverse[kKeys];
+};
+struct ScaleStorage {
+  alignas(16) TileScales scales[kScaleStages];
+  uint64_t scales_full[kScaleStages];
+  uint64_t scales_empty[kScaleStages];
+};
 struct NoStorage {};
 
-struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage> {
+struct SharedStorage
+    : std::conditional_t<kFp8, TransposeStorage,
+                         std::conditional_t<kTokenScales, ScaleStorage, NoStorage>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;

@@ -4,6 +4,7 @@
 
 #include "common/pack_pair.cuh"
 #include "score_fragment.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -13,22 +14,25 @@ class Softmax {
 
   // Starts a work tile.
   __device__ __forceinline__ void begin(int kv_head) {
-    if constexpr (kDequantizes) {
+    if constexpr (kDequantizes && !kTokenScales) {
       scale_ = args_.params.k_scale[kv_head * args_.params.k_scale_stride];
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max_[half] = kNothing;
       sum_[half] = 0;
+      if constexpr (kTokenScales) {
+        total_[half] = 0;
+      }
     }
   }
 
   // Converts a tile's scores to weights. `key`: its first key. Returns whether the outputs so far
-  // must be rescaled (fade()).
+  // must be rescaled (fade()). `scales`: those of the tokens, if they have their own.
   template <class Find>
-  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int key, bool masked,
-                                        const Find& find_visible_keys) {
-    take_logits(scores);
+  __device__ __forceinline__ bool weigh(float (&scores)[kScores], const TileScales* scales, int key,
+                                        bool masked, const Find& find_visible_keys) {
+    take_logits(scores, scales);
     if (masked) {
       apply_mask(scores, key, find_visible_keys());
     }
@@ -49,6 +53,7 @@ class Softmax {
     exponentiate(scores, sum);
     sum_[0] += sum[0];
     sum_[1] += sum[1];
+    add_totals(scores, scales);
     return raised;
   }
 
@@ -60,9 +65,9 @@ class Softmax {
   // maximum takes a third of the instructions. `recompute` provides the scores again
   // (recompute_scores.cuh) if weights overflow.
   template <class Recompute>
-  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores],
+  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
                                                 const Recompute& recompute) {
-    take_logits(scores);
+    take_logits(scores, scales);
     float sum[2];
     exponentiate(scores, sum);
     bool high[2];
@@ -72,10 +77,11 @@ class Softmax {
     }
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
-      lower(scores, sum, high, recompute);
+      lower(scores, scales, sum, high, recompute);
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
+    add_totals(scores, scales);
     return raised;
   }
 
@@ -91,16 +97,23 @@ class Softmax {
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 1);
-      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 2);
+      float& total = kTokenScales ? total_[half] : sum_[half];
+      total += __shfl_xor_sync(0xffffffff, total, 1);
+      total += __shfl_xor_sync(0xffffffff, total, 2);
     }
   }
 
   __device__ __forceinline__ float maximum(int half) const { return max_[half]; }
-  __device__ __forceinline__ float total(int half) const { return sum_[half]; }
+  __device__ __forceinline__ float total(int half) const {
+    return kTokenScales ? total_[half] : sum_[half];
+  }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
     return power_of_2(logit(score) - max_[half]);
+  }
+  // The weight of one key with scales of its own, of its dequantised value.
+  __device__ __forceinline__ float weight(int half, float score, const TokenScale& scale) const {
+    return power_of_2(scale.shifted_logit(args_, score) - max_[half]);
   }
 
  private:
@@ -116,7 +129,9 @@ class Softmax {
 
   // Multiplies maxima of scores.
   __device__ __forceinline__ float factor() const {
-    if constexpr (kDequantizes) {
+    if constexpr (kTokenScales) {
+      return 1;  // take_logits() has multiplied the scores
+    } else if constexpr (kDequantizes) {
       return is_direct() ? args_.logit_scale * scale_ : 1.0f;
     } else {
       return args_.factor;
@@ -130,6 +145,12 @@ class Softmax {
       return args_.direct != 0;
     }
   }
+  __device__ __forceinline__ float shifted_logit(float score, const TileScales& scales,
+                                                 int column) const {
+    const float softcap = args_.params.softcap, logit = score * scales.key[column];
+    return (softcap > 0 ? softcap * (kLog2E * hyperbolic_tangent(logit)) : logit) +
+           scales.exponent[column];
+  }
   __device__ __forceinline__ float logit(float score) const {
     if constexpr (kDequantizes) {
       score *= scale_;
@@ -137,7 +158,55 @@ class Softmax {
     return logit_of(args_, score);
   }
 
-  __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
+  // With scales of tokens: logits plus the exponents of the values' scales.
+  __device__ __forceinline__ void take_shifted_logits(float (&scores)[kScores],
+                                                      const TileScales& scales) const {
+    const float softcap = args_.params.softcap;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] *= scales.key[column_of(i) + first_column()];
+    }
+    if (softcap > 0) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] = softcap * (kLog2E * hyperbolic_tangent(scores[i]));
+        if (i % 4 == 3) {
+          __syncwarp();  // more at a time would need registers
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] += scales.exponent[column_of(i) + first_column()];
+    }
+  }
+
+  // Adds the weights of a tile, less the scales of its values, to the softmax denominators.
+  __device__ __forceinline__ void add_totals(const float (&scores)[kScores],
+                                             const TileScales* scales) {
+    if constexpr (kTokenScales) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const float inverse = scales->inverse[column_of(i) + first_column()];
+        total_[row_of(i)] = fmaf(scores[i], inverse, total_[row_of(i)]);
+      }
+    }
+  }
+
+  // Rescales a row's sums of weights.
+  __device__ __forceinline__ void fade_sums(int half) {
+    sum_[half] *= fade_[half];
+    if constexpr (kTokenScales) {
+      total_[half] *= fade_[half];
+    }
+  }
+
+  __device__ __forceinline__ void take_logits(float (&scores)[kScores],
+                                              const TileScales* scales) const {
+    if constexpr (kTokenScales) {
+      take_shifted_logits(scores, *scales);
+      return;
+    }
     if constexpr (kDequantizes) {
       if (is_direct()) {
         return;
@@ -190,7 +259,7 @@ class Softmax {
       const bool rises = top[half] * factor() > max_[half] + kSlack;
       const float raised = rises ? top[half] * factor() : max_[half];
       fade_[half] = power_of_2(max_[half] - raised);
-      sum_[half] *= fade_[half];
+      fade_sums(half);
       max_[half] = raised;
     }
   }
@@ -198,8 +267,9 @@ class Softmax {
   // Raises the maximum of rows whose weights are too large, and rescales their weights. Infinite
   // weights are recomputed from the scores.
   template <class Recompute>
-  __device__ __forceinline__ void lower(float (&scores)[kScores], float (&sum)[2],
-                                        const bool (&high)[2], const Recompute& recompute) {
+  __device__ __forceinline__ void lower(float (&scores)[kScores], const TileScales* scales,
+                                        float (&sum)[2], const bool (&high)[2],
+                                        const Recompute& recompute) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     bool lost[2];
 #pragma unroll
@@ -218,55 +288,63 @@ class Softmax {
       const bool known = rises && !lost[half];
       fade_[half] = known ? __fdividef(1.0f, top) : 1.0f;
       max_[half] += known ? log2f(top) : 0.0f;
-      sum_[half] *= fade_[half];
+      fade_sums(half);
       sum[half] *= fade_[half];
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       scores[i] *= fade_[row_of(i)];
     }
-    find_lost(scores, sum[0], lost[0], recompute.template rows<0>());
-    find_lost(scores, sum[1], lost[1], recompute.template rows<1>());
+    find_lost(scores, scales, sum[0], lost[0], recompute.template rows<0>());
+    find_lost(scores, scales, sum[1], lost[1], recompute.template rows<1>());
   }
 
   // Rows past the work tile's last query hold arbitrary data, whose weights might overflow in every
   // tile. With an infinite maximum their weights are 0 or NaN, never large, and they are not
   // stored.
   template <class Rows>
-  __device__ __forceinline__ void find_lost(float (&scores)[kScores], float& sum, bool lost,
-                                            const Rows& rows) {
+  __device__ __forceinline__ void find_lost(float (&scores)[kScores], const TileScales* scales,
+                                            float& sum, bool lost, const Rows& rows) {
     if (lost && !rows.is_query()) {
       max_[Rows::kRow] = INFINITY;
       lost = false;
     }
     if (__any_sync(0xffffffff, lost)) {
-      recompute_weights<Rows::kRow>(scores, sum, lost, rows);
+      recompute_weights<Rows::kRow>(scores, scales, sum, lost, rows);
     }
   }
 
   // For rows whose scores have been lost to overflow.
   template <int kHalf, class Rows>
-  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores], float& sum, bool lost,
+  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores],
+                                                    const TileScales* scales, float& sum, bool lost,
                                                     const Rows& rows) {
+    const auto logit_at = [&](int group, int i, float score) {
+      if constexpr (kTokenScales) {
+        return shifted_logit(score, *scales, group * 8 + first_column() + i);
+      } else {
+        return logit(score);
+      }
+    };
     float top = kNothing;
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      top = fmaxf(top, fmaxf(logit(pair.x), logit(pair.y)));
+      top = fmaxf(top, fmaxf(logit_at(group, 0, pair.x), logit_at(group, 1, pair.y)));
     }
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
     if (lost) {
       fade_[kHalf] = power_of_2(max_[kHalf] - top);
-      sum_[kHalf] *= fade_[kHalf];
+      fade_sums(kHalf);
       max_[kHalf] = top;
       sum = 0;
     }
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      const float weights[2] = {power_of_2(logit(pair.x) - max_[kHalf]),
-                                power_of_2(logit(pair.y) - max_[kHalf])};
+      const float weights[2] = {power_of_2(logit_at(group, 0, pair.x) - max_[kHalf]),
+                                power_of_2(logit_at(group, 1, pair.y) - max_[kHalf])};
       sum += lost ? weights[0] + weights[1] : 0.0f;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -278,7 +356,8 @@ class Softmax {
 
   const Arguments& args_;
   bool settled_ = false;
-  float scale_;  // of dequantised keys
+  float scale_;     // of dequantised keys
+  float total_[2];  // sums of weights without the scales of values, if tokens have their own
   float max_[2], sum_[2], fade_[2];
 };
 

@@ -130,6 +130,7 @@ inline int __reduce_add_sync(unsigned, int value) {
 inline void __syncwarp() { emulator::exchange({}); }
 inline int __syncthreads_or(int value) { return emulator::any_thread(value != 0); }
 inline void __syncthreads() { emulator::any_thread(false); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -28,7 +28,7 @@ struct Case {
   std::vector<int> q_lens, k_lens, q_ends, k_ends, table;
   std::vector<Type> q;
   std::vector<CacheType> keys, values;
-  std::vector<float> sinks, k_scale, v_scale;
+  std::vector<float> sinks, k_scale, v_scale;  // with scales of tokens one for each row
 
   int heads_q() const { return heads_kv * group; }
   size_t row(int sequence, int token, int head) const {
@@ -38,8 +38,10 @@ struct Case {
     }
     return static_cast<size_t>(slot * heads_kv + head);
   }
-  float scale_of(const std::vector<float>& scales, int head) const {
-    return scales.empty() ? 1.0f : scales[scale_of_head ? head : 0];
+  // Of a row of a KV head, which is the row modulo their number.
+  float scale_of(const std::vector<float>& scales, size_t row) const {
+    const size_t i = kTokenScales ? row : scale_of_head ? row % heads_kv : 0;
+    return scales.empty() ? 1.0f : scales[i];
   }
   int first_key(int sequence, int query) const {
     const int position = k_lens[sequence] - q_lens[sequence] + query;
@@ -79,11 +81,13 @@ Case make_case(std::mt19937_64& random, bool exact) {
   made.scale = (draw(0, 2) == 0 ? 3.0f : 1.0f) / std::sqrt(static_cast<float>(kDim));
   made.softcap = draw(0, 3) == 0 ? 5.0f : 0.0f;
   made.scale_of_head = draw(0, 1) != 0;
-  for (int head = 0; head < made.heads_kv; ++head) {
-    const float unit = std::is_same_v<CacheType, int8_t> ? 1.0f / 64 : 1.0f;
-    const float k = unit * (exact ? std::exp2(static_cast<float>(draw(-1, 1))) : 0.5f + draw(0, 9) * 0.1f);
+  const float unit = std::is_same_v<CacheType, int8_t> ? 1.0f / 64 : 1.0f;
+  for (int head = 0; !kTokenScales && head < made.heads_kv; ++head) {
+    const float k =
+        unit * (exact ? std::exp2(static_cast<float>(draw(-1, 1))) : 0.5f + draw(0, 9) * 0.1f);
     made.k_scale.push_back(!exact && draw(0, 5) == 0 ? -k : k);
-    made.v_scale.push_back(unit * (exact ? std::exp2(static_cast<float>(draw(-3, 3))) : 0.1f + draw(0, 9)));
+    made.v_scale.push_back(
+        unit * (exact ? std::exp2(static_cast<float>(draw(-3, 3))) : 0.1f + draw(0, 9)));
   }
   if (draw(0, 2) == 0) {
     for (int head = 0; head < made.heads_q(); ++head) {
@@ -110,10 +114,17 @@ Case make_case(std::mt19937_64& random, bool exact) {
   made.keys.assign(slots * made.heads_kv * kDim, unseen);
   made.values.assign(slots * made.heads_kv * kValueDim, unseen);
   made.table.assign(made.batch * made.max_pages, 1 << 20);
+  if (kTokenScales) {
+    made.k_scale.assign(slots * made.heads_kv, NAN);
+    made.v_scale.assign(slots * made.heads_kv, NAN);
+  }
+  // The greatest of the values' scales: far from 1, if the output's type has the range.
+  const int most = std::is_same_v<Type, __half> ? 6 : 20;
+  const float magnitude = std::exp2(static_cast<float>(draw(-most, most)));
   for (int b = 0, used = 0; b < made.batch; ++b) {
     const int first = made.q_lens[b] > 0 ? made.first_key(b, 0) : made.k_lens[b];
     const int stop = made.q_lens[b] > 0 ? made.stop_key(b, made.q_lens[b] - 1) : 0;
-    const bool some_nan = kMayBeNan && !exact && draw(0, 3) == 0;
+    const bool some_nan = (kMayBeNan || kTokenScales) && !exact && draw(0, 3) == 0;
     for (int token = 0; token < made.k_lens[b]; ++token) {
       if (token % made.page == 0) {
         const int page = order[used++];
@@ -127,11 +138,17 @@ Case make_case(std::mt19937_64& random, bool exact) {
       const bool is_nan = some_nan && draw(0, 99) == 0;
       for (int head = 0; head < made.heads_kv; ++head) {
         const size_t row = made.row(b, token, head);
-        for (int i = 0; i < kDim; ++i) {
-          made.keys[row * kDim + i] = element(random, made.scale_of(made.k_scale, head));
-          made.values[row * kValueDim + i] = element(random, made.scale_of(made.v_scale, head));
+        if (kTokenScales) {
+          made.k_scale[row] = unit * (0.2f + draw(0, 9) * 0.2f);
+          made.v_scale[row] = draw(0, 40) == 0 ? 0.0f : magnitude * (0.05f + draw(0, 9) * 0.1f);
         }
-        if (is_nan) {
+        for (int i = 0; i < kDim; ++i) {
+          made.keys[row * kDim + i] = element(random, made.scale_of(made.k_scale, row));
+          made.values[row * kValueDim + i] = element(random, made.scale_of(made.v_scale, row));
+        }
+        if (is_nan && kTokenScales && (!kMayBeNan || draw(0, 1) == 0)) {
+          made.v_scale[row] = draw(0, 1) == 0 ? NAN : INFINITY;
+        } else if (is_nan && kMayBeNan) {
           made.values[row * kValueDim + draw(0, kValueDim - 1)] = unseen;
         }
       }
@@ -152,11 +169,11 @@ std::vector<double> exact_row(const Case& of, int sequence, int query, int head)
   const size_t row = size_t{1} * (of.q_ends[sequence] + query) * of.heads_q() + head;
   const int first = of.first_key(sequence, query), stop = of.stop_key(sequence, query);
   const int kv_head = head / of.group;
-  const double k_scale = of.scale_of(of.k_scale, kv_head), v_scale = of.scale_of(of.v_scale, kv_head);
   std::vector<double> scores, out(kValueDim + 1);
   double most = -INFINITY, sum = 0;
   for (int token = first; token < stop; ++token) {
     const size_t key = of.row(sequence, token, kv_head) * kDim;
+    const double k_scale = of.scale_of(of.k_scale, key / kDim);
     double score = 0;
     for (int d = 0; d < kDim; ++d) {
       score += double{static_cast<float>(of.q[row * kDim + d])} * static_cast<float>(of.keys[key + d]);
@@ -172,6 +189,9 @@ std::vector<double> exact_row(const Case& of, int sequence, int query, int head)
   for (size_t i = 0; i < scores.size(); ++i) {
     const double weight = std::exp(scores[i] - most);
     const size_t value = of.row(sequence, first + static_cast<int>(i), kv_head) * kValueDim;
+    // A scale that is infinite makes even 0 NaN.
+    const double given = of.scale_of(of.v_scale, value / kValueDim);
+    const double v_scale = kTokenScales && std::isinf(given) ? NAN : given;
     sum += weight;
     for (int d = 0; d < kValueDim; ++d) {
       out[d] += weight * v_scale * static_cast<float>(of.values[value + d]);
@@ -207,6 +227,14 @@ T* aligned_copy(const std::vector<T>& from) {
   T* const to = static_cast<T*>(std::aligned_alloc(256, bytes));
   std::copy(from.begin(), from.end(), to);
   return to;
+}
+
+void set_token_scales(PrefillParams& params, const Case& made) {
+#if OSTINATO_TOKEN_SCALES
+  const int64_t page = kPaged ? int64_t{made.page} * made.heads_kv : 0;
+  params.k_token_scale = {const_cast<float*>(made.k_scale.data()), page, made.heads_kv, 1};
+  params.v_token_scale = {const_cast<float*>(made.v_scale.data()), page, made.heads_kv, 1};
+#endif
 }
 
 bool run_case(int seed, bool exact, std::FILE* results) {
@@ -259,7 +287,9 @@ bool run_case(int seed, bool exact, std::FILE* results) {
   params.sinks = made.sinks.empty() ? nullptr : made.sinks.data();
   params.pack = made.pack;
   params.workspace = seed % 2 != 0 ? workspace : nullptr;
-  if (kDequantizes) {
+  if constexpr (kTokenScales) {
+    set_token_scales(params, made);
+  } else if (kDequantizes) {
     params.k_scale = made.k_scale.data();
     params.v_scale = made.v_scale.data();
     params.k_scale_stride = params.v_scale_stride = made.scale_of_head ? 1 : 0;
