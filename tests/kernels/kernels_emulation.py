@@ -72,15 +72,22 @@ def emulated_sources(folder: Path) -> Path:
 
 
 def compile_cases(sources: Path, cases: str, program: Path, defines: Mapping[str, str]) -> None:
-    """Compile the random calls of one kernel: `cases` is a file of `emulation/`.
+    """Compile the random calls of one kernel; `cases` is a file of `emulation/`."""
+    compile_program(sources, sources / cases, program, defines)
 
-    The emulator is compiled with the first kernel of a folder.
+
+def compile_program(
+    sources: Path, main: Path, program: Path, defines: Mapping[str, str] | None = None
+) -> None:
+    """Compile a program of emulated sources.
+
+    The emulator is compiled with the first program of a folder.
     """
-    macros = [f"-D{name}={value}" for name, value in defines.items()]
+    macros = [f"-D{name}={value}" for name, value in (defines or {}).items()]
     emulator, compiled = sources / "emulator.o", Path(f"{program}.o")
     if not emulator.exists():
         _run_nvcc(sources, "-c", sources / "emulator.cpp", "-o", emulator)
-    _run_nvcc(sources, *macros, "-c", sources / cases, "-o", compiled)
+    _run_nvcc(sources, *macros, "-c", main, "-o", compiled)
     _run_nvcc(sources, compiled, emulator, "-o", program)
 
 

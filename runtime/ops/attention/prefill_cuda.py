@@ -50,10 +50,15 @@ _workspaces = Workspaces()
 
 
 class KvScales(NamedTuple):
-    """The fp32 factors of 8-bit keys and values: a scalar or [heads_kv] each."""
+    """The fp32 factors of 8-bit keys and values: a scalar, [heads_kv], or one a token and head."""
 
     k: torch.Tensor
     v: torch.Tensor
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether tokens have their own."""
+        return max(self.k.ndim, self.v.ndim) > 1
 
 
 def packed_variant(
@@ -72,7 +77,7 @@ def packed_variant(
     """
     if max(q.size(0), k.size(0)) >= _MOST_TOKENS or not _serves(q, k, v, out, scales):
         return None
-    kernel = kernel_for(q.dtype, q.size(2), "packed", v.size(2), k.dtype)
+    kernel = kernel_for(q.dtype, q.size(2), "packed", v.size(2), k.dtype, _of_tokens(scales))
     return None if kernel is None else _with_rows(kernel, q, batch, max_seqlen_q)
 
 
@@ -80,7 +85,7 @@ def _with_rows(
     kernel: AttentionPrefill, q: torch.Tensor, batch: int, max_seqlen_q: int
 ) -> AttentionPrefill:
     """Return the kernel, or that of larger tiles where there is one and it is done sooner."""
-    if kernel.head_dim == kernel.value_dim == 128:
+    if kernel.head_dim == kernel.value_dim == 128 and not kernel.token_scales:
         tiles, larger_tiles = (
             q.size(1) * min(batch * -(-max_seqlen_q // rows), q.size(0) // rows + batch)
             for rows in (_ROWS, _MANY_ROWS)
@@ -129,12 +134,12 @@ def paged_variant(
     ):
         return None
     copied = (
-        k_cache.dtype == q.dtype
-        and page_size % _PAGE == 0
-        and _has_copied_heads(k_cache, v_cache)
+        k_cache.dtype == q.dtype and page_size % _PAGE == 0 and _has_copied_heads(k_cache, v_cache)
     )
     keys = "pages" if copied else "slots"
-    kernel = kernel_for(q.dtype, q.size(2), keys, v_cache.size(3), k_cache.dtype)
+    kernel = kernel_for(
+        q.dtype, q.size(2), keys, v_cache.size(3), k_cache.dtype, _of_tokens(scales)
+    )
     if kernel is None or batch_invariant or (not copied and k_cache.dtype == q.dtype):
         return kernel
     return _with_rows(kernel, q, page_table.size(0), max_seqlen_q)
@@ -147,6 +152,7 @@ def kernel_for(
     keys: str,
     value_dim: int | None = None,
     kv_dtype: torch.dtype | None = None,
+    token_scales: bool = False,
 ) -> AttentionPrefill | None:
     """Return the kernel for keys that lie so (`AttentionPrefill`), None where there is none.
 
@@ -156,6 +162,7 @@ def kernel_for(
         keys: where they lie.
         value_dim: of values and the output; None is `dim`.
         kv_dtype: of keys and values; None is `dtype`.
+        token_scales: whether 8-bit keys and values have scales of each token.
     """
     value_dim = dim if value_dim is None else value_dim
     kv_dtype = dtype if kv_dtype is None else kv_dtype
@@ -174,6 +181,7 @@ def kernel_for(
         value_dim=value_dim,
         dtype=KERNEL_NAMES[dtype],
         kv_dtype=KERNEL_NAMES[kv_dtype],
+        token_scales=token_scales,
         keys=keys,
     )
 
@@ -206,6 +214,7 @@ def fp8_variant(
         or q.dtype is not torch.float8_e4m3fn
         or q.size(2) not in _DIMS_8_BIT
         or v.size(2) != q.size(2)
+        or any(scale.ndim > 1 for scale in scales)
         or not _serves(q, k, v, out, scales)
     ):
         return None
@@ -248,6 +257,7 @@ def prefill_kernels(
     dim: int,
     *,
     kv_dtype: torch.dtype | None = None,
+    token_scales: bool = False,
     batch_invariant: bool = True,
 ) -> list[AttentionPrefill]:
     """Return what a model's prompts take, whatever a page's size and however many there are.
@@ -256,12 +266,13 @@ def prefill_kernels(
         dtype: of the queries.
         dim: of a head.
         kv_dtype: of the cache; None is `dtype`.
+        token_scales: whether an 8-bit cache has scales of each token.
         batch_invariant: as `paged_attention` is called.
     """
-    slots = kernel_for(dtype, dim, "slots", kv_dtype=kv_dtype)
+    slots = kernel_for(dtype, dim, "slots", kv_dtype=kv_dtype, token_scales=token_scales)
     pages = kernel_for(dtype, dim, "pages") if kv_dtype in (None, dtype) else None
     usual, many = pages or slots, None
-    if usual is not None and dim == 128 and not batch_invariant:
+    if usual is not None and dim == 128 and not (batch_invariant or token_scales):
         many = replace(usual, warpgroups=3)
     return [kernel for kernel in (pages, many, slots) if kernel is not None]
 
@@ -423,7 +434,6 @@ def _serves(
     return (
         has_kernel(AttentionPrefill, q)
         and (k.dtype == q.dtype or scales is not None)
-        and all(scale.ndim <= 1 for scale in scales or ())
         and all(in_vectors(x, _VECTOR_BYTES) for x in (q, k, v, out))
     )
 
@@ -439,13 +449,27 @@ def _has_copied_heads(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return keys.size(2) == 1
 
 
-def _scale_arguments(scales: Fp8Scales | KvScales | None) -> dict[str, int]:
-    """Return addresses and strides; the stride of a scalar is 0."""
-    arguments = {}
+def _scale_arguments(scales: Fp8Scales | KvScales | None) -> dict[str, Any]:
+    """Return addresses and strides; those of a scalar are 0."""
+    if _of_tokens(scales):
+        assert scales is not None
+        return {"k_token_scale": _scale_slots(scales.k), "v_token_scale": _scale_slots(scales.v)}
+    arguments: dict[str, Any] = {}
     for name, scale in ({} if scales is None else scales._asdict()).items():
         arguments[f"{name}_scale"] = scale.data_ptr()
-        arguments[f"{name}_scale_stride"] = int(scale.numel() > 1)
+        arguments[f"{name}_scale_stride"] = scale.stride(0) if scale.numel() > 1 else 0
     return arguments
+
+
+def _of_tokens(scales: Fp8Scales | KvScales | None) -> bool:
+    return isinstance(scales, KvScales) and scales.of_tokens
+
+
+def _scale_slots(scale: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return the address and strides of scales, of pages or of packed [tokens, heads]."""
+    if scale.ndim == 2:
+        return (scale.data_ptr(), 0, scale.stride(0), scale.stride(1))
+    return slots_of(scale)
 
 
 def _packed_slots(x: torch.Tensor) -> tuple[int, int, int, int]:
