@@ -26,7 +26,8 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t a, uint32_t b, uint32_
 
 template <class Pair>
 __device__ __forceinline__ uint32_t subtract_pairs(uint32_t a, uint32_t b) {
-  const Pair difference = __hsub2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
+  const Pair difference =
+      __hsub2(reinterpret_cast<const Pair&>(a), reinterpret_cast<const Pair&>(b));
   return reinterpret_cast<const uint32_t&>(difference);
 }
 

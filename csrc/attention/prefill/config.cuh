@@ -102,22 +102,20 @@ inline constexpr int kPromotionBytes = kPromotesToGmem ? kOutputs * 4 * kConsume
 // With three consumer warpgroups and head dims up to 64, consumers can give up registers to warps
 // that copy pages. Warps that dequantise hold a tile of keys and one of values.
 struct Registers {
-  static constexpr RegisterSplit kDequantizing =
-      kConsumers == 3 ? RegisterSplit{56, 152}
-      : kDim > 128 || kTokenScales ? RegisterSplit{72, 216}
-                                   : RegisterSplit{104, 200};
+  static constexpr RegisterSplit kDequantizing = kConsumers == 3 ? RegisterSplit{56, 152}
+                                                 : kDim > 128 || kTokenScales
+                                                     ? RegisterSplit{72, 216}
+                                                     : RegisterSplit{104, 200};
   static constexpr bool kSpares =
       kSource == Source::Pages && kConsumers == 3 && kOutputs <= 32 && !kDebugPrint;
-  static constexpr RegisterSplit kSplit =
-      kSpares                        ? RegisterSplit{56, 152}
-      : kDequantizes && !kDebugPrint ? kDequantizing
-                                     : RegisterTable<kConsumers, kDebugPrint>::kSplit;
+  static constexpr RegisterSplit kSplit = kSpares ? RegisterSplit{56, 152}
+                                          : kDequantizes && !kDebugPrint
+                                              ? kDequantizing
+                                              : RegisterTable<kConsumers, kDebugPrint>::kSplit;
 };
 static_assert(fits(Registers::kSplit, kConsumers), "the split needs more than the launch has");
 // Vectors of 16 bytes that a thread which dequantises holds ahead of use.
-inline constexpr int kMostHeld = kDim > 128                               ? 4
-                                 : Registers::kDequantizing.producer == 104 ? 16
-                                                                            : 8;
+inline constexpr int kMostHeld = kDim > 128 ? 4 : Registers::kDequantizing.producer == 104 ? 16 : 8;
 static_assert(kScores + kKeySteps * 4 + kOutputs +
                       (kFp8 ? (kPromotesToGmem ? 0 : kOutputs) + 20 : 32) <=
                   Registers::kSplit.consumer,

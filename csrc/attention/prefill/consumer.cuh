@@ -60,16 +60,11 @@ class Consumer : public ConsumerBase<Softmax> {
   // Softmax of the n-th tile: scores become weights.
   __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n, bool masked,
                                         float (&scores)[kScores]) {
-    const TileScales* const scales = await_scales();
-    bool raised;
     if (masked || !softmax_.is_settled()) {
-      raised = softmax_.weigh(scores, scales, work_tile.tile(n) * kKeys, masked,
-                              [&] { return find_visible_keys(work_tile); });
-    } else {
-      raised = softmax_.weigh_blindly(scores, scales, Recompute{*this, work_tile, n});
+      return softmax_.weigh(scores, scales(), work_tile.tile(n) * kKeys, masked,
+                            [&] { return find_visible_keys(work_tile); });
     }
-    release_scales();
-    return raised;
+    return softmax_.weigh_blindly(scores, scales(), Recompute{*this, work_tile, n});
   }
   struct Recompute {
     const Consumer& consumer;
@@ -86,7 +81,7 @@ class Consumer : public ConsumerBase<Softmax> {
   __device__ __forceinline__ void weigh_first(int tile, const VisibleKeys& visible, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
-    softmax_.weigh(r.scores, await_scales(), tile * kKeys, outline_.masked > outline_.first,
+    softmax_.weigh(r.scores, scales(), tile * kKeys, outline_.masked > outline_.first,
                    [&] { return visible; });
     release_scales();
     pack_weights(r.scores, r.weights);
@@ -146,6 +141,7 @@ class Consumer : public ConsumerBase<Softmax> {
       // Values are released as early as possible: the tile that replaces them is needed when the
       // next scores are ready.
       const bool raised = weigh(work_tile, n, n < masked, r.scores);
+      release_scales();
       wait_multiplied<0>();
       pin(r.outputs);
       pin(r.weights);

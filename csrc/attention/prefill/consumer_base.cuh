@@ -5,6 +5,7 @@
 #include "common/ring.cuh"
 #include "epilogue.cuh"
 #include "nonfinite_repair.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -105,10 +106,9 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
-  // The scales of the tokens of the next tile of keys, if tokens have their own: null otherwise.
-  __device__ __forceinline__ const TileScales* await_scales() {
+  // The scales of the tokens of a tile of keys that has been waited for; null if tokens have none.
+  __device__ __forceinline__ const TileScales* scales() const {
     if constexpr (kTokenScales) {
-      wait(scales_full_of(shared_, scales_.slot), scales_.parity);
       return &tile_scales_of(shared_, scales_.slot);
     } else {
       return nullptr;
@@ -136,7 +136,6 @@ class ConsumerBase {
       sync_warpgroup(warpgroup_);
       release<What>(position);
       if constexpr (std::is_same_v<What, Keys>) {
-        await_scales();
         release_scales();
       }
     }
@@ -246,7 +245,8 @@ class ConsumerBase {
   const int warpgroup_;
   Softmax softmax_;
   Epilogue epilogue_;
-  RingPosition keys_, values_, queries_, scales_;
+  RingPosition keys_, values_, queries_;
+  ScalePosition scales_;
   Outline outline_;
 };
 

@@ -49,7 +49,7 @@ class KvDequantizer {
         then();
         load_first(find_rows(n), held);  // again, since registers have no room for both
       }
-      hand_over_scales(scales, row_scales);
+      write_row_scales(scales, row_scales);
       fill(position, rows, row_scales, held);
       if constexpr (kSource == Source::Packed) {
         rows = find_rows(n + 1);
@@ -99,8 +99,8 @@ class KvDequantizer {
     return scales;
   }
 
-  // Called with the keys of a tile.
-  __device__ __forceinline__ void hand_over_scales(RingPosition& position,
+  // Called before fill() hands over the keys of the tile, and with them the scales.
+  __device__ __forceinline__ void write_row_scales(RingPosition& position,
                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Keys>) {
       wait(scales_empty_of(shared_, position.slot), position.parity ^ 1);
@@ -111,10 +111,6 @@ class KvDequantizer {
                      row_scales.value[set]);
       }
       OSTINATO_DELAY(prefill_scales, warp_ == 1);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        arrive(scales_full_of(shared_, position.slot));
-      }
       position.advance(kScaleStages);
     }
   }
@@ -183,8 +179,8 @@ class KvDequantizer {
   // Loads this lane's vector i of a tile.
   __device__ __forceinline__ static Vector load(const Addresses& addresses, int i) {
     const int lane = threadIdx.x % 32, first_row = i * Vectors::kRowsAtOnce;
-    const uint64_t from = __shfl_sync(0xffffffff, addresses.of[first_row / 32],
-                                      first_row % 32 + Vectors::row(lane));
+    const uint64_t from =
+        __shfl_sync(0xffffffff, addresses.of[first_row / 32], first_row % 32 + Vectors::row(lane));
     Vector words = make_uint4(0, 0, 0, 0);
     if (from != 0) {
       words = load_vector(reinterpret_cast<const CacheType*>(from) + Vectors::vector(lane) * 16);

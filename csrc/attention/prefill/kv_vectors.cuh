@@ -17,8 +17,8 @@ inline constexpr int kRowSets = ceil_div(kWarpRows, 32);
 template <int kWidth>
 struct VectorsOf {
   static constexpr int kOfRow = kWidth / 16;
-  static constexpr int kRowsAtOnce = 32 / kOfRow;             // by one instruction of a warp
-  static constexpr int kCount = kWarpRows / kRowsAtOnce;      // of a lane
+  static constexpr int kRowsAtOnce = 32 / kOfRow;         // by one instruction of a warp
+  static constexpr int kCount = kWarpRows / kRowsAtOnce;  // of a lane
   // Vectors that a lane holds ahead of use.
   static constexpr int kHeld = kCount < kMostHeld ? kCount : kMostHeld;
   static_assert(!kDequantizes || kOfRow == 4 || kOfRow == 8 || kOfRow == 16,

@@ -9,8 +9,8 @@
 
 #include "common/e4m3.cuh"
 #include "kv_address.cuh"
-#include "token_scales.cuh"
 #include "score_fragment.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -41,16 +41,16 @@ __device__ __forceinline__ float score_of(const Type* q, const CacheType* k) {
   return sum + __shfl_xor_sync(0xffffffff, sum, 2);
 }
 
-// The weight of a key, which multiplies its value as it is in memory. NaN if the value has a scale of
-// its own that is no number.
+// The weight of a key, which multiplies its value as it is in memory. NaN if the value has a scale
+// of its own that is no number.
 template <int kHalf, class Softmax>
 __device__ __forceinline__ float weight_of(const Arguments& args, const WorkTile& work_tile,
                                            const Softmax& softmax, const KvAddress& kv_address,
                                            float score) {
   if constexpr (kTokenScales) {
     const float value_scale = kv_address.scale(value_scales_of(args.params), work_tile);
-    const TokenScale scale(args, kv_address.scale(key_scales_of(args.params), work_tile),
-                           value_scale);
+    const float key_scale = kv_address.scale(key_scales_of(args.params), work_tile);
+    const TokenScale scale = TokenScale::of(args, key_scale, value_scale);
     const float weight = static_cast<float>(Type(softmax.weight(kHalf, score, scale)));
     return TokenScale::is_number(value_scale) ? weight : NAN;
   } else {
@@ -82,8 +82,7 @@ __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkT
     const CacheType* const k = kv_address.key(args.params, work_tile);
     const CacheType* const v = kv_address.value(args.params, work_tile);
     // Rounded to the type of the values, as in the MMA.
-    const float weight =
-        weight_of<kHalf>(args, work_tile, softmax, kv_address, score_of(q, k));
+    const float weight = weight_of<kHalf>(args, work_tile, softmax, kv_address, score_of(q, k));
     if (nonfinite && visible.contains(kHalf, key)) {
 #pragma unroll
       for (int group = 0; group < kOutputs / 4; ++group) {

@@ -58,7 +58,6 @@ __device__ __forceinline__ void init_barriers(SharedStorage& shared, const Argum
     init_barrier(&shared.work_tile_wanted, 1);
     if constexpr (kTokenScales) {
       for (int i = 0; i < kScaleStages; ++i) {
-        init_barrier(scales_full_of(shared, i), kKvWarps);
         init_barrier(scales_empty_of(shared, i), kConsumers * 4);
       }
     }

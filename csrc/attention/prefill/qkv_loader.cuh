@@ -9,8 +9,9 @@
 
 namespace ostinato::prefill {
 
-inline constexpr int kProducerWarps =
-    kHasFinder ? 3 : kSource == Source::Packed && !kDequantizes ? 1 : 4;
+inline constexpr int kProducerWarps = kHasFinder                                   ? 3
+                                      : kSource == Source::Packed && !kDequantizes ? 1
+                                                                                   : 4;
 // Warps that copy keys; as many copy values.
 inline constexpr int kPageWarps = kSource == Source::Pages && !kHasFinder ? 2 : 1;
 // Whether every tile lies in one page.

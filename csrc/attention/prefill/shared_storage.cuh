@@ -54,7 +54,6 @@ struct TileScales {
 };
 struct ScaleStorage {
   alignas(16) TileScales scales[kScaleStages];
-  uint64_t scales_full[kScaleStages];
   uint64_t scales_empty[kScaleStages];
 };
 struct NoStorage {};

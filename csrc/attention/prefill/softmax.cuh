@@ -42,8 +42,7 @@ class Softmax {
       tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
-    const bool rises =
-        top[0] * factor() > max_[0] + kSlack || top[1] * factor() > max_[1] + kSlack;
+    const bool rises = top[0] * factor() > max_[0] + kSlack || top[1] * factor() > max_[1] + kSlack;
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
@@ -144,12 +143,6 @@ class Softmax {
     } else {
       return args_.direct != 0;
     }
-  }
-  __device__ __forceinline__ float shifted_logit(float score, const TileScales& scales,
-                                                 int column) const {
-    const float softcap = args_.params.softcap, logit = score * scales.key[column];
-    return (softcap > 0 ? softcap * (kLog2E * hyperbolic_tangent(logit)) : logit) +
-           scales.exponent[column];
   }
   __device__ __forceinline__ float logit(float score) const {
     if constexpr (kDequantizes) {
@@ -321,7 +314,9 @@ class Softmax {
                                                     const Rows& rows) {
     const auto logit_at = [&](int group, int i, float score) {
       if constexpr (kTokenScales) {
-        return shifted_logit(score, *scales, group * 8 + first_column() + i);
+        const int column = group * 8 + first_column() + i;
+        const TokenScale scale = {scales->key[column], scales->exponent[column]};
+        return scale.shifted_logit(args_, score);
       } else {
         return logit(score);
       }

@@ -176,7 +176,8 @@ std::vector<double> exact_row(const Case& of, int sequence, int query, int head)
     const double k_scale = of.scale_of(of.k_scale, key / kDim);
     double score = 0;
     for (int d = 0; d < kDim; ++d) {
-      score += double{static_cast<float>(of.q[row * kDim + d])} * static_cast<float>(of.keys[key + d]);
+      score +=
+          double{static_cast<float>(of.q[row * kDim + d])} * static_cast<float>(of.keys[key + d]);
     }
     score *= k_scale * of.scale;
     scores.push_back(of.softcap > 0 ? of.softcap * std::tanh(score / of.softcap) : score);

@@ -22,10 +22,10 @@ struct EmulatedMap {
 static_assert(sizeof(EmulatedMap) <= sizeof(CUtensorMap));
 
 template <int kRank>
-cudaError_t encode_tensor_map(
-    CUtensorMap* map, const void* data, const TensorMapShape<kRank>& shape, CUtensorMapSwizzle,
-    CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    CUtensorMapL2promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
+cudaError_t encode_tensor_map(CUtensorMap* map, const void* data,
+                              const TensorMapShape<kRank>& shape, CUtensorMapSwizzle,
+                              CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                              CUtensorMapL2promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B) {
   EmulatedMap made = {static_cast<char*>(const_cast<void*>(data)),
                       type == CU_TENSOR_MAP_DATA_TYPE_UINT16 ? 2 : 1,
                       {{1, 1, 1, 1, 1}, {}, {1, 1, 1, 1, 1}}};

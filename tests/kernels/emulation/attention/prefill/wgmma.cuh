@@ -101,7 +101,8 @@ inline void begin_multiplying() {}
 // The lanes of a warp have the same MMAs at the same time.
 inline void commit_multiplication() {
   PendingMmas& mmas = pending_mmas();
-  const bool soon = __shfl_sync(0xffffffff, static_cast<int>(emulator::random_number() % 2), 0) != 0;
+  const bool soon =
+      __shfl_sync(0xffffffff, static_cast<int>(emulator::random_number() % 2), 0) != 0;
   if (soon && mmas.committed.empty()) {
     run_mmas(mmas.open);
     mmas.committed.push_back({});
