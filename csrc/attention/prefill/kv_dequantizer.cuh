@@ -35,8 +35,8 @@ class KvDequantizer {
   // Fills the ring with the work tile's tiles, and the ring of scales if tokens have their own.
   // Calls `then` before tile `due`, or after the last one.
   template <class Then>
-  __device__ __forceinline__ void run(RingPosition& position, RingPosition& scales, int due,
-                                      Then then) {
+  __device__ __forceinline__ void run(CompactRingPosition& position, CompactRingPosition& scales,
+                                      int due, Then then) {
     // The number of tiles is read anew each time: registers are few.
     Vector held[Vectors::kHeld];
     Rows rows = find_rows(0);
@@ -100,7 +100,7 @@ class KvDequantizer {
   }
 
   // Called before fill() hands over the keys of the tile, and with them the scales.
-  __device__ __forceinline__ void write_row_scales(RingPosition& position,
+  __device__ __forceinline__ void write_row_scales(CompactRingPosition& position,
                                                    const RowScales& row_scales) const {
     if constexpr (kTokenScales && std::is_same_v<What, Keys>) {
       wait(scales_empty_of(shared_, position.slot), position.parity ^ 1);
@@ -177,8 +177,8 @@ class KvDequantizer {
   }
 
   // Loads this lane's vector i of a tile.
-  __device__ __forceinline__ static Vector load(const Addresses& addresses, int i) {
-    const int lane = threadIdx.x % 32, first_row = i * Vectors::kRowsAtOnce;
+  __device__ __forceinline__ static Vector load(const Addresses& addresses, int i, int lane) {
+    const int first_row = i * Vectors::kRowsAtOnce;
     const uint64_t from =
         __shfl_sync(0xffffffff, addresses.of[first_row / 32], first_row % 32 + Vectors::row(lane));
     Vector words = make_uint4(0, 0, 0, 0);
@@ -192,14 +192,18 @@ class KvDequantizer {
   __device__ __forceinline__ void load_first(const Rows& rows,
                                              Vector (&held)[Vectors::kHeld]) const {
     const Addresses addresses = addresses_of(rows);
+    // Registers have no room for what follows from the lane where conversion to fp16 leaves more
+    // vectors in flight; with bf16 they have none for finding it anew.
+    const int known = static_cast<int>(threadIdx.x) % 32;
+    const int lane = std::is_same_v<Type, __half> ? opaque(known) : known;
 #pragma unroll
     for (int i = 0; i < Vectors::kHeld; ++i) {
-      held[i] = load(addresses, i);
+      held[i] = load(addresses, i, lane);
     }
   }
 
   // Fills a stage of the ring with a tile, whose first vectors are held.
-  __device__ __forceinline__ void fill(RingPosition& position, const Rows& rows,
+  __device__ __forceinline__ void fill(CompactRingPosition& position, const Rows& rows,
                                        const RowScales& row_scales,
                                        Vector (&held)[Vectors::kHeld]) const {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
@@ -214,7 +218,7 @@ class KvDequantizer {
       store(to + Vectors::offset(i, 0, lane), vector.x, vector.y);
       store(to + Vectors::offset(i, 1, lane), vector.z, vector.w);
       if (i + Vectors::kHeld < Vectors::kCount) {
-        vector = load(addresses, i + Vectors::kHeld);
+        vector = load(addresses, i + Vectors::kHeld, lane);
       }
       __syncwarp();  // more at a time would need registers
     }

@@ -16,6 +16,9 @@ namespace ostinato::prefill {
 // The other warps of the producer warpgroup transpose 8-bit values (transpose_v.cuh).
 inline constexpr int kTransposeWarps = kFp8 ? 4 - kProducerWarps : 0;
 
+// Warps that dequantise have few registers.
+using Position = std::conditional_t<kDequantizes, CompactRingPosition, RingPosition>;
+
 class Producer : QkvLoader {
  public:
   using QkvLoader::QkvLoader;
@@ -30,7 +33,7 @@ class Producer : QkvLoader {
 
  private:
   __device__ __forceinline__ void find_work_tiles() {
-    RingPosition position;
+    Position position;
     uint32_t wanted = 0;
     int index = static_cast<int>(blockIdx.x);
     publish_work_tile(position, index);
@@ -64,7 +67,7 @@ class Producer : QkvLoader {
     }
   }
 
-  __device__ __forceinline__ void publish_work_tile(const RingPosition& position, int index) {
+  __device__ __forceinline__ void publish_work_tile(const Position& position, int index) {
     wait(&shared_.work_tile_empty[position.slot], position.parity ^ 1);
     find_work_tile(shared_, args_, index, shared_.work_tiles[position.slot]);
     if constexpr (kHandsOverBoxes) {
@@ -95,7 +98,7 @@ class Producer : QkvLoader {
 
   // The loop of the other copying warps.
   __device__ __forceinline__ void follow_work_tiles() {
-    RingPosition position;
+    Position position;
     while (true) {
       wait(&shared_.work_tile_full[position.slot], position.parity);
       const WorkTile& work_tile = shared_.work_tiles[position.slot];
@@ -150,7 +153,7 @@ class Producer : QkvLoader {
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, RingPosition& position,
+  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, Position& position,
                                             Then then) {
     if constexpr (kDequantizes) {
       KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
@@ -190,7 +193,7 @@ class Producer : QkvLoader {
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, RingPosition& position,
+  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, Position& position,
                                              Then then) {
     if (has_whole_tiles(args_) && warp_ % kPageWarps > 0) {
       return;
@@ -217,7 +220,7 @@ class Producer : QkvLoader {
     }
   }
 
-  RingPosition keys_, values_, scales_;
+  Position keys_, values_, scales_;
 };
 
 }  // namespace ostinato::prefill
