@@ -16,9 +16,6 @@ namespace ostinato::prefill {
 // The other warps of the producer warpgroup transpose 8-bit values (transpose_v.cuh).
 inline constexpr int kTransposeWarps = kFp8 ? 4 - kProducerWarps : 0;
 
-// Warps that dequantise have few registers.
-using Position = std::conditional_t<kDequantizes, CompactRingPosition, RingPosition>;
-
 class Producer : QkvLoader {
  public:
   using QkvLoader::QkvLoader;

@@ -27,6 +27,9 @@ __device__ __forceinline__ int full_arrivals(const Arguments& args) {
                                     : kPageWarps;
 }
 
+// Of a producer warp in a ring of keys or values. Warps that dequantise have few registers.
+using Position = std::conditional_t<kDequantizes, CompactRingPosition, RingPosition>;
+
 struct Maps {
   CUtensorMap queries;  // dim, heads, tokens
   CUtensorMap keys;     // strips of 128 bytes, slots or rows, strips (or 1), heads, pages (or 1)
@@ -94,7 +97,7 @@ class QkvLoader {
 
   template <class What>
   __device__ __forceinline__ void copy_tile(const WorkTile& work_tile, int tile,
-                                            const KvSlot& kv_slot, RingPosition& position) {
+                                            const KvSlot& kv_slot, Position& position) {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];
@@ -169,7 +172,7 @@ class QkvLoader {
   // Copies the boxes of a tile, which the lanes from `first` on hold.
   template <class What>
   __device__ __forceinline__ void copy_boxes(int head, const Boxes& boxes, int first,
-                                             RingPosition& position) {
+                                             Position& position) {
     RingBarriers<What>& barriers = barriers_of<What>(shared_);
     uint8_t* const to = ring_of<What>(shared_).tiles[position.slot];
     uint64_t* const full = &barriers.full[position.slot];
