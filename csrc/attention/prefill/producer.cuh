@@ -47,9 +47,12 @@ class Producer : QkvLoader {
         wait(&shared_.work_tile_wanted, wanted);
         wanted ^= 1;
       }
-      const int next = lane_ == 0 ? next_index(args_, index) : 0;
+      // Asked for early, unless registers have no room for the answer.
+      const auto ask = [&] { return lane_ == 0 ? next_index(args_, index) : 0; };
+      const int early = kDequantizes ? 0 : ask();
       position.advance(kWorkTiles);
       const auto publish_next = [&] {
+        const int next = kDequantizes ? ask() : early;
         index = __shfl_sync(0xffffffff, next, 0);
         publish_work_tile(position, index);
       };
