@@ -195,7 +195,7 @@ class KvDequantizer {
     // Registers have no room for what follows from the lane where conversion to fp16 leaves more
     // vectors in flight; with bf16 they have none for finding it anew.
     const int known = static_cast<int>(threadIdx.x) % 32;
-    const int lane = std::is_same_v<Type, __half> ? opaque(known) : known;
+    const int lane = kTokenScales || std::is_same_v<Type, __half> ? opaque(known) : known;
 #pragma unroll
     for (int i = 0; i < Vectors::kHeld; ++i) {
       held[i] = load(addresses, i, lane);

@@ -48,12 +48,14 @@ class Producer : QkvLoader {
         wanted ^= 1;
       }
       // Asked for early, unless registers have no room for the answer.
-      const auto ask = [&] { return lane_ == 0 ? next_index(args_, index) : 0; };
-      const int early = kDequantizes ? 0 : ask();
+      const int next = !kDequantizes && lane_ == 0 ? next_index(args_, index) : 0;
       position.advance(kWorkTiles);
       const auto publish_next = [&] {
-        const int next = kDequantizes ? ask() : early;
-        index = __shfl_sync(0xffffffff, next, 0);
+        if constexpr (kDequantizes) {
+          index = __shfl_sync(0xffffffff, lane_ == 0 ? next_index(args_, index) : 0, 0);
+        } else {
+          index = __shfl_sync(0xffffffff, next, 0);
+        }
         publish_work_tile(position, index);
       };
       if constexpr (kHasFinder) {
