@@ -483,8 +483,8 @@ def test_every_kernel_describes_the_struct_that_it_takes() -> None:
         name, text = struct.rpartition("::")[2], (CSRC / header).read_text(encoding="utf-8")
         declared = re.search(rf"struct {name} {{(.*?)FIELDS_END", text, re.DOTALL)
         assert declared is not None
-        members = re.sub(r"//.*", "", declared[1])
-        # No member is declared but by the macros that describe it.
+        members = re.sub(r"//.*|^#(if OSTINATO_\w+|endif)$", "", declared[1], flags=re.MULTILINE)
+        # No member is declared but by the macros that describe it, some for a macro of the kernel.
         assert not re.sub(r"OSTINATO_\w+\([^)]*\);|\s|OSTINATO_?", "", members), source
 
 
