@@ -290,16 +290,26 @@ __device__ __forceinline__ void store_codes(uint8_t* row, const Chunk& chunk, co
   }
 }
 
+// Where a fixed scale is written besides, or null. A member of quantised caches alone: in the
+// others it would only change the order of instructions.
+struct ShownScale {
+  float* address = nullptr;
+  __device__ __forceinline__ void show_at(float* scale) { address = scale; }
+  __device__ __forceinline__ float* shown() const { return address; }
+};
+struct NoScale {
+  __device__ __forceinline__ void show_at(float*) {}
+  __device__ __forceinline__ float* shown() const { return nullptr; }
+};
+
 // Destination of a head, once its slot is known.
-struct Target {
-  void* row;           // null: not written
-  bool quantizes;      // row is of a quantised cache
-  bool dynamic;        // the scale is computed from the row
-  const float* fixed;  // the scale, null if it is dynamic
-  float* written;      // where the scale is written, or null
+struct Target : std::conditional_t<kQuantizes, ShownScale, NoScale> {
+  void* row;     // null: not written
+  float* scale;  // of a quantised cache, otherwise null
+  bool dynamic;  // the scale is computed from the row and written
 
   __device__ __forceinline__ Target(const AppendKVParams& p, const Head& head, int64_t slot)
-      : row(nullptr), quantizes(false), dynamic(false), fixed(nullptr), written(nullptr) {
+      : row(nullptr), scale(nullptr), dynamic(false) {
     if (head.projection == Projection::q) {
       if (head.exists) {
         row = static_cast<In*>(p.q_out.data) + head.token * p.q_out.stride +
@@ -327,15 +337,20 @@ struct Target {
     row = static_cast<Element*>(cache.data) + at(cache);
     if constexpr (kQuantizes) {
       const Slots scales = is_k ? p.k_scale : p.v_scale;
-      const Slots shown = is_k ? p.k_scale_out : p.v_scale_out;
-      float* const scale = static_cast<float*>(scales.data) + at(scales);
-      quantizes = true;
       dynamic = (is_k ? p.k_scale_per_token : p.v_scale_per_token) != 0;
-      fixed = dynamic ? nullptr : scale;
-      written = dynamic                 ? scale
-                : shown.data == nullptr ? nullptr
-                                        : static_cast<float*>(shown.data) + at(shown);
+      scale = static_cast<float*>(scales.data) + at(scales);
+      const Slots out = is_k ? p.k_scale_out : p.v_scale_out;
+      if (out.data != nullptr) {
+        show_at(static_cast<float*>(out.data) + at(out));
+      }
     }
+  }
+
+  __device__ __forceinline__ bool writes_scale() const {
+    if constexpr (kQuantizes) {
+      return dynamic || shown() != nullptr;
+    }
+    return dynamic;
   }
 };
 
@@ -348,13 +363,13 @@ __device__ __forceinline__ void store_head(const Target& target, const Chunk& ch
     return;
   }
   if constexpr (kQuantizes) {
-    if (target.quantizes) {
+    if (target.scale != nullptr) {
       uint8_t* const row = static_cast<uint8_t*>(target.row);
       const float divisor = target.dynamic ? dynamic_scale<Cache>(largest) : fixed;
-      if (target.written != nullptr && writes_scale) {
+      if (writes_scale && target.writes_scale()) {
         // INT8 has no code for NaN, so the scale shows it.
         const bool shows_nan = std::is_same_v<Cache, dtype::int8> && isnan(largest);
-        *target.written = shows_nan ? largest : divisor;
+        *(target.dynamic ? target.scale : target.shown()) = shows_nan ? largest : divisor;
       }
       const Divisor scale(divisor);
       if (target.dynamic && scale.fast) {

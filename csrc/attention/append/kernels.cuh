@@ -33,7 +33,7 @@ __device__ __forceinline__ float max_of_lanes(float x, uint32_t lanes) {
 }
 
 __device__ __forceinline__ float load_scale(const Target& target) {
-  return target.fixed == nullptr ? 1.0f : *target.fixed;
+  return target.scale == nullptr || target.dynamic ? 1.0f : *target.scale;
 }
 
 // When heads are normalised. An instantiation for each: branches would slow the others.
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     }
   };
   float largest = 0.0f;
-  if (target.written != nullptr) {
+  if (target.writes_scale()) {
     for (uint32_t index = lane; index < chunks; index += 32) {
       Values x[2];
       result_at(head.chunk(index, static_cast<uint32_t>(p.dim)), x);
