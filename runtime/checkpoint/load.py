@@ -13,7 +13,7 @@ from .config import load_config
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .layout import check_tied, checked_layout
-from .quantization import load_kv_cache, load_quantization
+from .quantization import load_quantization
 from .reader import CheckpointReader
 from .section import CONFIG_FILE
 from .storage.base import Kept, StoredScheme, Target, biases, stack
@@ -79,8 +79,8 @@ def load_model(
         expected = " or ".join(map(str, QUANTIZED_DTYPES))
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     max_context = config.context(max_context)
-    scheme_of = load_quantization(folder, text_tower=config.text_tower)
-    kv_cache = load_kv_cache(folder)
+    quantization = load_quantization(folder, text_tower=config.text_tower)
+    scheme_of, kv_cache = quantization.scheme_of, quantization.kv_cache
     target = Target(torch.device(device), config.dtype, batch_invariant)
     with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)

@@ -109,7 +109,7 @@ def quantize_checkpoint(
     scheme_of: StoredSchemeOf = unquantized
     if quantized is not None:
         _check_quantized(quantized, scheme)
-        scheme_of = load_quantization(source, text_tower=config.text_tower)
+        scheme_of = load_quantization(source, text_tower=config.text_tower).scheme_of
     companions = find_companions(source)
     with CheckpointReader(source, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)

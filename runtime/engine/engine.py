@@ -116,8 +116,8 @@ class Engine:
         # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
         check_room("max_batch", max_batch, model.config.vocab_size, device)
         check_room("num_pages", num_pages, each, device)
-        if cache_format.dtype is not kv_format(model.config, model.kv_scales).dtype:
-            compile_kernels(model, cache_format.dtype)  # the others `load_model` compiles
+        if not cache_format.is_like(kv_format(model.config, model.kv_scales)):
+            compile_kernels(model, cache_format)  # the others `load_model` compiles
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context

@@ -13,6 +13,7 @@ from ..jit.variant import Variant
 from .cache import PagedKVCache
 from .config import ModelConfig
 from .kinds import InputKind
+from .kv_format import KVFormat
 from .kv_scales import KVScales
 from .layers import Linear, Sampling
 
@@ -87,13 +88,13 @@ class Decoder(Protocol):
     def linears(self) -> Iterator[LinearUse]:
         """Yield every linear layer, layer by layer; the output projection is the last."""
 
-    def kernels(self, kv_dtype: torch.dtype | None = None) -> list[Variant]:
+    def kernels(self, cache_format: KVFormat | None = None) -> list[Variant]:
         """Return the kernels the model launches for any number of tokens, on its GPU or an H200.
 
         Some may be named more than once.
 
         Args:
-            kv_dtype: of the KV cache; None: what the checkpoint is made for.
+            cache_format: of the KV cache; None: what the checkpoint is made for.
         """
 
     def __call__(

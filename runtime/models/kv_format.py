@@ -83,6 +83,10 @@ class KVFormat:
         """
         return self.scales == "token" or (self.scales == "static" and self.dtype is torch.int8)
 
+    def is_like(self, other: KVFormat) -> bool:
+        """Return whether caches of both formats are served by the same kernels."""
+        return (self.dtype, self.stores_scales) == (other.dtype, other.stores_scales)
+
     def token_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of one token's keys and values in one layer, with their scales."""
         scales = config.num_kv_heads * _SCALE_BYTES if self.stores_scales else 0

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
 
-import torch
-
 from ..jit.variant import Variant
 from .config import ModelConfig
 from .config_fields import Fields, UnsupportedModelError
 from .decoder import Decoder
+from .kv_format import KVFormat
 from .parts import DecoderLayout, Loader
 from .required_kernels import model_kernels
 from .tower import Tower
@@ -27,12 +26,12 @@ class Kernels(Protocol):
         self,
         config: ModelConfig,
         *,
-        kv_dtype: torch.dtype | None = None,
+        cache_format: KVFormat | None = None,
         batch_invariant: bool = True,
     ) -> list[Variant]:
         """Return what a model of this shape launches beside its linear layers.
 
-        `kv_dtype` is that of the KV cache, None the model's.
+        `cache_format` is that of the KV cache; None is pages in the model's dtype.
         """
 
 

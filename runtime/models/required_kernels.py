@@ -16,39 +16,39 @@ from ..ops.sampling.sample_cuda import sample_kernel
 from ..ops.sampling.softcap import softcap_kernel
 from .config import ModelConfig
 from .decoder import Decoder
+from .kv_format import KVFormat
 from .norms import fp32_kind, is_power_of_two
 
 
-def compile_kernels(model: Decoder, kv_dtype: torch.dtype | None = None) -> None:
+def compile_kernels(model: Decoder, cache_format: KVFormat | None = None) -> None:
     """Compile at once what a model on CUDA may launch; does nothing for one on the CPU.
 
     Without this the kernels are compiled one after another, each at its first launch.
 
     Args:
         model: the decoder.
-        kv_dtype: of the KV cache; None: what the checkpoint is made for.
+        cache_format: of the KV cache; None: what the checkpoint is made for.
 
     Raises:
         KernelBuildError: when compiling fails.
     """
     if model.device.type == "cuda":
-        precompile(model.kernels(kv_dtype), model.device)
+        precompile(model.kernels(cache_format), model.device)
 
 
 def model_kernels(
-    config: ModelConfig, *, kv_dtype: torch.dtype | None = None, batch_invariant: bool = True
+    config: ModelConfig, *, cache_format: KVFormat | None = None, batch_invariant: bool = True
 ) -> list[Variant]:
     """Return the kernels of a model that do not depend on how its weights are quantised.
 
     Args:
         config: shape of the model.
-        kv_dtype: of the KV cache; None is the model's.
+        cache_format: of the KV cache; None is pages in the model's dtype.
         batch_invariant: as of `ops.paged_attention`.
     """
-    kv_dtype = config.dtype if kv_dtype is None else kv_dtype
-    # Prompts over 8-bit pages run on torch's operators.
-    has_prefill = kv_dtype is config.dtype
+    cache_format = KVFormat(config.dtype) if cache_format is None else cache_format
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
+    kv_dtype = cache_format.dtype
     scaled = config.logits_scale != 1.0 and not is_power_of_two(config.logits_scale)
     return [
         *((input_kernel(fp32_kind(config.norm.kind), dtype, dtype),) if scaled else ()),
@@ -57,10 +57,12 @@ def model_kernels(
         *decode_kernels(
             dtype, config.head_dim, group, kv_dtype=kv_dtype, batch_invariant=batch_invariant
         ),
-        *(
-            prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant)
-            if has_prefill
-            else ()
+        *prefill_kernels(
+            dtype,
+            config.head_dim,
+            kv_dtype=kv_dtype,
+            token_scales=cache_format.stores_scales,
+            batch_invariant=batch_invariant,
         ),
         *((softcap_kernel(torch.float32),) if config.logits_softcap else ()),
         sample_kernel(torch.float32),  # what a `Decoder` returns
@@ -69,8 +71,9 @@ def model_kernels(
 
 
 def kernels_with_norms(
-    config: ModelConfig, *, kv_dtype: torch.dtype | None = None, batch_invariant: bool = True
+    config: ModelConfig, *, cache_format: KVFormat | None = None, batch_invariant: bool = True
 ) -> list[Variant]:
     """Return `model_kernels` and, for families with such, the norm that nothing is fused with."""
     norm = input_kernel(config.norm.input_kind, config.dtype, config.dtype)
-    return [norm, *model_kernels(config, kv_dtype=kv_dtype, batch_invariant=batch_invariant)]
+    known = model_kernels(config, cache_format=cache_format, batch_invariant=batch_invariant)
+    return [norm, *known]

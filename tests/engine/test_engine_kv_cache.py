@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ostinato.checkpoint import load_model, load_tokenizer
-from ostinato.engine import Engine, SamplingParams, cache_size
+from ostinato.engine import Engine, SamplingParams, cache_size, engine
 from ostinato.engine.cache_size import default_pages, page_bytes
-from ostinato.models import Decoder, kv_format, sequence_logits
+from ostinato.models import Decoder, KVFormat, KVScales, kv_format, sequence_logits
 from tiny import KV_CACHES, byte_tokenizer, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +83,29 @@ def test_8_bits_a_token_cost_little_of_a_real_model(cache: str) -> None:
         return float(torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])))
 
     assert abs(nats(cache) / nats("model") - 1) < 0.003
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({}, None),
+        ({"kv_scales": "static"}, None),
+        # Of the same dtype, but prompts take other kernels.
+        ({"kv_scales": "token"}, "fp8, a scale per token and head"),
+        ({"kv_cache_dtype": "int8"}, "int8, a scale per token and head"),
+        ({"kv_cache_dtype": "fp32"}, "fp32"),
+    ],
+)
+def test_a_cache_that_was_not_loaded_for_is_compiled_for(
+    options: dict[str, Any], compiled: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    model.kv_scales = KVScales(torch.float8_e4m3fn, None, None)
+    formats: list[str] = []
+
+    def compile_kernels(_model: Decoder, cache_format: KVFormat) -> None:
+        formats.append(str(cache_format))
+
+    monkeypatch.setattr(engine, "compile_kernels", compile_kernels)
+    Engine(model, byte_tokenizer(), max_batch=1, page_size=4, **options)
+    assert formats == ([] if compiled is None else [compiled])

@@ -198,6 +198,8 @@ def test_build_for_a_model_takes_what_its_options_launch(
     stored = built("--kv-cache-dtype", "int8")
     assert {name[: name.index("-")] for name in stored} == {"append_kv", "attention_decode"}
     assert all("int8" in name for name in stored)
+    assert main(["build", "--all", "--kv-scales", "token"]) == 2
+    assert "--kv-scales go with --for-model" in capsys.readouterr().err
     assert main(["build", "--all", "--lm-head", "int8"]) == 2
     assert "go with --for-model" in capsys.readouterr().err
 

@@ -14,6 +14,8 @@ from ostinato.cli import model_flags
 from ostinato.models import KVFormat, PagedKVCache, kv_format, sequence_logits
 from ostinato.models.families.llama import Llama
 from ostinato.models.kv_format import AUTO, KV_DTYPES, SCALE_KINDS
+from ostinato.ops.attention import prefill_cuda
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.common.e4m3 import as_bytes, to_float32
 from tiny import KV_CACHES, tiny_llama
 
@@ -143,3 +145,27 @@ def test_windows_and_norms_of_heads_are_served(
     model = tiny_llama(device, cache=cache, sliding_windows=(window, None), qk_norm=True)
     run_in_pieces(model, [TOKENS], [13, 1, 7], format_of(model, cache))
     assert sum(compared) == 2 * len(TOKENS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cache", KV_CACHES)
+def test_prompts_take_a_kernel_that_is_named_ahead(
+    cache: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_cuda, "has_kernel", lambda *_: True)
+    model = tiny_llama(cache=cache, head_dim=64, dtype=dtype)
+    stored = format_of(model, cache)
+    pages = PagedKVCache.for_model(
+        model.config, num_pages=3, page_size=16, device="cpu", kv_format=stored
+    )
+    layer = pages.layer(1)
+    k_scale, v_scale = layer.stored_scales
+    scales = None
+    if k_scale is not None and v_scale is not None:
+        scales = prefill_cuda.KvScales(k_scale, v_scale)
+    q = torch.zeros(70, model.config.num_heads, 64, dtype=dtype)
+    table = torch.ones(1, 2, dtype=torch.int32)
+    taken = prefill_cuda.paged_variant(q, layer.k, layer.v, table, q, 70, True, scales)
+    named = {x for x in model.kernels(stored) if isinstance(x, AttentionPrefill)}
+    assert taken in named
+    assert {x.kv_dtype for x in named} == {taken.kv_dtype if taken else None}

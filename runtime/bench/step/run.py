@@ -163,7 +163,7 @@ def time_steps(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepResult
         MemoryError: when there is no room for the sequences of a context.
     """
     plan.check(model.config)
-    compile_kernels(model, plan.cache_format(model).dtype)
+    compile_kernels(model, plan.cache_format(model))
     return _time_contexts(model, name, plan)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
-from ..format import Format, StoredSchemeOf
+from ..format import Format, Quantization
 from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
@@ -51,8 +51,8 @@ _HARMLESS_FIELDS = ("global_compression_ratio", "quant_method", "run_compressed"
 _HARMLESS_ARGUMENTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
-def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
-    """Return the scheme of every linear module under a compressed-tensors configuration.
+def parse_compressed_tensors(config: Section) -> Quantization:
+    """Return the schemes of linear modules and KV cache of a compressed-tensors configuration.
 
     Raises:
         CheckpointError: when the configuration is malformed.
@@ -65,7 +65,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         _require_dense(config)
         config.reject_others(*_HARMLESS_FIELDS)
         config = inner
-    kv_cache_scheme(config)
+    kv_cache = kv_cache_scheme(config)
     _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
     file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP, _DENSE_FORMAT)
@@ -88,7 +88,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         target = None if ignored.find(*names) else targeted.find(*names)
         return DENSE if target is None else schemes[target]
 
-    return scheme_of
+    return Quantization(scheme_of, kv_cache)
 
 
 class ModuleNames:

@@ -15,7 +15,7 @@ from ...models.parts import Module, TensorSpec
 from ..errors import UnsupportedCheckpointError
 from ..exclusions import all_but
 from ..files import is_there
-from ..format import Format, StoredSchemeOf
+from ..format import Format, Quantization
 from ..reader import CheckpointReader
 from ..section import Section
 from ..storage.base import StoredScheme, Target
@@ -64,8 +64,8 @@ _SCHEMES: dict[str, StoredScheme] = {
 }
 
 
-def parse_modelopt(config: Section) -> StoredSchemeOf:
-    """Return the scheme of every linear module under a ModelOpt configuration.
+def parse_modelopt(config: Section) -> Quantization:
+    """Return the schemes of linear modules and KV cache of a ModelOpt configuration.
 
     Args:
         config: `quantization_config` of config.json, or `quantization` of hf_quant_config.json.
@@ -81,12 +81,13 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     algorithm = config.choice("quant_algo", *_SCHEMES)
     if algorithm == _IN_BLOCKS:
         config.choice("group_size", BLOCK, default=BLOCK)
-    kv_cache_scheme(config)
+    kv_cache = kv_cache_scheme(config)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
     scheme = _SCHEMES[algorithm]
 
-    return all_but([_regex(entry) for entry in ignore], scheme, config.where)
+    scheme_of = all_but([_regex(entry) for entry in ignore], scheme, config.where)
+    return Quantization(scheme_of, kv_cache)
 
 
 def _pre_quant_scale(module: Module) -> TensorSpec:

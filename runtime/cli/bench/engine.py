@@ -141,7 +141,7 @@ def _measure(
     )
     loaded = time.perf_counter()
     stored = kv_format(config, model.kv_scales, plan.kv_cache_dtype, plan.kv_scales)
-    compile_kernels(model, stored.dtype)
+    compile_kernels(model, stored)
     compiled = time.perf_counter()
     engine = engine_for(model, plan)
     made = time.perf_counter()

@@ -17,6 +17,7 @@ from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
 from ..kinds import InputKind
+from ..kv_format import KVFormat, kv_format
 from ..kv_scales import KVScales
 from ..layers import Linear, Sampling, tensors_of
 from ..norms import Norm
@@ -201,11 +202,12 @@ class Llama(Decoder):
                 yield LinearUse(name, kind, getattr(layer, name))
         yield LinearUse("lm_head", self.config.norm.input_kind, self.lm_head)
 
-    def kernels(self, kv_dtype: torch.dtype | None = None) -> list[Variant]:
-        if kv_dtype is None and self.kv_scales is not None:
-            kv_dtype = self.kv_scales.dtype
-        known = family_of(self.config)
-        found = known.kernels(self.config, kv_dtype=kv_dtype, batch_invariant=self.batch_invariant)
+    def kernels(self, cache_format: KVFormat | None = None) -> list[Variant]:
+        if cache_format is None:
+            cache_format = kv_format(self.config, self.kv_scales)
+        found = family_of(self.config).kernels(
+            self.config, cache_format=cache_format, batch_invariant=self.batch_invariant
+        )
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
         return found
