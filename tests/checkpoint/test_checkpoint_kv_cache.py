@@ -101,6 +101,22 @@ def test_scales_are_kept_and_serve_8_bits(
     )
 
 
+def test_a_wrapped_configuration_names_the_cache(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "ct-int8-dynamic", kv_cache_scheme=CT_SCHEME)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    inner = config["quantization_config"]
+    wrapped = {"quant_method": "compressed-tensors", "quantization_config": inner}
+    file.write_text(json.dumps({**config, "quantization_config": wrapped}))
+    found = load_model(tmp_path).kv_scales
+    assert found is not None
+    assert found.dtype is INT8
+    wrapped["kv_cache_scheme"] = inner.pop("kv_cache_scheme")
+    file.write_text(json.dumps({**config, "quantization_config": wrapped}))
+    with pytest.raises(UnsupportedCheckpointError, match="kv_cache_scheme"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2,)])
 def test_scales_of_heads_are_kept(shape: tuple[int, ...], tmp_path: Path) -> None:
     scheme = {**CT_SCHEME, "strategy": "attn_head"}

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import measure_kv_cache
 import pytest
 import torch
+from measure_kv_cache import nats
 
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.engine import Engine, SamplingParams, cache_size, engine
@@ -76,13 +78,16 @@ def test_8_bits_a_token_cost_little_of_a_real_model(cache: str) -> None:
     text = (ROOT / "docs" / "concepts.md").read_text()
     tokens = load_tokenizer(TINY_LLAMA).encode(text).ids[: model.max_context]
     assert len(tokens) > 200
+    exact, stored = (kv_format(model.config, None, **options_of(name)) for name in ("model", cache))
+    assert abs(nats(model, tokens, stored) / nats(model, tokens, exact) - 1) < 0.003
 
-    def nats(name: str) -> float:
-        stored = kv_format(model.config, None, **options_of(name))
-        logits = sequence_logits(model, tokens, cache_format=stored)[:-1]
-        return float(torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:])))
 
-    assert abs(nats(cache) / nats("model") - 1) < 0.003
+def test_nats_are_those_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_kv_cache, "ROWS", 16)
+    model, tokens = tiny_llama(), list(range(40))
+    logits = sequence_logits(model, tokens)[:-1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]))
+    assert nats(model, tokens, KVFormat(model.config.dtype)) == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize(
