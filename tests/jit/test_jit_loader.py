@@ -109,6 +109,7 @@ class AppendKVFields(ctypes.Structure):
         *[(name, HeadsFields) for name in ("q", "q_out", "k", "v")],
         *[(name, SlotsFields) for name in ("k_cache", "v_cache", "k_scale", "v_scale")],
         *[(name, ctypes.c_int32) for name in _APPEND_FLAGS[:2]],
+        *[(name, SlotsFields) for name in ("k_scale_out", "v_scale_out")],
         *[(name, ctypes.c_void_p) for name in ("slot_mapping", "positions", "cos_sin")],
         ("cos_sin_stride", ctypes.c_int64),
         *[(name, ctypes.c_void_p) for name in ("q_norm_weight", "k_norm_weight")],
@@ -323,7 +324,7 @@ def test_append_kv_needs_no_q_rotation_norm_or_scales(tmp_path: Path) -> None:
     names = ("slot_mapping", "tokens", "heads_kv", "dim", "page_size", "stream")
     _C.Library(str(path)).launch(**tensors, **dict.fromkeys(names, 1))
     seen, _ = _recorded(path, AppendKVFields)
-    for name in ("q", "q_out", "k_scale", "v_scale"):
+    for name in ("q", "q_out", "k_scale", "v_scale", "k_scale_out", "v_scale_out"):
         assert not any(seen[name])
     for name in ("positions", "cos_sin", "q_norm_weight", "k_norm_weight"):
         assert seen[name] is None
