@@ -14,7 +14,7 @@ from tqdm import tqdm
 from ..models import KVScales, ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
 from ..ops.common.sizes import ceil_div
-from .calibrate import calibrate_kv_cache
+from .calibrate_kv_cache import calibrate_kv_cache
 from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError

@@ -21,7 +21,7 @@ import torch
 
 from ostinato.bench.report import Report
 from ostinato.checkpoint import load_model, load_tokenizer
-from ostinato.checkpoint.calibrate import calibrate_kv_cache
+from ostinato.checkpoint.calibrate_kv_cache import calibrate_kv_cache
 from ostinato.models import Decoder, KVFormat, PagedKVCache, ScaleKind, kv_format
 from ostinato.models.scoring import sequence_inputs
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from ostinato.checkpoint import (
     CheckpointError,
     UnsupportedCheckpointError,
-    calibrate,
+    calibrate_kv_cache,
     load_model,
     quantize_checkpoint,
 )
@@ -94,7 +94,7 @@ def test_the_longer_text_has_the_larger_scales(source: Path, text: Path, tmp_pat
     short.write_text(" ".join(map(str, NUMBERS[:3])))
     scales = []
     for file in (short, text):
-        found = calibrate.calibrate_kv_cache(source, file, torch.int8)
+        found = calibrate_kv_cache.calibrate_kv_cache(source, file, torch.int8)
         assert found.k is not None
         assert found.v is not None
         scales.append(torch.stack([found.k, found.v]))
@@ -213,7 +213,7 @@ def test_texts_that_are_none_are_named(
 def test_a_text_that_is_too_large_is_named(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "_MAX_TEXT_BYTES", 1024)
+    monkeypatch.setattr(calibrate_kv_cache, "_MAX_TEXT_BYTES", 1024)
     text.write_text("1 " * 600)
     with pytest.raises(CheckpointError, match=r"text\.txt: got more than 1 KiB"):
         quantize_checkpoint(source, tmp_path / "target", kv_cache="fp8", calibrate=text)
