@@ -16,22 +16,33 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-gpu gpu-kernels lint format install dist docs \
-        kernels-wheel
+.PHONY: demo test test-long test-gpu test-real test-real-gpu gpu-kernels lint format install dist \
+        docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
 
-test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Flags of pytest-cov, which .ci/run gives.
+COVERAGE ?=
 
-# The same tests with all cases of long properties (tests/effort.py), and their coverage.
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(COVERAGE)
+
+# Those of these tests of which `test` tries a sample (tests/effort.py), with all of their cases.
 test-long: $(VENV)/.test
-	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
-	    --dist worksteal --cov --cov-report=term:skip-covered --cov-fail-under=90
+	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    $(COVERAGE)
 
 test-gpu: $(VENV)/.test
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m "gpu and not real"
+
+# Pretrained models, fetched once into ~/.cache/ostinato-tests or OSTINATO_TEST_CACHE: answers, and
+# nats a token of quantised weights. With RESULTS=FILE what is measured is written there.
+test-real: $(VENV)/.test
+	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and not gpu"
+
+test-real-gpu: $(VENV)/.test
+	OSTINATO_REAL_RESULTS=$(RESULTS) $(BIN)/python -m pytest tests/real -m "real and gpu"
 
 # What test-gpu launches, compiled here into OSTINATO_CACHE for another machine, or for later.
 gpu-kernels: $(VENV)/.test

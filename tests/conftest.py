@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from effort import effort
+from effort import LONG, effort
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
@@ -21,12 +21,21 @@ def pytest_report_header() -> list[str]:
     return [] if HAS_NVCC else ["no nvcc: the tests marked nvcc are deselected"]
 
 
+def _is_sampled(item: pytest.Item) -> bool:
+    """Return whether `make test` may try less of a test than `make test-long` does."""
+    module = item.getparent(pytest.Module)
+    uses_effort = module is not None and getattr(module.obj, "effort", None) is effort
+    return uses_effort or item.get_closest_marker("hypothesis") is not None
+
+
+@pytest.hookimpl(trylast=True)  # behind hypothesis, which marks its tests here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_NVCC:
-        return
-    needing = [item for item in items if item.get_closest_marker("nvcc")]
-    config.hook.pytest_deselected(items=needing)
-    items[:] = [item for item in items if item not in needing]
+    def is_run(item: pytest.Item) -> bool:
+        compiles = item.get_closest_marker("nvcc") is not None
+        return (HAS_NVCC or not compiles) and (not LONG or _is_sampled(item))
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_run(item)])
+    items[:] = [item for item in items if is_run(item)]
 
 
 def pytest_collection_finish() -> None:

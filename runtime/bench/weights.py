@@ -105,6 +105,9 @@ class _RandomLoader:
     def linear(self, part: LinearPart) -> Linear:
         return self._linear(part.shape, self.precision, torch.bfloat16)
 
+    def input_factors(self, part: LinearPart) -> None:
+        """Return None: every input is multiplied as it is."""
+
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
         if part is None and self.lm_head == "bf16":
             return DenseLinear(embedding, out_dtype=torch.float32)

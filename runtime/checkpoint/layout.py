@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..models import ModelConfig, UnsupportedModelError, family_of
+from ..models import ModelConfig, family_of
 from ..models.parts import DecoderLayout, SchemeOf
 from .errors import CheckpointError, UnsupportedCheckpointError
 from .reader import CheckpointReader
@@ -15,8 +15,7 @@ def checked_layout(config: ModelConfig, scheme_of: SchemeOf) -> DecoderLayout:
     """Return the parts of a model whose linear modules are stored as `scheme_of` says.
 
     Raises:
-        UnsupportedCheckpointError: naming the modules, when modules that the model fuses are
-            stored in different ways, or an output projection tied to the embedding is quantised.
+        UnsupportedCheckpointError: when an output projection tied to the embedding is quantised.
     """
     layout = family_of(config).layout(config)
     if layout.lm_head is None and scheme_of("lm_head") != DENSE:
@@ -24,11 +23,6 @@ def checked_layout(config: ModelConfig, scheme_of: SchemeOf) -> DecoderLayout:
             "lm_head: the checkpoint quantises it, but tie_word_embeddings shares its weight "
             "with the embedding, which is not quantised; expected lm_head to be ignored"
         )
-    try:
-        for part in layout.linears():
-            part.scheme(scheme_of)
-    except UnsupportedModelError as error:
-        raise UnsupportedCheckpointError(str(error)) from error
     return layout
 
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..models import Decoder, DenseLinear, Linear, W8A8Linear, compile_kernels, family_of
-from ..models.parts import DENSE_DTYPES, LinearPart, TensorPart
+from ..models.joined_linear import join
+from ..models.parts import DENSE_DTYPES, InputFactors, LinearPart, Module, TensorPart
 from .config import load_config
+from .errors import UnsupportedCheckpointError
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .layout import check_tied, checked_layout
 from .quantization import load_quantization
 from .reader import CheckpointReader
+from .scales import read_scale
 from .section import CONFIG_FILE
 from .storage.base import Kept, StoredScheme, Target, biases, stack
 from .storage.dense import DENSE
@@ -35,14 +38,15 @@ def load_model(
     Of a model with several towers, such as vision and text, it is the text tower that is loaded.
     Reads plain bf16, fp16 and fp32 weights; compressed-tensors W8A8 INT8 and FP8; Hugging Face
     `fp8` with a scale per tensor and `fbgemm_fp8`; ModelOpt FP8, per tensor or per channel and
-    token, and INT8 per channel. q, k, v and gate, up are joined into one layer each: their weights
-    keep their scales (one per output row from then on), and a static activation scale becomes the
-    largest of the parts', so that nothing saturates that did not before. FP8 activations without a
-    static scale are quantised per token, whatever granularity the file names, and whatever bound
-    `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the dtype and the scales
-    are the model's `kv_scales`, by which an `Engine` serves it. No tensor shares memory with the
-    files. On CUDA quantised weights are packed for the kernels, one at a time, and kernels
-    that are not compiled yet are compiled side by side.
+    token, and INT8 per channel, whose factors of SmoothQuant are folded into norms and rows in
+    front. Those of q, k, v and of gate, up that are stored alike are joined into one product: their
+    weights keep their scales (one per output row from then on), and a static activation scale
+    becomes the largest of the parts', so that nothing saturates that did not before. FP8
+    activations without a static scale are quantised per token, whatever granularity the file names,
+    and whatever bound `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the
+    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. No tensor
+    shares memory with the files. On CUDA quantised weights are packed for the kernels, one at a
+    time, and kernels that are not compiled yet are compiled side by side.
 
     Args:
         path: folder with `config.json` and safetensors files, or the name of a model on the
@@ -64,7 +68,8 @@ def load_model(
             takes too long to match. Headers of all files are checked before any data is read and
             before memory is taken for what config.json says.
         UnsupportedCheckpointError: naming the field, for a quantisation that is not implemented.
-        UnsupportedModelError: for a model that is not implemented.
+        UnsupportedModelError: for a model that is not implemented, or naming factors of SmoothQuant
+            that cannot be folded.
         KernelBuildError: when compiling a kernel fails.
         TypeError, ValueError: for `dtype`, `max_context` or `lm_head_dtype`.
     """
@@ -88,7 +93,9 @@ def load_model(
         scales = () if kv_cache is None else kv_cache.tensors(config, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
         check_tied(reader, layout)
-        loader = _CheckpointLoader(reader, scheme_of, target, lm_head_dtype)
+        loader = CheckpointLoader(
+            reader, scheme_of, target, lm_head_dtype, has_kv_scales=kv_cache is not None
+        )
         model = family_of(config).load(
             config, layout, loader, max_context=max_context, batch_invariant=batch_invariant
         )
@@ -99,20 +106,54 @@ def load_model(
 
 
 @dataclass(frozen=True)
-class _CheckpointLoader:
+class CheckpointLoader:
     """Reads parts; see `ostinato.models.parts.Loader`."""
 
     reader: CheckpointReader
     scheme_of: StoredSchemeOf
     target: Target
     lm_head_dtype: torch.dtype | None
+    has_kv_scales: bool = False
 
     def tensor(self, part: TensorPart) -> torch.Tensor:
         kept = Kept(part.spec, part.kept_rows)
         return stack(self.reader, [kept], self.target.dtype, self.target.device)
 
     def linear(self, part: LinearPart) -> Linear:
-        return self._scheme(part).build(self.reader, part.modules, self.target)
+        return join(
+            [
+                scheme.build(self.reader, run.modules, self.target)
+                for scheme, run in part.runs(self.scheme_of)
+            ]
+        )
+
+    def input_factors(self, part: LinearPart) -> InputFactors | None:
+        found = [self._factors(module) for module in part.modules]
+        first, at = next(((item, i) for i, item in enumerate(found) if item is not None), (None, 0))
+        if first is None:
+            return None
+        for module, factors in zip(part.modules, found, strict=True):
+            if factors is None or not factors.values.equal(first.values):
+                raise UnsupportedCheckpointError(
+                    f"{first.where}: holds factors other than those of {module.name}, which reads "
+                    f"the input of {part.modules[at].name}, too"
+                )
+        if self.has_kv_scales and part.kind == "per_token":
+            raise UnsupportedCheckpointError(
+                f"{first.where}: holds factors of attention's results beside scales of an 8-bit KV "
+                "cache, whose values they would change"
+            )
+        return first
+
+    def _factors(self, module: Module) -> InputFactors | None:
+        """Return the factors of the kept columns of a module's input, None where all are 1."""
+        spec = self.scheme_of(module.name).input_factors(module)
+        if spec is None or not self.reader.has(spec):
+            return None
+        values = read_scale(self.reader, spec, positive=True)
+        if module.kept_columns is not None:
+            values = values[module.kept_columns]
+        return None if values.eq(1).all() else InputFactors(values, self.reader.where(spec))
 
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
         target = replace(self.target, out_dtype=torch.float32)

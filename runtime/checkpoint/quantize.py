@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ..models import KVScales, ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
 from ..ops.common.sizes import ceil_div
+from .calibrate import observe, read_tokens
 from .calibrate_kv_cache import calibrate_kv_cache
 from .companions import copy_companions, find_companions, require_own
 from .config import load_config
@@ -27,6 +28,7 @@ from .patterns import PatternMatcher
 from .quantization import load_quantization, quantization_config
 from .reader import CheckpointReader, require_finite
 from .section import CONFIG_FILE, Section
+from .smooth import Smoothing, smoothing
 from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
 from .storage.fp8_block import BLOCK, FP8BlockScheme
@@ -40,6 +42,9 @@ _Scheme = W8A8Scheme | FP8BlockScheme
 
 SCHEMES: dict[str, _Scheme] = {
     "int8": W8A8Scheme(torch.int8, per_channel=True, static_input=False),
+    "int8-asymmetric": W8A8Scheme(
+        torch.int8, per_channel=True, static_input=False, symmetric_input=False
+    ),
     "fp8": W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False),
     "fp8-block": FP8BlockScheme(),
 }
@@ -78,31 +83,37 @@ def quantize_checkpoint(
         src: folder with a plain checkpoint, or its name on the Hugging Face Hub. For a KV cache
             alone weights may be quantised in compressed-tensors format.
         dst: folder to create; it must not exist, its parent must.
-        scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token, or
-            "fp8-block", with one per block of 128 by 128 and per 128 of a token; None leaves
-            weights as they are, for a KV cache alone.
+        scheme: "int8" or "fp8" (e4m3), with a scale per row of a weight and per token;
+            "int8-asymmetric", with a zero point per token as well; or "fp8-block", with a scale per
+            block of 128 by 128 and per 128 of a token. None leaves weights as they are, for a KV
+            cache alone.
         ignore: modules to leave as they are: full names, "re:" and a regular expression, or the
-            class name "Linear". Modules that the model joins (q, k, v; gate, up) go together.
+            class name "Linear". Where they separate modules that the model joins (q, k, v;
+            gate, up), each part becomes a product of its own.
         kv_cache: "int8" or "fp8" (e4m3) for an 8-bit KV cache; None for one in the model's dtype.
-        calibrate: with `kv_cache`, a text file in UTF-8 of up to 64 MiB, which the model computes:
-            the more it is like what will be served, the better.
-        device: where the model computes it.
+        calibrate: a text file, UTF-8, of which up to 2048 tokens are run through the model: the
+            more it is like what will be served, the better. A `kv_cache` needs it for its scales.
+            Before weights are rounded to INT8, input columns of layers are scaled by powers of two
+            (SmoothQuant), which norms and rows in front take up, so that few large columns do not
+            cost all others their precision.
+        device: where the model is loaded for it.
         progress: show a progress bar, on a terminal only.
         max_shard_bytes: how much data one safetensors file may hold.
 
     Raises:
         CheckpointError: naming the file and the tensor, when something in `src` is missing,
-            damaged, NaN or infinite, no regular file, or a link out of the folder; likewise of
-            what `calibrate_kv_cache` refuses.
+            damaged, NaN or infinite, no regular file, or a link out of the folder; likewise when
+            the text cannot be read.
         UnsupportedCheckpointError: when `src` is quantised already, but for a `kv_cache` alone
-            beside weights in compressed-tensors format; or when `ignore` separates modules that
-            the model joins.
+            beside weights in compressed-tensors format; or when `ignore` leaves out an output
+            projection tied to the embedding.
         UnsupportedModelError: for a model that is not implemented.
-        ValueError: for another argument, `dst` existing among them.
+        ValueError: for another argument, `dst` existing among them, or a text that is too short or
+            that makes keys or values NaN or infinite.
     """
     source, target = checkpoint_folder("src", src, CONFIG_FILE, weights=True), Path(dst)
     _check_arguments(target, scheme, ignore, max_shard_bytes)
-    _check_kv_cache(scheme, kv_cache, calibrate)
+    _check_calibration(scheme, kv_cache, calibrate)
     chosen_scheme = None if scheme is None else SCHEMES[scheme]
     config = load_config(source)
     quantized = quantization_config(source)
@@ -121,13 +132,25 @@ def quantize_checkpoint(
         reader.check(specs)
         require_own({source / CONFIG_FILE, *reader.files}, source)
         check_tied(reader, layout)
-        kv_scales = None
-        if kv_cache is not None and calibrate is not None:
-            kv_scales = calibrate_kv_cache(
-                source, calibrate, KV_CACHES[kv_cache], device=device, progress=progress
+        factors, kv_scales = Smoothing(), None
+        if calibrate is not None:
+            tokens = read_tokens(calibrate, source, config.vocab_size)
+            observed = observe(
+                reader, config, layout, scheme_of, tokens, device=device, progress=progress
             )
+            if _is_int8(chosen_scheme):
+                factors = smoothing(
+                    layout,
+                    observed.inputs,
+                    lambda module: reader.read(DENSE.weight(module)),
+                    lambda module: DENSE.weight(module).name in chosen,
+                )
+            if kv_cache is not None:
+                kv_scales = calibrate_kv_cache(observed.cache, KV_CACHES[kv_cache], layout, factors)
         with new_folder(target) as folder:
-            conversion = _Conversion(reader, chosen_scheme, config.dtype, chosen, kv_scales)
+            conversion = _Conversion(
+                reader, chosen_scheme, config.dtype, chosen, factors, kv_scales
+            )
             conversion.run(_stored(specs, layout, reader), folder, max_shard_bytes, progress)
             whole = (*ignore, *modules_to_ignore(reader.others))
             kv_dtype = None if kv_scales is None else kv_scales.dtype
@@ -153,19 +176,26 @@ def _check_arguments(
         raise ValueError(f"dst: got {target}, expected a new folder in an existing one")
 
 
-def _check_kv_cache(
+def _check_calibration(
     scheme: str | None, kv_cache: str | None, calibrate: str | os.PathLike[str] | None
 ) -> None:
     if kv_cache is None:
         if scheme is None:
             raise ValueError("scheme: got None, expected one, or a kv_cache")
-        if calibrate is not None:
-            raise ValueError("calibrate: got a file, expected None without kv_cache")
+        if calibrate is not None and not _is_int8(SCHEMES[scheme]):
+            raise ValueError(
+                f"calibrate: got a text for {scheme!r}, expected None without kv_cache: of weights "
+                "it is for INT8, the error of e4m3 being relative to each number"
+            )
         return
     if kv_cache not in KV_CACHES:
         raise ValueError(f"kv_cache: got {kv_cache!r}, expected 'int8' or 'fp8'")
     if calibrate is None:
         raise ValueError("calibrate: got None, expected a text file with kv_cache")
+
+
+def _is_int8(scheme: _Scheme | None) -> bool:
+    return scheme is not None and scheme.dtype is torch.int8
 
 
 def _check_quantized(config: Section, scheme: str | None) -> None:
@@ -222,6 +252,7 @@ class _Conversion:
     scheme: _Scheme | None
     scale_dtype: torch.dtype
     chosen: frozenset[str]
+    factors: Smoothing
     kv_scales: KVScales | None
 
     def run(
@@ -269,16 +300,19 @@ class _Conversion:
 
     def _convert(self, spec: TensorSpec, writer: CheckpointWriter) -> None:
         tensor, name = self.reader.read(spec), self.reader.stored_name(spec.name)
-        if spec.name not in self.chosen:
-            require_finite(self.reader, spec)
-            writer.write(name, tensor)
-            return
-        assert self.scheme is not None, "it has chosen"
         try:
+            if spec.name not in self.chosen:
+                require_finite(self.reader, spec)
+                writer.write(name, self.factors.apply(spec.name, tensor))
+                return
+            assert self.scheme is not None, "it has chosen"
             if isinstance(self.scheme, FP8BlockScheme):
                 values, scale = quantize_weight_blocks(tensor, self.scale_dtype)
             else:
-                values, scale = quantize_weight(tensor, self.scheme.dtype, self.scale_dtype)
+                smooth = self.factors.apply(spec.name, tensor)
+                values, scale = quantize_weight(smooth, self.scheme.dtype, self.scale_dtype)
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise CheckpointError(f"{self.reader.where(spec)}: {error}") from error
         writer.write(name, values)

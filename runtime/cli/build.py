@@ -210,14 +210,15 @@ def _model_kernels(
     quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
     for part in layout.linears():
         if part is not layout.lm_head or not quantizes_head:
-            needed.update(
-                part.scheme(scheme_of).kernels(
-                    *(part.kind, part.shape, config.dtype),
-                    batch_invariant=batch_invariant,
-                    device=device,
-                    out_dtype=torch.float32 if part is layout.lm_head else None,
+            for scheme, run in part.runs(scheme_of):
+                needed.update(
+                    scheme.kernels(
+                        *(run.kind, run.shape, config.dtype),
+                        batch_invariant=batch_invariant,
+                        device=device,
+                        out_dtype=torch.float32 if part is layout.lm_head else None,
+                    )
                 )
-            )
     if quantizes_head:
         assert lm_head is not None
         needed.update(

@@ -8,19 +8,21 @@ from pathlib import Path
 from .command import Command, Parser, UserError, as_utf8, find_model, user_errors
 from .device import add_device_flag, resolve_device
 
-_SCHEMES = ("int8", "fp8", "fp8-block")
+_SCHEMES = ("int8", "int8-asymmetric", "fp8", "fp8-block")
 _KV_CACHES = ("fp8", "int8")
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="ostinato quantize",
-        usage="python -m ostinato quantize SRC DST [--scheme {int8,fp8,fp8-block}] "
-        "[--ignore NAME ...] [--kv-cache {fp8,int8} --calibrate FILE]",
+        usage="python -m ostinato quantize SRC DST "
+        "[--scheme {int8,int8-asymmetric,fp8,fp8-block}] [--ignore NAME ...] "
+        "[--kv-cache {fp8,int8}] [--calibrate FILE] [--device D]",
         description="Write an 8-bit checkpoint in compressed-tensors format: weights scaled per "
-        "output channel and activations quantised per token at run time, or, with fp8-block, in "
-        "blocks of 128 by 128 and groups of 128. With --kv-cache it has scales of an 8-bit KV "
-        "cache, too, or without --scheme alone.",
+        "output channel and activations quantised per token at run time, with "
+        "int8-asymmetric by a zero point as well, or, with fp8-block, in blocks of 128 by 128 and "
+        "groups of 128. With --kv-cache it has scales of an 8-bit KV cache, too, or without "
+        "--scheme alone.",
     )
     parser.add_argument(
         "source",
@@ -44,8 +46,11 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--calibrate",
+        type=Path,
         metavar="FILE",
-        help="with --kv-cache: text that the model computes to see how large they are",
+        help="a text (UTF-8) to run through the model first: with --kv-cache for the scales of "
+        "keys and values; with INT8 weights large input columns are scaled down, too, and norms "
+        "and layers in front up (SmoothQuant)",
     )
     add_device_flag(parser)
     return parser
@@ -65,8 +70,8 @@ def _main(argv: Sequence[str]) -> int:
         raise UserError("got neither --scheme nor --kv-cache, expected one of them or both")
     if args.scheme is None and args.ignore is not None:
         raise UserError("--ignore goes with --scheme")
-    if (args.kv_cache is None) != (args.calibrate is None):
-        raise UserError("--kv-cache and --calibrate go together")
+    if args.kv_cache is not None and args.calibrate is None:
+        raise UserError("--kv-cache needs --calibrate")
     ignore = ("lm_head",) if args.ignore is None else tuple(args.ignore)
     with user_errors():
         quantize_checkpoint(

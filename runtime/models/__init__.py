@@ -1,10 +1,12 @@
 """Decoders, by families that register themselves, and the paged KV cache they run over."""
 
+from .asymmetric_linear import AsymmetricLinear
 from .block_linear import BlockFP8Linear
 from .cache import PagedKVCache, SwappedSequence
 from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
+from .joined_linear import JoinedLinear
 from .kv_format import KVFormat, ScaleKind, kv_format
 from .kv_scales import KVScales
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
@@ -16,10 +18,12 @@ from .scoring import sequence_logits
 
 __all__ = [
     "DUMMY_PAGE",
+    "AsymmetricLinear",
     "AttentionInputs",
     "BlockFP8Linear",
     "Decoder",
     "DenseLinear",
+    "JoinedLinear",
     "KVFormat",
     "KVScales",
     "Linear",

@@ -87,6 +87,10 @@ class Linear(Protocol):
             ValueError: for a layer with a bias.
         """
 
+    def with_factors(self, factors: torch.Tensor) -> Linear | None:
+        """Return a layer with results times `factors` [N] (fp32), None where rows have no scale."""
+        return self if factors.eq(1).all() else None
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield every tensor of the layer."""
         return tensors_of(self)
@@ -320,8 +324,17 @@ class W8A8Linear(Linear):
         require_no_bias(self.bias)
         return replace(self, weight_scale=self.weight_scale * factor), norm
 
+    def with_factors(self, factors: torch.Tensor) -> Linear:
+        factors = factors.to(self.weight_scale.device)
+        bias = None if self.bias is None else (self.bias.float() * factors).to(self.bias.dtype)
+        return replace(self, weight_scale=self.weight_scale * factors, bias=bias)
+
     def _matmul(
-        self, quantized: torch.Tensor, scale: torch.Tensor, n_active: torch.Tensor | None
+        self,
+        quantized: torch.Tensor,
+        scale: torch.Tensor,
+        n_active: torch.Tensor | None,
+        zero_point: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return ops.w8a8_linear(
             quantized,
@@ -329,7 +342,7 @@ class W8A8Linear(Linear):
             scale,
             self.weight_scale,
             bias=self.bias,
-            x_zero_point=self.input_zero_point,
+            x_zero_point=self.input_zero_point if zero_point is None else zero_point,
             w_sum=self.weight_sum,
             n_active=n_active,
             out_dtype=self.out_dtype,
@@ -365,10 +378,12 @@ def dense_kernels(
 
 
 def tensors_of(part: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a dataclass, and of dataclasses and layers within it."""
-    for field in fields(part):  # type: ignore[arg-type]
-        value = getattr(part, field.name)
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif hasattr(value, "__dataclass_fields__"):
-            yield from tensors_of(value)
+    """Yield the tensors of a dataclass, and of dataclasses, layers and tuples within it."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from tensors_of(item)
+    elif hasattr(part, "__dataclass_fields__"):
+        for field in fields(part):  # type: ignore[arg-type]
+            yield from tensors_of(getattr(part, field.name))

@@ -24,6 +24,10 @@ _QUANTIZE_PER_GROUP: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "rms_norm": ops.rms_norm_quantize_per_group,
     "layer_norm": ops.layer_norm_quantize_per_group,
 }
+_QUANTIZE_ASYMMETRIC: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
+    "rms_norm": ops.rms_norm_quantize_asymmetric,
+    "layer_norm": ops.layer_norm_quantize_asymmetric,
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,18 @@ class Norm:
         """Do as `quantize`, by groups; `options` are those of `ops.rms_norm_quantize_per_group`."""
         values, scale, *total = self._call(_QUANTIZE_PER_GROUP, x, residual=residual, **options)
         return values, scale, total[0] if total else x
+
+    def quantize_asymmetric(
+        self, x: torch.Tensor, residual: torch.Tensor | None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Do as `of_sum`, and quantise; return (values, scale [M], zero points [M], the sum).
+
+        `options` are those of `ops.rms_norm_quantize_asymmetric`.
+        """
+        values, scale, zero_point, *total = self._call(
+            _QUANTIZE_ASYMMETRIC, x, residual=residual, **options
+        )
+        return values, scale, zero_point, total[0] if total else x
 
     def scaled(self, factor: float) -> Norm:
         """Return the norm for results times `factor`; nothing is rounded to 16 bits."""

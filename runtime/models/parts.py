@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, Self
+from itertools import groupby
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
@@ -98,7 +99,7 @@ class Module:
 
 
 class Scheme(Protocol):
-    """How a linear module is stored. Schemes are compared: equal ones can be joined."""
+    """How a linear module is stored. Modules of equal schemes can be one product."""
 
     def tensors(self, module: Module) -> Iterator[TensorSpec]:
         """Yield every tensor of a module; the weight is the first."""
@@ -119,8 +120,23 @@ class Scheme(Protocol):
         """
 
 
+AnyScheme = TypeVar("AnyScheme", bound=Scheme)
+
 # Maps a module's name, such as "model.layers.0.mlp.up_proj", to how it is stored.
 SchemeOf = Callable[[str], Scheme]
+
+
+@dataclass(frozen=True)
+class InputFactors:
+    """Factors of the columns of a layer's input.
+
+    Args:
+        values: [K] fp32 on the CPU, finite and above 0, not all of them 1.
+        where: the file and the tensor that hold them, for messages.
+    """
+
+    values: torch.Tensor
+    where: str
 
 
 class Loader(Protocol):
@@ -131,6 +147,9 @@ class Loader(Protocol):
 
     def linear(self, part: LinearPart) -> Linear:
         """Return the layer of a part."""
+
+    def input_factors(self, part: LinearPart) -> InputFactors | None:
+        """Return what the stored weight of a layer needs its input multiplied by, None for 1."""
 
     def head(self, part: LinearPart | None, embedding: torch.Tensor) -> Linear:
         """Return the output projection, whose results are fp32.
@@ -238,44 +257,37 @@ class NormPart(Part):
 class LinearPart(Part):
     """Linear modules whose rows, one after another, make one layer.
 
+    Those that are stored alike are one product.
+
     Args:
         modules: such as q_proj, k_proj and v_proj.
         kind: what comes before the layer, and is fused with quantising its input.
         divide: what ranks divide: "rows" (outputs) or "columns" (inputs, whose ranks' results are
             added).
+        after: the field of the layer's parts that can take up factors of this layer's input: the
+            norm in front, or the linear layer whose last rows give the input (up of [gate; up], v
+            of [q; k; v]). None: there is none, or others read its results, too.
     """
 
     modules: tuple[Module, ...]
     kind: InputKind
     divide: Literal["rows", "columns"]
+    after: str | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """[N, K] of the layer."""
         return sum(module.num_rows for module in self.modules), self.modules[0].num_columns
 
-    def scheme(self, scheme_of: SchemeOf) -> Scheme:
-        """Return how all modules are stored.
-
-        Raises:
-            UnsupportedModelError: naming the modules, when they are stored in different ways.
-        """
-        schemes = [scheme_of(module.name) for module in self.modules]
-        if any(scheme != schemes[0] for scheme in schemes):
-            stored = "; ".join(
-                f"{module.name}: {scheme}"
-                for module, scheme in zip(self.modules, schemes, strict=True)
-            )
-            raise UnsupportedModelError(
-                f"modules that the model fuses are stored in different ways: {stored}"
-            )
-        return schemes[0]
+    def runs(self, scheme_of: Callable[[str], AnyScheme]) -> list[tuple[AnyScheme, LinearPart]]:
+        """Return runs of adjacent modules that are stored alike: each is a product of its own."""
+        runs = groupby(self.modules, lambda module: scheme_of(module.name))
+        return [(scheme, replace(self, modules=tuple(modules))) for scheme, modules in runs]
 
     def tensors(self, scheme_of: SchemeOf) -> Iterator[TensorSpec]:
         """Yield every tensor, module by module."""
-        scheme = self.scheme(scheme_of)
         for module in self.modules:
-            yield from scheme.tensors(module)
+            yield from scheme_of(module.name).tensors(module)
 
     def shard(self, rank: int, size: int) -> LinearPart:
         """Return a rank's rows or columns of every module."""
@@ -347,12 +359,6 @@ def shard(node: Any, rank: int, size: int) -> Any:
     if isinstance(node, tuple):
         return tuple(shard(item, rank, size) for item in node)
     return replace(node, **{f.name: shard(getattr(node, f.name), rank, size) for f in fields(node)})
-
-
-def build(parts: Any, loader: Loader) -> dict[str, Any]:
-    """Return what the parts of a layer are loaded to, by the names of its fields."""
-    built = {field.name: getattr(parts, field.name) for field in fields(parts)}
-    return {name: None if part is None else part.build(loader) for name, part in built.items()}
 
 
 def _share(

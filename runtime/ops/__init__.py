@@ -43,6 +43,12 @@ from .linear.lm_head import Logits, linear_logits, rms_norm_w8a8_logits
 from .linear.norms import layer_norm, layer_norm_quantize, rms_norm, rms_norm_quantize
 from .linear.packed_weight import PackedWeight, pack_weight
 from .linear.quantize import quantize_per_tensor, quantize_per_token
+from .linear.quantize_asymmetric import (
+    activation_quantize_asymmetric,
+    layer_norm_quantize_asymmetric,
+    quantize_asymmetric,
+    rms_norm_quantize_asymmetric,
+)
 from .linear.quantize_groups import (
     activation_quantize_per_group,
     layer_norm_quantize_per_group,
@@ -59,6 +65,7 @@ __all__ = [
     "PackedWeight",
     "activation",
     "activation_quantize",
+    "activation_quantize_asymmetric",
     "activation_quantize_per_group",
     "append_kv",
     "channel_scales",
@@ -67,6 +74,7 @@ __all__ = [
     "fp8_block_linear",
     "layer_norm",
     "layer_norm_quantize",
+    "layer_norm_quantize_asymmetric",
     "layer_norm_quantize_per_group",
     "linear",
     "linear_logits",
@@ -74,11 +82,13 @@ __all__ = [
     "pack_weight",
     "paged_attention",
     "paged_attention_workspace",
+    "quantize_asymmetric",
     "quantize_per_group",
     "quantize_per_tensor",
     "quantize_per_token",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_quantize_asymmetric",
     "rms_norm_quantize_per_group",
     "rms_norm_w8a8_linear",
     "rms_norm_w8a8_logits",

@@ -15,29 +15,34 @@ import torch
 from .linear.reference_rows import (
     activation,
     activation_quantize,
+    activation_quantize_asymmetric,
     activation_quantize_per_group,
     dynamic_scale,
     layer_norm,
     layer_norm_quantize,
+    layer_norm_quantize_asymmetric,
     layer_norm_quantize_per_group,
     on_grid,
     quantize,
+    quantize_asymmetric,
     quantize_per_group,
     quantize_per_tensor,
     quantize_per_token,
     rms_norm,
     rms_norm_quantize,
+    rms_norm_quantize_asymmetric,
     rms_norm_quantize_per_group,
     silu_mul,
     silu_mul_quantize,
     silu_mul_quantize_per_group,
     static_scales,
 )
-from .sampling.philox import uniform
+from .sampling.reference import sample, softcap
 
 __all__ = [
     "activation",
     "activation_quantize",
+    "activation_quantize_asymmetric",
     "activation_quantize_per_group",
     "append_kv",
     "attention",
@@ -46,6 +51,7 @@ __all__ = [
     "fp8_block_linear",
     "layer_norm",
     "layer_norm_quantize",
+    "layer_norm_quantize_asymmetric",
     "layer_norm_quantize_per_group",
     "linear",
     "merge_states",
@@ -53,16 +59,19 @@ __all__ = [
     "on_grid",
     "paged_attention",
     "quantize",
+    "quantize_asymmetric",
     "quantize_per_group",
     "quantize_per_tensor",
     "quantize_per_token",
     "rms_norm",
     "rms_norm_quantize",
+    "rms_norm_quantize_asymmetric",
     "rms_norm_quantize_per_group",
     "sample",
     "silu_mul",
     "silu_mul_quantize",
     "silu_mul_quantize_per_group",
+    "softcap",
     "static_scales",
     "varlen_attention",
     "w8a8_linear",
@@ -382,73 +391,6 @@ def fp8_block_linear(
         channels = w_scale[group].to(dtype).repeat_interleave(8)[: w.size(0)]
         y += x_scale[group].to(dtype).unsqueeze(1) * channels * products
     return y if bias is None else y + bias.to(dtype)
-
-
-def softcap(
-    logits: torch.Tensor,
-    cap: float,
-    *,
-    temperature: torch.Tensor | None = None,
-    repetition_penalty: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Return the capped logits, row by row; greedy rows without a penalty as they are."""
-    out = logits.to(dtype, copy=True)
-    for row in range(len(out)):
-        greedy = temperature is not None and not temperature[row] > 0
-        if not greedy or (repetition_penalty is not None and repetition_penalty[row] != 1):
-            out[row] = cap * torch.tanh(logits[row].to(dtype) / cap)
-    return out
-
-
-def sample(
-    logits: torch.Tensor,
-    *,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    counters: torch.Tensor,
-    repetition_penalty: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Choose a token row by row, the candidates in order of falling logit and rising id."""
-    tokens = []
-    for b, row in enumerate(logits.float().cpu()):
-        if repetition_penalty is not None and seen is not None:
-            penalty = repetition_penalty[b].cpu()
-            penalized = torch.where(row > 0, row / penalty, row * penalty)
-            row = torch.where(seen[b].cpu(), penalized, row)
-        logit = row.tolist()
-        if any(map(math.isnan, logit)):
-            tokens.append(-1)
-            continue
-        order = sorted(range(len(logit)), key=lambda t: (-logit[t], t))
-        if temperature[b] == 0 or not math.isfinite(logit[order[0]]):
-            tokens.append(order[0])
-            continue
-        if top_k[b] > 0:
-            order = order[: int(top_k[b])]
-        best, divisor = logit[order[0]], float(temperature[b])
-        weights = [math.exp((logit[token] - best) / divisor) for token in order]
-
-        if top_p[b] < 1:
-            wanted, nucleus, mass = float(top_p[b]) * sum(weights), 1, weights[0]
-            while nucleus < len(weights) and mass < wanted:
-                mass += weights[nucleus]
-                nucleus += 1
-            weights = weights[:nucleus]
-        least = float(min_p[b])
-        weights = [weight for weight in weights if weight >= least] or weights[:1]
-
-        threshold = float(uniform(seeds[b], counters[b])) * sum(weights)
-        index, passed = 0, weights[0]
-        while passed <= threshold and index + 1 < len(weights):
-            index += 1
-            passed += weights[index]
-        tokens.append(order[index])
-    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def _dequantized(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

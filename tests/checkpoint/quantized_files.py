@@ -20,10 +20,13 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # modules that the runtime joins, so that joining has something to do.
 MARGINS = {"q_proj": 1.0, "k_proj": 1.3, "v_proj": 0.9, "gate_proj": 1.1, "up_proj": 0.8}
 
+# Of activations that are quantised at run time, the second with zero points.
+DYNAMIC = ("token", "asymmetric-token")
+
 
 @dataclass(frozen=True)
 class Format:
-    """A way to store W8A8 layers. `inputs` is "token", "tensor" or "asymmetric"."""
+    """A way to store W8A8 layers. `inputs` is one of `DYNAMIC`, "tensor" or "asymmetric"."""
 
     dtype: torch.dtype
     per_channel: bool
@@ -49,13 +52,13 @@ def compressed_tensors(
     kind: str, weights: str, inputs: str, *, name: str | None = None, **fields: Any
 ) -> dict[str, Any]:
     """Return a compressed-tensors configuration. `inputs` as in `Format`."""
-    dynamic = inputs == "token"
+    dynamic = inputs in DYNAMIC
     activations = {
         "num_bits": 8,
         "type": kind,
         "strategy": "token" if dynamic else "tensor",
         "dynamic": dynamic,
-        "symmetric": inputs != "asymmetric",
+        "symmetric": not inputs.startswith("asymmetric"),
     }
     group = {
         "targets": ["Linear"],
@@ -183,8 +186,12 @@ FORMATS: dict[str, Format] = {
 }
 
 
-# Formats whose layers are stored as those of a format above, under other names of fields.
+# Formats of which no logits are recorded: layers are stored as those of a format above, under other
+# names of fields, or quantise activations in another way.
 SPELLINGS: dict[str, Format] = {
+    "ct-int8-asymmetric-dynamic": Format(
+        INT8, True, "asymmetric-token", compressed_tensors("int", "channel", "asymmetric-token")
+    ),
     "modelopt-fp8-per-token": Format(
         E4M3,
         True,
@@ -288,22 +295,30 @@ class FakeQuantLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         amax = x.abs().amax(-1, keepdim=True)
-        scale = amax / self.form.grid_max if self.scale is None else self.scale
-        codes = self.encode(x / scale)
+        scale, zero = self.scale, 0 if self.zero is None else self.zero
         noise = FP32_NOISE * amax
         if self.after_gelu:
             noise = GELU_ROUNDING * amax + GELU_NOISE * x.abs()
+        if self.form.inputs == "asymmetric-token":
+            low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+            scale = (high - low) / 255
+            exact = -128 - low / scale
+            zero = exact.round()
+            most = noise.amax(-1, keepdim=True) / scale
+            self.fragile |= not torch.equal((exact + most).round(), (exact - most).round())
+        elif scale is None:
+            scale = amax / self.form.grid_max
+        codes = self.encode(x / scale, zero)
         nudge = noise / scale
-        steps = self.encode(x / scale + nudge) - self.encode(x / scale - nudge)
+        steps = self.encode(x / scale + nudge, zero) - self.encode(x / scale - nudge, zero)
         self.fragile |= bool((steps.abs() > NO_STEP).any())
         y = scale.double() * (codes @ self.weight.T)
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, x: torch.Tensor, zero: torch.Tensor | int) -> torch.Tensor:
         limit = self.form.grid_max
         if self.form.dtype is E4M3:
             return x.clamp(-limit, limit).to(E4M3).double()
-        zero = 0 if self.zero is None else self.zero
         return (x.round() + zero).clamp(-128, 127).double() - zero
 
 
@@ -335,7 +350,7 @@ def write_quantized(
             continue
         module = quantize(linear.weight.data, form)
         child = name.rpartition(".")[2]
-        if form.inputs != "token":
+        if form.inputs not in DYNAMIC:
             low, high = (margins.get(child, 1.0) * bound for bound in ranges[name])
             if form.inputs == "asymmetric":
                 module.input_scale = torch.tensor([(high - low) / 255])

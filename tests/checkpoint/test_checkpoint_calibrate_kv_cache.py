@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,21 @@ from hf_models import MODELS, random_model, save_plain
 from quantized_files import FORMATS, write_quantized
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel
 
 from ostinato.checkpoint import (
     CheckpointError,
     UnsupportedCheckpointError,
-    calibrate_kv_cache,
+    load_config,
     load_model,
     quantize_checkpoint,
 )
+from ostinato.checkpoint import calibrate as calibration
+from ostinato.checkpoint.calibrate import observe, read_tokens
+from ostinato.checkpoint.layout import checked_layout
+from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.smooth import smoothing
+from ostinato.checkpoint.storage.dense import DENSE, unquantized
 from ostinato.engine import Engine
 from ostinato.models import Decoder, KVFormat, PagedKVCache, kv_format, sequence_logits
 from ostinato.models.scoring import sequence_inputs
@@ -66,7 +74,38 @@ def largest(model: Decoder, pieces: list[list[int]]) -> torch.Tensor:
     return torch.stack(found).amax(0)
 
 
-@pytest.mark.parametrize("scheme", [None, "int8", "fp8", "fp8-block"])
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def outliers_in_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Give some columns of values a far larger range."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        values = getattr(attention, "v_proj", None) or attention.qkv_proj
+        kv_size = model.config.num_key_value_heads * attention.head_dim
+        values.weight.data[-kv_size:][5::13] *= 64
+    return model
+
+
+def smoothed(source: Path, text: Path, target: Path) -> Path:
+    """Write the checkpoint with weights that a text smooths, but does not quantise."""
+    config = load_config(source)
+    tokens = read_tokens(text, source, config.vocab_size)
+    with CheckpointReader(source) as reader:
+        layout = checked_layout(config, unquantized)
+        reader.check(layout.tensors(unquantized))
+        inputs = observe(reader, config, layout, unquantized, tokens).inputs
+        factors = smoothing(
+            layout, inputs, lambda m: reader.read(DENSE.weight(m)).clone(), lambda _: True
+        )
+    shutil.copytree(source, target)
+    changed = {name: factors.apply(name, tensor) for name, tensor in tensors_of(source).items()}
+    save_file(changed, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8", "fp8-block"])
 @pytest.mark.parametrize("kv_cache", LIMITS)
 def test_scales_are_the_largest_magnitudes_of_a_text(
     kv_cache: str, scheme: str | None, source: Path, text: Path, tmp_path: Path
@@ -91,15 +130,76 @@ def test_scales_are_the_largest_magnitudes_of_a_text(
 
 def test_the_longer_text_has_the_larger_scales(source: Path, text: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
-    short.write_text(" ".join(map(str, NUMBERS[:3])))
+    short.write_text("1 2 " * 32)
+    text.write_text("1 2 " * 32 + text.read_text())
     scales = []
     for file in (short, text):
-        found = calibrate_kv_cache.calibrate_kv_cache(source, file, torch.int8)
+        target = tmp_path / f"target-{file.stem}"
+        quantize_checkpoint(source, target, kv_cache="int8", calibrate=file, progress=False)
+        found = load_model(target).kv_scales
+        assert found is not None
         assert found.k is not None
         assert found.v is not None
         scales.append(torch.stack([found.k, found.v]))
     assert (scales[1] >= scales[0]).all()
     assert (scales[1] > scales[0]).any()
+
+
+@pytest.mark.parametrize("kv_cache", LIMITS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "cohere"])
+def test_scales_are_those_of_a_smoothed_model(
+    name: str, kv_cache: str, text: Path, tmp_path: Path
+) -> None:
+    source = save_plain(tmp_path / "source", outliers_in_values(random_model(MODELS[name])))
+    number_tokenizer().save(str(source / "tokenizer.json"))
+    smooth = smoothed(source, text, tmp_path / "smooth")
+    target = tmp_path / "target"
+    quantize_checkpoint(
+        source, target, scheme="int8", kv_cache=kv_cache, calibrate=text, progress=False
+    )
+    pieces = [NUMBERS[at : at + 64] for at in range(0, len(NUMBERS), 64)]
+    before, after = (largest(load_model(folder), pieces) for folder in (source, smooth))
+    assert torch.equal(before[:, 0], after[:, 0])
+    assert torch.equal(before[:, 1], after[:, 1]) == (name == "cohere")
+    found = load_model(target).kv_scales
+    assert found is not None
+    assert found.k is not None
+    assert found.v is not None
+    assert torch.equal(torch.stack([found.k, found.v], 1), after / LIMITS[kv_cache][1])
+
+
+def test_without_a_kv_cache_no_scales_are_written(source: Path, text: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    quantize_checkpoint(source, target, scheme="int8", calibrate=text, progress=False)
+    assert not any(name.endswith(("k_scale", "v_scale")) for name in tensors_of(target))
+    assert load_model(target).kv_scales is None
+
+
+def test_one_pass_over_the_text_serves_both(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(self: Decoder, tokens: torch.Tensor, *rest: Any) -> Any:
+        calls.append(len(tokens))
+        return hidden(self, tokens, *rest)
+
+    kind = type(load_model(source))
+    hidden = kind.hidden
+    monkeypatch.setattr(kind, "hidden", counted)
+    quantize_checkpoint(
+        source, tmp_path / "both", scheme="int8", kv_cache="fp8", calibrate=text, progress=False
+    )
+    assert calls == [64, 64, 22]
+    quantize_checkpoint(source, tmp_path / "weights", scheme="int8", calibrate=text, progress=False)
+    both, weights = (tensors_of(tmp_path / name) for name in ("both", "weights"))
+    assert all(torch.equal(both[name], tensor) for name, tensor in weights.items())
+    # e4m3 gains nothing by factors: its weights are those without a text.
+    for name, how in (("fp8", {"kv_cache": "fp8", "calibrate": text}), ("plain", {})):
+        quantize_checkpoint(source, tmp_path / name, scheme="fp8", progress=False, **how)
+    fp8, plain = (tensors_of(tmp_path / name) for name in ("fp8", "plain"))
+    for name, tensor in plain.items():
+        assert torch.equal(fp8[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("form", sorted(name for name in FORMATS if name.startswith("ct-")))
@@ -193,9 +293,9 @@ def test_transformers_reads_the_same_scales(source: Path, text: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("contents", "match"),
     [
-        (b"", "text.txt: holds no tokens, expected a text to calibrate by"),
-        (b"   \n", "text.txt: holds no tokens"),
-        (b"\xff\xfe1 2", "text.txt: cannot be read"),
+        (b"", "calibrate: got 0 tokens in .*text.txt, expected at least 64"),
+        (b"   \n", "calibrate: got 0 tokens in .*text.txt"),
+        (b"\xff\xfe1 2", "calibrate: .*text.txt: no UTF-8"),
         (None, "text.txt: cannot be read"),
     ],
 )
@@ -205,18 +305,28 @@ def test_texts_that_are_none_are_named(
     text.unlink()
     if contents is not None:
         text.write_bytes(contents)
-    with pytest.raises(CheckpointError, match=match):
+    with pytest.raises(ValueError, match=match):
         quantize_checkpoint(source, tmp_path / "target", kv_cache="fp8", calibrate=text)
     assert not (tmp_path / "target").exists()
 
 
-def test_a_text_that_is_too_large_is_named(
+def test_a_fifo_is_refused_at_once(source: Path, text: Path, tmp_path: Path) -> None:
+    text.unlink()
+    os.mkfifo(text)
+    with pytest.raises(CheckpointError, match=r"text\.txt: got a FIFO, expected a regular file"):
+        quantize_checkpoint(source, tmp_path / "target", scheme="int8", calibrate=text)
+
+
+def test_the_beginning_of_a_long_text_counts(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate_kv_cache, "_MAX_TEXT_BYTES", 1024)
-    text.write_text("1 " * 600)
-    with pytest.raises(CheckpointError, match=r"text\.txt: got more than 1 KiB"):
-        quantize_checkpoint(source, tmp_path / "target", kv_cache="fp8", calibrate=text)
+    vocabulary = load_config(source).vocab_size
+    assert read_tokens(text, source, vocabulary) == NUMBERS
+    monkeypatch.setattr(calibration, "_MAX_TOKENS", 100)
+    assert read_tokens(text, source, vocabulary) == NUMBERS[:100]
+    monkeypatch.setattr(calibration, "_MAX_BYTES", 256)
+    text.write_text("1 " * 127 + "1é")  # whose last character is cut
+    assert read_tokens(text, source, vocabulary) == [1] * 100
 
 
 def test_a_checkpoint_without_a_tokenizer_is_named(
@@ -231,8 +341,8 @@ def test_a_tokenizer_of_another_vocabulary_is_named(
     source: Path, text: Path, tmp_path: Path
 ) -> None:
     number_tokenizer(90).save(str(source / "tokenizer.json"))
-    text.write_text("1 2 61")
-    with pytest.raises(CheckpointError, match=r"tokenizer gives token 61, expected less .* 61"):
+    text.write_text("1 2 61 " * 30)
+    with pytest.raises(ValueError, match=r"calibrate: got token 61 of .*, expected less .* 61"):
         quantize_checkpoint(source, tmp_path / "target", kv_cache="fp8", calibrate=text)
 
 
@@ -244,7 +354,7 @@ def test_keys_and_values_that_overflow_are_named(
     tensors = load_file(file)
     tensors[f"model.layers.1.self_attn.{name}.weight"].fill_(3e38)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=f"text.txt: {part} of layer 1 are NaN or infinite"):
+    with pytest.raises(ValueError, match=f"calibrate: {part} of layer 1 are NaN or infinite"):
         quantize_checkpoint(source, tmp_path / "target", kv_cache="fp8", calibrate=text)
     assert not (tmp_path / "target").exists()
 
@@ -266,7 +376,7 @@ def test_values_of_nothing_but_zeros_get_a_scale(source: Path, text: Path, tmp_p
     [
         ({}, "scheme: got None, expected one, or a kv_cache"),
         ({"kv_cache": "fp8"}, "calibrate: got None, expected a text file with kv_cache"),
-        ({"scheme": "int8", "calibrate": "text"}, "calibrate: got a file, expected None without"),
+        ({"scheme": "fp8", "calibrate": "text"}, "calibrate: got a text for 'fp8', expected None"),
         ({"kv_cache": "fp4", "calibrate": "text"}, "kv_cache: got 'fp4', expected 'int8' or 'fp8'"),
     ],
 )

@@ -32,6 +32,7 @@ def test_plain_logits_equal_those_of_transformers(
         ("mistral", "hf-fp8-static"),
         ("qwen2-tied-window", "ct-int8-dynamic"),
         ("qwen3", "ct-int8-asymmetric"),
+        ("olmo2", "ct-int8-asymmetric-dynamic"),
     ],
 )
 def test_quantized_logits_equal_those_of_a_fake_quantized_twin(
@@ -54,13 +55,17 @@ def test_quantized_logits_equal_those_of_a_fake_quantized_twin(
 
 
 # A dynamic INT8 scale of compressed-tensors is amax / 127.5, ours amax / 127: there codes differ.
-@pytest.mark.parametrize("format_name", ["ct-int8-static", "ct-int8-asymmetric", "ct-fp8-static"])
-def test_static_logits_equal_those_of_compressed_tensors(format_name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "format_name",
+    ["ct-int8-static", "ct-int8-asymmetric", "ct-fp8-static", "ct-int8-asymmetric-dynamic"],
+)
+def test_logits_equal_those_of_compressed_tensors(format_name: str, tmp_path: Path) -> None:
     plain = random_model(MODELS["llama-biases"])
     # One range for modules that are joined, half of what is seen: many activations saturate.
     names = (*(name for group in FUSED for name in group), "o_proj", "down_proj")
     margins = dict.fromkeys(names, 0.5)
-    tokens = sturdy_tokens(write_quantized(tmp_path, plain, FORMATS[format_name], margins).twin())
+    form = {**FORMATS, **SPELLINGS}[format_name]
+    tokens = sturdy_tokens(write_quantized(tmp_path, plain, form, margins).twin())
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )

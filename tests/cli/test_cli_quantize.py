@@ -58,19 +58,31 @@ def test_ignored_modules_stay_as_they_are(checkpoint: Path, tmp_path: Path) -> N
     assert isinstance(layer.o, W8A8Linear)
 
 
+def test_a_text_calibrates(checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The import statement combines two operations. " * 9)
+    folders = [tmp_path / "plain", tmp_path / "calibrated"]
+    for folder, how in zip(folders, ([], ["--calibrate", str(text)]), strict=True):
+        assert main(["quantize", str(checkpoint), str(folder), "--scheme", "int8", *how]) == 0
+    plain, calibrated = (load_model(folder, max_context=8).layers[0] for folder in folders)
+    assert not torch.equal(plain.down.weight, calibrated.down.weight)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ("{source} {new}", "got neither --scheme nor --kv-cache, expected one of them or both"),
-        ("{source} {new} --kv-cache fp8", "--kv-cache and --calibrate go together"),
-        ("{source} {new} --scheme int8 --calibrate x", "--kv-cache and --calibrate go together"),
+        ("{source} {new} --kv-cache fp8", "--kv-cache needs --calibrate"),
+        ("{source} {new} --kv-cache fp8 --scheme int8", "--kv-cache needs --calibrate"),
         (
             "{source} {new} --kv-cache fp8 --calibrate x --ignore lm_head",
             "--ignore goes with --scheme",
         ),
         ("{source} {new} --kv-cache fp4", "argument --kv-cache: invalid choice: 'fp4'"),
         ("{source} {new} --kv-cache fp8 --calibrate {new}", "{new}: "),
-        ("{source} {new} --kv-cache fp8 --calibrate {source}", "{source}: "),
+        ("{source} {new} --kv-cache fp8 --calibrate {source}", "{source}: got a folder"),
+        ("{source} {new} --scheme fp8 --calibrate {source}", "calibrate: got a text for 'fp8'"),
+        ("{source} {new} --scheme int8 --calibrate {new}", "{new}: cannot be read"),
         ("{source} {new} --scheme int4", "argument --scheme: invalid choice: 'int4'"),
         ("{source} --scheme int8", "the following arguments are required: DST"),
         ("{new}/none {new} --scheme int8", "SRC: got '{new}/none', which does not exist"),

@@ -3,9 +3,9 @@
     python tests/engine/measure_kv_cache.py FOLDER [--tokens 2000 8000] [--device D] [--json F]
 
 Texts are Python's documentation topics, which are of every installation: one of each length, all
-one after the other, each computed at once in a cache of its own. Static scales are found by
-`calibrate_kv_cache` in the text in front of these. `rise` is that of nats over pages in the model's
-dtype, over the same text.
+one after the other, each computed at once in a cache of its own. Static scales are found as
+by `quantize --kv-cache --calibrate` in the text in front of these. `rise` is that of nats over
+pages in the model's dtype, over the same text.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from pydoc_data.topics import topics
 import torch
 
 from ostinato.bench.report import Report
-from ostinato.checkpoint import load_model, load_tokenizer
+from ostinato.checkpoint import load_config, load_model, load_tokenizer
+from ostinato.checkpoint.calibrate import observe, read_tokens
 from ostinato.checkpoint.calibrate_kv_cache import calibrate_kv_cache
-from ostinato.models import Decoder, KVFormat, PagedKVCache, ScaleKind, kv_format
+from ostinato.checkpoint.layout import checked_layout
+from ostinato.checkpoint.quantization import load_quantization
+from ostinato.checkpoint.reader import CheckpointReader
+from ostinato.checkpoint.smooth import Smoothing
+from ostinato.models import Decoder, KVFormat, KVScales, PagedKVCache, ScaleKind, kv_format
 from ostinato.models.scoring import sequence_inputs
 
 PAGE_SIZE = 16
@@ -75,6 +80,21 @@ def nats(model: Decoder, tokens: Sequence[int], cache_format: KVFormat) -> float
     return total / len(wanted)
 
 
+def static_scales(folder: Path, text: Path, device: torch.device) -> dict[str, KVScales]:
+    """Return the scales of both dtypes that a text gives a checkpoint's cache."""
+    config = load_config(folder)
+    scheme_of = load_quantization(folder, text_tower=config.text_tower).scheme_of
+    tokens = read_tokens(text, folder, config.vocab_size)
+    with CheckpointReader(folder, text_tower=config.text_tower) as reader:
+        layout = checked_layout(config, scheme_of)
+        reader.check(layout.tensors(scheme_of))
+        observed = observe(reader, config, layout, scheme_of, tokens, device=device)
+    return {
+        name: calibrate_kv_cache(observed.cache, dtype, layout, Smoothing())
+        for name, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
+    }
+
+
 def measure(
     folder: Path, lengths: Sequence[int], device: torch.device, dtype: torch.dtype | None = None
 ) -> Iterator[NatsRow]:
@@ -93,10 +113,7 @@ def measure(
     with tempfile.TemporaryDirectory() as made:
         file = Path(made, "calibrated.txt")
         file.write_text(text[:CALIBRATED], encoding="utf-8")
-        static = {
-            name: calibrate_kv_cache(folder, file, stored, device=device, progress=False)
-            for name, stored in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
-        }
+        static = static_scales(folder, file, device)
     model = load_model(folder, device=device, dtype=dtype, max_context=max(lengths))
     tokens = load_tokenizer(folder).encode(text[CALIBRATED:]).ids
     if len(tokens) < sum(lengths):

@@ -73,8 +73,8 @@ class QuantizeFields(ctypes.Structure):
         *[("scale_out", ctypes.c_void_p), ("scale_stride", ctypes.c_int64)],
         *[(name, ctypes.c_int32) for name in ("power_of_two", "m", "k", "pdl")],
         ("n_active", ctypes.c_void_p),
-        *[("discard_x", ctypes.c_int32), ("heads", ctypes.c_int32)],
-        ("norm_bias", ctypes.c_void_p),
+        *[(name, ctypes.c_int32) for name in ("discard_x", "heads")],
+        *[(name, ctypes.c_void_p) for name in ("norm_bias", "zero_point_out")],
     ]
 
 

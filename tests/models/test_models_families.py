@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from ostinato.checkpoint import CheckpointError, load_model, quantize_checkpoint
-from ostinato.checkpoint.load import _CheckpointLoader
+from ostinato.checkpoint.load import CheckpointLoader
 from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
@@ -475,7 +475,7 @@ def test_a_rank_loads_its_norms_of_heads(name: str, tmp_path: Path) -> None:
     whole = load_model(folder).layers[0].q_norm.weight
     scheme_of = load_quantization(folder).scheme_of
     with CheckpointReader(folder) as reader:
-        loader = _CheckpointLoader(
+        loader = CheckpointLoader(
             reader, scheme_of, Target(torch.device("cpu"), torch.float32, True), None
         )
         ranks = [shard(layer_of(name), rank, 2).q_norm.build(loader) for rank in range(2)]

@@ -12,7 +12,7 @@ from quantized_files import FORMATS, write_quantized
 from transformers import LlamaConfig
 
 from ostinato.checkpoint import load_config
-from ostinato.checkpoint.load import _CheckpointLoader
+from ostinato.checkpoint.load import CheckpointLoader
 from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
@@ -43,9 +43,9 @@ def layouts(folder: Path, size: int) -> list[DecoderLayout]:
     return [whole, *(whole.shard(rank, size) for rank in range(size))]
 
 
-def loader(reader: CheckpointReader, folder: Path) -> _CheckpointLoader:
+def loader(reader: CheckpointReader, folder: Path) -> CheckpointLoader:
     target = Target(torch.device("cpu"), torch.float32, batch_invariant=True)
-    return _CheckpointLoader(reader, load_quantization(folder).scheme_of, target, None)
+    return CheckpointLoader(reader, load_quantization(folder).scheme_of, target, None)
 
 
 def heads_in_order(parts: list[torch.Tensor], part: LinearPart) -> torch.Tensor:

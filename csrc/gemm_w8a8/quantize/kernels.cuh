@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "asymmetric.cuh"
 #include "common/cluster_group.cuh"
 #include "common/launch.cuh"
 #include "params.h"
@@ -28,9 +29,6 @@ __device__ __forceinline__ int32_t rows_of(const QuantizeParams& p) {
   }
   return rows;
 }
-
-// The threads that share a row.
-enum class Share { warp, cta, cluster };
 
 // Shared memory for reductions over a row.
 template <int kVectors>
@@ -213,6 +211,8 @@ __device__ __forceinline__ void finish_row(const QuantizeParams& p, const Static
     for (int v = 0; v < kVectors; ++v) {
       encode_groups<Out, kAligned>(p, fixed, row, index, first_of(v), values[v]);
     }
+  } else if constexpr (kAsymmetric) {
+    encode_asymmetric_row<Out, kShare, kAligned>(p, row, index, thread, values, first_of);
   } else if constexpr (kEncodes) {
     encode_row<Out, kShare, kAligned>(p, fixed, row, index, thread, values, first_of, exchange);
   } else {
@@ -439,6 +439,8 @@ __global__ void __launch_bounds__(kMaxThreads, kLongRowCtas)
       values_at(first, values);
       encode_groups<Code, kAligned>(p, fixed, row, blockIdx.x, first, values);
     }
+  } else if constexpr (kAsymmetric) {
+    encode_asymmetric_long_row<Code, kAligned>(p, row, blockIdx.x, begin, step, values_at);
   } else if constexpr (kEncodes) {
     float scale;
     if (fixed.given) {

@@ -41,6 +41,8 @@ struct QuantizeParams {
   // of which the strides are those of the first dimension, and norm_weight is [heads][k].
   OSTINATO_OPTIONAL(int32_t, heads);
   OSTINATO_OPTIONAL(const void*, norm_bias);  // like norm_weight, or null (layer_norm only)
+  // [m] (kernels for zero points of rows only)
+  OSTINATO_OPTIONAL(int32_t*, zero_point_out);
   OSTINATO_FIELDS_END();
 };
 

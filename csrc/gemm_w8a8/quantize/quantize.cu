@@ -8,6 +8,7 @@
 //   OSTINATO_OUT_DTYPE     int8 or e4m3; or that of x, not quantised (not per_token)
 //   OSTINATO_WEIGHT_DTYPE  of norm_weight and norm_bias: that of x, or fp32 (norms only)
 //   OSTINATO_GROUP         128: each 128 of a row have a scale of their own; 0: rows have
+//   OSTINATO_ASYMMETRIC    1: each row has a scale and a zero point of its own, int8 only; or 0
 //
 // The semantics are those of runtime/ops/linear (quantize, rms_norm, layer_norm, activation). A
 // row's bits depend on the row alone: not on m, its index, alignment or strides.
@@ -137,13 +138,17 @@ Plan plan(const QuantizeParams& p, bool aligned) {
   if (aligned && m > few && k <= 32 * 512) {
     return many_rows_plan(p);
   }
-  if constexpr (!kLayerNorm || kTargets[0] < 1000) {  // where it would spill
+  // What does not fit into the 64 registers of a thread is read again instead: norms with a scale
+  // for each group on GPUs before sm_90, layer norms on those after it.
+  constexpr bool kGroupNorm = kNorm && kGroup > 0 && kTargets[0] < 900;
+  if constexpr (!(kLayerNorm && kTargets[0] >= 1000) && !(kGroupNorm && sizeof(In) == 4)) {
     if (k <= 16 * kMaxThreads) {
       return rows_plan<16, Share::cta, kMaxThreads>(aligned, threads_for(k, 16));
     }
   }
   // fp32 and layer_norm would spill, and so would everything on sm_100 and sm_120.
-  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && !kLayerNorm && kTargets[0] < 1000) {
+  if constexpr (sizeof(In) == 2 && sizeof(Weight) == 2 && !kLayerNorm && !kGroupNorm &&
+                kTargets[0] < 1000) {
     if (aligned && k <= 32 * kMaxThreads) {
       return aligned_rows_plan<32, kMaxThreads, 1>(threads_for(k, 32));
     }
@@ -180,7 +185,8 @@ bool has_whole_lines(const QuantizeParams& p) {
 
 bool is_valid(const QuantizeParams& p) {
   return (p.scale_out != nullptr) == kEncodes &&
-         (p.static_scale == nullptr || (kEncodes && kGroup == 0)) &&
+         (p.static_scale == nullptr || (kEncodes && kGroup == 0 && !kAsymmetric)) &&
+         (p.zero_point_out != nullptr) == kAsymmetric &&
          (p.zero_point == nullptr || p.static_scale != nullptr) &&
          (!kNorm || p.norm_weight != nullptr) && (kLayerNorm || p.norm_bias == nullptr) &&
          (p.residual == nullptr) == (p.residual_out == nullptr) &&

@@ -33,6 +33,9 @@ __device__ __forceinline__ float lanes_max(float x) {
   return x;
 }
 
+// The threads that share a row.
+enum class Share { warp, cta, cluster };
+
 inline constexpr int kMaxWarps = 32;
 
 // The maximum over the threads of a row (a warp, a CTA or a cluster), returned to every thread.

@@ -70,6 +70,10 @@ static_assert(kEncodes || kKind != Kind::per_token, "bare rows would be copied")
 // The elements that share a scale; 0: a row.
 constexpr int kGroup = OSTINATO_GROUP;
 static_assert(kGroup == 0 || (kGroup == 128 && kEncodes), "a row, or groups of 128, have a scale");
+// Whether each row has a zero point beside its scale, both of its own.
+constexpr bool kAsymmetric = OSTINATO_ASYMMETRIC != 0;
+static_assert(!kAsymmetric || (std::is_same_v<Out, dtype::int8> && kGroup == 0),
+              "INT8 rows have zero points");
 using Stored = std::conditional_t<kEncodes, uint8_t, In>;
 
 // Whether a NaN replaces the static scale of its row: INT8 has no code for it.
@@ -273,6 +277,10 @@ struct Static {
       : given(p.static_scale != nullptr),
         scale(given ? *p.static_scale : 0.0f),
         zero_point(p.zero_point == nullptr ? 0.0f : static_cast<float>(*p.zero_point)) {}
+
+  // A row's own, which is encoded as a static one.
+  __device__ __forceinline__ Static(float row_scale, float row_zero_point)
+      : given(true), scale(row_scale), zero_point(row_zero_point) {}
 };
 
 // The encoding of a row: its scale, and the grid of Code.

@@ -57,8 +57,9 @@ def parse_compressed_tensors(config: Section) -> Quantization:
     Raises:
         CheckpointError: when the configuration is malformed.
         UnsupportedCheckpointError: naming the field, when it asks for anything but INT8 or FP8
-            weights (symmetric, per tensor or channel) with activations of the same type, or FP8
-            weights in blocks of 128 by 128 with activations in groups of 128.
+            weights (symmetric, per tensor or channel) with activations of the same type (INT8 with
+            zero points, too), or FP8 weights in blocks of 128 by 128 with activations in groups of
+            128.
     """
     if config.get("quantization_config"):  # wrapped, as some versions of transformers wrote it
         inner = config.child("quantization_config")
@@ -155,6 +156,7 @@ def describe(
         activations = {"strategy": "group", "group_size": BLOCK}
     else:
         kind = next(name for name, dtype in _DTYPES.items() if dtype is scheme.dtype)
+        activations["symmetric"] = scheme.symmetric_input
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -257,7 +259,7 @@ def _activations(arguments: Section, kind: str) -> tuple[bool, bool]:
         strategies = ("token", "tensor")
     arguments.choice("strategy", *strategies, default="tensor")
     arguments.choice("group_size", None)
-    asymmetric = (False,) if kind == "int" and not dynamic else ()
+    asymmetric = (False,) if kind == "int" else ()
     symmetric: bool = arguments.choice("symmetric", True, *asymmetric, default=True)
     arguments.reject_others(*_HARMLESS_ARGUMENTS)
     return not dynamic, symmetric

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
 
 import torch
 
-from ...models.layers import W8A8Linear
 from ...models.parts import Module, TensorSpec
-from ..errors import UnsupportedCheckpointError
 from ..exclusions import all_but
 from ..files import is_there
 from ..format import Format, Quantization
-from ..reader import CheckpointReader
 from ..section import Section
-from ..storage.base import StoredScheme, Target
+from ..storage.base import StoredScheme
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
 from ..storage.kv_cache import kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
@@ -34,24 +31,12 @@ class _SmoothQuantScheme(W8A8Scheme):
     def tensors(self, module: Module) -> Iterator[TensorSpec]:
         """Yield every tensor of the module; the weight is the first."""
         yield from super().tensors(module)
-        yield _pre_quant_scale(module)
+        yield self.input_factors(module)
 
-    def build(
-        self, reader: CheckpointReader, modules: Sequence[Module], target: Target
-    ) -> W8A8Linear:
-        """Return the layer.
-
-        Raises:
-            UnsupportedCheckpointError: naming the tensor, for factors other than 1.
-        """
-        for module in modules:
-            spec = _pre_quant_scale(module)
-            if reader.has(spec) and not reader.read(spec).eq(1).all():
-                raise UnsupportedCheckpointError(
-                    f"{reader.where(spec)}: holds factors other than 1; a factor for each input "
-                    "column is not supported, export without SmoothQuant"
-                )
-        return super().build(reader, modules, target)
+    def input_factors(self, module: Module) -> TensorSpec:
+        """Return the factors, which are 1 where the file does not hold them."""
+        names = (f"{module.name}.pre_quant_scale",)
+        return TensorSpec(names, ((module.columns,),), required=False)
 
 
 _SCHEMES: dict[str, StoredScheme] = {
@@ -75,8 +60,9 @@ def parse_modelopt(config: Section) -> Quantization:
         UnsupportedCheckpointError: naming the field, for any algorithm but "FP8" (static scales
             per tensor), "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO" (weights in blocks; activations
             are quantised by groups of 128 at run time, as other runtimes do) and
-            "W8A8_SQ_PER_CHANNEL" (INT8 weights per channel, static scales of activations), and for
-            a KV cache that is neither INT8 nor FP8.
+            "W8A8_SQ_PER_CHANNEL" (INT8 weights per channel, static scales of activations, whose
+            factors `pre_quant_scale` loading folds into what is in front of the layer), and for a
+            KV cache that is neither INT8 nor FP8.
     """
     algorithm = config.choice("quant_algo", *_SCHEMES)
     if algorithm == _IN_BLOCKS:
@@ -88,11 +74,6 @@ def parse_modelopt(config: Section) -> Quantization:
 
     scheme_of = all_but([_regex(entry) for entry in ignore], scheme, config.where)
     return Quantization(scheme_of, kv_cache)
-
-
-def _pre_quant_scale(module: Module) -> TensorSpec:
-    names = (f"{module.name}.pre_quant_scale",)
-    return TensorSpec(names, ((module.columns,),), required=False)
 
 
 def _regex(entry: str) -> str:

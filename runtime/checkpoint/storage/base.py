@@ -38,7 +38,11 @@ class Target:
 
 
 class StoredScheme(Scheme, Protocol):
-    """A `Scheme` that can be read."""
+    """A `Scheme` that can be read. Schemes inherit what is not their own."""
+
+    def input_factors(self, module: Module) -> TensorSpec | None:
+        """Return factors [columns] of the module's input, which a file may hold, or None."""
+        return None
 
     def build(self, reader: CheckpointReader, modules: Sequence[Module], target: Target) -> Linear:
         """Return the layer whose rows are those of the modules, one after another.

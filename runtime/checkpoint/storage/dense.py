@@ -12,11 +12,11 @@ from ...models.kinds import InputKind
 from ...models.layers import DenseLinear, dense_kernels
 from ...models.parts import Module, TensorSpec
 from ..reader import CheckpointReader
-from .base import Target, biases, stack, weight_of
+from .base import StoredScheme, Target, biases, stack, weight_of
 
 
 @dataclass(frozen=True)
-class DenseScheme:
+class DenseScheme(StoredScheme):
     """A weight in 16 or 32 bits, as it is."""
 
     def __str__(self) -> str:

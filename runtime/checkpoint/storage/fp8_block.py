@@ -18,13 +18,13 @@ from ...ops.linear.precompile import block_kernels
 from ..errors import UnsupportedCheckpointError
 from ..reader import CheckpointReader
 from ..scales import read_scale
-from .base import Target, biases, stack, weight_of
+from .base import StoredScheme, Target, biases, stack, weight_of
 
 BLOCK = 128
 
 
 @dataclass(frozen=True)
-class FP8BlockScheme:
+class FP8BlockScheme(StoredScheme):
     """Block FP8 storage of one linear module: e4m3 weights, and a scale for each block of them.
 
     A block is 128 rows by 128 columns; those at the edges may be smaller. Activations are quantised

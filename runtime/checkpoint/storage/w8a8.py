@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from ...jit.variant import Variant
+from ...models.asymmetric_linear import AsymmetricLinear
 from ...models.kinds import InputKind
 from ...models.layers import W8A8Linear
 from ...models.parts import Module, TensorSpec
 from ...ops.linear.precompile import layer_kernels
 from ..reader import CheckpointReader
 from ..scales import merge_asymmetric, read_scale, read_zero_point, require_zero
-from .base import Target, biases, stack, weight_of
+from .base import StoredScheme, Target, biases, stack, weight_of
 
 _ZERO_POINT_DTYPES = (torch.int8, torch.int32)
 # Scalars are stored as [] or [1] by one writer or another, channel scales as [N, 1] or [N].
@@ -22,12 +23,12 @@ _SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((1,), ())
 
 
 @dataclass(frozen=True)
-class W8A8Scheme:
+class W8A8Scheme(StoredScheme):
     """W8A8 storage of one linear module.
 
     `dtype` of the weight is int8 or float8_e4m3fn; its scale is per output row (`per_channel`)
     or one for the tensor. Activations are quantised per token at run time, or with the file's
-    `static_input` scale, and zero point unless `symmetric_input`.
+    `static_input` scale, and with zero points of the same unless `symmetric_input`.
     """
 
     dtype: torch.dtype
@@ -55,8 +56,8 @@ class W8A8Scheme:
         return TensorSpec(names, _SCALAR_SHAPES)
 
     def input_zero_point(self, module: Module) -> TensorSpec | None:
-        """Return the zero point of activations, None where there is none."""
-        if self.symmetric_input:
+        """Return the zero point of activations, None where the file has none."""
+        if self.symmetric_input or not self.static_input:
             return None
         return _zero_point(module, "input_zero_point", _SCALAR_SHAPES, required=True)
 
@@ -99,6 +100,7 @@ class W8A8Scheme:
             dtype,
             out_dtype=out_dtype,
             batch_invariant=batch_invariant,
+            asymmetric=self._has_zero_points,
             device=device,
         )
 
@@ -114,7 +116,8 @@ class W8A8Scheme:
         weight = stack(reader, weights, self.dtype, target.device)
         input_scale, zero_point = self._input_quantization(reader, modules, target.device)
         scales = [self._row_scales(reader, module) for module in modules]
-        return W8A8Linear(
+        layer = AsymmetricLinear if self._has_zero_points else W8A8Linear
+        return layer(
             weight=weight,
             weight_scale=torch.cat(scales).to(target.device),
             out_dtype=target.results,
@@ -124,6 +127,11 @@ class W8A8Scheme:
             weight_sum=None if zero_point is None else weight.sum(1, dtype=torch.int32),
             batch_invariant=target.batch_invariant,
         )
+
+    @property
+    def _has_zero_points(self) -> bool:
+        """Whether tokens get zero points at run time."""
+        return not (self.symmetric_input or self.static_input)
 
     def _row_scales(self, reader: CheckpointReader, module: Module) -> torch.Tensor:
         scales = read_scale(reader, self.weight_scale(module)).expand(module.rows)

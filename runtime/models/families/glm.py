@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig, full_attention, same_rope, standard_config
 from ..config_fields import Fields
-from ..parts import DecoderLayout, LinearPart, Module
+from ..parts import DecoderLayout, Module
 from ..registry import Family, register
 from .llama import LayerParts, Llama, layer_parts, layout_of
 
@@ -27,7 +27,8 @@ def glm_parts(config: ModelConfig, index: int) -> LayerParts:
     # One matrix [gate; up], which ranks can not divide as the one unit that it is.
     name, rows = f"model.layers.{index}.mlp.gate_up_proj", 2 * config.intermediate_size
     gate_up = Module(name, rows, config.hidden_size, units=1)
-    return replace(layer_parts(config, index), gate_up=LinearPart((gate_up,), "rms_norm", "rows"))
+    usual = layer_parts(config, index)
+    return replace(usual, gate_up=replace(usual.gate_up, modules=(gate_up,)))
 
 
 def glm_config(fields: Fields) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -16,22 +16,22 @@ from ..cache import PagedKVCache
 from ..config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
+from ..folding import build
 from ..kinds import InputKind
 from ..kv_format import KVFormat, kv_format
 from ..kv_scales import KVScales
 from ..layers import Linear, Sampling, tensors_of
 from ..norms import Norm
-from ..parts import (
-    DecoderLayout,
-    LinearPart,
-    Loader,
-    Module,
-    NormPart,
-    TensorPart,
-    TensorSpec,
-    build,
-)
+from ..parts import DecoderLayout, LinearPart, Loader, Module, NormPart, TensorPart, TensorSpec
 from ..registry import Family, family_of, register
+
+# What takes up factors of the input of each linear layer; see `LinearPart.after`.
+_FOLDED_INTO = {
+    "qkv": "input_norm",
+    "o": "qkv",
+    "gate_up": "post_attention_norm",
+    "down": "gate_up",
+}
 
 
 @dataclass
@@ -378,7 +378,8 @@ def layer_parts(config: ModelConfig, index: int) -> LayerParts:
         return Module(f"{prefix}self_attn.{name}", rows, hidden, config.qkv_bias, units, replicated)
 
     def linear(name: str, *modules: Module) -> LinearPart:
-        return LinearPart(modules, kinds[name], "columns" if name in ("o", "down") else "rows")
+        divide: Literal["rows", "columns"] = "columns" if name in ("o", "down") else "rows"
+        return LinearPart(modules, kinds[name], divide, _FOLDED_INTO[name])
 
     def head_norm(name: str) -> NormPart | None:
         if not config.qk_norm:

@@ -121,14 +121,14 @@ def post_norm_parts(config: ModelConfig, index: int) -> PostNormParts:
     """Return the parts of a layer, without norms over all heads."""
     usual, prefix = layer_parts(config, index), f"model.layers.{index}."
     return PostNormParts(
-        qkv=replace(usual.qkv, kind="per_token"),
+        qkv=replace(usual.qkv, kind="per_token", after=None),
         q_norm=usual.q_norm,
         k_norm=usual.k_norm,
         all_q_norm=None,
         all_k_norm=None,
         o=usual.o,
         attention_output_norm=norm_part(config, f"{prefix}post_attention_layernorm"),
-        gate_up=replace(usual.gate_up, kind="per_token"),
+        gate_up=replace(usual.gate_up, kind="per_token", after=None),
         down=usual.down,
         mlp_output_norm=norm_part(config, f"{prefix}post_feedforward_layernorm"),
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig, read_rope, standard_config, uniform_window
 from ..config_fields import Fields
-from ..parts import DecoderLayout, LinearPart, Module
+from ..parts import DecoderLayout, Module
 from ..registry import Family, register
 from ..rope import RopeConfig
 from .glm import glm_parts
@@ -21,7 +21,8 @@ def _parts(config: ModelConfig, index: int) -> LayerParts:
     # One matrix [q; k; v], which ranks can not divide as the one unit that it is.
     name, rows = f"model.layers.{index}.self_attn.qkv_proj", config.q_size + 2 * config.kv_size
     qkv = Module(name, rows, config.hidden_size, units=1)
-    return replace(glm_parts(config, index), qkv=LinearPart((qkv,), "rms_norm", "rows"))
+    usual = glm_parts(config, index)
+    return replace(usual, qkv=replace(usual.qkv, modules=(qkv,)))
 
 
 def _config(fields: Fields) -> ModelConfig:

@@ -32,6 +32,7 @@ def layer_kernels(
     fast_accum: bool = True,
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
+    asymmetric: bool = False,
     device: torch.device | None = None,
 ) -> list[Variant]:
     """Return what quantising activations and multiplying them by a packed weight may launch.
@@ -44,6 +45,7 @@ def layer_kernels(
         fast_accum: as of `w8a8_linear`.
         out_dtype: of the layer's output; by default that of its input.
         batch_invariant: likewise.
+        asymmetric: whether tokens have zero points of their own.
         device: the GPU, whose size and tuned choices count; None for an H200 as the table has it.
     """
     name, sms = ("", tile_table.H200_SMS) if device is None else gpu(device_index(device))
@@ -52,9 +54,9 @@ def layer_kernels(
     gemms = tile_tuning.variants(
         name, sms, *shape, operand, output, fast_accum=fast_accum, batch_invariant=batch_invariant
     )
-    found: list[Variant] = [input_kernel(kind, activations, dtype), *gemms]
+    found: list[Variant] = [input_kernel(kind, activations, dtype, asymmetric=asymmetric), *gemms]
     streams = any(isinstance(gemm, GemmSmallM) for gemm in gemms)
-    if streams:
+    if streams and not asymmetric:
         fused = fused_kernel(kind, activations, shape[1], dtype, out_dtype or activations)
         found += [] if fused is None else [fused]
     return found

@@ -14,7 +14,7 @@ from .quantize_cuda import Quantize, quantize_rows
 GRID_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 # A scale this small still has a finite reciprocal, and no 8-bit grid over it is subnormal.
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -24,7 +24,7 @@ def dynamic_scale(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     amax = x.abs().amax(-1)
     # On CUDA torch turns division by a Python number into multiplication by its rounded inverse.
-    return (amax / torch.full_like(amax, GRID_MAX[dtype])).clamp_min_(_SMALLEST_SCALE)
+    return (amax / torch.full_like(amax, GRID_MAX[dtype])).clamp_min_(SMALLEST_SCALE)
 
 
 def encode(
@@ -76,7 +76,7 @@ def quantize_per_token(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
-    _check_input(x, dtype)
+    check_input(x, dtype)
     checks.active(n_active, x.device)
     if out is not None:
         checks.output("out", out, (dtype,), x.shape, x.device)
@@ -130,7 +130,7 @@ def quantize_per_tensor(
     Raises:
         TypeError, ValueError: naming the argument, before anything is written.
     """
-    _check_input(x, dtype)
+    check_input(x, dtype)
     checks.scalar("scale", scale, torch.float32, x.device)
     check_zero_point(zero_point, dtype, x.device)
     checks.flag("check_scales", check_scales)
@@ -200,7 +200,8 @@ def _static_scales(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
     return scales.masked_fill(x.isnan().any(1), torch.nan) if dtype is torch.int8 else scales
 
 
-def _check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
+def check_input(x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check x [M, K], and what it is to be quantised to."""
     checks.tensor("x", x, checks.FLOAT_DTYPES, ("M", "K"))
     checks.not_empty("x", x, "K")
     checks.int32_sizes("x", x.shape, "M", "K")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,7 @@ class Quantize(Variant):
         out_dtype: int8 or e4m3, or in_dtype (not per_token).
         weight_dtype: of the norm's weight and bias: in_dtype, or fp32.
         group: 128: each 128 elements of a row have a scale of their own, e4m3 only; 0: rows have.
+        asymmetric: each row has a scale and a zero point of its own, int8 only.
     """
 
     family: ClassVar[str] = "quantize"
@@ -47,7 +48,7 @@ class Quantize(Variant):
     needs: ClassVar[frozenset[str]] = frozenset()
     name_pattern: ClassVar[str] = (
         r"(?P<kind>\w+)-(?P<in_dtype>\w+)-(?P<out_dtype>\w+)(-(?P<weight_dtype>\w+)_weight)?"
-        r"(-group(?P<group>[1-9]\d*))?"
+        r"(-group(?P<group>[1-9]\d*))?(?P<asymmetric>-asymmetric)?"
     )
 
     kind: str
@@ -55,6 +56,7 @@ class Quantize(Variant):
     out_dtype: str
     weight_dtype: str = ""
     group: int = 0
+    asymmetric: bool = False
 
     def __post_init__(self) -> None:
         check("kind", self.kind, QUANTIZE_KINDS)
@@ -66,12 +68,20 @@ class Quantize(Variant):
         others = ("fp32",) if self.kind in NORMS else ()
         check("weight_dtype", self.weight_dtype, (self.in_dtype, *others))
         check("group", self.group, (0, GROUP) if self.out_dtype == "e4m3" else (0,))
+        known = (False, True) if self.out_dtype == "int8" else (False,)
+        check("asymmetric", self.asymmetric, known)
 
     @property
     def name(self) -> str:
         weight = "" if self.weight_dtype == self.in_dtype else f"-{self.weight_dtype}_weight"
         group = f"-group{self.group}" if self.group else ""
-        return f"{self.family}-{self.kind}-{self.in_dtype}-{self.out_dtype}{weight}{group}"
+        asymmetric = "-asymmetric" if self.asymmetric else ""
+        dtypes = f"{self.in_dtype}-{self.out_dtype}"
+        return f"{self.family}-{self.kind}-{dtypes}{weight}{group}{asymmetric}"
+
+    @staticmethod
+    def fields_of(groups: dict[str, Any]) -> dict[str, Any]:
+        return {**groups, "asymmetric": "asymmetric" in groups}
 
     def defines(self) -> dict[str, str]:
         return {
@@ -80,6 +90,7 @@ class Quantize(Variant):
             "OSTINATO_OUT_DTYPE": self.out_dtype,
             "OSTINATO_WEIGHT_DTYPE": self.weight_dtype,
             "OSTINATO_GROUP": str(self.group),
+            "OSTINATO_ASYMMETRIC": str(int(self.asymmetric)),
         }
 
 
@@ -87,6 +98,7 @@ def _in_every_output(kind: str, in_dtype: str) -> Iterator[Quantize]:
     for out_dtype in (*OPERAND_DTYPES, *(() if kind == "per_token" else (in_dtype,))):
         yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype=out_dtype)
     yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype="e4m3", group=GROUP)
+    yield Quantize(kind=kind, in_dtype=in_dtype, out_dtype="int8", asymmetric=True)
 
 
 # Most models have these; of the others those that bf16 models of some families need.
@@ -104,6 +116,8 @@ def quantize_kernel(
     out_dtype: torch.dtype,
     weight_dtype: torch.dtype | None = None,
     group: int = 0,
+    *,
+    asymmetric: bool = False,
 ) -> Quantize:
     """Return the kernel of `kind` (see `Quantize`) for these dtypes.
 
@@ -113,6 +127,7 @@ def quantize_kernel(
         out_dtype: of the rows that it writes.
         weight_dtype: of the norm's weight; by default that of x.
         group: elements that share a scale; 0: rows do.
+        asymmetric: whether rows have zero points of their own.
     """
     return Quantize(
         kind=kind,
@@ -120,11 +135,17 @@ def quantize_kernel(
         out_dtype=KERNEL_NAMES[out_dtype],
         weight_dtype=KERNEL_NAMES[weight_dtype or in_dtype],
         group=group,
+        asymmetric=asymmetric,
     )
 
 
 def input_kernel(
-    kind: str, in_dtype: torch.dtype, out_dtype: torch.dtype, group: int = 0
+    kind: str,
+    in_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    group: int = 0,
+    *,
+    asymmetric: bool = False,
 ) -> Quantize:
     """Return the kernel of what comes before a linear layer.
 
@@ -134,9 +155,13 @@ def input_kernel(
         in_dtype: likewise.
         out_dtype: likewise.
         group: likewise.
+        asymmetric: likewise.
     """
     weight_dtype = torch.float32 if kind.endswith(FP32_WEIGHT) else None
-    return quantize_kernel(kind.removesuffix(FP32_WEIGHT), in_dtype, out_dtype, weight_dtype, group)
+    return quantize_kernel(
+        *(kind.removesuffix(FP32_WEIGHT), in_dtype, out_dtype, weight_dtype, group),
+        asymmetric=asymmetric,
+    )
 
 
 def quantize_rows(
@@ -147,6 +172,7 @@ def quantize_rows(
     out: torch.Tensor,
     scale_out: torch.Tensor | None,
     *,
+    zero_point_out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
@@ -160,10 +186,10 @@ def quantize_rows(
     """Launch a kernel of `kind` (see `Quantize`) on torch's current stream.
 
     The arguments are those of the ops, checked; `out` of x's dtype takes no scales and no zero
-    point. With a `group`, `scale_out` is [ceil(k / group), m]. For layer_norm x and `out` may be
-    [tokens, heads, k], and norm_weight [heads, k]. Of these tensors the kernel reads only
-    `n_active` and, where it quantises, `norm_weight` and `norm_bias` before those in front of it on
-    the stream have ended.
+    point. With a `group`, `scale_out` is [ceil(k / group), m]; with `zero_point_out` [m] rows have
+    zero points of their own. For layer_norm x and `out` may be [tokens, heads, k], and norm_weight
+    [heads, k]. Of these tensors the kernel reads only `n_active` and, where it quantises,
+    `norm_weight` and `norm_bias` before those in front of it on the stream have ended.
     """
     m, k = out.size(0), out.size(-1)
     heads = out.size(1) if out.dim() == 3 else 1
@@ -174,7 +200,9 @@ def quantize_rows(
         if scale_out is None and out.dtype is not x.dtype:
             scale_out = torch.empty(m, dtype=torch.float32, device=x.device)
         weight_dtype = None if norm_weight is None else norm_weight.dtype
-        variant = quantize_kernel(kind, x.dtype, out.dtype, weight_dtype, group)
+        asymmetric = zero_point_out is not None
+        dtypes = (x.dtype, out.dtype, weight_dtype)
+        variant = quantize_kernel(kind, *dtypes, group, asymmetric=asymmetric)
         stream = current_stream(device)
         load(variant, device=device, stream=stream).launch(
             x=x.data_ptr(),
@@ -186,6 +214,7 @@ def quantize_rows(
             power_of_two=power_of_two,
             static_scale=address_of(scale),
             zero_point=address_of(zero_point),
+            zero_point_out=address_of(zero_point_out),
             residual=address_of(residual),
             residual_stride=0 if residual is None else residual.stride(0),
             residual_out=address_of(residual_out),

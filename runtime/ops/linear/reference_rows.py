@@ -48,6 +48,16 @@ def quantize_per_group(
     )
 
 
+def quantize_asymmetric(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Map each row's range, 0 included, to -128..127; return (values, scale, zero point)."""
+    x = x.float()
+    low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    scale = (high - low) / torch.full_like(high, 255)
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    zero = (-128 - low / scale).round().nan_to_num(-128).clamp(-128, 127)
+    return on_grid(x / scale, zero, torch.int8), scale[:, 0], zero[:, 0].int()
+
+
 def quantize_per_tensor(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -223,3 +233,33 @@ def silu_mul_quantize_per_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate in fp32, then quantise by groups; return (values, scale)."""
     return activation_quantize_per_group(x, "silu_mul", power_of_two=power_of_two)
+
+
+def rms_norm_quantize_asymmetric(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise in fp32, then quantise; return (values, scale, zero point)."""
+    return quantize_asymmetric(rms_norm(x, weight, eps, residual=residual))
+
+
+def layer_norm_quantize_asymmetric(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normalise in fp32, then quantise; return (values, scale, zero point)."""
+    return quantize_asymmetric(layer_norm(x, weight, eps, bias=bias, residual=residual))
+
+
+def activation_quantize_asymmetric(
+    x: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Apply the function in fp32, then quantise; return (values, scale, zero point)."""
+    return quantize_asymmetric(activation(x, kind))

@@ -103,6 +103,9 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def asymmetric_outputs(k: int) -> tuple[torch.Tensor, ...]:
+        return empty(3, k, dtype=torch.int8), empty(3), empty(3, dtype=torch.int32)
+
     x, w, w_bias = randn(3, 16), randn(16), randn(16)
     x8, w8 = (torch.randint(-9, 9, (n, 16), dtype=torch.int8).to(device) for n in (3, 8))
     x_scale, w_scale, bias = (torch.rand(n).to(device) for n in (3, 8, 8))
@@ -114,6 +117,10 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "activation": lambda: [x, "gelu_mul", empty(3, 8)],
         "activation_quantize": lambda: [
             *(x, "relu2", None, None, False, empty(3, 16, dtype=int8), empty(3), None)
+        ],
+        "activation_quantize_asymmetric": lambda: [x, "gelu", *asymmetric_outputs(16), None],
+        "activation_quantize_asymmetric_discarding": lambda: [
+            *(x, "silu_mul", *asymmetric_outputs(8), None)
         ],
         "activation_quantize_discarding": lambda: [
             *(x, "silu_mul", scale, zero, False, empty(3, 8, dtype=int8), empty(3), None)
@@ -136,6 +143,9 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(x, w, w_bias, 1e-6, randn(3, 16), scale, zero, False),
             *(empty(3, 16, dtype=int8), empty(3), empty(3, 16), None),
         ],
+        "layer_norm_quantize_asymmetric": lambda: [
+            *(x, w, w_bias, 1e-6, randn(3, 16), *asymmetric_outputs(16), empty(3, 16), None)
+        ],
         "layer_norm_quantize_per_group": lambda: [
             *(x, w, w_bias, 1e-6, randn(3, 16), False),
             *(empty(3, 16, dtype=E4M3), empty(1, 3), empty(3, 16), None),
@@ -146,6 +156,7 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
             *(empty(3, 2, 16), empty(3, 2)),
         ],
         "paged_attention": lambda: attention_arguments(device, draw),
+        "quantize_asymmetric": lambda: [x, *asymmetric_outputs(16), None],
         "quantize_per_group": lambda: [x, False, empty(3, 16, dtype=E4M3), empty(1, 3), None],
         "quantize_per_tensor": lambda: [
             *(x, scale, zero, False, empty(3, 16, dtype=int8), None, empty(3))
@@ -155,6 +166,9 @@ def op_arguments(name: str, device: torch.device, draw: int = 0) -> list[Any]:
         "rms_norm_quantize": lambda: [
             *(x, w, 1e-6, randn(3, 16), scale, zero, False),
             *(empty(3, 16, dtype=int8), empty(3), empty(3, 16), None),
+        ],
+        "rms_norm_quantize_asymmetric": lambda: [
+            *(x, w, 1e-6, randn(3, 16), *asymmetric_outputs(16), empty(3, 16), None)
         ],
         "rms_norm_quantize_per_group": lambda: [
             *(x, w, 1e-6, randn(3, 16), False),
@@ -185,7 +199,7 @@ OPS = [
     and name not in ("channel_scales", "pack_weight")
     and not name.endswith("_logits")
     and not name.startswith("silu_mul")  # a kind of activation
-] + ["activation_quantize_discarding", "activation_quantize_per_group_discarding"]
+] + [f"activation_quantize{form}_discarding" for form in ("", "_asymmetric", "_per_group")]
 
 
 def overload_of(name: str) -> Any:

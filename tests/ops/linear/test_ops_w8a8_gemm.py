@@ -287,8 +287,26 @@ def test_quantization_arguments(launches: Launches) -> None:
         "discard_x": False,
         "heads": 1,
         "norm_bias": 0,
+        "zero_point_out": 0,
         "stream": STREAM,
     }
+
+
+def test_zero_points_of_rows_and_biases_are_passed_on(launches: Launches) -> None:
+    x, weight, bias = torch.randn(3, 32), torch.ones(32), torch.ones(32)
+    out, scale_out = torch.empty(3, 32, dtype=torch.int8), torch.empty(3)
+    zero_point_out = torch.empty(3, dtype=torch.int32)
+    quantize_cuda.quantize_rows(
+        *("layer_norm", x, None, None, out, scale_out),
+        zero_point_out=zero_point_out,
+        norm_weight=weight,
+        norm_bias=bias,
+    )
+    (launch,) = launches
+    kind = Quantize(kind="layer_norm", in_dtype="fp32", out_dtype="int8", asymmetric=True)
+    assert launch["variant"] == kind
+    assert launch["zero_point_out"] == zero_point_out.data_ptr()
+    assert launch["norm_bias"] == bias.data_ptr()
 
 
 def test_block_scales_are_passed_on_as_they_lie_if_aligned(launches: Launches) -> None:

@@ -77,9 +77,10 @@ def parallel_parts(config: ModelConfig, index: int) -> ParallelParts:
         input_norm=usual.input_norm,
         q_norm=usual.q_norm,
         k_norm=usual.k_norm,
-        qkv_mlp=LinearPart(modules, usual.qkv.kind, "rows"),
-        o=usual.o,
-        down=usual.down,
+        qkv_mlp=replace(usual.qkv, modules=modules),
+        # Rows of v, into which factors would be folded, are not the last of qkv_mlp.
+        o=replace(usual.o, after=None),
+        down=replace(usual.down, after="qkv_mlp"),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...config import ModelConfig, standard_config, uniform_window
 from ...config_fields import Fields
 from ...norms import NormConfig
-from ...parts import DecoderLayout, LinearPart, Module
+from ...parts import DecoderLayout, Module
 from ...registry import Family, register
 from ..llama import LayerParts, Llama, layer_parts, layout_of
 
@@ -23,8 +23,8 @@ def _layer(config: ModelConfig, index: int) -> LayerParts:
     down = Module(f"{prefix}c_proj", hidden, intermediate, config.mlp_bias)
     return replace(
         usual,
-        gate_up=LinearPart((up,), usual.gate_up.kind, "rows"),
-        down=LinearPart((down,), usual.down.kind, "columns"),
+        gate_up=replace(usual.gate_up, modules=(up,)),
+        down=replace(usual.down, modules=(down,)),
     )
 
 

@@ -1,0 +1,39 @@
+"""The shapes of published models that benchmarks take."""
+
+from __future__ import annotations
+
+import pytest
+
+from ostinato.bench.shapes import SHAPES
+from ostinato.models import family_of, read_config
+from ostinato.models.parts import LinearPart
+from ostinato.models.required_kernels import model_kernels
+from ostinato.ops.catalogue import CATALOGUE
+
+# Weights of linear layers and embeddings, in billions, of the models' cards.
+PUBLISHED = {
+    "gemma-3-27b": 27.0,
+    "llama-3.1-70b": 70.6,
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "mistral-small-3.1": 23.6,
+    "phi-4": 14.7,
+    "qwen2.5-7b": 7.62,
+    "qwen3-8b": 8.19,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_as_many_weights_as_published(name: str) -> None:
+    config = read_config(SHAPES[name])
+    parts = family_of(config).layout(config).parts()
+    modules = {m.name: m for part in parts if isinstance(part, LinearPart) for m in part.modules}
+    weights = sum(module.rows * module.columns for module in modules.values())
+    weights += config.vocab_size * config.hidden_size
+    assert weights / 1e9 == pytest.approx(PUBLISHED.get(name, weights / 1e9), rel=5e-3)
+    assert name == "tiny" or name in PUBLISHED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_kernels_of_ours(name: str) -> None:
+    assert set(model_kernels(read_config(SHAPES[name]))) <= set(CATALOGUE)
