@@ -29,7 +29,7 @@ from .storage.base import Target
 from .tokenizer import load_tokenizer
 
 _MAX_BYTES = 1 << 20  # of a text, of which the first tokens count
-_MAX_TOKENS = 2048
+_MAX_TOKENS, _PIECE = 2048, 512
 _LEAST_TOKENS = 64
 _PAGE_SIZE = 16
 
@@ -87,8 +87,7 @@ def observe(
 ) -> Observed:
     """Run a text through a model, once, and return the largest magnitudes.
 
-    The model is loaded in the dtype of its weights. The text is one sequence, or as many as the
-    model's context makes necessary.
+    The model is loaded in the dtype of its weights, and computes sequences of up to 512 tokens.
 
     Args:
         reader: of a checked checkpoint.
@@ -102,7 +101,7 @@ def observe(
     target = Target(torch.device(device), config.dtype, batch_invariant=True)
     loader = _ObservingLoader(reader, scheme_of, target, None)
     # RoPE whose angles depend on the longest sequence is that of a piece.
-    piece = min(len(tokens), config.longest_context)
+    piece = min(_PIECE, len(tokens), config.longest_context)
     model = family_of(config).load(config, layout, loader, max_context=piece)
     compile_kernels(model)
     cache = _run(model, tokens, progress)
