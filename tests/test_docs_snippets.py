@@ -89,6 +89,15 @@ ids = torch.randint(50, (3, 6))
 seq_lens = torch.tensor([6, 4, 1], dtype=torch.int32)
 """
     ],
+    "docs/kv-cache.md": [
+        f"""
+from ostinato.checkpoint import load_model, load_tokenizer
+from ostinato.engine import Engine
+
+folder = "{ROOT / "examples" / "tiny-llama"}"
+model, tokenizer = load_model(folder), load_tokenizer(folder)
+"""
+    ],
     "docs/w8a8.md": [
         """
 import torch

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from ostinato.models import DenseLinear, ModelConfig, RopeConfig, W8A8Linear
+from ostinato.models import DenseLinear, KVScales, ModelConfig, RopeConfig, W8A8Linear
 from ostinato.models.families.llama import DecoderLayer, Llama
 from ostinato.models.norms import Norm, NormConfig
 
@@ -34,14 +35,35 @@ CONFIG = ModelConfig(
     eos_token_ids=(256,),
 )
 
+# Options of an engine, by the kind of its KV cache; what is "static" wants `kv_scales` of a model.
+KV_CACHES: dict[str, dict[str, Any]] = {
+    "model": {},
+    "fp8": {"kv_cache_dtype": "fp8"},
+    "fp8_static": {"kv_cache_dtype": "fp8", "kv_scales": "static"},
+    "int8": {"kv_cache_dtype": "int8", "kv_scales": "token"},
+    "int8_static": {"kv_cache_dtype": "int8", "kv_scales": "static"},
+}
+
 
 def tiny_llama(
-    device: torch.device | str = "cpu", scheme: str = "plain", **overrides: object
+    device: torch.device | str = "cpu",
+    scheme: str = "plain",
+    *,
+    cache: str = "model",
+    **overrides: object,
 ) -> Llama:
     """Return a random decoder of `CONFIG` with `overrides`; scheme is plain, int8 or fp8.
 
-    The same weights come out on every device.
+    The same weights come out on every device. It is made for a KV cache of one of `KV_CACHES`.
     """
+    made = _tiny_llama(device, scheme, **overrides)
+    if cache == "int8_static":
+        k = torch.tensor([[0.03, 0.04], [0.05, 0.02]])  # by layer and head
+        made.kv_scales = KVScales(torch.int8, k, torch.tensor([0.03, 0.02]))
+    return made
+
+
+def _tiny_llama(device: torch.device | str, scheme: str, **overrides: object) -> Llama:
     config = replace(CONFIG, **overrides)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 PRECISIONS = ("int8", "fp8", "fp8-block", "bf16")  # of the linear layers
+# Dtypes of a KV cache, and what they add to the name of an implementation.
+KV_SUFFIXES = {"bf16": "", "fp8": "_fp8kv", "int8": "_int8kv"}
+KV_SCALES = {"static": "", "token": "_token"}  # likewise kinds of scales of 8 bits
 HEAD_PRECISIONS = ("int8", "fp8", "bf16")  # of the output projection
 # Peers of our decode step (examples/bench_peers/hugging_face.py); True: compiled by torch.
 STEP_PEERS = {"transformers": False, "transformers_compiled": True}

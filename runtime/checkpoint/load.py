@@ -15,7 +15,7 @@ from .errors import UnsupportedCheckpointError
 from .folder import checkpoint_folder
 from .format import StoredSchemeOf
 from .layout import check_tied, checked_layout
-from .quantization import load_kv_cache, load_quantization
+from .quantization import load_quantization
 from .reader import CheckpointReader
 from .scales import read_scale
 from .section import CONFIG_FILE
@@ -44,9 +44,9 @@ def load_model(
     becomes the largest of the parts', so that nothing saturates that did not before. FP8
     activations without a static scale are quantised per token, whatever granularity the file names,
     and whatever bound `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the
-    scales are kept in the model's `kv_scales`; pages are in the model's dtype all the same. No
-    tensor shares memory with the files. On CUDA quantised weights are packed for the kernels, one
-    at a time, and kernels that are not compiled yet are compiled side by side.
+    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. No tensor
+    shares memory with the files. On CUDA quantised weights are packed for the kernels, one at a
+    time, and kernels that are not compiled yet are compiled side by side.
 
     Args:
         path: folder with `config.json` and safetensors files, or the name of a model on the
@@ -84,13 +84,13 @@ def load_model(
         expected = " or ".join(map(str, QUANTIZED_DTYPES))
         raise TypeError(f"lm_head_dtype: got {lm_head_dtype}, expected {expected}")
     max_context = config.context(max_context)
-    scheme_of = load_quantization(folder, text_tower=config.text_tower)
-    kv_cache = load_kv_cache(folder)
+    quantization = load_quantization(folder, text_tower=config.text_tower)
+    scheme_of, kv_cache = quantization.scheme_of, quantization.kv_cache
     target = Target(torch.device(device), config.dtype, batch_invariant)
     with CheckpointReader(folder, text_tower=config.text_tower) as reader:
         reader.check_layers(config.num_layers)
         layout = checked_layout(config, scheme_of)
-        scales = () if kv_cache is None else kv_cache.tensors(config.num_layers, reader)
+        scales = () if kv_cache is None else kv_cache.tensors(config, reader)
         reader.check((*layout.tensors(scheme_of), *scales))
         check_tied(reader, layout)
         loader = CheckpointLoader(
@@ -100,7 +100,7 @@ def load_model(
             config, layout, loader, max_context=max_context, batch_invariant=batch_invariant
         )
         if kv_cache is not None:
-            model.kv_scales = kv_cache.read(config.num_layers, reader)
+            model.kv_scales = kv_cache.read(config, reader)
     compile_kernels(model)
     return model
 

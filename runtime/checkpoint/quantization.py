@@ -1,23 +1,23 @@
-"""Finds out in which format a checkpoint folder's linear layers are stored."""
+"""Finds out in which format a checkpoint folder's linear layers and KV cache are stored."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
-from .format import Format, StoredSchemeOf
-from .kv_cache import KVCacheScheme, kv_cache_scheme
+from .format import Format, Quantization, StoredSchemeOf
 from .section import CONFIG_FILE, Section
 from .storage.base import StoredScheme
 from .storage.dense import unquantized
 from .text_tower import spellings
 
 
-def load_quantization(folder: Path, *, text_tower: bool = False) -> StoredSchemeOf:
-    """Read how each linear module of a checkpoint is stored, without reading any weight.
+def load_quantization(folder: Path, *, text_tower: bool = False) -> Quantization:
+    """Read how a checkpoint's linear modules and KV cache are stored, without reading any weight.
 
     Args:
         folder: of the checkpoint.
@@ -30,24 +30,12 @@ def load_quantization(folder: Path, *, text_tower: bool = False) -> StoredScheme
     """
     config = quantization_config(folder)
     if config is None:
-        return unquantized
+        return Quantization(unquantized)
     known = formats()
-    scheme_of = known[config.choice("quant_method", *known)].parse(config)
-    return partial(_any_spelling, scheme_of) if text_tower else scheme_of
-
-
-def load_kv_cache(folder: Path) -> KVCacheScheme | None:
-    """Read what a checkpoint says of the KV cache, None where it says nothing.
-
-    Raises:
-        CheckpointError: as `load_quantization`.
-    """
-    config = quantization_config(folder)
-    if config is None:
-        return None
-    # Wrapped, as some versions of transformers wrote it.
-    inner = config.get("quantization_config")
-    return kv_cache_scheme(config.child("quantization_config") if inner else config)
+    found = known[config.choice("quant_method", *known)].parse(config)
+    if not text_tower:
+        return found
+    return replace(found, scheme_of=partial(_any_spelling, found.scheme_of))
 
 
 def _any_spelling(scheme_of: StoredSchemeOf, *names: str) -> StoredScheme:

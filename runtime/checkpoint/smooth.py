@@ -56,7 +56,7 @@ def smoothing(
 
     Args:
         layout: of the model.
-        largest: magnitudes of inputs, as `largest_inputs` returns them.
+        largest: magnitudes of inputs, as `Observed` holds them.
         read: returns the stored weight of a module.
         is_quantized: whether a module gets 8-bit weights.
     """
@@ -72,6 +72,21 @@ def smoothing(
             if part.after is not None and alone and all(map(is_quantized, part.modules)):
                 _smooth(found, part, given[part.after], largest[part.modules[0].name], read)
     return found
+
+
+def value_rows(found: Smoothing, parts: Any) -> torch.Tensor | None:
+    """Return the factors of the rows of a layer's v, the last of those returned.
+
+    Args:
+        found: the factors of a model.
+        parts: of the layer.
+    """
+    for part in (getattr(parts, item.name) for item in fields(parts)):
+        if isinstance(part, LinearPart) and part.kind == "per_token" and part.after is not None:
+            source = getattr(parts, part.after)
+            if isinstance(source, LinearPart):
+                return found.rows.get(f"{source.modules[-1].name}.weight")
+    return None
 
 
 def _smooth(

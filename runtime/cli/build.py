@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..jit.cache import Entry
 from ..jit.compiler import Plan, build, find, library_folders, plan
@@ -12,7 +13,10 @@ from ..jit.registry import select
 from ..jit.targets import DEFAULT, TARGETS, Target, local_target, target_named
 from ..jit.variant import FLOAT_DTYPES, OPERAND_DTYPES, Variant
 from .command import Command, Parser, UserError, find_model, user_errors
-from .model_flags import add_batch_invariant_flag
+from .model_flags import add_batch_invariant_flag, add_kv_cache_flags
+
+if TYPE_CHECKING:  # with torch
+    from ..models import ScaleKind
 
 
 def _parser() -> Parser:
@@ -42,6 +46,7 @@ def _parser() -> Parser:
         help="with --for-model: as load_model(lm_head_dtype=...), a quantised output projection",
     )
     add_batch_invariant_flag(chosen, help="with --for-model: as load_model(batch_invariant=False)")
+    add_kv_cache_flags(chosen, when="with --for-model: ")
     chosen.add_argument(
         "--dtypes",
         nargs="+",
@@ -83,8 +88,11 @@ def _main(argv: Sequence[str]) -> int:
     for flag in ("only", "for_model", "dtypes"):
         if args.all and getattr(args, flag):
             raise UserError(f"--all: got --{flag.replace('_', '-')} beside it, expected it alone")
-    if args.for_model is None and (args.lm_head or not args.batch_invariant):
-        raise UserError("--lm-head and --no-batch-invariant go with --for-model")
+    kv_cache = args.kv_cache_dtype != "auto" or args.kv_scales is not None
+    if args.for_model is None and (args.lm_head or not args.batch_invariant or kv_cache):
+        raise UserError(
+            "--lm-head, --no-batch-invariant, --kv-cache-dtype, --kv-scales go with --for-model"
+        )
     if args.for_model is not None:
         args.for_model = find_model("--for-model", args.for_model, weights=False)
 
@@ -96,7 +104,11 @@ def _main(argv: Sequence[str]) -> int:
         needed: set[Variant] = set()
         if args.for_model:
             needed = _model_kernels(
-                Path(args.for_model), lm_head=args.lm_head, batch_invariant=args.batch_invariant
+                Path(args.for_model),
+                lm_head=args.lm_head,
+                batch_invariant=args.batch_invariant,
+                kv_cache_dtype=args.kv_cache_dtype,
+                kv_scales=args.kv_scales,
             )
         # A model may need what is otherwise compiled when it is first used.
         unlisted = sorted(needed - set(CATALOGUE), key=lambda variant: variant.name)
@@ -148,13 +160,22 @@ def build_plans(plans: Sequence[Plan], jobs: int | None = None) -> None:
         build(missing, jobs=jobs, report=report)
 
 
-def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) -> set[Variant]:
+def _model_kernels(
+    folder: Path,
+    *,
+    lm_head: str | None,
+    batch_invariant: bool,
+    kv_cache_dtype: str = "auto",
+    kv_scales: ScaleKind | None = None,
+) -> set[Variant]:
     """Return what the model of a checkpoint may launch, for any number of tokens.
 
     Args:
         folder: of the checkpoint.
         lm_head: "int8" or "fp8" for an output projection that is quantised when it is loaded.
         batch_invariant: as of `load_model`.
+        kv_cache_dtype: as of `Engine`.
+        kv_scales: likewise.
     """
     import torch
 
@@ -163,20 +184,29 @@ def _model_kernels(folder: Path, *, lm_head: str | None, batch_invariant: bool) 
     from ..checkpoint.layout import checked_layout
     from ..checkpoint.quantization import load_quantization
     from ..checkpoint.storage.dense import DENSE
-    from ..models import family_of
+    from ..models import KVScales, family_of, kv_format
     from ..models.layers import dense_kernels
     from ..ops.common.device import runs
     from ..ops.linear.gemm_variants import GemmTiled
     from ..ops.linear.precompile import layer_kernels
 
     config = load_config(folder)
-    scheme_of = load_quantization(folder, text_tower=config.text_tower)
+    quantization = load_quantization(folder, text_tower=config.text_tower)
+    scheme_of = quantization.scheme_of
     layout = checked_layout(config, scheme_of)
     # What was tuned on this machine counts, if it is one that the kernels run on.
     here = torch.cuda.is_available() and runs(GemmTiled, torch.cuda.current_device())
     device = torch.device("cuda") if here else None
     known = family_of(config)
-    needed: set[Variant] = set(known.kernels(config, batch_invariant=batch_invariant))
+    of_checkpoint, kv_cache = None, quantization.kv_cache
+    if kv_cache is not None:
+        # Kernels do not depend on the factors, nor on whether the file has some.
+        factors = torch.ones(config.num_layers)
+        of_checkpoint = KVScales(kv_cache.dtype, factors, factors)
+    cache_format = kv_format(config, of_checkpoint, kv_cache_dtype, kv_scales)
+    needed: set[Variant] = set(
+        known.kernels(config, cache_format=cache_format, batch_invariant=batch_invariant)
+    )
     quantizes_head = lm_head is not None and scheme_of("lm_head") == DENSE
     for part in layout.linears():
         if part is not layout.lm_head or not quantizes_head:

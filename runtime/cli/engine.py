@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .command import UserError, comma_separated, user_errors
 from .device import add_device_flag, resolve_device
-from .model_flags import add_page_size_flag
+from .model_flags import add_kv_cache_flags, add_page_size_flag
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pages of the KV cache (default: enough, as far as memory allows)",
     )
+    add_kv_cache_flags(group)
     group.add_argument(
         "--no-verify",
         dest="verify",
@@ -102,5 +103,7 @@ def make_engine(
             page_size=args.page_size,
             num_pages=args.num_pages,
             logits_processing=bool(params.processed_fields),
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
         )
     return engine, tokens

@@ -12,6 +12,38 @@ def add_page_size_flag(parser: argparse._ActionsContainer) -> None:
     )
 
 
+# Names of `ostinato.models.kv_format`, which is not imported for --help.
+KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "int8")
+KV_SCALES = ("static", "token")
+
+
+def add_kv_cache_flags(
+    parser: argparse._ActionsContainer, *, several: bool = False, when: str = ""
+) -> None:
+    """Add --kv-cache-dtype and --kv-scales.
+
+    Args:
+        parser: of the command.
+        several: take several dtypes, one after the other.
+        when: begins their help.
+    """
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        nargs="+" if several else None,
+        default=["auto"] if several else "auto",
+        help=f"{when}of the KV cache: fp8 and int8 take half the memory; bf16, fp16 and fp32 are "
+        "for models of that dtype (default auto: the 8 bits that the checkpoint is made for, or "
+        "else the model's dtype)",
+    )
+    parser.add_argument(
+        "--kv-scales",
+        choices=KV_SCALES,
+        help=f"{when}of an 8-bit KV cache: the checkpoint's, or of fp8 1; or one per token and "
+        "head (default: the checkpoint's where it has some, else token)",
+    )
+
+
 def add_batch_invariant_flag(
     parser: argparse._ActionsContainer,
     help: str = "let the bits of a sequence depend on what is served beside it, for faster kernels",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .command import UserError, comma_separated, user_errors
 from .device import add_device_flag, resolve_device
+from .model_flags import add_kv_cache_flags
 
 if TYPE_CHECKING:
     from ..server import Service, Settings
@@ -98,12 +99,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="prompt tokens of one step (default 2048)",
     )
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=(_AUTO,),
-        default=_AUTO,
-        help="of keys and values: the model's",
-    )
+    add_kv_cache_flags(group)
     group.add_argument(
         *("--tensor-parallel-size", "-tp"),
         type=int,
@@ -146,6 +142,8 @@ def service_of(args: argparse.Namespace, folder: Path, settings: Settings) -> Se
             page_size=args.page_size,
             num_pages=args.num_pages,
             memory_fraction=args.memory_fraction,
+            kv_cache_dtype=args.kv_cache_dtype,
+            kv_scales=args.kv_scales,
             capture_sizes=None if sizes is None else [size for some in sizes for size in some],
             max_prefill_tokens=args.max_prefill_tokens,
             verify=args.verify,

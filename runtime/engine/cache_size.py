@@ -4,39 +4,45 @@ from __future__ import annotations
 
 import torch
 
+from ostinato.graphs.arguments import as_integer
+
 from ..jit.resources import available_memory
-from ..models import Decoder
+from ..models import KVFormat, ModelConfig
 from ..models.l2.partitioned_memory import free_unused, rounding
 
+MEMORY_FRACTION = 0.8
 _CPU_CACHE_BYTES = 4 << 30
 
 
-def page_bytes(model: Decoder, page_size: int) -> int:
-    """Return the bytes of one page of the KV cache, over all layers."""
-    config = model.config
-    return 2 * config.num_layers * page_size * config.kv_size * config.dtype.itemsize
+def page_bytes(config: ModelConfig, kv_format: KVFormat, page_size: int) -> int:
+    """Return the bytes of one page of the KV cache, over all layers, scales included."""
+    return config.num_layers * page_size * kv_format.token_bytes(config)
 
 
 def default_pages(
-    model: Decoder, wanted: int, page_size: int, *, memory_fraction: float = 0.8
+    num_layers: int,
+    each: int,
+    wanted: int,
+    device: torch.device,
+    memory_fraction: float = MEMORY_FRACTION,
 ) -> int:
     """Return how many pages there is room for, the dummy page included: as many as wanted at most.
 
     Args:
-        model: whose keys and values they hold.
-        wanted: pages without the dummy page.
-        page_size: tokens per page.
+        num_layers: of the model.
+        each: bytes of a page, as `page_bytes` says.
+        wanted: without the dummy page.
+        device: of the cache.
         memory_fraction: of a GPU's free memory that may be taken; of the host's it is 4 GiB.
 
     Raises:
         ValueError: when there is no room for one.
     """
-    each = page_bytes(model, page_size)
-    if model.device.type == "cuda":
+    if device.type == "cuda":
         free_unused()
-        free, _ = torch.cuda.mem_get_info(model.device)
+        free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * memory_fraction)
-        budget -= rounding(model.config.num_layers, budget)
+        budget -= rounding(num_layers, budget)
     else:
         budget = min(_CPU_CACHE_BYTES, available_memory())
     if budget < each:
@@ -44,6 +50,32 @@ def default_pages(
             f"num_pages: got None, but {budget} bytes of memory hold no page of {each} bytes"
         )
     return 1 + min(wanted, budget // each)
+
+
+def checked_pages(
+    config: ModelConfig,
+    kv_format: KVFormat,
+    page_size: int,
+    device: torch.device,
+    given: int | None,
+    wanted: int,
+    memory_fraction: float,
+) -> int:
+    """Return how many pages a cache has, `given` or by default, once there is room for them.
+
+    The other arguments are those of `page_bytes` and `default_pages`.
+
+    Raises:
+        TypeError, ValueError: naming `num_pages` or `memory_fraction`.
+    """
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction: got {memory_fraction}, expected a number in (0, 1]")
+    each = page_bytes(config, kv_format, page_size)
+    if given is None:
+        given = default_pages(config.num_layers, each, wanted, device, memory_fraction)
+    count = as_integer("num_pages", given)
+    check_room("num_pages", count, each, device)
+    return count
 
 
 def check_room(name: str, count: int, each: int, device: torch.device) -> None:

@@ -44,8 +44,7 @@ class CaptureExamples:
             self._pages = cache.pages(_SEQUENCE)
             # Not the caller's generator, and the same contents when a verification is repeated.
             generator = torch.Generator(cache.storage.device).manual_seed(0)
-            for page in self._pages:
-                cache.storage[:, :, page].normal_(generator=generator)
+            cache.randomize(self._pages, generator)
             yield
         finally:
             self.end()

@@ -132,7 +132,7 @@ class DecodeStep:
         """Return what the step works on besides its buffers, for `GraphRunner(memory=...)`."""
         return {
             "model": tuple(self._model.tensors()),
-            "cache": self._cache.storage,
+            "cache": self._cache.tensors(),
             "seen": self._seen.mask,
             "processing": () if self._processing is None else self._processing.memory(),
         }

@@ -19,10 +19,10 @@ from ostinato.graphs.guards import ProcessGuard
 
 from .. import ops
 from ..interrupts import Uninterrupted, uninterrupted
-from ..models import Decoder, PagedKVCache
+from ..models import Decoder, PagedKVCache, ScaleKind, compile_kernels, kv_format
 from ..ops.implementations import implementations_on
 from .async_tokens import AsyncTokens
-from .cache_size import check_room, default_pages, page_bytes
+from .cache_size import MEMORY_FRACTION, check_room, checked_pages
 from .capture_examples import CaptureExamples
 from .decode_step import DecodeStep, SeenTokens
 from .first_tokens import first_tokens
@@ -66,9 +66,16 @@ class Engine:
             Prefixes are shared between prompts in multiples of it.
         max_prefill_tokens: prompt tokens computed in one step over all requests.
         l2_partitioned: as of `PagedKVCache`, on Hopper GPUs; no text depends on it.
+        kv_cache_dtype: of the KV cache. "auto" is the 8 bits that the checkpoint is made for, if it
+            is, and else the model's dtype; "fp8" and "int8" take half the memory; "bf16", "fp16" or
+            "fp32" is the model's dtype, whatever the checkpoint says.
+        kv_scales: of 8 bits. "static": the checkpoint's, or of FP8 1; "token": one per token and
+            head, computed when it is written. None: the checkpoint's where it has some, else
+            "token"; see `kv_format`.
         logits_processing: serve log-probabilities, biases, presence and frequency penalties,
             `min_tokens` and structured texts. Every batch size is captured twice then; steps in
             which no request asks for any of these run the same graphs as without.
+        memory_fraction: of a GPU's free memory that pages take at most where `num_pages` is None.
 
     Attributes:
         grammars: compiles structured texts, from any thread: done before `submit`, that need not
@@ -92,36 +99,38 @@ class Engine:
         prefill_chunk: int | None = None,
         max_prefill_tokens: int = 2048,
         l2_partitioned: bool = True,
+        kv_cache_dtype: str = "auto",
+        kv_scales: ScaleKind | None = None,
         logits_processing: bool = False,
+        memory_fraction: float = MEMORY_FRACTION,
     ) -> None:
+        cache_format = kv_format(model.config, model.kv_scales, kv_cache_dtype, kv_scales)
         max_batch = at_least_one("max_batch", max_batch)
         page_size = at_least_one("page_size", page_size)
         max_prefill_tokens = at_least_one("max_prefill_tokens", max_prefill_tokens)
-        if max_context is None:
-            max_context = model.max_context
-        max_context = as_integer("max_context", max_context)
-        if not 2 <= max_context <= model.max_context:
-            raise ValueError(
-                f"max_context: got {max_context}, expected 2 to the model's {model.max_context}"
-            )
-        if prefill_chunk is None:
-            prefill_chunk = -(-_DEFAULT_CHUNK // page_size) * page_size
-        prefill_chunk = as_integer("prefill_chunk", prefill_chunk)
+        own = model.max_context
+        max_context = as_integer("max_context", own if max_context is None else max_context)
+        if not 2 <= max_context <= own:
+            raise ValueError(f"max_context: got {max_context}, expected 2 to the model's {own}")
+        chunk = -(-_DEFAULT_CHUNK // page_size) * page_size
+        prefill_chunk = as_integer("prefill_chunk", chunk if prefill_chunk is None else prefill_chunk)
         if prefill_chunk < 1 or prefill_chunk % page_size:
             raise ValueError(
                 f"prefill_chunk: got {prefill_chunk}, expected a multiple of page_size={page_size}"
             )
         max_pages = -(-max_context // page_size)
-        if num_pages is None:
-            num_pages = default_pages(model, max_batch * max_pages, page_size)
-        num_pages = as_integer("num_pages", num_pages)
+        device = model.device
+        num_pages = checked_pages(
+            *(model.config, cache_format, page_size, device),
+            *(num_pages, max_batch * max_pages, memory_fraction),
+        )
         # Of each slot the tokens that it has seen, a byte per token of the vocabulary.
         vocab_size = model.config.vocab_size
-        slot_bytes = vocab_size
-        if logits_processing:
-            slot_bytes += LogitsProcessing.slot_bytes(vocab_size, max_context)
-        check_room("max_batch", max_batch, slot_bytes, model.device)
-        check_room("num_pages", num_pages, page_bytes(model, page_size), model.device)
+        processing_bytes = LogitsProcessing.slot_bytes(vocab_size, max_context)
+        slot_bytes = vocab_size + (processing_bytes if logits_processing else 0)
+        check_room("max_batch", max_batch, slot_bytes, device)
+        if not cache_format.is_like(kv_format(model.config, model.kv_scales)):
+            compile_kernels(model, cache_format)  # the others `load_model` compiles
         self.model = model
         self.tokenizer = tokenizer
         self.max_context = max_context
@@ -131,15 +140,16 @@ class Engine:
             model.config,
             num_pages=num_pages,
             page_size=page_size,
-            device=model.device,
+            device=device,
             l2_partitioned=l2_partitioned,
+            kv_format=cache_format,
         )
-        self._seen = SeenTokens(max_batch, vocab_size, model.device)
+        self._seen = SeenTokens(max_batch, vocab_size, device)
         self._processing: LogitsProcessing | None = None
         self.grammars: GrammarCompiler | None = None
         if logits_processing:
             sizes = (max_batch, vocab_size, max_context)
-            self._processing = LogitsProcessing(*sizes, model.device)
+            self._processing = LogitsProcessing(*sizes, device)
             self.grammars = GrammarCompiler(tokenizer, vocab_size, model.config.eos_token_ids)
         longest = max_context - 1  # of a prompt
         max_tokens = max(max_prefill_tokens, min(prefill_chunk, longest))
@@ -149,10 +159,7 @@ class Engine:
             self.cache, max_pages + max(max_batch, self.cache.pages_for(max_tokens))
         )
         self._decode = DecodeStep(
-            model,
-            self.cache,
-            self._seen,
-            max_pages,
+            *(model, self.cache, self._seen, max_pages),
             capture_examples=self._capture_examples,
             processing=self._processing,
         )
@@ -195,10 +202,9 @@ class Engine:
         A step with more requests than the largest size is served in parts. On CUDA what computes
         prompts is captured for some numbers of tokens up to the most of a step; in the report these
         graphs are of the variant "prefill", and come first; steps that process logits are of the
-        variant "processed"; its notes say which ops run on kernels
-        and which on torch's operators, and that scales of an 8-bit KV cache are not used, if the
-        checkpoint has some. Verification works on free pages of the
-        cache, filled with random numbers.
+        variant "processed". Its notes say which ops run on kernels and which on torch's operators,
+        and how the KV cache stores numbers. Verification works on free pages of the cache, filled
+        with random numbers.
 
         Raises:
             RuntimeError: while requests are running.
@@ -223,9 +229,7 @@ class Engine:
             prompts = self._prefill.capture(progress=progress, verify=verify)
         report = steps if prompts is None else prompts + steps
         notes = implementations_on(self.model.device)
-        if self.model.kv_scales is not None:
-            notes = {**notes, "KV cache": str(self.model.kv_scales)}
-        return replace(report, notes=notes)
+        return replace(report, notes={**notes, "KV cache": str(self.cache.format)})
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request and return its id. When it has finished, `result` forgets it.

@@ -82,7 +82,7 @@ class PrefillStep:
         """Return what the step works on besides its buffers, for `GraphRunner(memory=...)`."""
         return {
             "model": tuple(self._model.tensors()),
-            "cache": self._cache.storage,
+            "cache": self._cache.tensors(),
             "prefill_batch": self._prefill_batch.memory,
         }
 

@@ -7,6 +7,7 @@ from .config import ModelConfig
 from .config_fields import UnsupportedModelError
 from .decoder import AttentionInputs, Decoder, SeenRows
 from .joined_linear import JoinedLinear
+from .kv_format import KVFormat, ScaleKind, kv_format
 from .kv_scales import KVScales
 from .layers import DenseLinear, Linear, Sampling, W8A8Linear
 from .pages import DUMMY_PAGE, OutOfPagesError
@@ -23,6 +24,7 @@ __all__ = [
     "Decoder",
     "DenseLinear",
     "JoinedLinear",
+    "KVFormat",
     "KVScales",
     "Linear",
     "ModelConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "PagedKVCache",
     "RopeConfig",
     "Sampling",
+    "ScaleKind",
     "SeenRows",
     "SwappedSequence",
     "UnsupportedModelError",
@@ -37,6 +40,7 @@ __all__ = [
     "compile_kernels",
     "decoder_fields",
     "family_of",
+    "kv_format",
     "read_config",
     "sequence_logits",
 ]

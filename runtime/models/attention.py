@@ -121,14 +121,15 @@ class Attention:
         q, k, v = (x.unflatten(1, (-1, config.head_dim)) for x in (q, k, v))
         q, k, norms = norms.before_append(q, k)
         q = self._append(index, q, k, v, positions, inputs, cache, norms)
-        k_cache, v_cache = cache.layer(index)
+        layer = cache.layer(index)
+        k_scale, v_scale = layer.stored_scales
         window = config.sliding_windows[index]
         # Given, it is not zeroed for the sake of rows that belong to no sequence.
         out = torch.empty_like(q)
         ops.paged_attention(
             q,
-            k_cache,
-            v_cache,
+            layer.k,
+            layer.v,
             inputs.page_table,
             inputs.seq_lens,
             cu_seqlens_q=inputs.cu_seqlens_q,
@@ -138,6 +139,8 @@ class Attention:
             # A window of w keys counts the query's own position; the op counts those before it.
             window=None if window is None else (window - 1, 0),
             sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
             batch_invariant=batch_invariant,
             l2_partition=cache.l2_partition,
             out=out,
@@ -156,13 +159,14 @@ class Attention:
         norms: HeadNorms,
     ) -> torch.Tensor:
         """Write k and v [T, heads, head_dim] to the cache; return q as attention takes it."""
-        rotated = self.rotations[index]
+        rotated, layer = self.rotations[index], cache.layer(index)
 
         def append(table: torch.Tensor | None, queries: torch.Tensor | None) -> torch.Tensor | None:
             return ops.append_kv(
                 k,
                 v,
-                *cache.layer(index),
+                layer.k,
+                layer.v,
                 inputs.slot_mapping,
                 positions=None if table is None else positions,
                 cos_sin=table,
@@ -172,6 +176,10 @@ class Attention:
                 k_norm_weight=None if norms.k is None else norms.k.weight,
                 norm_eps=norms.eps,
                 norm_after_rotation=self._config.qk_norm_after_rope,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
+                k_scale_out=layer.k_scale_out,
+                v_scale_out=layer.v_scale_out,
             )
 
         if rotated is None or rotated.query_cos_sin is None:

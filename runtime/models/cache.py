@@ -10,7 +10,8 @@ import torch
 
 from ..ops.attention.l2_partition import L2Partition
 from .config import ModelConfig
-from .l2.partitioned_memory import free_unused, partitioned_storage
+from .kv_format import KVFormat, ScaleKind
+from .kv_storage import KVStorage, LayerKV, StoredPages
 from .pages import DUMMY_PAGE, PagePool
 
 
@@ -23,10 +24,10 @@ class _SequencePages:
 
 @dataclass(frozen=True)
 class SwappedSequence:
-    """A sequence's keys and values, moved to host memory bit for bit."""
+    """A sequence's keys and values with their scales, moved to host memory bit for bit."""
 
     length: int
-    storage: torch.Tensor  # [layers, 2, pages, page_size, heads_kv, dim] on the CPU
+    stored: StoredPages
 
 
 class PagedKVCache:
@@ -38,11 +39,15 @@ class PagedKVCache:
         page_size: tokens per page, at least 1.
         num_kv_heads: KV heads of a layer.
         head_dim: elements of a head.
-        dtype: of the keys and values.
+        dtype: of the keys and values; int8 and float8_e4m3fn take `scales`.
         device: of the keys and values.
         l2_partitioned: on a Hopper GPU, put pages where it is known which L2 partition holds them,
             if their sizes allow it, and each sequence's into one partition
             (docs/notebooks/l2_partition.md).
+        scales: of 8 bits: "static" or "token"; see `KVFormat`. None otherwise.
+        k_scale: static factors of keys, [num_layers] or [num_layers, num_kv_heads] fp32, finite and
+            above 0; 1 by default.
+        v_scale: likewise of values; given if k_scale is.
 
     Attributes:
         storage: [layers, 2, pages, page_size, heads_kv, dim], keys and values.
@@ -51,7 +56,8 @@ class PagedKVCache:
         shared_tokens: those of them that were in the cache already.
 
     Raises:
-        ValueError: for a size below 1, or fewer than 2 pages.
+        ValueError: for a size below 1, fewer than 2 pages, a dtype that is none of a cache, and
+            scales that do not go with it.
     """
 
     def __init__(
@@ -65,7 +71,11 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         l2_partitioned: bool = True,
+        scales: ScaleKind | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> None:
+        self.format = KVFormat(dtype, scales, k_scale, v_scale)
         sizes = {
             "num_layers": num_layers,
             "page_size": page_size,
@@ -81,19 +91,7 @@ class PagedKVCache:
         self._versions = count(1)
         self.prefix_tokens = self.shared_tokens = 0
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        self.l2_partition: L2Partition | None = None
-        free_unused()
-        # Made in inference mode it could not be written outside it.
-        with torch.inference_mode(False):
-            # Zeros, not garbage: padding rows of a captured step may read the dummy page.
-            partitioned = (
-                partitioned_storage(shape, dtype, torch.device(device)) if l2_partitioned else None
-            )
-            if partitioned is None:
-                self.storage = torch.zeros(shape, dtype=dtype, device=device)
-            else:
-                self.storage, self.l2_partition = partitioned
-            self._layers = [(layer[0], layer[1]) for layer in self.storage]
+        self._memory = KVStorage(shape, self.format, device, l2_partitioned=l2_partitioned)
         if self.l2_partition is not None:
             self._pool = PagePool(num_pages, self.l2_partition.partition_of_page)
 
@@ -105,18 +103,48 @@ class PagedKVCache:
         page_size: int,
         device: torch.device | str,
         l2_partitioned: bool = True,
+        kv_format: KVFormat | None = None,
     ) -> PagedKVCache:
-        """Return a cache of `num_pages` pages that fits the model."""
+        """Return a cache of `num_pages` pages that fits the model, by default in its dtype."""
+        kv_format = KVFormat(config.dtype) if kv_format is None else kv_format
         return PagedKVCache(
             num_layers=config.num_layers,
             num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=config.dtype,
+            dtype=kv_format.dtype,
             device=device,
             l2_partitioned=l2_partitioned,
+            scales=kv_format.scales,
+            k_scale=kv_format.k_scale,
+            v_scale=kv_format.v_scale,
         )
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """Keys and values, [layers, 2, pages, page_size, heads_kv, dim]."""
+        return self._memory.values
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """Scales of tokens and heads, [layers, 2, pages, page_size, heads_kv] fp32, or None."""
+        return self._memory.scales
+
+    @property
+    def l2_partition(self) -> L2Partition | None:
+        """Where the pages are, for `paged_attention`; None where partitions are not known."""
+        return self._memory.l2_partition
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all memory that the cache takes on its device."""
+        return self._memory.tensors()
+
+    def randomize(
+        self, pages: Sequence[int] | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        """Fill pages with random numbers; see `KVStorage.randomize`."""
+        self._memory.randomize(pages, generator)
 
     @property
     def usable_pages(self) -> int:
@@ -137,9 +165,9 @@ class PagedKVCache:
         """Return how many pages `length` tokens fill."""
         return -(-length // self.page_size)
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (k, v) of one layer, each [pages, page_size, heads_kv, dim]."""
-        return self._layers[index]
+    def layer(self, index: int) -> LayerKV:
+        """Return the keys, values and scales of one layer."""
+        return self._memory.layer(index)
 
     def add(self, sequence: int, prefix: Sequence[int] = (), *, multiple_of: int = 1) -> int:
         """Start a sequence, sharing the pages of other sequences that begin with `prefix`.
@@ -206,7 +234,7 @@ class PagedKVCache:
         if copied:
             page = taken[-1]
             try:
-                self.storage[:, :, page] = self.storage[:, :, held.pages[-1]]
+                self._memory.copy_page(held.pages[-1], page)
             except BaseException:
                 self._pool.release(taken)
                 raise
@@ -269,7 +297,7 @@ class PagedKVCache:
             ValueError: when the sequence is unknown.
         """
         held = self._held(sequence)
-        swapped = SwappedSequence(held.length, self.storage[:, :, held.pages].cpu())
+        swapped = SwappedSequence(held.length, self._memory.read(held.pages))
         self.free(sequence)
         return swapped
 
@@ -281,17 +309,11 @@ class PagedKVCache:
             OutOfPagesError: when the pages do not suffice. Nothing is changed then.
         """
         self._check_new("sequence", sequence)
-        stored = swapped.storage
-        count = stored.shape[2]
-        shape = (*self.storage.shape[:2], count, *self.storage.shape[3:])
-        if stored.shape != shape or stored.dtype != self.storage.dtype:
-            raise ValueError(
-                f"swapped: got {tuple(stored.shape)} {stored.dtype}, "
-                f"expected {shape} {self.storage.dtype}"
-            )
+        count = swapped.stored.values.size(2)
+        self._memory.check(swapped.stored, count)
         pages = self._pool.take(count)
         try:
-            self.storage[:, :, pages] = stored.to(self.storage.device)
+            self._memory.write(pages, swapped.stored)
         except BaseException:
             self._pool.release(pages)
             raise

@@ -13,6 +13,7 @@ from ..jit.variant import Variant
 from .cache import PagedKVCache
 from .config import ModelConfig
 from .kinds import InputKind
+from .kv_format import KVFormat
 from .kv_scales import KVScales
 from .layers import Linear, Sampling
 
@@ -66,7 +67,7 @@ class Decoder(Protocol):
         config: its shape.
         max_context: the longest sequence served.
         batch_invariant: whether a sequence gets the same bits whatever is served beside it.
-        kv_scales: of an 8-bit KV cache, where the checkpoint is made for one. No step uses them.
+        kv_scales: the 8-bit KV cache that the checkpoint is made for, if it is; see `kv_format`.
     """
 
     config: ModelConfig
@@ -87,10 +88,13 @@ class Decoder(Protocol):
     def linears(self) -> Iterator[LinearUse]:
         """Yield every linear layer, layer by layer; the output projection is the last."""
 
-    def kernels(self) -> list[Variant]:
+    def kernels(self, cache_format: KVFormat | None = None) -> list[Variant]:
         """Return the kernels the model launches for any number of tokens, on its GPU or an H200.
 
         Some may be named more than once.
+
+        Args:
+            cache_format: of the KV cache; None: what the checkpoint is made for.
         """
 
     def __call__(

@@ -13,6 +13,7 @@ from ..jit.variant import Variant
 from .config import ModelConfig
 from .config_fields import Fields, UnsupportedModelError
 from .decoder import Decoder
+from .kv_format import KVFormat
 from .parts import DecoderLayout, Loader
 from .required_kernels import model_kernels
 from .tower import Tower
@@ -21,8 +22,17 @@ from .tower import Tower
 class Kernels(Protocol):
     """Names kernels of a model."""
 
-    def __call__(self, config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
-        """Return what a model of this shape launches beside its linear layers."""
+    def __call__(
+        self,
+        config: ModelConfig,
+        *,
+        cache_format: KVFormat | None = None,
+        batch_invariant: bool = True,
+    ) -> list[Variant]:
+        """Return what a model of this shape launches beside its linear layers.
+
+        `cache_format` is that of the KV cache; None is pages in the model's dtype.
+        """
 
 
 class Load(Protocol):

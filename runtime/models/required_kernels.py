@@ -18,31 +18,54 @@ from ..ops.sampling.softcap import softcap_kernel
 from ..ops.sampling.token_logprobs import TokenLogprobsKernel
 from .config import ModelConfig
 from .decoder import Decoder
+from .kv_format import KVFormat
 from .norms import fp32_kind, is_power_of_two
 
 
-def compile_kernels(model: Decoder) -> None:
+def compile_kernels(model: Decoder, cache_format: KVFormat | None = None) -> None:
     """Compile at once what a model on CUDA may launch; does nothing for one on the CPU.
 
     Without this the kernels are compiled one after another, each at its first launch.
+
+    Args:
+        model: the decoder.
+        cache_format: of the KV cache; None: what the checkpoint is made for.
 
     Raises:
         KernelBuildError: when compiling fails.
     """
     if model.device.type == "cuda":
-        precompile(model.kernels(), model.device)
+        precompile(model.kernels(cache_format), model.device)
 
 
-def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
-    """Return the kernels of a model that do not depend on how its weights are quantised."""
+def model_kernels(
+    config: ModelConfig, *, cache_format: KVFormat | None = None, batch_invariant: bool = True
+) -> list[Variant]:
+    """Return the kernels of a model that do not depend on how its weights are quantised.
+
+    Args:
+        config: shape of the model.
+        cache_format: of the KV cache; None is pages in the model's dtype.
+        batch_invariant: as of `ops.paged_attention`.
+    """
+    cache_format = KVFormat(config.dtype) if cache_format is None else cache_format
     dtype, group = config.dtype, config.num_heads // config.num_kv_heads
+    kv_dtype = cache_format.dtype
     scaled = config.logits_scale != 1.0 and not is_power_of_two(config.logits_scale)
     return [
         *((input_kernel(fp32_kind(config.norm.kind), dtype, dtype),) if scaled else ()),
         embed_kernel(dtype),
-        append_kernel(dtype, dtype),
-        *decode_kernels(dtype, config.head_dim, group, batch_invariant=batch_invariant),
-        *prefill_kernels(dtype, config.head_dim, batch_invariant=batch_invariant),
+        append_kernel(dtype, kv_dtype),
+        *decode_kernels(
+            dtype, config.head_dim, group, kv_dtype=kv_dtype, batch_invariant=batch_invariant
+        ),
+        *prefill_kernels(
+            dtype,
+            config.head_dim,
+            kv_dtype=kv_dtype,
+            token_scales=cache_format.stores_scales,
+            batch_invariant=batch_invariant,
+        ),
         *((softcap_kernel(torch.float32),) if config.logits_softcap else ()),
         sample_kernel(torch.float32),  # what a `Decoder` returns
         *(ProcessLogits(), TokenLogprobsKernel()),  # where requests ask for more
@@ -50,7 +73,10 @@ def model_kernels(config: ModelConfig, *, batch_invariant: bool = True) -> list[
     ]
 
 
-def kernels_with_norms(config: ModelConfig, *, batch_invariant: bool = True) -> list[Variant]:
+def kernels_with_norms(
+    config: ModelConfig, *, cache_format: KVFormat | None = None, batch_invariant: bool = True
+) -> list[Variant]:
     """Return `model_kernels` and, for families with such, the norm that nothing is fused with."""
     norm = input_kernel(config.norm.input_kind, config.dtype, config.dtype)
-    return [norm, *model_kernels(config, batch_invariant=batch_invariant)]
+    known = model_kernels(config, cache_format=cache_format, batch_invariant=batch_invariant)
+    return [norm, *known]

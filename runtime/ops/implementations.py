@@ -50,6 +50,8 @@ def implementations(capability: Capability, target: Target | None) -> dict[str, 
     for name, dtype in _OPERANDS.items():
         product = kernel if GemmTiled.supports(capability) else operator_of(dtype, capability)
         found[f"w8a8_linear, {name}"] = product
+    for op in ("attention, decode", "attention, prefill"):
+        found[f"{op}, 8-bit KV cache"] = found[op]
     has_gemm = GemmTiled.supports(capability)
     found["fp8_block_linear"] = kernel if has_gemm else "torch (mm of dequantised operands)"
     found["dynamic_w8a8_linear, one token"] = (

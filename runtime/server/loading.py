@@ -12,7 +12,8 @@ from ostinato.graphs import CaptureReport
 
 from ..checkpoint import load_config, load_model, load_tokenizer
 from ..engine import Engine
-from ..engine.cache_size import default_pages
+from ..engine.cache_size import MEMORY_FRACTION
+from ..models import ScaleKind
 from .chat.parsers import AUTO, Parsers
 from .chat.templates import load_chat_template
 from .defaults import generation_defaults
@@ -34,6 +35,7 @@ class EngineOptions:
         page_size: tokens per KV page.
         num_pages: of the KV cache; by default what `memory_fraction` allows, if so many are of use.
         memory_fraction: of a GPU's free memory that the KV cache may take.
+        kv_cache_dtype, kv_scales: of the KV cache.
         capture_sizes: batch sizes to capture; by default chosen up to `max_batch`.
         max_prefill_tokens: prompt tokens of one step.
         verify: whether replays are compared with the step after capture.
@@ -45,7 +47,9 @@ class EngineOptions:
     max_context: int | None = None
     page_size: int = 16
     num_pages: int | None = None
-    memory_fraction: float = 0.8
+    memory_fraction: float = MEMORY_FRACTION
+    kv_cache_dtype: str = "auto"
+    kv_scales: ScaleKind | None = None
     capture_sizes: Sequence[int] | None = None
     max_prefill_tokens: int = 2048
     verify: bool = True
@@ -96,19 +100,16 @@ def load_service(
     def make_engine() -> Engine:
         model = load_model(folder, device=options.device, max_context=options.max_context)
         context = options.max_context or model.max_context
-        pages = options.num_pages
-        if pages is None:
-            wanted = max_batch * -(-context // options.page_size)
-            pages = default_pages(
-                model, wanted, options.page_size, memory_fraction=options.memory_fraction
-            )
         engine = Engine(
             model,
             tokenizer,
             max_batch=max_batch,
             max_context=context,
             page_size=options.page_size,
-            num_pages=pages,
+            num_pages=options.num_pages,
+            memory_fraction=options.memory_fraction,
+            kv_cache_dtype=options.kv_cache_dtype,
+            kv_scales=options.kv_scales,
             max_prefill_tokens=options.max_prefill_tokens,
             logits_processing=True,
         )

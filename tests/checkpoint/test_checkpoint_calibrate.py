@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ostinato.checkpoint import CheckpointError, load_config, load_model, quantize_checkpoint
-from ostinato.checkpoint.calibrate import largest_inputs, read_tokens
+from ostinato.checkpoint.calibrate import observe, read_tokens
 from ostinato.checkpoint.layout import checked_layout
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.smooth import smoothing
@@ -93,9 +93,9 @@ def factors_of(source: Path) -> Any:
     with CheckpointReader(source) as reader:
         layout = checked_layout(config, unquantized)
         reader.check(layout.tensors(unquantized))
-        largest = largest_inputs(reader, config, layout, tokens)
+        observed = observe(reader, config, layout, unquantized, tokens)
         return smoothing(
-            layout, largest, lambda m: reader.read(DENSE.weight(m)).clone(), lambda _: True
+            layout, observed.inputs, lambda m: reader.read(DENSE.weight(m)).clone(), lambda _: True
         )
 
 
@@ -160,7 +160,7 @@ def test_what_is_not_quantized_is_not_smoothed(tmp_path: Path) -> None:
         ("fp8", TEXT.encode(), ValueError, "calibrate: got a text for 'fp8', expected None"),
         ("int8", b"short", ValueError, r"calibrate: got 5 tokens in .*, expected at least 64"),
         ("int8", b"\xff" * 99, ValueError, "calibrate: .*: no UTF-8"),
-        ("int8", None, FileNotFoundError, "text.txt"),
+        ("int8", None, CheckpointError, "text.txt: cannot be read"),
     ],
 )
 def test_bad_texts_are_refused(

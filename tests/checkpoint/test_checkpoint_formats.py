@@ -38,7 +38,7 @@ def write(folder: Path, **config: Any) -> None:
 
 def parse(folder: Path, **config: Any) -> StoredSchemeOf:
     write(folder, **config)
-    return load_quantization(folder)
+    return load_quantization(folder).scheme_of
 
 
 def int8(**changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints made for an 8-bit KV cache: scales are kept, and pages stay in the model's dtype."""
+"""Checkpoints made for an 8-bit KV cache: their scales, and what an engine makes of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ostinato.checkpoint import CheckpointError, UnsupportedCheckpointError, load_model
 from ostinato.engine import Engine
-from ostinato.models import sequence_logits
+from ostinato.models import kv_format, sequence_logits
 
 INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -76,7 +76,7 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         ),
     ],
 )
-def test_scales_are_kept_and_change_nothing(
+def test_scales_are_kept_and_serve_8_bits(
     form: str, names: str, fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = load_model(checkpoint(tmp_path / "kv", form, names, **fields))
@@ -89,7 +89,59 @@ def test_scales_are_kept_and_change_nothing(
     assert found.v.tolist() == [3.0, 4.0]
     plain = load_model(checkpoint(tmp_path / "plain", form, None))
     assert plain.kv_scales is None
-    assert torch.equal(sequence_logits(model, TOKENS), sequence_logits(plain, TOKENS))
+    expected = sequence_logits(plain, TOKENS)
+    for name in ("auto", "fp32"):
+        served = kv_format(model.config, found, name)
+        assert (served.dtype is dtype) == (name == "auto")
+        logits = sequence_logits(model, TOKENS, cache_format=served)
+        assert torch.equal(logits, expected) == (name == "fp32")
+    assert torch.equal(
+        sequence_logits(model, TOKENS),
+        sequence_logits(plain, TOKENS, cache_format=kv_format(plain.config, found)),
+    )
+
+
+def test_a_wrapped_configuration_names_the_cache(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "ct-int8-dynamic", kv_cache_scheme=CT_SCHEME)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    inner = config["quantization_config"]
+    wrapped = {"quant_method": "compressed-tensors", "quantization_config": inner}
+    file.write_text(json.dumps({**config, "quantization_config": wrapped}))
+    found = load_model(tmp_path).kv_scales
+    assert found is not None
+    assert found.dtype is INT8
+    wrapped["kv_cache_scheme"] = inner.pop("kv_cache_scheme")
+    file.write_text(json.dumps({**config, "quantization_config": wrapped}))
+    with pytest.raises(UnsupportedCheckpointError, match="kv_cache_scheme"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2,)])
+def test_scales_of_heads_are_kept(shape: tuple[int, ...], tmp_path: Path) -> None:
+    scheme = {**CT_SCHEME, "strategy": "attn_head"}
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", None, kv_cache_scheme=scheme)
+    names = [BESIDE.format(layer, part) for part in "kv" for layer in range(2)]
+    numbers = [torch.tensor([at + 1.0, at + 2.0]) for at in range(4)]
+    add(folder, {name: x.reshape(shape) for name, x in zip(names, numbers, strict=True)})
+    model = load_model(folder)
+    found = model.kv_scales
+    assert found is not None
+    assert found.k is not None
+    assert found.v is not None
+    assert found.k.tolist() == [[1, 2], [2, 3]]
+    assert found.v.tolist() == [[3, 4], [4, 5]]
+    assert str(kv_format(model.config, found)) == (
+        "int8, static scales of the checkpoint per layer and head"
+    )
+
+
+def test_a_scale_of_one_head_is_not_one_of_all(tmp_path: Path) -> None:
+    folder = checkpoint(
+        tmp_path, "ct-int8-dynamic", kv_cache_scheme={**CT_SCHEME, "strategy": "attn_head"}
+    )
+    with pytest.raises(CheckpointError, match=r"k_scale: got shape \[1\], expected \[2, 1, 1\]"):
+        load_model(folder)
 
 
 def test_a_shared_scale_is_that_of_both(tmp_path: Path) -> None:
@@ -117,20 +169,43 @@ def test_a_wrapped_configuration_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("kind", "names", "options", "words"),
     [
-        (BESIDE, "KV cache: pages in the model's dtype; the checkpoint asks for INT8, and its sca"),
-        (None, "KV cache: pages in the model's dtype; the checkpoint asks for INT8"),
+        ("int", BESIDE, {}, "int8, static scales of the checkpoint per layer"),
+        ("float", BESIDE, {}, "fp8, static scales of the checkpoint per layer"),
+        ("float", BESIDE, {"kv_cache_dtype": "fp8"}, "fp8, static scales of the checkpoint per l"),
+        ("float", BESIDE, {"kv_scales": "token"}, "fp8, a scale per token and head"),
+        ("float", BESIDE, {"kv_cache_dtype": "int8"}, "int8, a scale per token and head"),
+        ("float", None, {}, "fp8, static scales of 1"),
+        ("int", None, {}, "int8, a scale per token and head"),
+        ("int", BESIDE, {"kv_cache_dtype": "fp8"}, "fp8, a scale per token and head"),
+        (
+            *("int", BESIDE),
+            {"kv_cache_dtype": "fp8", "kv_scales": "static"},
+            "fp8, static scales of 1",
+        ),
+        ("int", BESIDE, {"kv_cache_dtype": "fp32"}, "fp32"),
     ],
 )
-def test_the_capture_report_says_that_they_are_not_used(
-    names: str | None, words: str, tmp_path: Path
+def test_an_engine_says_how_it_serves_them(
+    kind: str, names: str | None, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    folder = checkpoint(tmp_path, "ct-int8-dynamic", names, kv_cache_scheme=CT_SCHEME)
-    engine = Engine(load_model(folder), None, max_batch=1, max_context=16)
-    report = str(engine.capture(progress=False))
-    assert words in report
-    assert ("not used" in report) == (names is not None)
+    scheme = {**CT_SCHEME, "type": kind}
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", names, kv_cache_scheme=scheme)
+    engine = Engine(load_model(folder), None, max_batch=1, max_context=16, **options)
+    assert f"KV cache: {words}" in str(engine.capture(progress=False))
+    assert str(engine.cache.format).startswith(words)
+
+
+@pytest.mark.parametrize(("kind", "names"), [("float", BESIDE), ("int", None)])
+def test_static_int8_needs_scales_of_the_checkpoint(
+    kind: str, names: str | None, tmp_path: Path
+) -> None:
+    scheme = {**CT_SCHEME, "type": kind}
+    model = load_model(checkpoint(tmp_path, "ct-int8-dynamic", names, kv_cache_scheme=scheme))
+    options: dict[str, Any] = {"kv_cache_dtype": "int8", "kv_scales": "static"}
+    with pytest.raises(ValueError, match="kv_scales: got 'static', but the checkpoint has no scal"):
+        Engine(model, None, max_batch=1, max_context=16, **options)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +214,7 @@ def test_the_capture_report_says_that_they_are_not_used(
         ({"kv_cache_scheme": {**CT_SCHEME, "num_bits": 4}}, "num_bits: got 4, expected 8"),
         ({"kv_cache_scheme": {}}, "num_bits: got None, expected 8"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "type: got None, expected 'int' or 'float'"),
-        ({"kv_cache_scheme": {**CT_SCHEME, "strategy": "attn_head"}}, "strategy: got 'attn_head'"),
+        ({"kv_cache_scheme": {**CT_SCHEME, "strategy": "channel"}}, "strategy: got 'channel'"),
         ({"kv_cache_scheme": {**CT_SCHEME, "dynamic": True}}, "dynamic: got True"),
         ({"kv_cache_scheme": {**CT_SCHEME, "symmetric": False}}, "symmetric: got False"),
         ({"kv_cache_scheme": {**CT_SCHEME, "new_field": 1}}, "new_field: got 1, a field that is"),
@@ -169,6 +244,16 @@ def test_a_scale_that_is_none_is_refused(value: float, tmp_path: Path) -> None:
     add(folder, {BESIDE.format(1, "v"): torch.tensor([value])})
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_scale: got .* above 0"):
         load_model(folder)
+
+
+def test_a_scale_of_a_head_that_is_none_is_refused(tmp_path: Path) -> None:
+    scheme = {**CT_SCHEME, "strategy": "attn_head"}
+    folder = checkpoint(tmp_path, "ct-int8-dynamic", None, kv_cache_scheme=scheme)
+    names = [BESIDE.format(layer, part) for part in "kv" for layer in range(2)]
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        add(folder, {name: torch.tensor([1.0, value]) for name in names})
+        with pytest.raises(CheckpointError, match=r"k_scale: got .* at index 1, expected a finite"):
+            load_model(folder)
 
 
 def test_a_missing_and_a_misshapen_scale_are_named(tmp_path: Path) -> None:

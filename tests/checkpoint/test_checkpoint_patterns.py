@@ -133,9 +133,10 @@ def fields(format_name: str, entry: str) -> dict[str, Any]:
 def test_no_format_hangs_on_a_strangers_pattern(name: str) -> None:
     parse = formats()[name].parse
     with pytest.raises(CheckpointError, match=r"config\.json.*takes more than 1 s"):
-        parse(Section("config.json", fields(name, SLOW)))(NAME)
+        parse(Section("config.json", fields(name, SLOW))).scheme_of(NAME)
     # sec_01: Python's `re` would take years.
-    assert str(parse(Section("config.json", fields(name, "(([a-z._0-9]+)+)+!")))(NAME))
+    ours = parse(Section("config.json", fields(name, "(([a-z._0-9]+)+)+!")))
+    assert str(ours.scheme_of(NAME))
 
 
 @pytest.mark.timeout(60)
@@ -143,7 +144,7 @@ def test_targets_are_bounded_too() -> None:
     config = compressed_tensors("int", "channel", "token", ignore=[])
     config["config_groups"]["group_0"]["targets"] = [f"re:{SLOW}"]
     with pytest.raises(CheckpointError, match=r"config\.json.*takes more than 1 s"):
-        ct.parse_compressed_tensors(Section("config.json", config))(NAME)
+        ct.parse_compressed_tensors(Section("config.json", config)).scheme_of(NAME)
 
 
 @pytest.mark.timeout(60)
@@ -156,7 +157,7 @@ def test_every_format_matches_in_one_place(name: str, monkeypatch: pytest.Monkey
         return False
 
     monkeypatch.setattr(PatternMatcher, "matches", matches)
-    formats()[name].parse(Section("config.json", fields(name, "model.*")))(NAME)
+    formats()[name].parse(Section("config.json", fields(name, "model.*"))).scheme_of(NAME)
     assert NAME in asked
 
 
@@ -164,14 +165,14 @@ def test_every_format_matches_in_one_place(name: str, monkeypatch: pytest.Monkey
 def test_a_wildcard_of_many_stars_is_fast() -> None:
     entry = "*a" * 4000 + "!"
     config = {"quant_algo": "FP8", "ignore": [entry]}
-    assert modelopt.parse_modelopt(Section("config.json", config))(NAME)
+    assert modelopt.parse_modelopt(Section("config.json", config)).scheme_of(NAME)
 
 
 @pytest.mark.timeout(60)
 def test_a_million_plain_names_are_fast() -> None:
     config = compressed_tensors("int", "channel", "token")
     config["ignore"] = [f"model.layers.{index}" for index in range(1_000_000)]
-    scheme_of = ct.parse_compressed_tensors(Section("config.json", config))
+    scheme_of = ct.parse_compressed_tensors(Section("config.json", config)).scheme_of
     begin = time.thread_time()
     for index in range(1000):
         scheme_of(f"model.layers.{index}.mlp.up_proj")
@@ -180,6 +181,6 @@ def test_a_million_plain_names_are_fast() -> None:
 
 def test_entries_of_fp8_are_whole_patterns() -> None:
     config = {"activation_scheme": "static", "ignored_layers": ["a|b{1,2}"]}
-    scheme_of = hf_fp8.parse_hf_fp8(Section("config.json", config))
+    scheme_of = hf_fp8.parse_hf_fp8(Section("config.json", config)).scheme_of
     assert str(scheme_of("bb.x")) == "not quantised"
     assert str(scheme_of("c")) != "not quantised"

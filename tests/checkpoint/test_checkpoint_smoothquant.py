@@ -256,7 +256,8 @@ def test_ranks_fold_their_own_factors(tmp_path: Path) -> None:
     whole = family_of(shape).layout(shape)
     target = Target(torch.device("cpu"), torch.float32, batch_invariant=True)
     with CheckpointReader(tmp_path) as reader:
-        loader = CheckpointLoader(reader, load_quantization(tmp_path), target, None)
+        scheme_of = load_quantization(tmp_path).scheme_of
+        loader = CheckpointLoader(reader, scheme_of, target, None)
         layers = [
             build(layout.layers[0], loader)
             for layout in (whole, whole.shard(0, 2), whole.shard(1, 2))

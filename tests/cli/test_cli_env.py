@@ -121,6 +121,8 @@ def test_env_says_what_ops_run_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["sm_80"]["sample"] == "kernel (sm_80)"
     assert found["sm_80"]["w8a8_linear, fp8"] == "torch (e4m3 dequantised to fp16)"
     assert set(found["sm_90a"].values()) == {"kernel (sm_90a)", "torch (mm)"}
+    for op in ("attention, decode, 8-bit KV cache", "attention, prefill, 8-bit KV cache"):
+        assert (found["sm_80"][op], found["sm_90a"][op]) == ("torch", "kernel (sm_90a)")
     assert main(["env", "--arch", "120"]) == 0
     assert "ops on sm_120:\n  embed: kernel (sm_120)\n" in capsys.readouterr().out
     assert main(["env", "--arch", "75"]) == 2

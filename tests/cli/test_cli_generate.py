@@ -234,6 +234,21 @@ def test_sizes_change_no_text(flags: str, sizes: list[int], generate: Generate) 
         assert got == [completion[key] for completion in expected["completions"]]
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("", "fp32"),
+        ("--kv-cache-dtype fp32", "fp32"),
+        ("--kv-cache-dtype fp8", "fp8, a scale per token and head"),
+        ("--kv-cache-dtype fp8 --kv-scales static", "fp8, static scales of 1"),
+        ("--kv-cache-dtype int8 --kv-scales token", "int8, a scale per token and head"),
+    ],
+)
+def test_the_kv_cache_is_as_asked_for(flags: str, note: str, generate: Generate) -> None:
+    document = generate("Hello", "--max-tokens", "3", *flags.split())
+    assert document["capture"]["notes"]["KV cache"] == note
+
+
 def test_preemptions_are_reported(
     generate: Generate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,6 +288,13 @@ def test_the_context_ends_a_text(generate: Generate) -> None:
         ("x --max-context 1", "max_context: got 1, expected 2 to the model's 65536"),
         ("x --max-context 65537", "max_context: got 65537, expected 2 to the model's 65536"),
         ("x --page-size 0", "page_size: got 0"),
+        ("x --kv-cache-dtype e5m2", "argument --kv-cache-dtype: invalid choice: 'e5m2'"),
+        ("x --kv-cache-dtype bf16", "kv_cache_dtype: got 'bf16', expected 'auto', 'fp8', 'int8'"),
+        ("x --kv-scales token", "kv_scales: got 'token', expected None for pages of torch.float3"),
+        (
+            "x --kv-cache-dtype int8 --kv-scales static",
+            "kv_scales: got 'static', but the checkpoint has no scales of an INT8 cache",
+        ),
         ("x --num-pages 1", "num_pages: got 1"),
         ("x --num-pages 1000000000000000", "num_pages: got 1000000000000000, expected at most "),
         ("x --num-pages 100000000000", "num_pages: got 100000000000, expected at most "),

@@ -25,6 +25,30 @@ def test_the_result_loads_and_generates(
     assert main(["generate", str(target), "Hello", "--max-tokens", "2"]) == 0
 
 
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("kv_cache", ["fp8", "int8"])
+def test_a_kv_cache_is_calibrated_and_served(
+    kv_cache: str,
+    scheme: str | None,
+    checkpoint: Path,
+    tmp_path: Path,
+    device: torch.device,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target, text = tmp_path / "quantised", tmp_path / "text.txt"
+    text.write_text("What it is like to be served. " * 20)
+    flags = ["--kv-cache", kv_cache, "--calibrate", str(text), "--device", str(device)]
+    flags += [] if scheme is None else ["--scheme", scheme]
+    assert main(["quantize", str(checkpoint), str(target), *flags]) == 0
+    printed = capsys.readouterr().out
+    assert f"{scheme or 'plain'} weights, 0.0" in printed
+    assert printed.endswith(f"; scales of an {kv_cache} KV cache\n")
+    served = ["generate", str(target), "Hello", "--max-tokens", "2", "--device", str(device)]
+    assert main(served) == 0
+    note = f"KV cache: {kv_cache}, static scales of the checkpoint per layer"
+    assert note in capsys.readouterr().err
+
+
 def test_ignored_modules_stay_as_they_are(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "quantised"
     ignore = ("--ignore", "lm_head", "--ignore", "re:.*down_proj")
@@ -47,9 +71,18 @@ def test_a_text_calibrates(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        ("{source} {new}", "got neither --scheme nor --kv-cache, expected one of them or both"),
+        ("{source} {new} --kv-cache fp8", "--kv-cache needs --calibrate"),
+        ("{source} {new} --kv-cache fp8 --scheme int8", "--kv-cache needs --calibrate"),
+        (
+            "{source} {new} --kv-cache fp8 --calibrate x --ignore lm_head",
+            "--ignore goes with --scheme",
+        ),
+        ("{source} {new} --kv-cache fp4", "argument --kv-cache: invalid choice: 'fp4'"),
+        ("{source} {new} --kv-cache fp8 --calibrate {new}", "{new}: "),
+        ("{source} {new} --kv-cache fp8 --calibrate {source}", "{source}: got a folder"),
         ("{source} {new} --scheme fp8 --calibrate {source}", "calibrate: got a text for 'fp8'"),
-        ("{source} {new} --scheme int8 --calibrate {new}", "{new}: No such file or directory"),
-        ("{source} {new}", "the following arguments are required: --scheme"),
+        ("{source} {new} --scheme int8 --calibrate {new}", "{new}: cannot be read"),
         ("{source} {new} --scheme int4", "argument --scheme: invalid choice: 'int4'"),
         ("{source} --scheme int8", "the following arguments are required: DST"),
         ("{new}/none {new} --scheme int8", "SRC: got '{new}/none', which does not exist"),

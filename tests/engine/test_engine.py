@@ -25,10 +25,16 @@ from ostinato.graphs import ClosedError, NotCapturedError
 from ostinato.models import Decoder, RopeConfig, sequence_logits
 from ostinato.ops.attention import prefill_cuda
 from ostinato.ops.attention.prefill_cuda import attend_paged
-from tiny import byte_tokenizer, tiny_llama
+from tiny import KV_CACHES, byte_tokenizer, tiny_llama
 
 TOKENIZER = byte_tokenizer()
 SCHEMES = ("plain", "int8", "fp8")
+# Of linear layers, and the kind of the KV cache.
+SERVED = [
+    *((scheme, "model") for scheme in SCHEMES),
+    *(("plain", cache) for cache in KV_CACHES if cache != "model"),
+    ("int8", "fp8"),
+]
 
 
 def make_engine(
@@ -36,10 +42,12 @@ def make_engine(
     scheme: str = "plain",
     batch_sizes: Sequence[int] | None = None,
     model: Decoder | None = None,
+    cache: str = "model",
     **options: Any,
 ) -> Engine:
     defaults: dict[str, Any] = {"max_batch": 4, "page_size": 4, "prefill_chunk": 8}
-    engine = Engine(model or tiny_llama(device, scheme), TOKENIZER, **{**defaults, **options})
+    options = {**defaults, **KV_CACHES[cache], **options}
+    engine = Engine(model or tiny_llama(device, scheme, cache=cache), TOKENIZER, **options)
     engine.capture(batch_sizes, progress=False)
     return engine
 
@@ -108,24 +116,29 @@ REQUESTS = st.lists(
 class Pair:
     """One engine with room for everything one by one, one that is crowded and short of pages."""
 
-    def __init__(self, device: torch.device, scheme: str) -> None:
-        model = tiny_llama(device, scheme)
-        self.alone = make_engine(model=model, max_batch=1, batch_sizes=[1])
+    def __init__(self, device: torch.device, scheme: str, cache: str) -> None:
+        model = tiny_llama(device, scheme, cache=cache)
+        self.alone = make_engine(model=model, cache=cache, max_batch=1, batch_sizes=[1])
         self.crowded = make_engine(
-            model=model, batch_sizes=[1, 3], max_context=48, num_pages=14, max_prefill_tokens=8
+            model=model,
+            cache=cache,
+            batch_sizes=[1, 3],
+            max_context=48,
+            num_pages=14,
+            max_prefill_tokens=8,
         )
 
 
 @pytest.fixture(scope="module")
-def pairs() -> Iterator[dict[tuple[str, str], Pair]]:
-    made: dict[tuple[str, str], Pair] = {}
+def pairs() -> Iterator[dict[tuple[str, str, str], Pair]]:
+    made: dict[tuple[str, str, str], Pair] = {}
     yield made
     for pair in made.values():
         pair.alone.close()
         pair.crowded.close()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "cache"), SERVED)
 @settings(
     max_examples=effort(8, 25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -133,13 +146,14 @@ def pairs() -> Iterator[dict[tuple[str, str], Pair]]:
 @given(requests=REQUESTS)
 def test_tokens_do_not_depend_on_neighbours_load_or_preemption(
     scheme: str,
+    cache: str,
     device: torch.device,
-    pairs: dict[tuple[str, str], Pair],
+    pairs: dict[tuple[str, str, str], Pair],
     requests: list[tuple[str, SamplingParams]],
 ) -> None:
-    key = (device.type, scheme)
+    key = (device.type, scheme, cache)
     if key not in pairs:
-        pairs[key] = Pair(device, scheme)
+        pairs[key] = Pair(device, scheme, cache)
     pair = pairs[key]
     prompts = [prompt for prompt, _ in requests]
     params = [p for _, p in requests]
@@ -150,12 +164,13 @@ def test_tokens_do_not_depend_on_neighbours_load_or_preemption(
         assert completion.text == expected.text
 
 
-def test_forced_preemption_changes_no_token(device: torch.device) -> None:
-    model = tiny_llama(device, "int8")
+@pytest.mark.parametrize("cache", KV_CACHES)
+def test_forced_preemption_changes_no_token(cache: str, device: torch.device) -> None:
+    model = tiny_llama(device, "int8", cache=cache)
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5, repetition_penalty=1.2)
     prompts = [f"prompt {i}" for i in range(6)]
-    roomy = make_engine(model=model)
-    tight = make_engine(model=model, max_context=32, num_pages=12)
+    roomy = make_engine(model=model, cache=cache)
+    tight = make_engine(model=model, cache=cache, max_context=32, num_pages=12)
     expected = roomy.generate(prompts, params)
     got = tight.generate(prompts, params)
     assert tight.stats.preemptions > 0
@@ -163,13 +178,16 @@ def test_forced_preemption_changes_no_token(device: torch.device) -> None:
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]
 
 
-def test_shared_prefixes_save_work_and_change_no_token(device: torch.device) -> None:
-    model = tiny_llama(device, "int8")
+@pytest.mark.parametrize("cache", KV_CACHES)
+def test_shared_prefixes_save_work_and_change_no_token(cache: str, device: torch.device) -> None:
+    model = tiny_llama(device, "int8", cache=cache)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     prefix = "0123456789abcdef"
     prompts = [prefix + "x", prefix + "y and more", prefix]
-    fresh = [make_engine(model=model).generate([prompt], params)[0] for prompt in prompts]
-    engine = make_engine(model=model)
+    fresh = [
+        make_engine(model=model, cache=cache).generate([prompt], params)[0] for prompt in prompts
+    ]
+    engine = make_engine(model=model, cache=cache)
     shared = [engine.generate([prompt], params)[0] for prompt in prompts]
     assert [c.token_ids for c in shared] == [c.token_ids for c in fresh]
     # The last prompt computes its second chunk again: logits of its last token are needed.
@@ -307,18 +325,19 @@ def test_stop_ids_outside_the_vocabulary_are_named(token: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("cache", KV_CACHES)
 def test_logits_that_are_nan_end_their_text_alone(
-    scheme: str, how: dict[str, Any], device: torch.device
+    scheme: str, how: dict[str, Any], cache: str, device: torch.device
 ) -> None:
-    model = tiny_llama(device, scheme)
+    model = tiny_llama(device, scheme, cache=cache)
     params = SamplingParams(max_tokens=6, ignore_eos=True, seed=5, **how)
-    others = make_engine(model=model).generate(["abc", "de"], params)
+    others = make_engine(model=model, cache=cache).generate(["abc", "de"], params)
     used = {*TOKENIZER.encode("abcde").ids, *others[0].token_ids, *others[1].token_ids}
     unused = next(token for token in range(256) if token not in used)
-    broken = tiny_llama(device, scheme)
+    broken = tiny_llama(device, scheme, cache=cache)
     embedding = next(tensor for tensor in broken.tensors() if tensor.shape[0] == 257)
     embedding[unused] = torch.nan
-    engine = make_engine(model=broken)
+    engine = make_engine(model=broken, cache=cache)
     found = engine.generate(["abc", [97, unused, 98], "de"], params)
     assert [found[0].text, found[2].text] == [other.text for other in others]
     assert [found[0].token_ids, found[2].token_ids] == [other.token_ids for other in others]
@@ -923,9 +942,14 @@ def test_a_cache_goes_with_its_engine(closed: bool) -> None:
         ("prefill_chunk", 6, "prefill_chunk: got 6, expected a multiple of page_size=4"),
         ("prefill_chunk", 0, "prefill_chunk: got 0"),
         ("num_pages", 1, "num_pages: got 1, expected at least 2"),
+        ("kv_cache_dtype", "e5m2", "kv_cache_dtype: got 'e5m2', expected one of 'auto', 'bf16',"),
+        ("kv_cache_dtype", 8, "kv_cache_dtype: got 8, expected one of 'auto'"),
+        ("kv_cache_dtype", "bf16", "kv_cache_dtype: got 'bf16', expected .* the model's 'fp32'"),
+        ("kv_scales", "head", "kv_scales: got 'head', expected None, 'static' or 'token'"),
+        ("kv_scales", "token", "kv_scales: got 'token', expected None for pages of torch.float32"),
     ],
 )
-def test_engine_options_out_of_range_are_named(option: str, value: int, match: str) -> None:
+def test_engine_options_out_of_range_are_named(option: str, value: object, match: str) -> None:
     options: dict[str, Any] = {"max_batch": 4, "page_size": 4, option: value}
     with pytest.raises(ValueError, match=match):
         Engine(tiny_llama(), TOKENIZER, **options)

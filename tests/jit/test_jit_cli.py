@@ -196,6 +196,11 @@ def test_build_for_a_model_takes_what_its_options_launch(
     assert all("int8-fp32" in name or name == "quantize-rms_norm-fp16-int8" for name in head)
     variant = built("--no-batch-invariant")
     assert {name[: name.index("-")] for name in variant} == {"attention_decode"}
+    stored = built("--kv-cache-dtype", "int8")
+    assert {name[: name.index("-")] for name in stored} == {"append_kv", "attention_decode"}
+    assert all("int8" in name for name in stored)
+    assert main(["build", "--all", "--kv-scales", "token"]) == 2
+    assert "--kv-scales go with --for-model" in capsys.readouterr().err
     assert main(["build", "--all", "--lm-head", "int8"]) == 2
     assert "go with --for-model" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, reject
@@ -156,6 +157,22 @@ def test_8_bit_prefill_has_an_output_of_another_dtype() -> None:
     assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_BYTES"] == "0"
 
 
+def test_prefill_over_8_bit_keys_is_named_by_their_dtype_and_scales() -> None:
+    kernel = AttentionPrefill(dtype="bf16", kv_dtype="e4m3", head_dim=128, keys="slots")
+    assert kernel.name == "attention_prefill-bf16-e4m3_kv-d128-slots"
+    macros = kernel.defines()
+    assert (macros["OSTINATO_TYPE"], macros["OSTINATO_CACHE"]) == ("__nv_bfloat16", "E4m3")
+    assert (macros["OSTINATO_KEYS"], macros["OSTINATO_CONSUMERS"]) == ("128", "2")
+    wide = replace(kernel, warpgroups=3)
+    assert wide.name == "attention_prefill-bf16-e4m3_kv-d128-slots-w3"
+    of_tokens = replace(kernel, kv_dtype="int8", token_scales=True)
+    assert of_tokens.name == "attention_prefill-bf16-int8_kv-token_scales-d128-slots"
+    assert of_tokens.defines()["OSTINATO_TOKEN_SCALES"] == "1"
+    assert AttentionPrefill(**_PREFILL).defines()["OSTINATO_CACHE"] == "Same"
+    for variant in (kernel, wide, of_tokens):
+        assert AttentionPrefill.from_name(variant.name) == variant
+
+
 def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
     assert AppendKV(dtype="bf16") == AppendKV(dtype="bf16", cache_dtype="bf16")
     assert AppendKV(dtype="bf16").name != AppendKV(**_APPEND).name
@@ -188,6 +205,21 @@ def test_a_cache_has_the_dtype_of_the_keys_unless_told() -> None:
         (AppendKV, _APPEND, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
         (AppendKV, _APPEND, {"cache_dtype": "fp16"}, "cache_dtype: got 'fp16', expected 'bf16' or"),
         (AttentionPrefill, _PREFILL, {"dtype": "int8"}, "dtype: got 'int8', expected 'bf16' or"),
+        (AttentionPrefill, _PREFILL, {"kv_dtype": "fp16"}, "kv_dtype: got 'fp16', expected 'bf16'"),
+        (AttentionPrefill, _PREFILL, {"kv_dtype": "int8"}, "head_dim: got 192, expected 64 or"),
+        (AttentionPrefill, _PREFILL, {"token_scales": True}, "token_scales: got True, expected"),
+        (
+            AttentionPrefill,
+            {**_PREFILL, "head_dim": 128, "kv_dtype": "int8"},
+            {"keys": "pages"},
+            "keys: got 'pages', expected 'packed' or 'slots'",
+        ),
+        (
+            AttentionPrefill,
+            {**_PREFILL, "head_dim": 128, "kv_dtype": "e4m3", "token_scales": True},
+            {"warpgroups": 3},
+            "warpgroups: got 3, expected 0",
+        ),
         (AttentionPrefill, _PREFILL, {"keys": "dense"}, "keys: got 'dense', expected 'packed' or"),
         (AttentionPrefill, _PREFILL, {"head_dim": 72}, "head_dim: got 72, expected a multiple of"),
         (AttentionPrefill, _PREFILL, {"value_dim": 272}, "value_dim: got 272, expected a multiple"),

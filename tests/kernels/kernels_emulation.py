@@ -9,6 +9,7 @@ of a launch.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -31,7 +32,17 @@ _INSTRUCTIONS = {
     ("attention/decode/kv_loader.cuh", "copy_word"): "std::memcpy(shared, global, 4);",
     ("attention/decode/kv_loader.cuh", "prefetch_line"): "",
     ("attention/decode/combine.cuh", "arrive_last"): "before = atomicInc(counter, ctas - 1);",
+    ("attention/common/dequant.cuh", "e4m3_to_fp16"): (
+        "uint16_t halves[4];"
+        "for (int i = 0; i < 4; ++i) {"
+        "  halves[i] = __nv_cvt_fp8_to_halfraw(word >> (8 * i) & 0xff, __NV_E4M3).x; }"
+        "std::memcpy(&pairs, halves, sizeof(pairs));"
+    ),
+    ("attention/prefill/kv_dequantizer.cuh", "load_vector"): "std::memcpy(&words, from, 16);",
+    ("common/registers.cuh", "give_up_registers"): "",
+    ("common/registers.cuh", "take_registers"): "",
 }
+_KERNELS = ("attention/decode/decode_sm90.cu", "attention/prefill/prefill_sm90.cu")
 _SHARED = "extern __shared__ __align__(1024) uint8_t storage[];"
 _FLAGS = (
     "-std=c++20",
@@ -51,26 +62,33 @@ def emulated_sources(folder: Path) -> Path:
     for (name, function), code in _INSTRUCTIONS.items():
         path = folder / name
         path.write_text(_without_instruction(path.read_text(), function, code))
-    kernel = folder / "attention" / "decode" / "decode_sm90.cu"
-    text = kernel.read_text()
-    assert text.count(_SHARED) == 1
     here = "uint8_t* const storage = reinterpret_cast<uint8_t*>(emulator::shared);"
-    kernel.write_text(text.replace(_SHARED, here))
+    for name in _KERNELS:
+        text = (folder / name).read_text()
+        assert text.count(_SHARED) == 1
+        (folder / name).write_text(text.replace(_SHARED, here))
     shutil.copytree(_EMULATION, folder, dirs_exist_ok=True)
     return folder
 
 
-def compile_decode(sources: Path, program: Path, defines: Mapping[str, str]) -> None:
-    """Compile the random calls of one decode kernel (`emulation/decode_cases.cpp`).
+def compile_cases(sources: Path, cases: str, program: Path, defines: Mapping[str, str]) -> None:
+    """Compile the random calls of one kernel; `cases` is a file of `emulation/`."""
+    compile_program(sources, sources / cases, program, defines)
 
-    The emulator is compiled with the first kernel of a folder.
+
+def compile_program(
+    sources: Path, main: Path, program: Path, defines: Mapping[str, str] | None = None
+) -> None:
+    """Compile a program of emulated sources.
+
+    The emulator is compiled with the first program of a folder.
     """
-    macros = [f"-D{name}={value}" for name, value in defines.items()]
-    emulator, cases = sources / "emulator.o", Path(f"{program}.o")
+    macros = [f"-D{name}={value}" for name, value in (defines or {}).items()]
+    emulator, compiled = sources / "emulator.o", Path(f"{program}.o")
     if not emulator.exists():
         _run_nvcc(sources, "-c", sources / "emulator.cpp", "-o", emulator)
-    _run_nvcc(sources, *macros, "-c", sources / "decode_cases.cpp", "-o", cases)
-    _run_nvcc(sources, cases, emulator, "-o", program)
+    _run_nvcc(sources, *macros, "-c", main, "-o", compiled)
+    _run_nvcc(sources, compiled, emulator, "-o", program)
 
 
 def _run_nvcc(sources: Path, *arguments: str | Path) -> None:
@@ -81,6 +99,6 @@ def _run_nvcc(sources: Path, *arguments: str | Path) -> None:
 def _without_instruction(text: str, function: str, code: str) -> str:
     """Put code in the place of the one `asm` of a function."""
     begin = text.index(f" {function}(")
-    begin = text.index("asm volatile(", begin)
+    begin += re.search(r"asm( volatile)?\(", text[begin:]).start()
     end = text.index(");\n", begin) + len(");")
     return text[:begin] + code + text[end:]

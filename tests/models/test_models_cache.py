@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ostinato.models import DUMMY_PAGE, OutOfPagesError, PagedKVCache
+from ostinato.models.kv_storage import KVStorage
+from ostinato.ops.common.e4m3 import as_bytes
+
+E4M3 = torch.float8_e4m3fn
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "fp8": {"dtype": E4M3, "scales": "token"},
+    "fp8_static": {"dtype": E4M3, "scales": "static"},
+    "int8": {"dtype": torch.int8, "scales": "token"},
+    "int8_static": {"dtype": torch.int8, "scales": "static"},
+}
 
 
 def make_cache(
-    num_pages: int = 9, page_size: int = 4, device: torch.device | str = "cpu"
+    num_pages: int = 9,
+    page_size: int = 4,
+    device: torch.device | str = "cpu",
+    form: str = "fp32",
+    **options: Any,
 ) -> PagedKVCache:
     return PagedKVCache(
         num_layers=2,
@@ -22,20 +38,31 @@ def make_cache(
         page_size=page_size,
         num_kv_heads=1,
         head_dim=2,
-        dtype=torch.float32,
         device=device,
+        **FORMATS[form],
+        **options,
     )
 
 
 def write(cache: PagedKVCache, sequence: int, start: int, values: list[float]) -> None:
-    flat = cache.storage.flatten(2, 3)
+    """Write numbers to the slots of tokens, as codes and as scales where there are some."""
+    flat = as_bytes(cache.storage).flatten(2, 3)
     for slot, value in zip(cache.slots(sequence, start, start + len(values)), values, strict=True):
-        flat[:, :, slot] = value
+        flat[:, :, slot] = value if cache.storage.dtype is torch.float32 else int(value) % 100
+        if cache.scales is not None:
+            cache.scales.flatten(2, 3)[:, :, slot] = value
 
 
 def read(cache: PagedKVCache, sequence: int) -> list[float]:
-    flat = cache.storage.flatten(2, 3)
-    return [float(flat[1, 1, s, 0, 0]) for s in cache.slots(sequence, 0, cache.length(sequence))]
+    """Return what was written; of codes without scales modulo 100."""
+    flat = as_bytes(cache.storage).flatten(2, 3)
+    slots = cache.slots(sequence, 0, cache.length(sequence))
+    codes = [float(flat[1, 1, slot, 0, 0]) for slot in slots]
+    if cache.scales is None:
+        return codes
+    scales = [float(cache.scales.flatten(2, 3)[1, 1, slot, 0]) for slot in slots]
+    assert [scale % 100 for scale in scales] == codes
+    return scales
 
 
 def test_reserve_gives_each_token_a_slot_of_its_own() -> None:
@@ -61,11 +88,12 @@ def test_running_out_of_pages_changes_nothing() -> None:
     assert cache.free_pages == 0
 
 
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("length", [4, 6, 7, 8])
 def test_fork_copies_the_shared_page_only_when_one_side_writes(
-    length: int, device: torch.device
+    length: int, form: str, device: torch.device
 ) -> None:
-    cache = make_cache(device=device)
+    cache = make_cache(device=device, form=form)
     cache.add(1)
     cache.reserve(1, length)
     write(cache, 1, 0, [float(i) for i in range(length)])
@@ -74,12 +102,12 @@ def test_fork_copies_the_shared_page_only_when_one_side_writes(
     used = cache.usable_pages - cache.free_pages
     cache.reserve(2, length + 1)
     assert cache.usable_pages - cache.free_pages == used + 1
-    write(cache, 2, length, [100.0])
+    write(cache, 2, length, [50.0])
     cache.reserve(1, length + 1)
-    write(cache, 1, length, [200.0])
+    write(cache, 1, length, [90.0])
     common = [float(i) for i in range(length)]
-    assert read(cache, 1) == [*common, 200.0]
-    assert read(cache, 2) == [*common, 100.0]
+    assert read(cache, 1) == [*common, 90.0]
+    assert read(cache, 2) == [*common, 50.0]
     # The last owner of the page writes into it without another copy.
     assert cache.usable_pages - cache.free_pages == used + 1 + (length % 4 == 0)
 
@@ -96,8 +124,9 @@ def test_copy_on_write_without_a_free_page_is_refused() -> None:
     assert cache.length(2) == 7
 
 
-def test_prefix_is_found_in_whole_pages_while_held_and_after() -> None:
-    cache = make_cache()
+@pytest.mark.parametrize("form", FORMATS)
+def test_prefix_is_found_in_whole_pages_while_held_and_after(form: str) -> None:
+    cache = make_cache(form=form)
     tokens = list(range(10))
     cache.add(1)
     cache.reserve(1, 10)
@@ -138,20 +167,30 @@ def test_kept_pages_are_given_up_oldest_and_deepest_first() -> None:
     assert cache.add(5, [2] * 8) == 8
 
 
-def test_swap_restores_the_same_bits(device: torch.device) -> None:
-    cache = make_cache(device=device)
-    cache.storage.copy_(torch.randn(cache.storage.shape))
+def paged_bits(cache: PagedKVCache, sequence: int) -> list[torch.Tensor]:
+    tensors = [tensor for tensor in (cache.storage, cache.scales) if tensor is not None]
+    pages = cache.pages(sequence)
+    return [tensor.view(torch.uint8)[:, :, pages].clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_swap_restores_the_same_bits(form: str, device: torch.device) -> None:
+    cache = make_cache(device=device, form=form)
+    cache.randomize()
     cache.add(1)
     cache.reserve(1, 7)
-    before = cache.storage[:, :, cache.pages(1)].clone()
+    before = paged_bits(cache, 1)
+    assert all(bits.any() for bits in before)
     swapped = cache.swap_out(1)
     assert cache.free_pages == cache.usable_pages
     cache.add(2)
     cache.reserve(2, 9)
-    cache.storage[:, :, cache.pages(2)] = float("nan")
+    for tensor in cache.tensors():
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN of fp32 and e4m3
     cache.swap_in(1, swapped)
     assert cache.length(1) == 7
-    assert torch.equal(cache.storage[:, :, cache.pages(1)], before)
+    after = paged_bits(cache, 1)
+    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
 
 
 def test_page_table_is_padded_with_the_dummy_page() -> None:
@@ -181,6 +220,94 @@ def test_a_cache_of_the_dummy_page_alone_is_refused() -> None:
         make_cache(num_pages=1)
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_all_memory_of_a_new_cache_is_zero_but_static_scales(
+    form: str, device: torch.device
+) -> None:
+    cache = make_cache(device=device, form=form)
+    pages, *scales = cache.tensors()
+    assert not pages.view(torch.uint8).any()
+    assert (cache.scales is None) == (form in ("fp32", "fp8_static"))
+    if cache.scales is not None:
+        assert cache.scales.shape == (2, 2, 9, 4, 1)
+        assert not scales.pop(0).any()
+    assert [scale.tolist() for scale in scales] == [[[1, 1], [1, 1]]] * ("static" in form)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_pages_are_normal_numbers_and_others_stay(form: str, device: torch.device) -> None:
+    cache = make_cache(num_pages=200, device=device, form=form)
+    cache.randomize(range(100, 200))
+    numbers = cache.storage.float()
+    for index in range(2):
+        for number, scale in zip(numbers[index], cache.layer(index).stored_scales, strict=True):
+            if scale is not None:
+                number *= scale.unsqueeze(-1)
+    assert not numbers[:, :, :100].any()
+    wrong = 0.5 if form == "int8_static" else 0.1  # which has no scale of 1 to draw by
+    assert abs(numbers[:, :, 100:].std() - 1) < wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": torch.int8}, "scales: got None, expected 'static' or 'token' for torch.int8"),
+        ({"dtype": E4M3, "scales": "head"}, "scales: got 'head', expected 'static' or 'token'"),
+        ({"dtype": torch.float32, "scales": "token"}, "scales: got 'token', expected None"),
+        ({"dtype": torch.float64}, "dtype: got torch.float64, expected one of torch.bfloat16"),
+        (
+            {"dtype": E4M3, "scales": "static", "k_scale": torch.ones(2)},
+            "v_scale: got None, expected both",
+        ),
+        (
+            {"dtype": E4M3, "scales": "token", "k_scale": torch.ones(2), "v_scale": torch.ones(2)},
+            "k_scale: got a tensor, expected None unless",
+        ),
+    ],
+)
+def test_formats_that_are_none_are_named(options: dict[str, Any], match: str) -> None:
+    sizes = {"num_layers": 2, "num_pages": 4, "page_size": 4, "num_kv_heads": 3, "head_dim": 2}
+    with pytest.raises(ValueError, match=match):
+        PagedKVCache(**sizes, **options, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    ("scale", "match"),
+    [
+        (torch.ones(3), r"got shape \[3\], expected \[2\] or \[2, 3\]"),
+        (torch.ones(2, 2), r"got shape \[2, 2\], expected"),
+        (torch.tensor([1.0, 0.0]), r"got \[1.0, 0.0\], expected finite numbers above 0"),
+        (torch.tensor([1.0, -1.0]), r"got .*, expected finite numbers above 0"),
+        (torch.tensor([torch.nan, 1.0]), r"got .*, expected finite numbers above 0"),
+        (torch.tensor([torch.inf, 1.0]), r"got .*, expected finite numbers above 0"),
+    ],
+    ids=str,
+)
+def test_static_scales_that_are_none_are_named(name: str, scale: torch.Tensor, match: str) -> None:
+    sizes = {"num_layers": 2, "num_pages": 4, "page_size": 4, "num_kv_heads": 3, "head_dim": 2}
+    given: dict[str, Any] = {"k_scale": torch.ones(2), "v_scale": torch.ones(2), name: scale}
+    with pytest.raises(ValueError, match=f"{name}: {match}"):
+        PagedKVCache(**sizes, dtype=torch.int8, scales="static", **given, device="cpu")
+
+
+def test_layers_have_their_own_scales() -> None:
+    k, v = torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0, 5.0], [6.0, 7.0, 8.0]])
+    sizes = {"num_layers": 2, "num_pages": 4, "page_size": 4, "num_kv_heads": 3, "head_dim": 2}
+    scales = {"scales": "static", "k_scale": k, "v_scale": v}
+    cache = PagedKVCache(**sizes, dtype=E4M3, **scales, device="cpu")  # type: ignore[arg-type]
+    layer = cache.layer(1)
+    assert layer.k_scale is not None
+    assert layer.v_scale is not None
+    assert (layer.k_scale.tolist(), layer.v_scale.tolist()) == ([2, 2, 2], [6, 7, 8])
+    scales["v_scale"] = k * 3
+    cache = PagedKVCache(**sizes, dtype=E4M3, **scales, device="cpu")  # type: ignore[arg-type]
+    layer = cache.layer(1)
+    assert layer.k_scale is not None
+    assert layer.v_scale is not None
+    assert (layer.k_scale.item(), layer.v_scale.item()) == (2, 6)
+
+
 @pytest.mark.parametrize("operation", ["swap_in", "copy on write"])
 def test_a_failing_copy_takes_no_pages(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache()
@@ -194,19 +321,15 @@ def test_a_failing_copy_takes_no_pages(operation: str, monkeypatch: pytest.Monke
         cache.fork(1, 2)
     free, pages = cache.free_pages, cache.pages(1)
 
-    class Broken:
-        shape, dtype, device = cache.storage.shape, cache.storage.dtype, cache.storage.device
-
-        def __getitem__(self, *_: object) -> None:
-            raise MemoryError
-
-        __setitem__ = __getitem__  # type: ignore[assignment]
+    def fail(*_: object) -> None:
+        raise MemoryError
 
     copy = partial(cache.reserve, 1, 8)
     if operation == "swap_in":
         copy = partial(cache.swap_in, 3, swapped)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "storage", Broken())
+        patch.setattr(KVStorage, "copy_page", fail)
+        patch.setattr(KVStorage, "write", fail)
         with pytest.raises(MemoryError):
             copy()
     assert (cache.free_pages, cache.pages(1), cache.length(1)) == (free, pages, 7)
@@ -218,6 +341,21 @@ def test_a_sequence_of_another_kind_of_cache_is_not_swapped_in() -> None:
     other.reserve(1, 3)
     with pytest.raises(ValueError, match=r"swapped: got .*, expected \(2, 2, 2, 4, 1, 2\)"):
         cache.swap_in(1, other.swap_out(1))
+    assert cache.free_pages == cache.usable_pages
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("other", FORMATS)
+def test_only_a_cache_of_its_format_takes_a_sequence(form: str, other: str) -> None:
+    cache, source = make_cache(form=form), make_cache(form=other)
+    source.add(1)
+    source.reserve(1, 3)
+    swapped = source.swap_out(1)
+    if form == other or {form, other} == {"int8", "int8_static"}:  # both with scales of tokens
+        cache.swap_in(1, swapped)
+        return
+    with pytest.raises(ValueError, match=r"swapped: got .* scales, expected .* scales"):
+        cache.swap_in(1, swapped)
     assert cache.free_pages == cache.usable_pages
 
 
@@ -272,9 +410,11 @@ def test_misuse_is_refused_by_name() -> None:
 class CacheMachine(RuleBasedStateMachine):
     """Random lives of sequences: each always reads back exactly what it wrote."""
 
+    form = "fp32"
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = make_cache(num_pages=8, page_size=3)
+        self.cache = make_cache(num_pages=8, page_size=3, form=self.form)
         self.written: dict[int, list[float]] = {}
         self.swapped: dict[int, object] = {}
         self.next_id = 0
@@ -361,5 +501,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.free_pages + len(held) == self.cache.usable_pages
 
 
+class ScaledCacheMachine(CacheMachine):
+    """The same with scales beside the pages."""
+
+    form = "int8"
+
+
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestScaledCacheMachine = ScaledCacheMachine.TestCase
+TestScaledCacheMachine.settings = settings(max_examples=30, stateful_step_count=30)

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from hf_models import MODELS, TOKENS, hf_logits, random_model, save_plain
+from hf_models import MODELS, SHAPE, TOKENS, hf_logits, random_model, save_plain
 from quantized_files import FORMATS, sturdy_tokens, write_quantized
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from ostinato.checkpoint import CheckpointError, load_model, quantize_checkpoint
-from ostinato.checkpoint.load import _CheckpointLoader
+from ostinato.checkpoint.load import CheckpointLoader
 from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
 from ostinato.checkpoint.storage.base import Target
 from ostinato.cli.build import _model_kernels
 from ostinato.models import (
     DenseLinear,
+    ScaleKind,
     UnsupportedModelError,
     W8A8Linear,
     family_of,
+    kv_format,
     read_config,
     sequence_logits,
 )
 from ostinato.models.parts import shard
+from ostinato.ops.attention.append_kv_cuda import AppendKV
+from ostinato.ops.attention.prefill_variants import AttentionPrefill
 from ostinato.ops.linear.gemm_variants import GemmTiled
 from ostinato.ops.linear.quantize_cuda import NORMS, Quantize
 
@@ -412,6 +418,37 @@ def test_a_missing_norm_of_a_head_is_named(tmp_path: Path) -> None:
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    ("asked", "scales"),
+    [*product(("auto", "fp8", "int8", "bf16"), (None,)), ("fp8", "static"), ("fp8", "token")],
+)
+@pytest.mark.parametrize("scheme", [None, "int", "float"])
+def test_kernels_named_ahead_of_an_8_bit_cache(
+    scheme: str | None, asked: str, scales: ScaleKind | None, tmp_path: Path
+) -> None:
+    hf = random_model(Qwen3Config(**SHAPE, head_dim=64))
+    write_quantized(tmp_path, hf, FORMATS["ct-int8-dynamic"])
+    config = {**json.loads((tmp_path / "config.json").read_text()), "dtype": "bfloat16"}
+    if scheme is not None:
+        config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path)
+    stored = kv_format(model.config, model.kv_scales, asked, scales)
+    how: dict[str, Any] = {"lm_head": None, "batch_invariant": True}
+    ahead = _model_kernels(tmp_path, **how, kv_cache_dtype=asked, kv_scales=scales)
+    assert ahead == set(model.kernels(stored))
+    if asked == "auto":
+        assert ahead == set(model.kernels())
+    by_scheme = {None: "bf16", "int": "int8", "float": "e4m3"}
+    expected = {"auto": by_scheme[scheme], "fp8": "e4m3"}.get(asked, asked)
+    assert {kernel.cache_dtype for kernel in ahead if isinstance(kernel, AppendKV)} == {expected}
+    prompts = [kernel for kernel in ahead if isinstance(kernel, AttentionPrefill)]
+    assert {kernel.kv_dtype for kernel in prompts} == {expected}
+    # INT8 shows NaN by scales of tokens, whatever they are.
+    of_tokens = expected == "int8" or (expected == "e4m3" and stored.scales == "token")
+    assert {kernel.token_scales for kernel in prompts} == {of_tokens}
+
+
 def layer_of(name: str) -> Any:
     config = read_config(MODELS[name].to_dict())
     return family_of(config).layout(config).layers[0]
@@ -436,9 +473,9 @@ def test_ranks_divide_norms_of_heads_as_they_divide_heads(name: str) -> None:
 def test_a_rank_loads_its_norms_of_heads(name: str, tmp_path: Path) -> None:
     folder = save_plain(tmp_path, random_model(MODELS[name]))
     whole = load_model(folder).layers[0].q_norm.weight
-    scheme_of = load_quantization(folder)
+    scheme_of = load_quantization(folder).scheme_of
     with CheckpointReader(folder) as reader:
-        loader = _CheckpointLoader(
+        loader = CheckpointLoader(
             reader, scheme_of, Target(torch.device("cpu"), torch.float32, True), None
         )
         ranks = [shard(layer_of(name), rank, 2).q_norm.build(loader) for rank in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.models import AttentionInputs, PagedKVCache, sequence_logits
+from ostinato.models import AttentionInputs, KVFormat, PagedKVCache, sequence_logits
 from ostinato.models.families.llama import Llama
 from tiny import CONFIG, tiny_llama
 
@@ -13,10 +13,17 @@ TOKENS = [3, 250, 17, 99, 4, 4, 180, 31, 7, 66, 200, 1, 90, 12, 55, 43, 21, 8, 1
 SCHEMES = ("plain", "int8", "fp8")
 
 
-def run_in_pieces(model: Llama, sequences: list[list[int]], pieces: list[int]) -> torch.Tensor:
+def run_in_pieces(
+    model: Llama,
+    sequences: list[list[int]],
+    pieces: list[int],
+    cache_format: KVFormat | None = None,
+) -> torch.Tensor:
     """Feed all sequences side by side, in calls of the given numbers of tokens each."""
     device = model.device
-    cache = PagedKVCache.for_model(model.config, num_pages=40, page_size=4, device=device)
+    cache = PagedKVCache.for_model(
+        model.config, num_pages=40, page_size=4, device=device, kv_format=cache_format
+    )
     ids = list(range(len(sequences)))
     for sequence in ids:
         cache.add(sequence)

@@ -45,7 +45,7 @@ def layouts(folder: Path, size: int) -> list[DecoderLayout]:
 
 def loader(reader: CheckpointReader, folder: Path) -> CheckpointLoader:
     target = Target(torch.device("cpu"), torch.float32, batch_invariant=True)
-    return CheckpointLoader(reader, load_quantization(folder), target, None)
+    return CheckpointLoader(reader, load_quantization(folder).scheme_of, target, None)
 
 
 def heads_in_order(parts: list[torch.Tensor], part: LinearPart) -> torch.Tensor:

@@ -75,7 +75,9 @@ bool has_pointers(const AppendKVParams& p) {
          p.v_cache.data != nullptr && p.slot_mapping != nullptr &&
          (p.heads_q == 0 || (p.q.data != nullptr && p.q_out.data != nullptr)) &&
          (p.cos_sin == nullptr) == (p.positions == nullptr) &&
-         (p.k_scale.data != nullptr) == kQuantizes && (p.v_scale.data != nullptr) == kQuantizes;
+         (p.k_scale.data != nullptr) == kQuantizes && (p.v_scale.data != nullptr) == kQuantizes &&
+         (p.k_scale_out.data == nullptr || (kQuantizes && p.k_scale_per_token == 0)) &&
+         (p.v_scale_out.data == nullptr || (kQuantizes && p.v_scale_per_token == 0));
 }
 
 }  // namespace

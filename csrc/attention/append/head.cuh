@@ -290,8 +290,20 @@ __device__ __forceinline__ void store_codes(uint8_t* row, const Chunk& chunk, co
   }
 }
 
+// Where a fixed scale is written besides, or null. A member of quantised caches alone: in the
+// others it would only change the order of instructions.
+struct ShownScale {
+  float* address = nullptr;
+  __device__ __forceinline__ void show_at(float* scale) { address = scale; }
+  __device__ __forceinline__ float* shown() const { return address; }
+};
+struct NoScale {
+  __device__ __forceinline__ void show_at(float*) {}
+  __device__ __forceinline__ float* shown() const { return nullptr; }
+};
+
 // Destination of a head, once its slot is known.
-struct Target {
+struct Target : std::conditional_t<kQuantizes, ShownScale, NoScale> {
   void* row;     // null: not written
   float* scale;  // of a quantised cache, otherwise null
   bool dynamic;  // the scale is computed from the row and written
@@ -327,12 +339,23 @@ struct Target {
       const Slots scales = is_k ? p.k_scale : p.v_scale;
       dynamic = (is_k ? p.k_scale_per_token : p.v_scale_per_token) != 0;
       scale = static_cast<float*>(scales.data) + at(scales);
+      const Slots out = is_k ? p.k_scale_out : p.v_scale_out;
+      if (out.data != nullptr) {
+        show_at(static_cast<float*>(out.data) + at(out));
+      }
     }
+  }
+
+  __device__ __forceinline__ bool writes_scale() const {
+    if constexpr (kQuantizes) {
+      return dynamic || shown() != nullptr;
+    }
+    return dynamic;
   }
 };
 
-// Stores a head: `largest` is its largest magnitude, if the target's scale is dynamic; otherwise
-// `fixed` is the scale.
+// Stores a head: `largest` is its largest magnitude, if its scale is written; `fixed` is the scale,
+// unless it is dynamic.
 template <bool kAligned>
 __device__ __forceinline__ void store_head(const Target& target, const Chunk& chunk, float largest,
                                            float fixed, bool writes_scale, const Values (&x)[2]) {
@@ -342,10 +365,13 @@ __device__ __forceinline__ void store_head(const Target& target, const Chunk& ch
   if constexpr (kQuantizes) {
     if (target.scale != nullptr) {
       uint8_t* const row = static_cast<uint8_t*>(target.row);
-      const Divisor scale(target.dynamic ? dynamic_scale<Cache>(largest) : fixed);
-      if (target.dynamic && writes_scale) {
-        *target.scale = dynamic_scale<Cache>(largest);
+      const float divisor = target.dynamic ? dynamic_scale<Cache>(largest) : fixed;
+      if (writes_scale && target.writes_scale()) {
+        // INT8 has no code for NaN, so the scale shows it.
+        const bool shows_nan = std::is_same_v<Cache, dtype::int8> && isnan(largest);
+        *(target.dynamic ? target.scale : target.shown()) = shows_nan ? largest : divisor;
       }
+      const Divisor scale(divisor);
       if (target.dynamic && scale.fast) {
         store_codes<Cache, kAligned, true>(row, chunk, scale, x);
       } else {

@@ -87,7 +87,8 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
   }
   float largest = 0.0f;
   if constexpr (kQuantizes) {
-    if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0) {
+    if (p.k_scale_per_token != 0 || p.v_scale_per_token != 0 || p.k_scale_out.data != nullptr ||
+        p.v_scale_out.data != nullptr) {
       largest = max_of_lanes(max_magnitude_of(max_magnitude_of(0.0f, x[0]), x[1]), lanes);
     }
   }
@@ -111,6 +112,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     return;
   }
   const bool rotates_first = p.norm_after_rotation != 0;
+  const float fixed_scale = load_scale(target);
   float sum = 0.0f;
   if (head.norm_weight != nullptr) {
     for (uint32_t index = lane; index < chunks; index += 32) {
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     }
   };
   float largest = 0.0f;
-  if (target.dynamic) {
+  if (target.writes_scale()) {
     for (uint32_t index = lane; index < chunks; index += 32) {
       Values x[2];
       result_at(head.chunk(index, static_cast<uint32_t>(p.dim)), x);
@@ -155,7 +157,6 @@ __global__ void __launch_bounds__(kThreads, kLeastCtas)
     }
     largest = max_of_lanes(largest, 32);
   }
-  const float fixed_scale = load_scale(target);
   for (uint32_t index = lane; index < chunks; index += 32) {
     const Chunk chunk = head.chunk(index, static_cast<uint32_t>(p.dim));
     Values x[2];

@@ -21,6 +21,9 @@ struct AppendKVParams {
   OSTINATO_OPTIONAL(Slots, v_scale);
   OSTINATO_OPTIONAL(int32_t, k_scale_per_token);  // 1: [pages, page_size, heads_kv], written
   OSTINATO_OPTIONAL(int32_t, v_scale_per_token);
+  // [pages, page_size, heads_kv], written: the fixed scale, or NaN for an INT8 head with a NaN.
+  OSTINATO_OPTIONAL(Slots, k_scale_out);
+  OSTINATO_OPTIONAL(Slots, v_scale_out);
   OSTINATO_FIELD(const int64_t*, slot_mapping);  // [tokens], negative: not written
   OSTINATO_OPTIONAL(const int32_t*, positions);  // [tokens], rows of cos_sin
   // [positions, rotary_dim] cosines, then sines; null: not rotated

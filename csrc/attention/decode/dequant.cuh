@@ -13,53 +13,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "attention/common/dequant.cuh"
 #include "config.cuh"
 
 namespace ostinato::decode {
 
-// `first`: from the two low bytes; `second`: from the two high bytes.
-struct Pairs {
-  uint32_t first, second;
-};
-
-// Selects bytes of a (0 to 3) and b (4 to 7): one hexadecimal digit of `selection` per result byte,
-// lowest first.
-__device__ __forceinline__ uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selection) {
-  return __byte_perm(a, b, selection);
-}
-
-__device__ __forceinline__ Pairs dequantize_e4m3(uint32_t word) {
-  Pairs pairs;
-  asm("{\n"
-      ".reg .b16 low, high;\n"
-      "mov.b32 {low, high}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-      "}"
-      : "=r"(pairs.first), "=r"(pairs.second)
-      : "r"(word));
-  return pairs;
-}
-
-__device__ __forceinline__ uint32_t subtract_halves(uint32_t a, uint32_t b) {
-  const __half2 difference =
-      __hsub2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-  return reinterpret_cast<const uint32_t&>(difference);
-}
-
-// x + 128 as the low bits of the FP16 number 1024 + (x + 128), minus 1152.
-__device__ __forceinline__ Pairs dequantize_int8(uint32_t word) {
-  const uint32_t shifted = word ^ 0x80808080u;
-  return {subtract_halves(select_bytes(shifted, 0x64646464u, 0x4140), 0x64806480u),
-          subtract_halves(select_bytes(shifted, 0x64646464u, 0x4342), 0x64806480u)};
-}
-
 __device__ __forceinline__ Pairs dequantize(uint32_t word) {
-  if constexpr (std::is_same_v<Cache, Int8>) {
-    return dequantize_int8(word);
-  } else {
-    return dequantize_e4m3(word);
-  }
+  using Code = std::conditional_t<std::is_same_v<Cache, Int8>, int8_t, __nv_fp8_e4m3>;
+  return ostinato::dequantize<Code, __half>(word);
 }
 
 // Pairs of bytes 0 and 2, and of bytes 1 and 3.

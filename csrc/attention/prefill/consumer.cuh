@@ -20,6 +20,10 @@ class Consumer : public ConsumerBase<Softmax> {
  private:
   friend ConsumerBase;
 
+  // While the output is stored, registers have no room for more in three warpgroups that have given
+  // some to warps that dequantise.
+  static constexpr bool kFindsVisibleEarly = !(kDequantizes && kConsumers == 3);
+
   // Register fragments of a thread; asynchronous MMAs own them until they complete.
   struct Fragments {
     float scores[kScores];
@@ -57,10 +61,10 @@ class Consumer : public ConsumerBase<Softmax> {
   __device__ __forceinline__ bool weigh(const WorkTile& work_tile, int n, bool masked,
                                         float (&scores)[kScores]) {
     if (masked || !softmax_.is_settled()) {
-      return softmax_.weigh(scores, work_tile.tile(n) * kKeys, masked,
+      return softmax_.weigh(scores, scales(), work_tile.tile(n) * kKeys, masked,
                             [&] { return find_visible_keys(work_tile); });
     }
-    return softmax_.weigh_blindly(scores, Recompute{*this, work_tile, n});
+    return softmax_.weigh_blindly(scores, scales(), Recompute{*this, work_tile, n});
   }
   struct Recompute {
     const Consumer& consumer;
@@ -77,14 +81,15 @@ class Consumer : public ConsumerBase<Softmax> {
   __device__ __forceinline__ void weigh_first(int tile, const VisibleKeys& visible, Fragments& r) {
     pin(r.scores);
     release<Keys>(keys_);
-    softmax_.weigh(r.scores, tile * kKeys, outline_.masked > outline_.first,
+    softmax_.weigh(r.scores, scales(), tile * kKeys, outline_.masked > outline_.first,
                    [&] { return visible; });
+    release_scales();
     pack_weights(r.scores, r.weights);
   }
 
   // Scores and weights of the first tile.
   __device__ __forceinline__ void start(const WorkTile& work_tile, Fragments& r) {
-    softmax_.begin();
+    softmax_.begin(work_tile.kv_head);
     outline_ = outline_of(work_tile, work_tile);
     const Operand queries = await_queries(queries_);
     skip<Keys>(outline_.first, keys_);
@@ -104,7 +109,7 @@ class Consumer : public ConsumerBase<Softmax> {
   // Waits for the values of a tile, and clears those that are masked for all queries.
   __device__ __forceinline__ ValuesOperand await_values(const WorkTile& work_tile, int n) {
     const uint8_t* const values = await<Values>(values_);
-    if (n < outline_.ragged) {
+    if (!kDequantizes && n < outline_.ragged) {  // else the producer wrote zeros
       clear_values(work_tile, work_tile.tile(n), values_);
     }
     return ValuesOperand(values, kStripStep);
@@ -136,6 +141,7 @@ class Consumer : public ConsumerBase<Softmax> {
       // Values are released as early as possible: the tile that replaces them is needed when the
       // next scores are ready.
       const bool raised = weigh(work_tile, n, n < masked, r.scores);
+      release_scales();
       wait_multiplied<0>();
       pin(r.outputs);
       pin(r.weights);
@@ -173,7 +179,7 @@ class Consumer : public ConsumerBase<Softmax> {
       const Tiles& tiles = next;
       const Queries& rows = next;
       if (begins_early(tiles, rows)) {
-        end_and_start(work_tile, tiles, rows, r);
+        end_and_start(work_tile, next, tiles, rows, r);
         return true;
       }
     }
@@ -195,8 +201,9 @@ class Consumer : public ConsumerBase<Softmax> {
     epilogue_.store(work_tile, queries_.slot, softmax_, r.outputs);
   }
 
-  __device__ __forceinline__ void end_and_start(const WorkTile& work_tile, const Tiles& tiles,
-                                                const Queries& rows, Fragments& r) {
+  __device__ __forceinline__ void end_and_start(const WorkTile& work_tile, const WorkTile& next,
+                                                const Tiles& tiles, const Queries& rows,
+                                                Fragments& r) {
     RingPosition ahead = queries_;
     ahead.advance(kQueryBuffers);
     const int first = rows.skipped(warpgroup_);
@@ -213,12 +220,18 @@ class Consumer : public ConsumerBase<Softmax> {
     if (first == 0) {
       give_turn();
     }
-    const VisibleKeys visible = find_visible_keys(rows);
+    VisibleKeys visible;
+    if constexpr (kFindsVisibleEarly) {
+      visible = find_visible_keys(rows);
+    }
     wait_multiplied<1>();
     end(work_tile, r);
+    if constexpr (!kFindsVisibleEarly) {
+      visible = find_visible_keys(rows);
+    }
     pass_turns(min(first, 1));
     skip<Values>(first, values_);
-    softmax_.begin();
+    softmax_.begin(next.kv_head);
     outline_ = outline_of(tiles, rows);
     wait_multiplied<0>();
     weigh_first(tiles.tile(first), visible, r);

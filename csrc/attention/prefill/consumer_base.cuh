@@ -5,6 +5,7 @@
 #include "common/ring.cuh"
 #include "epilogue.cuh"
 #include "nonfinite_repair.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -90,7 +91,7 @@ class ConsumerBase {
   template <class What>
   __device__ __forceinline__ const uint8_t* await(const RingPosition& position) {
     wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
-    if constexpr (kSource == Source::Slots) {
+    if constexpr (kSource == Source::Slots && !kDequantizes) {
       fence_shared_for_tma();  // written by cp.async, read by wgmma
     }
     return ring_of<What>(shared_).tiles[position.slot];
@@ -105,6 +106,26 @@ class ConsumerBase {
     position.advance(kStagesOf<What>);
   }
 
+  // The scales of the tokens of a tile of keys that has been waited for; null if tokens have none.
+  __device__ __forceinline__ const TileScales* scales() const {
+    if constexpr (kTokenScales) {
+      return &tile_scales_of(shared_, scales_.slot);
+    } else {
+      return nullptr;
+    }
+  }
+  // Each warp releases them for itself.
+  __device__ __forceinline__ void release_scales() {
+    if constexpr (kTokenScales) {
+      OSTINATO_DELAY(prefill_scales_release, warpgroup_ == 0);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        arrive(scales_empty_of(shared_, scales_.slot));
+      }
+      scales_.advance(kScaleStages);
+    }
+  }
+
   // Skips tiles that this warpgroup does not multiply. A tile is released only after all threads
   // have waited for it, which MMAs would ensure otherwise.
   template <class What>
@@ -114,6 +135,9 @@ class ConsumerBase {
       wait(&barriers_of<What>(shared_).full[position.slot], position.parity);
       sync_warpgroup(warpgroup_);
       release<What>(position);
+      if constexpr (std::is_same_v<What, Keys>) {
+        release_scales();
+      }
     }
   }
   // Takes and gives turns for skipped tiles. The first turn comes after another warpgroup's first
@@ -222,6 +246,7 @@ class ConsumerBase {
   Softmax softmax_;
   Epilogue epilogue_;
   RingPosition keys_, values_, queries_;
+  ScalePosition scales_;
   Outline outline_;
 };
 

@@ -1,7 +1,7 @@
 // Address of a key and its value in global memory, for code that reads them without TMA.
 #pragma once
 
-#include "work_tile.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -21,13 +21,19 @@ struct KvAddress {
     }
   }
 
-  __device__ __forceinline__ const Type* key(const Params& p, const WorkTile& work_tile) const {
-    return static_cast<const Type*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
+  __device__ __forceinline__ const CacheType* key(const Params& p,
+                                                  const WorkTile& work_tile) const {
+    return static_cast<const CacheType*>(p.k.data) + page * p.k.page_stride + slot * p.k.stride +
            work_tile.kv_head * p.k.head_stride;
   }
-  __device__ __forceinline__ const Type* value(const Params& p, const WorkTile& work_tile) const {
-    return static_cast<const Type*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
+  __device__ __forceinline__ const CacheType* value(const Params& p,
+                                                    const WorkTile& work_tile) const {
+    return static_cast<const CacheType*>(p.v.data) + page * p.v.page_stride + slot * p.v.stride +
            work_tile.kv_head * p.v.head_stride;
+  }
+  // The scale of a token, of keys or values.
+  __device__ __forceinline__ float scale(const Slots& scales, const WorkTile& work_tile) const {
+    return read_token_scale(scales, page, slot, work_tile.kv_head);
   }
 };
 

@@ -7,8 +7,10 @@
 // values never cause it.
 #pragma once
 
+#include "common/e4m3.cuh"
 #include "kv_address.cuh"
 #include "score_fragment.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -17,12 +19,18 @@ __device__ __forceinline__ constexpr int output_index(int half, int group, int i
   return group * 4 + half * 2 + i;
 }
 
-__device__ __forceinline__ float2 load_pair(const Type* from) {
-  return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
+template <class T>
+__device__ __forceinline__ float2 load_pair(const T* from) {
+  if constexpr (kDequantizes && std::is_same_v<T, __nv_fp8_e4m3>) {
+    // The instruction's 16-bit registers would be in local memory.
+    return make_float2(e4m3_to_float(from[0].__x), e4m3_to_float(from[1].__x));
+  } else {
+    return make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]));
+  }
 }
 
 // Computes q·k: each thread sums every fourth pair of the head dim, and its quad adds the results.
-__device__ __forceinline__ float score_of(const Type* q, const Type* k) {
+__device__ __forceinline__ float score_of(const Type* q, const CacheType* k) {
   float sum = 0;
 #pragma unroll 1
   for (int column = first_column(); column < kDim; column += 8) {
@@ -31,6 +39,23 @@ __device__ __forceinline__ float score_of(const Type* q, const Type* k) {
   }
   sum += __shfl_xor_sync(0xffffffff, sum, 1);
   return sum + __shfl_xor_sync(0xffffffff, sum, 2);
+}
+
+// The weight of a key, which multiplies its value as it is in memory. NaN if the value has a scale
+// of its own that is no number.
+template <int kHalf, class Softmax>
+__device__ __forceinline__ float weight_of(const Arguments& args, const WorkTile& work_tile,
+                                           const Softmax& softmax, const KvAddress& kv_address,
+                                           float score) {
+  if constexpr (kTokenScales) {
+    const float value_scale = kv_address.scale(value_scales_of(args.params), work_tile);
+    const float key_scale = kv_address.scale(key_scales_of(args.params), work_tile);
+    const TokenScale scale = TokenScale::of(args, key_scale, value_scale);
+    const float weight = static_cast<float>(Type(softmax.weight(kHalf, score, scale)));
+    return TokenScale::is_number(value_scale) ? weight : NAN;
+  } else {
+    return static_cast<float>(Type(softmax.weight(kHalf, score)));
+  }
 }
 
 // Recomputes a row over the keys of the first `tiles` tiles. Called by a warp: lanes whose row is
@@ -54,10 +79,10 @@ __device__ __forceinline__ void recompute_row(const Arguments& args, const WorkT
       continue;
     }
     const KvAddress kv_address(args, work_tile, key);
-    const Type* const k = kv_address.key(args.params, work_tile);
-    const Type* const v = kv_address.value(args.params, work_tile);
+    const CacheType* const k = kv_address.key(args.params, work_tile);
+    const CacheType* const v = kv_address.value(args.params, work_tile);
     // Rounded to the type of the values, as in the MMA.
-    const float weight = static_cast<float>(Type(softmax.weight(kHalf, score_of(q, k))));
+    const float weight = weight_of<kHalf>(args, work_tile, softmax, kv_address, score_of(q, k));
     if (nonfinite && visible.contains(kHalf, key)) {
 #pragma unroll
       for (int group = 0; group < kOutputs / 4; ++group) {
@@ -84,7 +109,8 @@ __device__ __forceinline__ bool is_nonfinite(const float (&outputs)[kOutputs]) {
 // The same for one row.
 template <int kHalf>
 __device__ __forceinline__ bool is_row_nonfinite(const float (&outputs)[kOutputs]) {
-  float zero = 0;
+  // Else the compiler keeps terms of is_nonfinite(), for which registers may have no room.
+  float zero = kDequantizes ? __int_as_float(opaque(0)) : 0.0f;
 #pragma unroll
   for (int group = 0; group < kOutputs / 4; ++group) {
     zero = fmaf(outputs[output_index(kHalf, group, 0)], 0.0f, zero);

@@ -7,6 +7,7 @@
 // pages with one other warp for keys and two for values; slots with three others.
 #pragma once
 
+#include "kv_dequantizer.cuh"
 #include "qkv_loader.cuh"
 #include "tile_scheduler.cuh"
 
@@ -29,7 +30,7 @@ class Producer : QkvLoader {
 
  private:
   __device__ __forceinline__ void find_work_tiles() {
-    RingPosition position;
+    Position position;
     uint32_t wanted = 0;
     int index = static_cast<int>(blockIdx.x);
     publish_work_tile(position, index);
@@ -46,10 +47,15 @@ class Producer : QkvLoader {
         wait(&shared_.work_tile_wanted, wanted);
         wanted ^= 1;
       }
-      const int next = lane_ == 0 ? next_index(args_, index) : 0;
+      // Asked for early, unless registers have no room for the answer.
+      const int next = !kDequantizes && lane_ == 0 ? next_index(args_, index) : 0;
       position.advance(kWorkTiles);
       const auto publish_next = [&] {
-        index = __shfl_sync(0xffffffff, next, 0);
+        if constexpr (kDequantizes) {
+          index = __shfl_sync(0xffffffff, lane_ == 0 ? next_index(args_, index) : 0, 0);
+        } else {
+          index = __shfl_sync(0xffffffff, next, 0);
+        }
         publish_work_tile(position, index);
       };
       if constexpr (kHasFinder) {
@@ -63,7 +69,7 @@ class Producer : QkvLoader {
     }
   }
 
-  __device__ __forceinline__ void publish_work_tile(const RingPosition& position, int index) {
+  __device__ __forceinline__ void publish_work_tile(const Position& position, int index) {
     wait(&shared_.work_tile_empty[position.slot], position.parity ^ 1);
     find_work_tile(shared_, args_, index, shared_.work_tiles[position.slot]);
     if constexpr (kHandsOverBoxes) {
@@ -94,7 +100,7 @@ class Producer : QkvLoader {
 
   // The loop of the other copying warps.
   __device__ __forceinline__ void follow_work_tiles() {
-    RingPosition position;
+    Position position;
     while (true) {
       wait(&shared_.work_tile_full[position.slot], position.parity);
       const WorkTile& work_tile = shared_.work_tiles[position.slot];
@@ -129,11 +135,12 @@ class Producer : QkvLoader {
     if (!kHasFinder && warp_ == 0) {
       copy_queries(work_tile);
     }
-    if constexpr (kHasFinder || kSource == Source::Pages) {
+    if constexpr (kHasFinder || kSource == Source::Pages || kDequantizes) {
       if (copies_keys()) {
         copy_ring<Keys>(work_tile, keys_, then);
       } else {
-        copy_ring<Values>(work_tile, values_, [] {});
+        // A warp that dequantises has one ring, and no registers for the position in another.
+        copy_ring<Values>(work_tile, kDequantizes ? keys_ : values_, [] {});
       }
     } else {
       copy_tiles(work_tile, then);
@@ -142,15 +149,18 @@ class Producer : QkvLoader {
 
   // The tile of keys before which the next work tile is found (the number of tiles: after the
   // last).
-  static constexpr int kFindingTiles = 4;
+  static constexpr int kFindingTiles = 4, kTileOfNext = 2;
   __device__ __forceinline__ static int tile_of_next(int tiles) {
-    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, 2);
+    return kHasFinder ? max(tiles - kFindingTiles, 0) : min(tiles, kTileOfNext);
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, RingPosition& position,
+  __device__ __forceinline__ void copy_ring(const WorkTile& work_tile, Position& position,
                                             Then then) {
-    if constexpr (kSource == Source::Pages) {
+    if constexpr (kDequantizes) {
+      KvDequantizer<What>(shared_, args_, work_tile, warp_ % kKvWarps)
+          .run(position, scales_, kTileOfNext, then);
+    } else if constexpr (kSource == Source::Pages) {
       copy_pages<What>(work_tile, position, then);
     } else {
       const int tiles = work_tile.tiles(), due = tile_of_next(tiles);
@@ -185,7 +195,7 @@ class Producer : QkvLoader {
   }
 
   template <class What, class Then>
-  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, RingPosition& position,
+  __device__ __forceinline__ void copy_pages(const WorkTile& work_tile, Position& position,
                                              Then then) {
     if (has_whole_tiles(args_) && warp_ % kPageWarps > 0) {
       return;
@@ -212,7 +222,7 @@ class Producer : QkvLoader {
     }
   }
 
-  RingPosition keys_, values_;
+  Position keys_, values_, scales_;
 };
 
 }  // namespace ostinato::prefill

@@ -48,9 +48,19 @@ struct TransposeStorage {
   Ring<ValuesToTranspose> values_to_transpose;
   RingBarriers<ValuesToTranspose> values_to_transpose_barriers;
 };
+// Of the tokens of a tile of keys (token_scales.cuh).
+struct TileScales {
+  float key[kKeys], exponent[kKeys], inverse[kKeys];
+};
+struct ScaleStorage {
+  alignas(16) TileScales scales[kScaleStages];
+  uint64_t scales_empty[kScaleStages];
+};
 struct NoStorage {};
 
-struct SharedStorage : std::conditional_t<kFp8, TransposeStorage, NoStorage> {
+struct SharedStorage
+    : std::conditional_t<kFp8, TransposeStorage,
+                         std::conditional_t<kTokenScales, ScaleStorage, NoStorage>> {
   alignas(1024) uint8_t queries[kQueryBuffers][kConsumers][kQueryBytes];
   Ring<Keys> keys;
   Ring<Values> values;
@@ -112,6 +122,13 @@ __device__ __forceinline__ constexpr int value_row(int row) {
 // Warp index, in a form that the compiler knows to be warp-uniform. Called by all lanes.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
+// Hides from the compiler that a number is known, so that it does not keep values derived from it
+// in registers across work tiles: copying warps have few registers.
+__device__ __forceinline__ int opaque(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
 }
 
 // Named barriers; 0 is __syncthreads.

@@ -4,6 +4,7 @@
 
 #include "common/pack_pair.cuh"
 #include "score_fragment.cuh"
+#include "token_scales.cuh"
 
 namespace ostinato::prefill {
 
@@ -12,20 +13,26 @@ class Softmax {
   __device__ explicit Softmax(const Arguments& args) : args_(args) {}
 
   // Starts a work tile.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(int kv_head) {
+    if constexpr (kDequantizes && !kTokenScales) {
+      scale_ = args_.params.k_scale[kv_head * args_.params.k_scale_stride];
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max_[half] = kNothing;
       sum_[half] = 0;
+      if constexpr (kTokenScales) {
+        total_[half] = 0;
+      }
     }
   }
 
   // Converts a tile's scores to weights. `key`: its first key. Returns whether the outputs so far
-  // must be rescaled (fade()).
+  // must be rescaled (fade()). `scales`: those of the tokens, if they have their own.
   template <class Find>
-  __device__ __forceinline__ bool weigh(float (&scores)[kScores], int key, bool masked,
-                                        const Find& find_visible_keys) {
-    take_logits(scores);
+  __device__ __forceinline__ bool weigh(float (&scores)[kScores], const TileScales* scales, int key,
+                                        bool masked, const Find& find_visible_keys) {
+    take_logits(scores, scales);
     if (masked) {
       apply_mask(scores, key, find_visible_keys());
     }
@@ -35,8 +42,7 @@ class Softmax {
       tops[i % 4] = fmaxf(tops[i % 4], scores[i]);
     }
     float top[2] = {fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3])};
-    const bool rises =
-        top[0] * args_.factor > max_[0] + kSlack || top[1] * args_.factor > max_[1] + kSlack;
+    const bool rises = top[0] * factor() > max_[0] + kSlack || top[1] * factor() > max_[1] + kSlack;
     const bool raised = __any_sync(0xffffffff, rises);
     if (raised) {
       raise(top);
@@ -46,6 +52,7 @@ class Softmax {
     exponentiate(scores, sum);
     sum_[0] += sum[0];
     sum_[1] += sum[1];
+    add_totals(scores, scales);
     return raised;
   }
 
@@ -57,9 +64,9 @@ class Softmax {
   // maximum takes a third of the instructions. `recompute` provides the scores again
   // (recompute_scores.cuh) if weights overflow.
   template <class Recompute>
-  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores],
+  __device__ __forceinline__ bool weigh_blindly(float (&scores)[kScores], const TileScales* scales,
                                                 const Recompute& recompute) {
-    take_logits(scores);
+    take_logits(scores, scales);
     float sum[2];
     exponentiate(scores, sum);
     bool high[2];
@@ -69,10 +76,11 @@ class Softmax {
     }
     const bool raised = __any_sync(0xffffffff, high[0] || high[1]);
     if (raised) {
-      lower(scores, sum, high, recompute);
+      lower(scores, scales, sum, high, recompute);
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
+    add_totals(scores, scales);
     return raised;
   }
 
@@ -88,16 +96,23 @@ class Softmax {
   __device__ __forceinline__ void end() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 1);
-      sum_[half] += __shfl_xor_sync(0xffffffff, sum_[half], 2);
+      float& total = kTokenScales ? total_[half] : sum_[half];
+      total += __shfl_xor_sync(0xffffffff, total, 1);
+      total += __shfl_xor_sync(0xffffffff, total, 2);
     }
   }
 
   __device__ __forceinline__ float maximum(int half) const { return max_[half]; }
-  __device__ __forceinline__ float total(int half) const { return sum_[half]; }
+  __device__ __forceinline__ float total(int half) const {
+    return kTokenScales ? total_[half] : sum_[half];
+  }
   // The weight of one key.
   __device__ __forceinline__ float weight(int half, float score) const {
-    return power_of_2(logit_of(args_, score) - max_[half]);
+    return power_of_2(logit(score) - max_[half]);
+  }
+  // The weight of one key with scales of its own, of its dequantised value.
+  __device__ __forceinline__ float weight(int half, float score, const TokenScale& scale) const {
+    return power_of_2(scale.shifted_logit(args_, score) - max_[half]);
   }
 
  private:
@@ -111,8 +126,89 @@ class Softmax {
   static constexpr float kMostSum = 16384;  // finite in 16 bits
   static constexpr float kLost = 0x1p120f;  // larger weights may have overflowed
 
-  __device__ __forceinline__ void take_logits(float (&scores)[kScores]) const {
-    if (args_.direct != 0) {
+  // Multiplies maxima of scores.
+  __device__ __forceinline__ float factor() const {
+    if constexpr (kTokenScales) {
+      return 1;  // take_logits() has multiplied the scores
+    } else if constexpr (kDequantizes) {
+      return is_direct() ? args_.logit_scale * scale_ : 1.0f;
+    } else {
+      return args_.factor;
+    }
+  }
+  // Whether a greater score is a greater logit.
+  __device__ __forceinline__ bool is_direct() const {
+    if constexpr (kDequantizes) {
+      return args_.direct != 0 && scale_ > 0;
+    } else {
+      return args_.direct != 0;
+    }
+  }
+  __device__ __forceinline__ float logit(float score) const {
+    if constexpr (kDequantizes) {
+      score *= scale_;
+    }
+    return logit_of(args_, score);
+  }
+
+  // With scales of tokens: logits plus the exponents of the values' scales.
+  __device__ __forceinline__ void take_shifted_logits(float (&scores)[kScores],
+                                                      const TileScales& scales) const {
+    const float softcap = args_.params.softcap;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] *= scales.key[column_of(i) + first_column()];
+    }
+    if (softcap > 0) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] = softcap * (kLog2E * hyperbolic_tangent(scores[i]));
+        if (i % 4 == 3) {
+          __syncwarp();  // more at a time would need registers
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] += scales.exponent[column_of(i) + first_column()];
+    }
+  }
+
+  // Adds the weights of a tile, less the scales of its values, to the softmax denominators.
+  __device__ __forceinline__ void add_totals(const float (&scores)[kScores],
+                                             const TileScales* scales) {
+    if constexpr (kTokenScales) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        const float inverse = scales->inverse[column_of(i) + first_column()];
+        total_[row_of(i)] = fmaf(scores[i], inverse, total_[row_of(i)]);
+      }
+    }
+  }
+
+  // Rescales a row's sums of weights.
+  __device__ __forceinline__ void fade_sums(int half) {
+    sum_[half] *= fade_[half];
+    if constexpr (kTokenScales) {
+      total_[half] *= fade_[half];
+    }
+  }
+
+  __device__ __forceinline__ void take_logits(float (&scores)[kScores],
+                                              const TileScales* scales) const {
+    if constexpr (kTokenScales) {
+      take_shifted_logits(scores, *scales);
+      return;
+    }
+    if constexpr (kDequantizes) {
+      if (is_direct()) {
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        scores[i] *= scale_;
+      }
+    } else if (args_.direct != 0) {
       return;
     }
     if (args_.params.softcap > 0) {
@@ -135,7 +231,7 @@ class Softmax {
   __device__ __forceinline__ void exponentiate(float (&scores)[kScores], float (&sum)[2]) const {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      scores[i] = power_of_2(fmaf(scores[i], args_.factor, -max_[row_of(i)]));
+      scores[i] = power_of_2(fmaf(scores[i], factor(), -max_[row_of(i)]));
     }
     sum[0] = scores[0];
     sum[1] = scores[2];
@@ -153,10 +249,10 @@ class Softmax {
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 1));
       top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffff, top[half], 2));
       // Decided per row: a row's results must not depend on other rows.
-      const bool rises = top[half] * args_.factor > max_[half] + kSlack;
-      const float raised = rises ? top[half] * args_.factor : max_[half];
+      const bool rises = top[half] * factor() > max_[half] + kSlack;
+      const float raised = rises ? top[half] * factor() : max_[half];
       fade_[half] = power_of_2(max_[half] - raised);
-      sum_[half] *= fade_[half];
+      fade_sums(half);
       max_[half] = raised;
     }
   }
@@ -164,8 +260,9 @@ class Softmax {
   // Raises the maximum of rows whose weights are too large, and rescales their weights. Infinite
   // weights are recomputed from the scores.
   template <class Recompute>
-  __device__ __forceinline__ void lower(float (&scores)[kScores], float (&sum)[2],
-                                        const bool (&high)[2], const Recompute& recompute) {
+  __device__ __forceinline__ void lower(float (&scores)[kScores], const TileScales* scales,
+                                        float (&sum)[2], const bool (&high)[2],
+                                        const Recompute& recompute) {
     const int quad = threadIdx.x % 32 / 4 * 4;
     bool lost[2];
 #pragma unroll
@@ -184,55 +281,65 @@ class Softmax {
       const bool known = rises && !lost[half];
       fade_[half] = known ? __fdividef(1.0f, top) : 1.0f;
       max_[half] += known ? log2f(top) : 0.0f;
-      sum_[half] *= fade_[half];
+      fade_sums(half);
       sum[half] *= fade_[half];
     }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       scores[i] *= fade_[row_of(i)];
     }
-    find_lost(scores, sum[0], lost[0], recompute.template rows<0>());
-    find_lost(scores, sum[1], lost[1], recompute.template rows<1>());
+    find_lost(scores, scales, sum[0], lost[0], recompute.template rows<0>());
+    find_lost(scores, scales, sum[1], lost[1], recompute.template rows<1>());
   }
 
   // Rows past the work tile's last query hold arbitrary data, whose weights might overflow in every
   // tile. With an infinite maximum their weights are 0 or NaN, never large, and they are not
   // stored.
   template <class Rows>
-  __device__ __forceinline__ void find_lost(float (&scores)[kScores], float& sum, bool lost,
-                                            const Rows& rows) {
+  __device__ __forceinline__ void find_lost(float (&scores)[kScores], const TileScales* scales,
+                                            float& sum, bool lost, const Rows& rows) {
     if (lost && !rows.is_query()) {
       max_[Rows::kRow] = INFINITY;
       lost = false;
     }
     if (__any_sync(0xffffffff, lost)) {
-      recompute_weights<Rows::kRow>(scores, sum, lost, rows);
+      recompute_weights<Rows::kRow>(scores, scales, sum, lost, rows);
     }
   }
 
   // For rows whose scores have been lost to overflow.
   template <int kHalf, class Rows>
-  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores], float& sum, bool lost,
+  __device__ __forceinline__ void recompute_weights(float (&scores)[kScores],
+                                                    const TileScales* scales, float& sum, bool lost,
                                                     const Rows& rows) {
+    const auto logit_at = [&](int group, int i, float score) {
+      if constexpr (kTokenScales) {
+        const int column = group * 8 + first_column() + i;
+        const TokenScale scale = {scales->key[column], scales->exponent[column]};
+        return scale.shifted_logit(args_, score);
+      } else {
+        return logit(score);
+      }
+    };
     float top = kNothing;
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      top = fmaxf(top, fmaxf(logit_of(args_, pair.x), logit_of(args_, pair.y)));
+      top = fmaxf(top, fmaxf(logit_at(group, 0, pair.x), logit_at(group, 1, pair.y)));
     }
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
     if (lost) {
       fade_[kHalf] = power_of_2(max_[kHalf] - top);
-      sum_[kHalf] *= fade_[kHalf];
+      fade_sums(kHalf);
       max_[kHalf] = top;
       sum = 0;
     }
 #pragma unroll 1
     for (int group = 0; group < kScores / 4; ++group) {
       const float2 pair = rows.scores(group);
-      const float weights[2] = {power_of_2(logit_of(args_, pair.x) - max_[kHalf]),
-                                power_of_2(logit_of(args_, pair.y) - max_[kHalf])};
+      const float weights[2] = {power_of_2(logit_at(group, 0, pair.x) - max_[kHalf]),
+                                power_of_2(logit_at(group, 1, pair.y) - max_[kHalf])};
       sum += lost ? weights[0] + weights[1] : 0.0f;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
@@ -244,6 +351,8 @@ class Softmax {
 
   const Arguments& args_;
   bool settled_ = false;
+  float scale_;     // of dequantised keys
+  float total_[2];  // sums of weights without the scales of values, if tokens have their own
   float max_[2], sum_[2], fade_[2];
 };
 

@@ -11,7 +11,7 @@ from ..harness.benchmark import Benchmark, one_layout_at_a_time
 from ..harness.check import Sample, sample_check
 from ..harness.summary import OURS, Summary
 from .cases import Case
-from .inputs import DTYPE, KV_DTYPES, Inputs, Layout, expected, random_inputs
+from .inputs import DTYPE, Inputs, Layout, expected, random_inputs
 
 _PAGED = re.compile(r"\w+_p\d+")
 _MB = 10**6
@@ -38,7 +38,8 @@ def samples(case: Case, inputs: Inputs) -> list[Sample]:
 def num_bytes(case: Case, layout: Layout) -> int:
     """Unique bytes read and written: keys and values, queries and results."""
     rows = case.batch * case.q_len * case.heads_q * case.dim
-    return case.kv_bytes(KV_DTYPES[layout.kv_dtype].itemsize) + 2 * rows * DTYPE.itemsize
+    kv = case.kv_bytes(1) // case.dim * layout.kv.head_bytes(case.dim)
+    return kv + 2 * rows * DTYPE.itemsize
 
 
 def is_rival(impl: str, name: str) -> bool:

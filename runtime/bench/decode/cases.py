@@ -12,8 +12,6 @@ DEFAULT_BATCH = (1, 8, 32, 128, 256)
 DEFAULT_KV = (512, 2048, 8192, 32768)
 DEFAULT_PAGES = (16, 64)
 DIM = 128
-# Dtypes of a cache, and what they add to the name of an implementation.
-KV_SUFFIXES = {"bf16": "", "fp8": "_fp8kv", "int8": "_int8kv"}
 # With skewed lengths one sequence is long, and the others are this part of it.
 _SKEW = 16
 _HEADS = re.compile(r"(\d+)/(\d+)")

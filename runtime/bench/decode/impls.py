@@ -9,16 +9,21 @@ import torch
 
 from ... import ops
 from ..harness.benchmark import Implementation, each
+from ..harness.kv_cache import KVLayout
 from ..harness.rotation import Call
 from ..harness.summary import OURS
-from .cases import KV_SUFFIXES, Case
+from ..shapes import KV_SCALES, KV_SUFFIXES
+from .cases import Case
 from .inputs import Inputs, Layout
 
 
-def ours(page: int, kv_dtype: str) -> Implementation[Case, Inputs]:
-    """Return our op for pages of this size and a cache of this dtype."""
-    name = f"{OURS}p{page}{KV_SUFFIXES[kv_dtype]}"
-    return Implementation(name, Layout(page, kv_dtype), _bind_ours)
+def ours(page: int, kv_dtype: str, scales: str = "static") -> Implementation[Case, Inputs]:
+    """Return our op for pages of this size and a cache of this dtype, with scales of 8 bits."""
+    suffix = KV_SUFFIXES[kv_dtype]
+    if suffix:
+        suffix += KV_SCALES[scales]
+    layout = Layout(page, KVLayout(kv_dtype, scales if suffix else "static"))
+    return Implementation(f"{OURS}p{page}{suffix}", layout, _bind_ours)
 
 
 def paged(

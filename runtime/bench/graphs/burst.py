@@ -121,7 +121,7 @@ def time_bursts(model: Decoder, name: str, plan: BurstPlan) -> Iterator[BurstRow
         page_size=plan.page_size,
         device=model.device,
     )
-    cache.storage.normal_()
+    cache.randomize()
     seen = SeenTokens(largest, model.config.vocab_size, model.device)
     step = DecodeStep(model, cache, seen, max_pages=pages_each)
     buffers = StaticBuffers(step.buffer_specs(), largest, model.device)

@@ -84,7 +84,7 @@ def our_step(
         page_size=_PAGE_SIZE,
         device=device,
     )
-    cache.storage.normal_()
+    cache.randomize()
     seen = SeenTokens(max_batch, model.config.vocab_size, device)
     capture_examples = CaptureExamples(cache, pages_each + max_batch)
     step = DecodeStep(model, cache, seen, max_pages=pages_each, capture_examples=capture_examples)
@@ -102,7 +102,7 @@ def our_step(
         StaticBuffers(specs, max_batch, device),
         {
             "weights": list(model.tensors()),
-            "cache": cache.storage,
+            "cache": cache.tensors(),
             "seen": [value for value in vars(seen).values() if isinstance(value, torch.Tensor)],
         },
         inputs,

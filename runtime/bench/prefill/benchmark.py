@@ -9,6 +9,7 @@ import torch
 
 from ..harness.benchmark import Benchmark, Implementation, one_layout_at_a_time
 from ..harness.check import MAX_ERROR, Sample, sample_check
+from ..harness.kv_cache import KVLayout
 from ..harness.summary import OURS, Cell, Summary
 from .cases import DIM, Case
 from .impls import FP8_PEERS, PEERS
@@ -47,9 +48,11 @@ def samples(case: Case, inputs: Inputs) -> list[Sample]:
     return found
 
 
-def num_bytes(case: Case, dtype: torch.dtype) -> int:
+def num_bytes(case: Case, layout: torch.dtype | KVLayout) -> int:
     """Unique bytes read and written."""
-    return case.num_bytes(dtype.itemsize, DTYPE.itemsize)
+    if isinstance(layout, KVLayout):
+        return case.num_bytes_over(layout.head_bytes(case.dim), DTYPE.itemsize)
+    return case.num_bytes(layout.itemsize, DTYPE.itemsize)
 
 
 def is_rival(impl: str, name: str) -> bool:

@@ -145,3 +145,8 @@ class Case:
         """Unique bytes read and written, of elements of so many bytes."""
         q_rows, k_rows = sum(self.q_lens) * self.heads_q, sum(self.k_lens) * self.heads_kv
         return self.dim * (q_rows * (element + of_output) + 2 * k_rows * element)
+
+    def num_bytes_over(self, head: int, element: int) -> int:
+        """Likewise, with keys and values of so many bytes a head and queries of other elements."""
+        q_rows, k_rows = sum(self.q_lens) * self.heads_q, sum(self.k_lens) * self.heads_kv
+        return 2 * (self.dim * q_rows * element + k_rows * head)

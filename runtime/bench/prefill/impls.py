@@ -11,8 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ... import ops
 from ..harness.benchmark import Implementation, each
+from ..harness.kv_cache import KVLayout
 from ..harness.rotation import Call
 from ..harness.summary import OURS
+from ..shapes import KV_SCALES, KV_SUFFIXES
 from .cases import Case
 from .inputs import DTYPE, FP8, Inputs
 
@@ -22,6 +24,14 @@ DTYPES = {"bf16": DTYPE, "fp8": FP8}  # as the command line and the rows call th
 def ours(dtype: str = "bf16") -> Implementation[Case, Inputs]:
     """Return our ops, for queries and keys of a dtype in `DTYPES`."""
     return Implementation(OURS + dtype, DTYPES[dtype], _bind_ours)
+
+
+def ours_over(kv_dtype: str, scales: str) -> Implementation[Case, Inputs]:
+    """Return our op for bf16 queries over pages of this dtype, with scales of this kind."""
+    if kv_dtype == "bf16":
+        return ours()
+    name = f"{OURS}bf16{KV_SUFFIXES[kv_dtype]}{KV_SCALES[scales]}"
+    return Implementation(name, KVLayout(kv_dtype, scales), _bind_ours)
 
 
 def _bind_ours(case: Case, sets: Sequence[Inputs]) -> Sequence[Call]:
@@ -52,6 +62,8 @@ def _bind_ours(case: Case, sets: Sequence[Inputs]) -> Sequence[Call]:
             max_seqlen_q=longest_q,
             causal=case.causal,
             window=window,
+            k_scale=s.k_scale,
+            v_scale=s.v_scale,
             out=s.out,
         )
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from ..harness.kv_cache import KVLayout, numbers_of, random_cache
 from ..harness.pages import partial_pages, random_pages
 from ..harness.rotation import num_sets
 from .cases import Case
@@ -30,7 +31,9 @@ class Inputs:
         seq_lens: [batch] int32, the tokens of each sequence.
         table: [batch, pages of the longest] int32, or None for packed keys.
         out: like q, bf16.
-        scales: of FP8 tensors: [batch, heads_kv] fp32 ones.
+        scales: of packed FP8 tensors: [batch, heads_kv] fp32 ones.
+        k_scale: of keys in 8-bit pages beside 16-bit queries, as of `ops.paged_attention`.
+        v_scale: likewise of values.
     """
 
     q: torch.Tensor
@@ -42,6 +45,8 @@ class Inputs:
     table: torch.Tensor | None
     out: torch.Tensor
     scales: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     def tokens(self, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of a sequence, [tokens, heads_kv, dim]."""
@@ -49,15 +54,27 @@ class Inputs:
         if self.table is None:
             return self.k[begin:end], self.v[begin:end]
         pages = self.table[sequence, : -(-(end - begin) // self.k.size(1))].long()
-        k, v = (x[pages].flatten(0, 1)[: end - begin] for x in (self.k, self.v))
-        return k, v
+        if self.k_scale is None:
+            k, v = (x[pages].flatten(0, 1)[: end - begin] for x in (self.k, self.v))
+            return k, v
+        k = numbers_of(self.k, self.k_scale, pages)
+        v = numbers_of(self.v, self.v_scale, pages)
+        return k[: end - begin], v[: end - begin]
 
 
-def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Inputs]:
+def random_inputs(case: Case, layout: torch.dtype | KVLayout, device: torch.device) -> list[Inputs]:
     """Return sets of inputs with permuted pages; what follows a sequence's end there is NaN.
 
     All have one table and the same lengths, as the layers of a model do.
+
+    Args:
+        case: the sizes.
+        layout: the dtype of queries, keys and values, or how pages store keys and values in 8 bits.
+        device: where they shall lie.
     """
+    dtype = DTYPE if isinstance(layout, KVLayout) else layout
+    if isinstance(layout, KVLayout) and not case.page:
+        raise ValueError("8-bit keys beside 16-bit queries are in pages")
 
     def offsets(lengths: list[int]) -> torch.Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
@@ -70,6 +87,11 @@ def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[
     def one_set() -> Inputs:
         q = torch.randn(sum(case.q_lens), case.heads_q, case.dim, dtype=DTYPE, device=device)
         out = torch.empty_like(q)
+        if isinstance(layout, KVLayout):
+            k, k_scale = random_cache(keys_shape, layout, ends, device)
+            v, v_scale = random_cache(keys_shape, layout, ends, device)
+            where = (cu_q, cu_k, lengths, table)
+            return Inputs(q, k, v, *where, out, k_scale=k_scale, v_scale=v_scale)
         k, v = (torch.randn(keys_shape, dtype=DTYPE, device=device) for _ in "kv")
         for page, end in ends:
             k[page, end:] = v[page, end:] = torch.nan
@@ -80,6 +102,8 @@ def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[
     scales = ones if dtype is FP8 else None
     # At least two: where the L2 holds none a second one costs nothing.
     num_bytes = case.num_bytes(dtype.itemsize, DTYPE.itemsize)
+    if isinstance(layout, KVLayout):
+        num_bytes = case.num_bytes_over(layout.head_bytes(case.dim), DTYPE.itemsize)
     count = max(num_sets(num_bytes, device), 2)
     return [one_set() for _ in range(count)]
 

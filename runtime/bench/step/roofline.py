@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...models import Decoder, Linear
+from ...models import Decoder, KVFormat, Linear
 from .breakdown import ATTENTION, LM_HEAD, PRODUCTS
 from .work import attention_flops, kv_bytes
 
@@ -55,7 +55,11 @@ def roofline_of(device: torch.device) -> Roofline | None:
 
 
 def kernel_rooflines(
-    model: Decoder, batch: int, context: int, roofline: Roofline
+    model: Decoder,
+    batch: int,
+    context: int,
+    roofline: Roofline,
+    cache_format: KVFormat | None = None,
 ) -> dict[str, tuple[int, RooflineTime]]:
     """Return the launches and the roofline of each kernel that reads weights or the cache.
 
@@ -64,6 +68,7 @@ def kernel_rooflines(
         batch: sequences of one new token each.
         context: keys of each, the new one's included.
         roofline: of the GPU.
+        cache_format: of the KV cache; None is the model's dtype.
 
     Returns:
         By the names of `breakdown.sites_of`; attention is the mean of the layers.
@@ -74,7 +79,7 @@ def kernel_rooflines(
         first.setdefault(use.name, use.linear)
     kernels = {name: (layers, _product(first[name], batch, roofline)) for name in PRODUCTS}
     kernels[LM_HEAD] = (1, _product(first["lm_head"], batch, roofline))
-    num_bytes = kv_bytes(model.config, batch, context) / layers
+    num_bytes = kv_bytes(model.config, batch, context, cache_format) / layers
     flops = attention_flops(model.config, batch, context) / layers
     seconds = max(num_bytes / roofline.bytes_s, flops / roofline.flop_s[2])
     kernels[ATTENTION] = (layers, RooflineTime(seconds, num_bytes))

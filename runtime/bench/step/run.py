@@ -14,10 +14,19 @@ import torch
 from ostinato.graphs import GraphRunner, StaticBuffers
 
 from ...engine.decode_step import DecodeStep, SeenTokens
-from ...models import Decoder, ModelConfig, PagedKVCache, compile_kernels
+from ...models import (
+    Decoder,
+    KVFormat,
+    ModelConfig,
+    PagedKVCache,
+    ScaleKind,
+    compile_kernels,
+    kv_format,
+)
 from ...models.l2.partitioned_memory import free_unused
 from ..plans import check_least
 from ..report import Row
+from ..shapes import KV_SCALES, KV_SUFFIXES
 from ..timing import MIN_REPEATS, time_calls
 from ..weights import dtype_name, precision
 from .breakdown import Span, shares_of, sites_of, trace
@@ -36,6 +45,8 @@ class StepPlan:
         repeats: replays, whose median is the result.
         temperature: of sampling; 0 is greedy.
         breakdown: trace a step and say what each kernel adds to it; on CUDA only.
+        kv_cache_dtype: as of `Engine`.
+        kv_scales: likewise.
     """
 
     batches: Sequence[int]
@@ -44,6 +55,12 @@ class StepPlan:
     repeats: int = 30
     temperature: float = 0.0
     breakdown: bool = False
+    kv_cache_dtype: str = "auto"
+    kv_scales: ScaleKind | None = None
+
+    def cache_format(self, model: Decoder) -> KVFormat:
+        """Return how the cache stores numbers; ValueError for what `kv_format` refuses."""
+        return kv_format(model.config, model.kv_scales, self.kv_cache_dtype, self.kv_scales)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse what cannot be measured on a model.
@@ -142,11 +159,11 @@ def time_steps(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepResult
     Kernels that are not compiled yet are compiled at the call.
 
     Raises:
-        ValueError: at the call, for what `StepPlan.check` refuses.
+        ValueError: at the call, for what `StepPlan.check` and `kv_format` refuse.
         MemoryError: when there is no room for the sequences of a context.
     """
     plan.check(model.config)
-    compile_kernels(model)
+    compile_kernels(model, plan.cache_format(model))
     return _time_contexts(model, name, plan)
 
 
@@ -161,13 +178,14 @@ def _time_contexts(model: Decoder, name: str, plan: StepPlan) -> Iterator[StepRe
 def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> Iterator[StepResult]:
     batches = sorted(set(plan.batches))
     roofline = roofline_of(model.device)
-    pages_each = -(-context // plan.page_size)
+    pages_each, cache_format = -(-context // plan.page_size), plan.cache_format(model)
     try:
         cache = PagedKVCache.for_model(
             model.config,
             num_pages=1 + batches[-1] * pages_each,
             page_size=plan.page_size,
             device=model.device,
+            kv_format=cache_format,
         )
         seen = SeenTokens(batches[-1], model.config.vocab_size, model.device)
         step = DecodeStep(model, cache, seen, max_pages=pages_each)
@@ -177,7 +195,7 @@ def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> It
     except (MemoryError, OverflowError, RuntimeError) as error:
         reason = str(error) or "out of memory"
         raise MemoryError(f"batch {batches[-1]}, context {context}: {reason}") from error
-    cache.storage.normal_()
+    cache.randomize()
     with GraphRunner(step, buffers, memory=step.memory()) as runner:
         runner.capture(batches, progress=True, verify=False)
         for batch in batches:
@@ -187,14 +205,17 @@ def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> It
             }
             replay = partial(runner.run, batch, inputs)
             times = time_calls(replay, model.device, repeats=plan.repeats)
-            case, impl = f"{name} b{batch} ctx{context}", implementation(model)
-            rooflines = kernel_rooflines(model, batch, context, roofline) if roofline else {}
+            case, impl = f"{name} b{batch} ctx{context}", implementation(model, cache_format)
+            rooflines = (
+                kernel_rooflines(model, batch, context, roofline, cache_format) if roofline else {}
+            )
             measured = Row.of(
                 "step",
                 case,
                 impl,
                 seconds=statistics.median(times),
-                num_bytes=weight_bytes(model) + kv_bytes(model.config, batch, context),
+                num_bytes=weight_bytes(model)
+                + kv_bytes(model.config, batch, context, cache_format),
                 flops=step_flops(model, batch, context),
             )
             floor_us = round(step_roofline(rooflines) * 1e6, 1) if rooflines else None
@@ -259,9 +280,11 @@ def grown_pages(cache: PagedKVCache, batch: int, tokens: int) -> torch.Tensor:
     return pages
 
 
-def implementation(model: Decoder) -> str:
-    """Name what was timed: the layers' precision, then what is not as a checkpoint says it."""
+def implementation(model: Decoder, cache_format: KVFormat | None = None) -> str:
+    """Name what was timed: the layers' precision, an 8-bit KV cache, then what else is chosen."""
     name = f"ostinato_{precision(model)}"
+    if cache_format is not None and cache_format.scales is not None:
+        name += KV_SUFFIXES[dtype_name(cache_format.dtype)] + KV_SCALES[cache_format.scales]
     *_, head = model.linears()
     if head.linear.weight_dtype.itemsize == 1:
         name += f"_lm_head_{dtype_name(head.linear.weight_dtype)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...models import Decoder, ModelConfig
+from ...models import Decoder, KVFormat, ModelConfig
 
 
 def weight_bytes(model: Decoder) -> int:
@@ -13,9 +13,15 @@ def weight_bytes(model: Decoder) -> int:
     )
 
 
-def kv_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Bytes of the keys and values that one step reads."""
-    return batch * _attended(config, context) * 2 * config.kv_size * config.dtype.itemsize
+def kv_bytes(
+    config: ModelConfig, batch: int, context: int, cache_format: KVFormat | None = None
+) -> int:
+    """Bytes of the keys and values that one step reads, with the scales of their tokens.
+
+    The cache is in the model's dtype by default.
+    """
+    stored = KVFormat(config.dtype) if cache_format is None else cache_format
+    return batch * _attended(config, context) * stored.token_bytes(config)
 
 
 def step_flops(model: Decoder, batch: int, context: int) -> int:

@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, UnsupportedCheckpointError
-from ..format import Format, StoredSchemeOf
-from ..kv_cache import kv_cache_scheme
+from ..format import Format, Quantization
 from ..patterns import PatternMatcher
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.dense import DENSE
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
+from ..storage.kv_cache import describe_kv_cache, kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
+
+COMPRESSED_TENSORS = "compressed-tensors"  # the format's `quant_method`
 
 # Class name of every module that can be quantised, as targets and ignore lists spell it.
 _CLASS = "Linear"
@@ -33,6 +35,7 @@ _FORMAT_TYPES = {
     "naive-quantized": ("int", "float"),
 }
 _PER_GROUP = "mixed-precision"
+_DENSE_FORMAT = "dense"  # no module is quantised, only the KV cache
 
 _COARSE = "are not supported, only one scale per tensor, row of a weight, or token"
 _BLOCK_FP8 = f"FP8 weights in blocks of {BLOCK} by {BLOCK}, activations in groups of {BLOCK}"
@@ -48,8 +51,8 @@ _HARMLESS_FIELDS = ("global_compression_ratio", "quant_method", "run_compressed"
 _HARMLESS_ARGUMENTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
-def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
-    """Return the scheme of every linear module under a compressed-tensors configuration.
+def parse_compressed_tensors(config: Section) -> Quantization:
+    """Return the schemes of linear modules and KV cache of a compressed-tensors configuration.
 
     Raises:
         CheckpointError: when the configuration is malformed.
@@ -63,12 +66,14 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         _require_dense(config)
         config.reject_others(*_HARMLESS_FIELDS)
         config = inner
-    kv_cache_scheme(config)
+    kv_cache = kv_cache_scheme(config)
     _require_dense(config)
     config.choice("quantization_status", "compressed", "frozen", default="compressed")
-    file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP)
+    file_format = config.choice("format", *_FORMAT_TYPES, _PER_GROUP, _DENSE_FORMAT)
     ignore = config.strings("ignore")
     groups = config.child("config_groups")
+    if file_format == _DENSE_FORMAT and groups.fields:
+        raise config.refusal("format", "config_groups quantise modules")
     schemes: dict[str, _Quantized] = {}
     for name in groups.fields:
         targets, scheme = _group(
@@ -84,7 +89,7 @@ def parse_compressed_tensors(config: Section) -> StoredSchemeOf:
         target = None if ignored.find(*names) else targeted.find(*names)
         return DENSE if target is None else schemes[target]
 
-    return scheme_of
+    return Quantization(scheme_of, kv_cache)
 
 
 class ModuleNames:
@@ -120,12 +125,29 @@ class ModuleNames:
         return _CLASS if _CLASS in self._names else None
 
 
-def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
+def describe(
+    scheme: _Quantized | None, ignore: Sequence[str], kv_cache: torch.dtype | None = None
+) -> dict[str, object]:
     """Return the configuration of a checkpoint whose linear modules all have `scheme`.
 
     Only what the quantiser writes: per-channel weights with dynamic per-token activations, or FP8
     weights in blocks with activations in groups.
+
+    Args:
+        scheme: None where no module is quantised.
+        ignore: modules that are not.
+        kv_cache: dtype of an 8-bit KV cache with a static scale per layer; None without one.
     """
+    described = None if kv_cache is None else describe_kv_cache(kv_cache)
+    if scheme is None:
+        return {
+            "quant_method": COMPRESSED_TENSORS,
+            "format": _DENSE_FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": {},
+            "ignore": [],
+            "kv_cache_scheme": described,
+        }
     weights: dict[str, object] = {"strategy": "channel", "group_size": None}
     activations: dict[str, object] = {"strategy": "token", "group_size": None}
     if isinstance(scheme, FP8BlockScheme):
@@ -137,7 +159,7 @@ def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
         activations["symmetric"] = scheme.symmetric_input
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {
@@ -149,7 +171,7 @@ def describe(scheme: _Quantized, ignore: Sequence[str]) -> dict[str, object]:
             }
         },
         "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": described,
     }
 
 
@@ -263,4 +285,4 @@ def _find(config: Section, folder: Path) -> Section | None:
     return config.child("compression_config") if config.get("compression_config") else None
 
 
-FORMAT = Format("compressed-tensors", parse_compressed_tensors, _find)
+FORMAT = Format(COMPRESSED_TENSORS, parse_compressed_tensors, _find)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..exclusions import all_but
-from ..format import Format, StoredSchemeOf
+from ..format import Format, Quantization
 from ..patterns import transformers_pattern
 from ..section import Section
 from ..storage.w8a8 import W8A8Scheme
 
 
-def parse_fbgemm_fp8(config: Section) -> StoredSchemeOf:
+def parse_fbgemm_fp8(config: Section) -> Quantization:
     """Return the scheme of every linear module under `quant_method` "fbgemm_fp8".
 
     `activation_scale_ub`, at which FBGEMM cuts off the largest activation of a token, is not
@@ -27,7 +27,7 @@ def parse_fbgemm_fp8(config: Section) -> StoredSchemeOf:
     config.reject_others("quant_method")
     ignore = [transformers_pattern(entry) for entry in ignored]
     scheme = W8A8Scheme(torch.float8_e4m3fn, per_channel=True, static_input=False)
-    return all_but(ignore, scheme, config.where)
+    return Quantization(all_but(ignore, scheme, config.where))
 
 
 FORMAT = Format("fbgemm_fp8", parse_fbgemm_fp8)

@@ -13,11 +13,11 @@ import torch
 from ...models.parts import Module, TensorSpec
 from ..exclusions import all_but
 from ..files import is_there
-from ..format import Format, StoredSchemeOf
-from ..kv_cache import kv_cache_scheme
+from ..format import Format, Quantization
 from ..section import Section
 from ..storage.base import StoredScheme
 from ..storage.fp8_block import BLOCK, FP8BlockScheme
+from ..storage.kv_cache import kv_cache_scheme
 from ..storage.w8a8 import W8A8Scheme
 
 _IN_BLOCKS = "FP8_PB_WO"
@@ -49,8 +49,8 @@ _SCHEMES: dict[str, StoredScheme] = {
 }
 
 
-def parse_modelopt(config: Section) -> StoredSchemeOf:
-    """Return the scheme of every linear module under a ModelOpt configuration.
+def parse_modelopt(config: Section) -> Quantization:
+    """Return the schemes of linear modules and KV cache of a ModelOpt configuration.
 
     Args:
         config: `quantization_config` of config.json, or `quantization` of hf_quant_config.json.
@@ -67,12 +67,13 @@ def parse_modelopt(config: Section) -> StoredSchemeOf:
     algorithm = config.choice("quant_algo", *_SCHEMES)
     if algorithm == _IN_BLOCKS:
         config.choice("group_size", BLOCK, default=BLOCK)
-    kv_cache_scheme(config)
+    kv_cache = kv_cache_scheme(config)
     ignore = config.strings("exclude_modules", "ignore")
     config.reject_others("quant_method", "config_groups", "producer")
     scheme = _SCHEMES[algorithm]
 
-    return all_but([_regex(entry) for entry in ignore], scheme, config.where)
+    scheme_of = all_but([_regex(entry) for entry in ignore], scheme, config.where)
+    return Quantization(scheme_of, kv_cache)
 
 
 def _regex(entry: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 
 from ...bench.decode.cases import (
     DEFAULT_BATCH,
@@ -11,10 +12,10 @@ from ...bench.decode.cases import (
     DEFAULT_KV,
     DEFAULT_PAGES,
     DIM,
-    KV_SUFFIXES,
     Case,
     cases,
 )
+from ...bench.shapes import KV_SCALES, KV_SUFFIXES
 from ..command import Parser, UserError
 from .output import check_json_flag
 from .run import add_run_flags, run
@@ -50,6 +51,14 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         default=["bf16"],
         choices=KV_SUFFIXES,
         help="of our caches; the peers' are bf16 (default bf16)",
+    )
+    parser.add_argument(
+        "--kv-scales",
+        nargs="+",
+        default=["static"],
+        choices=KV_SCALES,
+        help="of 8-bit caches: one for all keys and one for all values, or one per token and head "
+        "(default static)",
     )
     parser.add_argument(
         "--skew",
@@ -90,7 +99,9 @@ def _run(args: argparse.Namespace) -> int:
     from ...bench.decode.benchmark import BENCHMARK
     from ...bench.decode.impls import ours, paged
 
-    mine = [ours(page, kv_dtype) for kv_dtype in args.kv_dtype for page in args.page]
+    kinds = product(args.kv_scales, args.kv_dtype, args.page)
+    mine = [ours(page, kv_dtype, scales) for scales, kv_dtype, page in kinds]
+    mine = list({each.name: each for each in mine}.values())  # 16 bits have no scales
     return run(args, BENCHMARK, chosen, mine, expand=lambda peer: paged(peer, args.page))
 
 

@@ -6,13 +6,15 @@ import argparse
 import gc
 import json
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES
 from ..command import Parser, UserError, check_folder, user_errors
 from ..device import add_device_flag, resolve_device
-from ..model_flags import add_batch_invariant_flag, add_page_size_flag
+from ..model_flags import add_batch_invariant_flag, add_kv_cache_flags, add_page_size_flag
 from .output import add_targets_flag
 from .picture import add_plot_flag, check_plot_flag, plot
 
@@ -69,6 +71,7 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="tokens of the two texts (default 32 288)",
     )
     add_page_size_flag(engine)
+    add_kv_cache_flags(engine, several=True)
     engine.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="runs of each length (default 3)"
     )
@@ -87,20 +90,26 @@ def _run(args: argparse.Namespace) -> int:
 
     from ...bench.engine import EnginePlan, TooShortError
     from ...bench.report import Report
-    from ...models import read_config
+    from ...models import kv_format, read_config
     from ...models.l2.partitioned_memory import free_unused
 
-    plan = EnginePlan(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats)
+    plan = EnginePlan(
+        *(args.batch, args.prompt, tuple(args.output), args.page_size, args.repeats),
+        kv_scales=args.kv_scales,
+    )
     config = read_config(SHAPES[args.shape])
     with user_errors(ValueError):
         device = resolve_device(args.device)
         plan.check(config)
+        for stored in args.kv_cache_dtype:
+            kv_format(config, None, stored, args.kv_scales)
     targets = {} if args.targets is None else _targets(args.targets)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
     with user_errors(OSError, MemoryError, TooShortError, torch.OutOfMemoryError):
-        for dtype in args.dtype:
-            _measure(args, plan, config, dtype, device, report, targets)
+        for dtype, stored in product(args.dtype, args.kv_cache_dtype):
+            each = replace(plan, kv_cache_dtype=stored)
+            _measure(args, each, config, dtype, device, report, targets)
             gc.collect()  # steps and runners refer to each other
             free_unused()
     plot(args.plot, "engine", report)
@@ -119,7 +128,7 @@ def _measure(
     from ...bench.engine import EngineRow, StartUp, engine_for, time_engine
     from ...bench.step.run import implementation
     from ...bench.weights import random_decoder
-    from ...models import compile_kernels
+    from ...models import compile_kernels, kv_format
 
     began = time.perf_counter()
     model = random_decoder(
@@ -131,7 +140,8 @@ def _measure(
         batch_invariant=args.batch_invariant,
     )
     loaded = time.perf_counter()
-    compile_kernels(model)
+    stored = kv_format(config, model.kv_scales, plan.kv_cache_dtype, plan.kv_scales)
+    compile_kernels(model, stored)
     compiled = time.perf_counter()
     engine = engine_for(model, plan)
     made = time.perf_counter()
@@ -139,7 +149,7 @@ def _measure(
         captured = engine.capture(sorted(set(plan.batches)))
         start_up = StartUp.of(
             args.shape,
-            implementation(model),
+            implementation(model, stored),
             load_s=loaded - began,
             compile_s=compiled - loaded,
             engine_s=made - compiled,

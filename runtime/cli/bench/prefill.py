@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from itertools import product
 
 from ...bench.prefill.cases import DEFAULT_CASES, FP8_CASES, Case
+from ...bench.shapes import KV_SCALES, KV_SUFFIXES
 from ..command import Parser, UserError
 from .output import check_json_flag
 from .run import add_run_flags, run
@@ -27,6 +29,21 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
         help="of queries, keys and values, which are packed if they are fp8 (default: bf16)",
     )
     parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        choices=KV_SUFFIXES,
+        help="of our pages beside bf16 queries, in cases with pages alone; the peers' are bf16 "
+        "(default bf16)",
+    )
+    parser.add_argument(
+        "--kv-scales",
+        nargs="+",
+        default=["static"],
+        choices=KV_SCALES,
+        help="of 8-bit pages: one for all keys and one for all values, or one per token and head "
+        "(default static)",
+    )
+    parser.add_argument(
         "--cases",
         nargs="+",
         metavar="CASE",
@@ -46,19 +63,30 @@ def add_parser(sections: argparse._SubParsersAction[Parser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_json_flag(args.json)
+    if args.dtype == "fp8" and args.kv_dtype is not None:
+        raise UserError("--kv-dtype goes with --dtype bf16: FP8 queries have packed keys")
     try:
         cases = args.cases or (FP8_CASES if args.dtype == "fp8" else DEFAULT_CASES)
         chosen = list(dict.fromkeys(map(Case.parse, cases)))
     except ValueError as error:
         raise UserError(f"--cases: {error}") from error
 
-    from ...bench.prefill.benchmark import BENCHMARKS
-    from ...bench.prefill.impls import DTYPES, ours
+    for case in chosen:
+        if args.kv_dtype is not None and not case.page:
+            raise UserError(f"--kv-dtype: got case {case}, expected cases with pages, such as p16")
 
+    from ...bench.prefill.benchmark import BENCHMARKS
+    from ...bench.prefill.impls import DTYPES, ours, ours_over
+
+    mine = [ours(args.dtype)]
+    if args.kv_dtype is not None:
+        kinds = product(args.kv_scales, args.kv_dtype)
+        found = [ours_over(kv_dtype, scales) for scales, kv_dtype in kinds]
+        mine = list({each.name: each for each in found}.values())  # bf16 has no scales
     return run(
         args,
         BENCHMARKS[args.dtype],
         chosen,
-        [ours(args.dtype)],
+        mine,
         expand=lambda peer: [peer] if peer.layout is DTYPES[args.dtype] else [],
     )

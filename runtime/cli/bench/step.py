@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...bench.shapes import HEAD_PRECISIONS, PRECISIONS, SHAPES, STEP_PEERS
 from ..command import Parser, UserError, check_folder, find_model, user_errors
 from ..device import add_device_flag, resolve_device
-from ..model_flags import add_batch_invariant_flag, add_page_size_flag
+from ..model_flags import add_batch_invariant_flag, add_kv_cache_flags, add_page_size_flag
 from .output import add_peers_flag
 from .picture import add_plot_flag, check_matplotlib, check_plot_flag, plot
 
@@ -81,6 +82,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="of sampling (default 0: greedy)",
     )
     add_page_size_flag(parser)
+    add_kv_cache_flags(parser, several=True)
     parser.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="replays per median (default 30)"
     )
@@ -130,18 +132,20 @@ def _run(args: argparse.Namespace) -> int:
     from ...bench.harness.peers import adapter_folder, adapter_named
     from ...bench.harness.summary import OURS
     from ...bench.report import Report
-    from ...bench.step.run import StepPlan, time_steps
+    from ...bench.step.run import StepPlan
 
     traced = args.breakdown or args.timeline is not None
     plan = StepPlan(
-        args.batch, args.context, args.page_size, args.repeats, args.temperature, traced
+        *(args.batch, args.context, args.page_size, args.repeats, args.temperature, traced),
+        kv_scales=args.kv_scales,
     )
+    plans = [replace(plan, kv_cache_dtype=dtype) for dtype in args.kv_cache_dtype]
     with user_errors(ValueError, OSError, MemoryError, torch.OutOfMemoryError):
         device = resolve_device(args.device)
         if traced and device.type != "cuda":
             flag = "--breakdown" if args.breakdown else "--timeline"
             raise UserError(f"{flag}: got device {device}, expected a CUDA device")
-        models = _models(args, plan, device)
+        models = _models(args, plans, device)
         with user_errors(ImportError):
             peers = None
             if args.peer:
@@ -150,7 +154,7 @@ def _run(args: argparse.Namespace) -> int:
                 peers.check_peers(args.peer, args.shape)
     report = Report.for_device(device)
     print(f"{report.gpu}, commit {report.commit or 'unknown'}", _HEADER, sep="\n", flush=True)
-    ours = chain.from_iterable(time_steps(make(), name, plan) for name, make in models)
+    ours = _time_all(models, plans)
     theirs = peers.time_peers(args.peer, args.shape, device, plan) if peers is not None else ()
     with user_errors(OSError, MemoryError, torch.OutOfMemoryError):
         for result in chain(ours, theirs):
@@ -170,6 +174,19 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _time_all(
+    models: Sequence[tuple[str, Callable[[], Decoder]]], plans: Sequence[StepPlan]
+) -> Iterator[StepResult]:
+    """Time the steps of one model after the other."""
+    from ...bench.step.run import time_steps
+
+    for name, make in models:
+        model = make()
+        for plan in plans:
+            yield from time_steps(model, name, plan)
+        del model  # two might not fit
+
+
 def _with_peers(rows: Sequence[AnyRow]) -> list[AnyRow]:
     """Return the rows, those of our steps with the fastest peer of the same case."""
     from ...bench.harness.summary import OURS, with_peers
@@ -181,7 +198,7 @@ def _with_peers(rows: Sequence[AnyRow]) -> list[AnyRow]:
 
 
 def _models(
-    args: argparse.Namespace, plan: StepPlan, device: torch.device
+    args: argparse.Namespace, plans: Sequence[StepPlan], device: torch.device
 ) -> list[tuple[str, Callable[[], Decoder]]]:
     """Return the models' names and how to make them: one at a time, as two might not fit."""
     from ...bench.weights import dtype_named, random_decoder
@@ -189,7 +206,7 @@ def _models(
 
     max_context = max(args.context)
     if args.model is not None:
-        plan.check(load_config(args.folder))
+        plans[0].check(load_config(args.folder))
         model = load_model(
             args.folder,
             device=device,
@@ -197,11 +214,15 @@ def _models(
             lm_head_dtype=None if args.lm_head is None else dtype_named(args.lm_head),
             batch_invariant=args.batch_invariant,
         )
+        for plan in plans:
+            plan.cache_format(model)
         return [(Path(args.model).resolve().name, lambda: model)]
-    from ...models import read_config
+    from ...models import kv_format, read_config
 
     config = read_config(SHAPES[args.shape])
-    plan.check(config)
+    plans[0].check(config)
+    for plan in plans:
+        kv_format(config, None, plan.kv_cache_dtype, plan.kv_scales)
     make = partial(
         random_decoder,
         config,

@@ -18,6 +18,8 @@ from ..config_fields import Fields
 from ..decoder import AttentionInputs, Decoder, LinearUse, SeenRows
 from ..folding import build
 from ..kinds import InputKind
+from ..kv_format import KVFormat, kv_format
+from ..kv_scales import KVScales
 from ..layers import Linear, Sampling, tensors_of
 from ..norms import Norm
 from ..parts import DecoderLayout, LinearPart, Loader, Module, NormPart, TensorPart, TensorSpec
@@ -124,7 +126,7 @@ class Llama(Decoder):
         self.norm = norm
         self.lm_head = lm_head
         self.batch_invariant = batch_invariant
-        self.kv_scales = None
+        self.kv_scales: KVScales | None = None
         self.max_context = config.context(max_context)
         self.attention = Attention(config, self.max_context, embedding.device)
 
@@ -200,9 +202,12 @@ class Llama(Decoder):
                 yield LinearUse(name, kind, getattr(layer, name))
         yield LinearUse("lm_head", self.config.norm.input_kind, self.lm_head)
 
-    def kernels(self) -> list[Variant]:
-        known = family_of(self.config)
-        found = known.kernels(self.config, batch_invariant=self.batch_invariant)
+    def kernels(self, cache_format: KVFormat | None = None) -> list[Variant]:
+        if cache_format is None:
+            cache_format = kv_format(self.config, self.kv_scales)
+        found = family_of(self.config).kernels(
+            self.config, cache_format=cache_format, batch_invariant=self.batch_invariant
+        )
         for _, kind, linear in self.linears():
             found += linear.kernels(kind, self.config.dtype)
         return found

@@ -36,6 +36,8 @@ def append_kv(
     norm_after_rotation: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_scale_out: torch.Tensor | None = None,
+    v_scale_out: torch.Tensor | None = None,
     check_bounds: bool = False,
     stream: checks.Stream = None,
 ) -> torch.Tensor | None:
@@ -68,6 +70,10 @@ def append_kv(
             into [pages, page_size, heads_kv] the scale of each token and head, computed as in
             `quantize_per_token`, is written.
         v_scale: likewise for v.
+        k_scale_out: [pages, page_size, heads_kv] fp32, written at the tokens' slots: k_scale, which
+            is fixed then, and for an int8 head that holds a NaN, NaN. int8 has no code for NaN;
+            as the `k_scale` of `paged_attention` this shows it.
+        v_scale_out: likewise for v.
         check_bounds: check slots and positions, which the host must see for it. The CPU always
             does; on CUDA a wrong one is undefined without it.
         stream: see `ostinato.ops`.
@@ -93,6 +99,8 @@ def append_kv(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and scale.ndim == 3:
             checks.writable(name, scale)
+    _check_scale_out("k_scale_out", k_scale_out, k_scale, k_cache)
+    _check_scale_out("v_scale_out", v_scale_out, v_scale, k_cache)
     _check_rotary(positions, cos_sin, tokens, dim, device)
     norms = {"k_norm_weight": k_norm_weight, "q_norm_weight": q_norm_weight}
     for name, weight in norms.items():
@@ -133,9 +141,23 @@ def append_kv(
             norm_after_rotation,
             k_scale,
             v_scale,
+            k_scale_out,
+            v_scale_out,
             check_bounds,
         )
     return q_out
+
+
+def _check_scale_out(
+    name: str, written: torch.Tensor | None, scale: torch.Tensor | None, cache: torch.Tensor
+) -> None:
+    if written is None:
+        return
+    if scale is None or scale.ndim == 3:
+        kind = "without a scale" if scale is None else "beside scales per token"
+        raise ValueError(f"{name}: got a tensor, expected None {kind}")
+    checks.tensor(name, written, (torch.float32,), cache.shape[:-1], cache.device)
+    checks.writable(name, written)
 
 
 def _check_rotary(
@@ -196,6 +218,8 @@ def _append_kv(
     norm_after_rotation: bool,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_scale_out: torch.Tensor | None,
+    v_scale_out: torch.Tensor | None,
     check_bounds: bool,
 ) -> None:
     if k.size(0) == 0:
@@ -220,6 +244,8 @@ def _append_kv(
             norm_after_rotation,
             k_scale,
             v_scale,
+            k_scale_out,
+            v_scale_out,
         )
         return
     heads, weights = [k.float()], [k_norm_weight]
@@ -236,7 +262,10 @@ def _append_kv(
     if q_out is not None:
         q_out.copy_(heads[0])
     places = _Places(slot_mapping, k_cache.size(1))
-    for x, cache, scale in ((heads[-1], k_cache, k_scale), (v.float(), v_cache, v_scale)):
+    for x, cache, scale, scale_out in (
+        (heads[-1], k_cache, k_scale, k_scale_out),
+        (v.float(), v_cache, v_scale, v_scale_out),
+    ):
         if scale is None:
             places.write(cache, x.to(cache.dtype))
             continue
@@ -244,8 +273,16 @@ def _append_kv(
             token_scale = dynamic_scale(x, cache.dtype)
             places.write(scale, token_scale)
             scale = token_scale
+        if scale_out is not None:
+            places.write(scale_out, _shown_scales(x, scale, cache.dtype))
         divisor = scale.unsqueeze(-1) if scale.ndim else scale
         places.write(cache, encode(x, divisor, cache.dtype))
+
+
+def _shown_scales(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a fixed scale for each head of x [tokens, heads, dim], NaN where int8 hides one."""
+    scales = scale.expand(x.shape[:2])
+    return scales.masked_fill(x.isnan().any(-1), torch.nan) if dtype is torch.int8 else scales
 
 
 def _normalized(
@@ -307,6 +344,7 @@ _append_kv_op = register(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor? positions, Tensor? cos_sin, Tensor? q, Tensor(c!)? q_out, bool interleaved, "
     "Tensor? q_norm_weight, Tensor? k_norm_weight, float norm_eps, bool norm_after_rotation, "
-    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, bool check_bounds) -> ()",
+    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor(f!)? k_scale_out, Tensor(g!)? v_scale_out, "
+    "bool check_bounds) -> ()",
     _append_kv,
 )

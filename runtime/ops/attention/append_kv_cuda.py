@@ -78,6 +78,8 @@ def append_heads(
     norm_after_rotation: bool,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_scale_out: torch.Tensor | None,
+    v_scale_out: torch.Tensor | None,
 ) -> None:
     """Launch the kernel on torch's current stream.
 
@@ -107,6 +109,8 @@ def append_heads(
             k_scale_per_token=_is_per_token(k_scale),
             v_scale=slots_of(v_scale),
             v_scale_per_token=_is_per_token(v_scale),
+            k_scale_out=slots_of(k_scale_out),
+            v_scale_out=slots_of(v_scale_out),
             positions=address_of(positions),
             cos_sin=address_of(cos_sin),
             cos_sin_stride=0 if cos_sin is None else cos_sin.stride(0),

@@ -139,22 +139,32 @@ def kernel_for(
 
 
 def decode_kernels(
-    dtype: torch.dtype, dim: int, group: int, *, batch_invariant: bool = True
+    dtype: torch.dtype,
+    dim: int,
+    group: int,
+    *,
+    kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = True,
 ) -> list[AttentionDecode]:
     """Return what a model's steps of one query for each sequence take, whatever a page's size.
 
     Without fixed splits the ends of prompts take these kernels, too: of up to 64 rows.
 
     Args:
-        dtype: of the queries and the cache.
+        dtype: of the queries.
         dim: of a head.
         group: query heads of a KV head.
+        kv_dtype: of the cache; None is that of the queries.
         batch_invariant: as of `paged_attention`.
     """
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
     rows = [group] if batch_invariant else [group, *(c for c in _COLUMNS if c > group)]
     found = (
         kernel_for(
-            dtype, dtype, dim, count, copy_pages=copied, batch_invariant=batch_invariant, load=load
+            *(dtype, kv_dtype, dim, count),
+            copy_pages=copied,
+            batch_invariant=batch_invariant,
+            load=load,
         )
         for count, copied, load in product(rows, (True, False), get_args(DecodeLoad))
     )

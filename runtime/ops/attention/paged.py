@@ -201,11 +201,14 @@ def _paged_attention(
         if decode is not None:
             decode_cuda.attend(decode, *given, k_scale, v_scale, out, lse, workspace, l2_partition)
             return
+    scales = None
+    if k_scale is not None and v_scale is not None:
+        scales = prefill_cuda.KvScales(k_scale, v_scale)
     prefill = prefill_cuda.paged_variant(
-        q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant
+        q, k_cache, v_cache, page_table, out, max_seqlen_q, batch_invariant, scales
     )
     if prefill is not None:
-        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse, workspace)
+        prefill_cuda.attend_paged(prefill, *given, batch_invariant, out, lse, workspace, scales)
         return
     if cu_seqlens_q is None:
         cu_seqlens_q = torch.arange(batch + 1, device=q.device) * max_seqlen_q

@@ -151,9 +151,14 @@ def _varlen_attention(
         lengths = [stop - start for start, stop in pairwise(k_bounds)]
         attend_live(q, q_bounds, lengths, kv, rule, sinks, out, lse)
         return
-    kernel = prefill_cuda.packed_variant(q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q)
+    kv_scales = None
+    if k_scale is not None and v_scale is not None:
+        kv_scales = prefill_cuda.KvScales(k_scale, v_scale)
+    kernel = prefill_cuda.packed_variant(
+        q, k, v, out, cu_seqlens_q.size(0) - 1, max_seqlen_q, kv_scales
+    )
     if kernel is not None:
-        prefill_cuda.attend_packed(kernel, q, *how, workspace)
+        prefill_cuda.attend_packed(kernel, q, *how, workspace, kv_scales)
         return
     k_lens = cu_seqlens_k.diff().clamp(0, max_seqlen_k)
     attend_capacity(q, cu_seqlens_q, max_seqlen_q, k_lens, max_seqlen_k, kv, rule, sinks, out, lse)

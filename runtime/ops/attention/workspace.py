@@ -85,8 +85,10 @@ def paged_attention_workspace(
             batch_invariant=batch_invariant,
             device=index,
         )
-    if runs(AttentionPrefill, index) and kv_dtype == dtype:
-        kernels = prefill_cuda.prefill_kernels(dtype, head_dim, batch_invariant=batch_invariant)
+    if runs(AttentionPrefill, index):
+        kernels = prefill_cuda.prefill_kernels(
+            dtype, head_dim, kv_dtype=kv_dtype, batch_invariant=batch_invariant
+        )
         prefill = prefill_cuda.workspace_bytes(kernels, index)
     return max(decode, prefill)
 

@@ -15,6 +15,7 @@ from ostinato.bench.decode.cases import Case
 from ostinato.bench.decode.impls import ours, paged
 from ostinato.bench.decode.inputs import Inputs, Layout, expected, random_inputs
 from ostinato.bench.harness.benchmark import Implementation
+from ostinato.bench.harness.kv_cache import KV_DTYPES, KVLayout
 from ostinato.bench.harness.peers import adapter_folder, find_peers, select
 from ostinato.bench.harness.rotation import Call
 from ostinato.bench.harness.runner import time_cases
@@ -48,11 +49,18 @@ def changed(by: Callable[[torch.Tensor], torch.Tensor]) -> Implementation:
     return Implementation("fa3_p16", Layout(16), bind)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize(
+    "kv",
+    [KVLayout(dtype, scales) for dtype in KV_DTYPES for scales in ("static", "token")],
+    ids=str,
+)
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
 @pytest.mark.parametrize("case", [CASE, Case(6, 1, 2, 160, 1, 8, True)], ids=str)
-def test_the_reference_is_that_of_the_op(case: Case, page: int, kv_dtype: str) -> None:
-    one = random_inputs(case, Layout(page, kv_dtype), CPU)[0]
+def test_the_reference_is_that_of_the_op(case: Case, page: int, kv: KVLayout) -> None:
+    one = random_inputs(case, Layout(page, kv), CPU)[0]
+    if kv.dtype != "bf16":
+        assert one.k_scale is not None
+        assert one.k_scale.ndim == (3 if kv.scales == "token" else 0)
     assert one.page == page
     assert one.seq_lens.tolist() == case.lengths
     got = attend(one, case)
@@ -86,11 +94,15 @@ def test_every_right_result_has_a_row_and_the_others_a_reason() -> None:
     impls = [
         ours(16, "bf16"),
         ours(5, "int8"),
+        ours(5, "fp8", "token"),
+        ours(16, "bf16", "token"),
         changed(lambda out: out),
         Implementation("xqa_p16", Layout(16), refuse),
     ]
     [result] = time_cases(BENCHMARK, [CASE], impls, CPU)
-    assert [row.impl for row in result.rows] == ["ostinato_p16", "fa3_p16", "ostinato_p5_int8kv"]
+    assert sorted({row.impl for row in result.rows}) == [
+        *("fa3_p16", "ostinato_p16", "ostinato_p5_fp8kv_token", "ostinato_p5_int8kv"),
+    ]
     assert {(row.section, row.case) for row in result.rows} == {("decode", "4/2 b3 kv50 q2 d16")}
     assert all(row.us > 0 for row in result.rows)
     assert result.unsupported == {"xqa_p16": "one query for each sequence"}
@@ -107,7 +119,10 @@ def test_bytes_are_counted_once() -> None:
     kv = 2 * 3 * 50 * 2 * 16
     rows = 2 * 2 * (3 * 2 * 4 * 16)
     assert num_bytes(CASE, Layout(16)) == 2 * kv + rows
-    assert num_bytes(CASE, Layout(16, "fp8")) == kv + rows
+    assert num_bytes(CASE, Layout(16, KVLayout("fp8"))) == kv + rows
+    assert num_bytes(CASE, Layout(16, KVLayout("bf16", "token"))) == 2 * kv + rows
+    scales = 2 * 3 * 50 * 2 * 4
+    assert num_bytes(CASE, Layout(16, KVLayout("int8", "token"))) == kv + scales + rows
 
 
 def test_names_of_peers_and_pages() -> None:

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.bench.harness.benchmark import Implementation
+from ostinato.bench.harness.kv_cache import KV_DTYPES, KVLayout
 from ostinato.bench.harness.peers import adapter_folder, adapter_named, find_peers, select
 from ostinato.bench.harness.rotation import Call
 from ostinato.bench.harness.runner import time_cases
 from ostinato.bench.harness.summary import Cell, compare
-from ostinato.bench.prefill.benchmark import BENCHMARKS, is_rival
+from ostinato.bench.prefill.benchmark import BENCHMARKS, is_rival, num_bytes
 from ostinato.bench.prefill.cases import DEFAULT_CASES, FP8_CASES, Case
-from ostinato.bench.prefill.impls import DTYPES, ours
+from ostinato.bench.prefill.impls import DTYPES, ours, ours_over
 from ostinato.bench.prefill.inputs import DTYPE, FP8, Inputs, checked_rows, expected, random_inputs
 
 FLASH_ATTN_3 = adapter_named("flash_attn_3.py", adapter_folder(ADAPTERS, {}))
@@ -130,6 +131,19 @@ def test_fp8_inputs_are_attended_to_and_compared_with_fp8_peers(case: Case) -> N
     assert got.dtype is torch.bfloat16
     assert difference(got, one, case) is None
     assert "expected 0.05 at most" in str(difference(1.1 * got, one, case))
+
+
+@pytest.mark.parametrize("scales", ["static", "token"])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.page], ids=str)
+def test_8_bit_pages_are_attended_to(case: Case, kv_dtype: str, scales: str) -> None:
+    layout = KVLayout(kv_dtype, scales)
+    one = random_inputs(case, layout, CPU)[0]
+    assert one.k.dtype is KV_DTYPES[kv_dtype]
+    [call] = ours_over(kv_dtype, scales).bind(case, [one])
+    assert difference(call(), one, case) is None
+    assert "is off by" in str(difference(1.2 * call(), one, case))
+    assert num_bytes(case, layout) < num_bytes(case, DTYPE)
 
 
 def test_fp8_keys_in_pages_are_refused() -> None:

@@ -26,9 +26,11 @@ def test_ours_is_measured_for_every_page_and_cache(
     ]
     targets.write_text(json.dumps({"rows": known}))
     flags = ["--json", str(file), "--targets", str(targets)]
-    assert run(f"{SMALL} --page 16 5 --kv-dtype bf16 int8 --q-len 1 2 --skew", *flags) == 0
+    kinds = "--kv-dtype bf16 int8 --kv-scales static token"
+    assert run(f"{SMALL} --page 16 5 {kinds} --q-len 1 2 --skew", *flags) == 0
     rows = json.loads(file.read_text())["rows"]
-    impls = [f"ostinato_p{page}{kv}" for kv in ("", "_int8kv") for page in (16, 5)]
+    suffixes = ("", "_int8kv", "_int8kv_token")
+    impls = [f"ostinato_p{page}{kv}" for kv in suffixes for page in (16, 5)]
     cases = [
         f"4/2 b{batch} kv33{q} d16{skew}"
         for q, skews in (("", ("", " skew")), (" q2", ("", " skew")))

@@ -75,6 +75,20 @@ def test_every_batch_and_the_start_up_are_measured(
     ]
 
 
+def test_every_kv_cache_is_measured(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_texts_take(monkeypatch, lambda tokens: 0.25 + 1e-3 * tokens)
+    file = tmp_path / "engine.json"
+    sizes = "--batch 1 --prompt 8 --output 2 6 --repeats 1 --page-size 4"
+    flags = ["--kv-cache-dtype", "auto", "int8", "--json", str(file), "--device", str(device)]
+    assert main(["bench", "engine", "--shape", "tiny", *sizes.split(), *flags]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["impl"] for row in rows[::3]] == ["ostinato_int8", "ostinato_int8_int8kv_token"]
+    steps = {row["impl"]: row["tb_s"] for row in rows if row["section"] == "engine"}
+    assert steps["ostinato_int8_int8kv_token"] < steps["ostinato_int8"]  # in the same time
+
+
 def test_texts_whose_length_does_not_show_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

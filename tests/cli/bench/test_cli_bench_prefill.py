@@ -35,6 +35,17 @@ def test_ours_is_measured_beside_torch(tmp_path: Path, capsys: pytest.CaptureFix
     assert "1000000000.00" in printed.split("== against the targets")[1]
 
 
+def test_8_bit_pages_are_measured_beside_16_bits(tmp_path: Path) -> None:
+    file = tmp_path / "prefill.json"
+    flags = ["--kv-dtype", "bf16", "fp8", "int8", "--kv-scales", "static", "token"]
+    case = "2x33 kv40 h4/2 d16 p16"
+    assert run("--cases", case, *flags, "--peer", "none", "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    kinds = ["", "_fp8kv", "_int8kv", "_fp8kv_token", "_int8kv_token"]
+    assert {row["case"] for row in rows} == {case}
+    assert sorted(row["impl"] for row in rows) == sorted(f"ostinato_bf16{kind}" for kind in kinds)
+
+
 def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--cases", "2x9 d16", "2x8 d16", "--peer", "none", "--budget-s", "1e-9") == 0
     message = "since the budget was spent: 2x9 d16, 2x8 d16\n"
@@ -46,6 +57,8 @@ def test_what_the_budget_leaves_out_is_named(capsys: pytest.CaptureFixture[str])
     [
         ("--cases 4", "--cases: case: got '4', expected one like '4x4096'"),
         ("--cases 4x0", "expected sizes of at least 1"),
+        ("--dtype fp8 --kv-dtype int8", "--kv-dtype goes with --dtype bf16"),
+        ("--cases 2x9 --kv-dtype int8", "--kv-dtype: got case 2x9, expected cases with pages"),
         ("--peer xqa", "--peer: got 'xqa', expected all or none or fa3"),
         ("--peer fi_fa2", "fi_fa2: No module named 'flashinfer'"),
         ("--json /nowhere/f.json", "--json"),

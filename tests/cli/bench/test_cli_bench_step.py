@@ -21,7 +21,7 @@ from ostinato.bench.step.work import kv_bytes, step_flops, weight_bytes
 from ostinato.bench.timing import percentile, time_calls
 from ostinato.bench.weights import precision, random_decoder
 from ostinato.cli.main import main
-from ostinato.models import PagedKVCache, W8A8Linear, read_config
+from ostinato.models import PagedKVCache, W8A8Linear, kv_format, read_config
 
 TINY = read_config(SHAPES["tiny"])
 CPU = torch.device("cpu")
@@ -111,6 +111,22 @@ def test_what_is_not_as_a_checkpoint_says_is_named(tmp_path: Path) -> None:
     assert row["impl"] == "ostinato_int8_lm_head_fp8_batch_variant"
 
 
+def test_kv_caches_are_measured_one_after_the_other(tmp_path: Path, device: torch.device) -> None:
+    file = tmp_path / "step.json"
+    flags = ["--context", "5", "--repeats", "10", "--kv-cache-dtype", "bf16", "fp8", "int8"]
+    argv = ["bench", "step", "--shape", "tiny", *flags, "--json", str(file)]
+    assert main([*argv, "--device", str(device)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["impl"] for row in rows] == [
+        *("ostinato_int8", "ostinato_int8_fp8kv_token", "ostinato_int8_int8kv_token"),
+    ]
+    static = ["bench", "step", "--shape", "tiny", "--kv-cache-dtype", "fp8", *flags[:4]]
+    static += ["--kv-scales", "static", "--json", str(file)]
+    assert main([*static, "--device", str(device)]) == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["impl"] == "ostinato_int8_fp8kv"
+
+
 def test_a_checkpoint_is_measured_under_its_own_name(
     checkpoint: Path, tmp_path: Path, device: torch.device
 ) -> None:
@@ -131,6 +147,13 @@ def test_a_checkpoint_is_measured_under_its_own_name(
         ("--model x --dtype int8", "--dtype goes with --shape"),
         ("--model no-such-folder", "--model: got 'no-such-folder', which does not"),
         ("--shape tiny --batch 0", "batch: got 0, expected at least 1"),
+        ("--shape tiny --kv-cache-dtype fp4", "argument --kv-cache-dtype: invalid choice: 'fp4'"),
+        ("--shape tiny --kv-cache-dtype fp16", "kv_cache_dtype: got 'fp16', expected 'auto', 'fp"),
+        ("--shape tiny --kv-scales token", "kv_scales: got 'token', expected None for pages of"),
+        (
+            "--shape tiny --kv-cache-dtype int8 --kv-scales static",
+            "kv_scales: got 'static', but the checkpoint has no scales of an INT8 cache",
+        ),
         ("--shape tiny --context 0", "context: got 0, expected at least 1"),
         ("--shape tiny --context 2049", "context: got 2049, expected at most the model's 2048"),
         ("--shape tiny --page-size 0", "page_size: got 0, expected at least 1"),
@@ -347,6 +370,24 @@ def test_the_work_of_a_step(tied: bool, name: str, size: int) -> None:
     assert kv_bytes(config, batch=3, context=7) == 3 * 2 * 7 * 2 * 32 * 2
     # Attention: for each of 64 query elements a product with every key and every value.
     assert step_flops(model, batch=3, context=7) == 2 * 3 * (2 * layer + head + 2 * 7 * 2 * 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [
+        ({}, 32 * 2),
+        ({"dtype": "fp8", "scales": "static"}, 32),
+        ({"dtype": "fp8", "scales": "token"}, 32 + 2 * 4),
+        ({"dtype": "int8", "scales": "token"}, 32 + 2 * 4),
+    ],
+)
+def test_8_bit_keys_are_read_with_their_scales(options: dict[str, Any], each: int) -> None:
+    stored = kv_format(TINY, None, **options)
+    assert kv_bytes(TINY, 3, 7, stored) == 3 * 2 * 7 * 2 * each
+    model = random_decoder(TINY, "bf16", CPU, max_context=16)
+    _, found = kernel_rooflines(model, 3, 7, Roofline(1e9, {1: 1e18, 2: 1e18}), stored)["attention"]
+    assert found.num_bytes == 3 * 7 * 2 * each
+    assert found.seconds == pytest.approx(found.num_bytes / 1e9)
 
 
 def test_a_sliding_window_bounds_the_keys_read() -> None:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from kernels_emulation import compile_decode, emulated_sources
+from kernels_emulation import compile_cases, emulated_sources
 
 from effort import effort
 from ostinato.ops.attention.decode_variants import AttentionDecode
@@ -42,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _program(sources: Path, variant: AttentionDecode) -> Path:
     """Compile the random calls of a kernel, once for all tests."""
     program = sources / variant.name
-    compile_decode(sources, program, {**variant.defines(), "OSTINATO_ABI": "0"})
+    compile_cases(sources, "decode_cases.cpp", program, {**variant.defines(), "OSTINATO_ABI": "0"})
     return program
 
 

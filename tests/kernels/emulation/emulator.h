@@ -110,6 +110,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
   return bits;
 }
 inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+inline bool __all_sync(unsigned mask, bool value) { return !__any_sync(mask, !value); }
 inline int __reduce_max_sync(unsigned, int value) {
   const emulator::Words* const all = emulator::exchange({static_cast<uint32_t>(value)});
   for (int i = 0; i < emulator::kLanes; ++i) {
@@ -129,6 +130,7 @@ inline int __reduce_add_sync(unsigned, int value) {
 inline void __syncwarp() { emulator::exchange({}); }
 inline int __syncthreads_or(int value) { return emulator::any_thread(value != 0); }
 inline void __syncthreads() { emulator::any_thread(false); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -137,6 +139,10 @@ inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
+}
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
 }
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
@@ -160,6 +166,7 @@ inline unsigned atomicAdd(unsigned* at, unsigned by) {
   *at += by;
   return before;
 }
+inline unsigned atomicExch(unsigned* at, unsigned value) { return std::exchange(*at, value); }
 inline void __threadfence() {}
 // Time, for those who wait for it to pass: it does when they sleep.
 inline long clock() {

@@ -28,7 +28,7 @@ _SHAPE = {"num_layers": 3, "page_size": 16, "num_kv_heads": 8, "head_dim": 128}
 _PAGES = 1100
 
 
-def _cache(**other: int | bool | torch.dtype) -> PagedKVCache:
+def _cache(**other: int | bool | str | torch.dtype) -> PagedKVCache:
     given = {**_SHAPE, "num_pages": _PAGES, "dtype": torch.bfloat16, **other}
     return PagedKVCache(device=CUDA, **given)  # type: ignore[arg-type]
 
@@ -47,12 +47,13 @@ def cache() -> PagedKVCache:
         {},
         {"num_kv_heads": 4, "num_pages": 2100},
         {"head_dim": 64, "num_pages": 2100},
-        {"dtype": torch.float8_e4m3fn, "num_pages": 2100},
+        {"dtype": torch.float8_e4m3fn, "scales": "static", "num_pages": 2100},
+        {"dtype": torch.int8, "scales": "token", "num_pages": 1100, "page_size": 32},
     ],
     ids=str,
 )
 def test_keys_and_values_are_in_the_half_that_the_cache_says(
-    cache: PagedKVCache, other: dict[str, int | torch.dtype]
+    cache: PagedKVCache, other: dict[str, int | str | torch.dtype]
 ) -> None:
     made = _cache(**other)
     assert made.l2_partition is not None
@@ -171,12 +172,17 @@ def _attend(
     cache: PagedKVCache, layer: int, inputs: tuple[torch.Tensor, ...], invariant: bool
 ) -> Callable[[ops.L2Partition | None], torch.Tensor]:
     q, table, lens = inputs
-    k, v = cache.layer(layer)
+    stored = cache.layer(layer)
+    k_scale, v_scale = stored.stored_scales
 
     def run(hint: ops.L2Partition | None) -> torch.Tensor:
-        out = torch.full_like(q, torch.nan)
         return ops.paged_attention(
-            q, k, v, table, lens, batch_invariant=invariant, l2_partition=hint, out=out
+            *(q, stored.k, stored.v, table, lens),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            batch_invariant=invariant,
+            l2_partition=hint,
+            out=torch.full_like(q, torch.nan),
         )
 
     return run
@@ -217,6 +223,27 @@ def test_no_hint_changes_a_bit(cache: PagedKVCache, invariant: bool, lengths: st
     ]
     for hint in hints * 3:
         assert torch.equal(run(hint), expected), hint
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("scales", ["static", "token"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_no_hint_changes_a_bit_of_8_bits(
+    cache: PagedKVCache, dtype: torch.dtype, scales: str, invariant: bool
+) -> None:
+    made = _cache(dtype=dtype, scales=scales, num_pages=2100)
+    assert made.l2_partition is not None
+    made.randomize()
+    batch, pages = 130, 9
+    table = (1 + torch.randperm(2099)[: batch * pages]).view(batch, pages).int()
+    lens = torch.randint(1, pages * 16 + 1, (batch,))
+    q = torch.randn(batch, 32, 128, dtype=torch.bfloat16, device=CUDA)
+    run = _attend(made, 1, (q, table.to(CUDA), lens.int().to(CUDA)), invariant)
+    expected = run(None)
+    assert expected.isfinite().all()
+    known = made.l2_partition
+    for hint in (known, ops.L2Partition([1 - at for at in known.sms], known.pages, known.heads)):
+        assert torch.equal(run(hint), expected)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
@@ -267,12 +294,13 @@ def test_one_graph_over_many_lengths_and_tables(cache: PagedKVCache) -> None:
                 assert torch.equal(mine, theirs), turn
 
 
-def test_texts_do_not_depend_on_halves(cache: PagedKVCache) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8", "int8"])
+def test_texts_do_not_depend_on_halves(cache: PagedKVCache, kv_cache_dtype: str) -> None:
     """Of 64 requests at once that come and go, over pages that may run short in a partition."""
-    assert _texts(CUDA, True) == _texts(CUDA, False)
+    assert _texts(CUDA, True, kv_cache_dtype) == _texts(CUDA, False, kv_cache_dtype)
 
 
-def _texts(device: torch.device, l2_partitioned: bool) -> list[list[int]]:
+def _texts(device: torch.device, l2_partitioned: bool, kv_cache_dtype: str) -> list[list[int]]:
     config = replace(
         read_config({**SHAPES["llama-3.1-8b"], "num_hidden_layers": 2}),
         hidden_size=1024,
@@ -287,6 +315,7 @@ def _texts(device: torch.device, l2_partitioned: bool) -> list[list[int]]:
         max_context=400,
         num_pages=_PAGES,
         l2_partitioned=l2_partitioned,
+        kv_cache_dtype=kv_cache_dtype,
     )
     assert (engine.cache.l2_partition is not None) == (l2_partitioned and device.type == "cuda")
     random = torch.Generator().manual_seed(0)

@@ -9,12 +9,15 @@ import torch
 from ops_cases import laid_out
 
 GPU = torch.device("cuda")
-WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
+WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_out", "v_scale_out")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `append_kv`; `rotary_dim` 0 means none, `scales` are the kinds of k's and v's."""
+    """One call of `append_kv`; `rotary_dim` 0 means none, `scales` are the kinds of k's and v's.
+
+    They are one, head, token, or "shown": one for each head, and written for each token.
+    """
 
     tokens: int = 9
     heads_q: int = 6
@@ -59,9 +62,12 @@ class Case:
                 weight = torch.randn(self.dim)
                 arguments[name] = weight.to(self.dtype) if norm == "same" else weight
         shapes = {"one": (), "head": (self.heads_kv,), "token": cache.shape[:3]}
+        shapes["shown"] = shapes["head"]
         if cache_dtype.itemsize == 1:
             for name, kind in zip(("k_scale", "v_scale"), self.scales, strict=True):
                 arguments[name] = torch.rand(shapes[kind]) / 50 + 0.01
+                if kind == "shown":
+                    arguments[f"{name}_out"] = torch.full(shapes["token"], 2.0)
         return arguments
 
     def __str__(self) -> str:

@@ -196,6 +196,60 @@ def test_fixed_scales_saturate(cache_dtype: torch.dtype, device: torch.device) -
     assert (arguments["v_cache"][0, 0].float() == low).all()
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("scale", ["scalar", "one", "head"])
+@pytest.mark.parametrize("spread", [1, 2])
+def test_fixed_scales_are_written_where_asked_for(
+    cache_dtype: torch.dtype, scale: str, spread: int, device: torch.device
+) -> None:
+    arguments = build(device, cache_dtype=cache_dtype, scale=scale)
+    plain = copied(arguments)
+    for name in ("k_scale", "v_scale"):
+        shown = torch.full((PAGES, spread * PAGE_SIZE, HEADS_KV), -7.0, device=device)
+        arguments[f"{name}_out"] = shown[:, ::spread]
+    ops.append_kv(**arguments)
+    ops.append_kv(**plain)
+    written = [slot for slot in SLOTS if slot >= 0]
+    for part in "kv":
+        assert_same_bits(arguments[f"{part}_cache"], plain[f"{part}_cache"])
+        shown = arguments[f"{part}_scale_out"].flatten(0, 1)
+        expected = torch.full_like(shown, -7.0)
+        expected[written] = arguments[f"{part}_scale"].expand(HEADS_KV)
+        assert_same_bits(shown, expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_nan_shows_in_every_8_bit_cache(
+    cache_dtype: torch.dtype, part: str, device: torch.device
+) -> None:
+    arguments = build(device, cache_dtype=cache_dtype, scale="head")
+    shape = (PAGES, PAGE_SIZE, HEADS_KV)
+    shown = {f"{name}_scale_out": torch.zeros(shape, device=device) for name in "kv"}
+    token = 0
+    arguments[part][token, 1, DIM - 1] = math.nan
+    ops.append_kv(**arguments, **shown)
+    scale = shown[f"{part}_scale_out"].flatten(0, 1)
+    code = arguments[f"{part}_cache"].float().flatten(0, 1)[SLOTS[token], 1]
+    assert scale[SLOTS[token], 1].isnan() == (cache_dtype is torch.int8)
+    assert code.isnan().any() == (cache_dtype is E4M3)
+    others = [other for name in shown for other in shown[name].flatten(0, 2).tolist()]
+    assert sum(math.isnan(other) for other in others) == (cache_dtype is torch.int8)
+    lengths = torch.tensor([SLOTS[token] + 1], dtype=torch.int32, device=device)
+    pages = torch.arange(PAGES, dtype=torch.int32, device=device)[None]
+    query = torch.ones(1, HEADS_KV, DIM, device=device)
+    scales = {name.removesuffix("_out"): tensor for name, tensor in shown.items()}
+    caches = (arguments["k_cache"], arguments["v_cache"])
+    out = ops.paged_attention(query, *caches, pages, lengths, **scales)
+    assert isinstance(out, torch.Tensor)
+    assert out[0, 1].isnan().any()
+    assert not out[0, 0].isnan().any()
+    if SLOTS[token]:
+        before = ops.paged_attention(query, *caches, pages, lengths - 1, **scales)
+        assert isinstance(before, torch.Tensor)
+        assert not before.isnan().any()
+
+
 def test_without_q_only_the_cache_is_written(device: torch.device) -> None:
     arguments = build(device)
     expected = copied(arguments)
@@ -354,6 +408,27 @@ def test_scales_that_are_written_must_not_be_expanded(name: str) -> None:
     arguments[name] = torch.ones(1, PAGE_SIZE, HEADS_KV).expand(PAGES, PAGE_SIZE, HEADS_KV)
     with pytest.raises(ValueError, match=f"{name}: got strides"):
         ops.append_kv(**arguments)
+    assert (arguments["k_cache"] == 3).all()
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    ("scale", "written", "match"),
+    [
+        (None, torch.zeros(PAGES, PAGE_SIZE, HEADS_KV), "got a tensor, expected None without a"),
+        ("token", torch.zeros(PAGES, PAGE_SIZE, HEADS_KV), "got a tensor, expected None beside"),
+        ("head", torch.zeros(PAGES, HEADS_KV), r"got shape \[4, 2\]"),
+        ("head", torch.zeros(PAGES, PAGE_SIZE, HEADS_KV).half(), "got dtype torch.float16"),
+        ("head", torch.zeros(1, 1, 1).expand(PAGES, PAGE_SIZE, HEADS_KV), "got strides"),
+    ],
+    ids=str,
+)
+def test_written_scales_that_do_not_fit_are_named(
+    name: str, scale: str | None, written: torch.Tensor, match: str
+) -> None:
+    arguments = build(CPU, cache_dtype=None if scale is None else torch.int8, scale=scale)
+    with pytest.raises((TypeError, ValueError), match=f"{name}_out: {match}"):
+        ops.append_kv(**arguments, **{f"{name}_out": written})
     assert (arguments["k_cache"] == 3).all()
 
 

@@ -56,6 +56,8 @@ def call(**changes: Any) -> dict[str, Any]:
         "norm_after_rotation": False,
         "k_scale": None,
         "v_scale": None,
+        "k_scale_out": None,
+        "v_scale_out": None,
         **changes,
     }
     append_kv_cuda.append_heads(**arguments)
@@ -82,6 +84,7 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
         norm_after_rotation=True,
         k_scale=scale,
         v_scale=torch.ones(2),
+        v_scale_out=scale + 1,
     )
     (launch,) = launches
     assert launch == {
@@ -96,6 +99,8 @@ def test_every_tensor_reaches_the_kernel_as_it_lies(launches: list[dict[str, Any
         "k_scale_per_token": True,
         "v_scale": (given["v_scale"].data_ptr(), 0, 0, 1),
         "v_scale_per_token": False,
+        "k_scale_out": (0, 0, 0, 0),
+        "v_scale_out": (given["v_scale_out"].data_ptr(), 10, 2, 1),
         "slot_mapping": given["slot_mapping"].data_ptr(),
         "positions": given["positions"].data_ptr(),
         "cos_sin": given["cos_sin"].data_ptr(),

@@ -60,8 +60,8 @@ def test_heads_of_any_size(
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)
-@pytest.mark.parametrize("k_scale", ["one", "head", "token"])
-@pytest.mark.parametrize("v_scale", ["one", "head", "token"])
+@pytest.mark.parametrize("k_scale", ["one", "head", "token", "shown"])
+@pytest.mark.parametrize("v_scale", ["one", "head", "token", "shown"])
 def test_scales(dtype: torch.dtype, cache_dtype: torch.dtype, k_scale: str, v_scale: str) -> None:
     scales = (k_scale, v_scale)
     check_bits(Case(dtype=dtype, cache_dtype=cache_dtype, scales=scales, heads_kv=3, page_size=4))
@@ -201,6 +201,21 @@ def test_extreme_rows() -> None:
         ops.append_kv(**got)
         assert got["k_scale"].flatten(0, 1)[2, 0].isnan()
         assert_same_bits(got["k_cache"][0, 2, 1].cpu(), arguments["k_cache"][0, 2, 1])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 1040])
+def test_an_int8_head_with_a_nan_shows_it_in_its_scale(dim: int) -> None:
+    case = Case(cache_dtype=torch.int8, scales=("shown", "shown"), rotary_dim=0, dim=dim)
+    arguments = case.build()
+    arguments["slot_mapping"] = torch.arange(case.tokens)
+    arguments["k"][2, 0, 7] = arguments["v"][3, 1, dim - 1] = math.nan
+    got = on_gpu(arguments)
+    ops.append_kv(**got)
+    ops.append_kv(**arguments)
+    for name, token, head in (("k_scale_out", 2, 0), ("v_scale_out", 3, 1)):
+        shown = got[name].flatten(0, 1).isnan().nonzero().tolist()
+        assert shown == [[token, head]]
+        torch.testing.assert_close(got[name].cpu(), arguments[name], equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, E4M3], ids=str)

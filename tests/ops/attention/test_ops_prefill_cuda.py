@@ -11,6 +11,7 @@ import torch
 from ostinato.ops.attention import prefill_cuda
 from ostinato.ops.attention.prefill_cuda import (
     Fp8Scales,
+    KvScales,
     attend_packed,
     attend_paged,
     fp8_variant,
@@ -97,10 +98,90 @@ def test_larger_tiles_are_not_for_values_of_another_dim(
     assert kernel.warpgroups == 0
 
 
-def test_8_bit_keys_are_left_to_torch() -> None:
-    q, k, v, out = packed()
-    assert packed_variant(q, k, v, out) is not None
-    assert packed_variant(q, k.to(torch.int8), v.to(torch.int8), out) is None
+def kv_scales(*shape: int) -> KvScales:
+    return KvScales(torch.ones(shape), torch.ones(shape))
+
+
+def packed_8_bit(cache: torch.dtype, dim: int = 128) -> list[torch.Tensor]:
+    q, k, v, out = packed(dim=dim)
+    return [q, k.to(cache), v.to(cache), out]
+
+
+@pytest.mark.parametrize("cache", [torch.int8, E4M3])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (5, 2)], ids=str)
+def test_8_bit_packed_keys_have_kernels(
+    shape: tuple[int, ...], dim: int, cache: torch.dtype
+) -> None:
+    kernel = packed_variant(*packed_8_bit(cache, dim), scales=kv_scales(*shape))
+    assert kernel is not None
+    assert (kernel.dtype, kernel.keys, kernel.head_dim) == ("bf16", "packed", dim)
+    assert kernel.kv_dtype == {torch.int8: "int8", E4M3: "e4m3"}[cache]
+    assert kernel.token_scales is (shape == (5, 2))
+
+
+@pytest.mark.parametrize("page_size", [16, 7])
+@pytest.mark.parametrize("cache", [torch.int8, E4M3])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_8_bit_pages_of_any_size_are_read_by_threads(
+    per_token: bool, cache: torch.dtype, page_size: int
+) -> None:
+    q, *_, out = packed(dim=128)
+    k_cache, v_cache = (torch.empty(3, page_size, 2, 128, dtype=BF16).to(cache) for _ in "kv")
+    scales = kv_scales(3, page_size, 2) if per_token else kv_scales(2)
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    kernel = paged_variant(q, k_cache, v_cache, table, out, scales=scales)
+    assert kernel is not None
+    assert (kernel.keys, kernel.token_scales) == ("slots", per_token)
+
+
+def test_one_kind_of_scales_makes_both_those_of_tokens() -> None:
+    scales = KvScales(torch.ones(()), torch.ones(5, 2))
+    kernel = packed_variant(*packed_8_bit(E4M3), scales=scales)
+    assert kernel is not None
+    assert kernel.token_scales
+
+
+@pytest.mark.parametrize(
+    ("batch_invariant", "per_token", "warpgroups"),
+    [(False, False, 3), (True, False, 0), (False, True, 0)],
+)
+def test_many_queries_over_8_bit_pages_have_larger_tiles(
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, per_token: bool, warpgroups: int
+) -> None:
+    monkeypatch.setattr(prefill_cuda, "gpu", lambda device: ("", 4))
+    q, *_, out = packed(4 * 4096, 128)
+    k_cache, v_cache = (torch.empty(3, 16, 2, 128, dtype=E4M3) for _ in "kv")
+    scales = kv_scales(3, 16, 2) if per_token else kv_scales()
+    table = torch.zeros(4, 3, dtype=torch.int32)
+    kernel = paged_variant(q, k_cache, v_cache, table, out, 4096, batch_invariant, scales)
+    assert kernel is not None
+    assert kernel.warpgroups == warpgroups
+
+
+@pytest.mark.parametrize("dims", [(96, 96), (80, 80), (128, 64), (192, 192)], ids=str)
+def test_other_8_bit_dims_are_left_to_torch(dims: tuple[int, int]) -> None:
+    q, k, _, _ = packed_8_bit(E4M3, dims[0])
+    _, _, v, out = packed_8_bit(E4M3, dims[1])
+    assert packed_variant(q, k, v, out, scales=kv_scales()) is None
+
+
+def test_8_bit_rows_must_begin_at_multiples_of_16_bytes() -> None:
+    q, k, v, out = packed_8_bit(E4M3)
+    odd = torch.empty(5 * 2 * 128 + 8, dtype=E4M3)[8:].view(5, 2, 128)
+    assert packed_variant(q, odd, v, out, scales=kv_scales()) is None
+    assert packed_variant(q, k, odd, out, scales=kv_scales()) is None
+
+
+def test_a_model_with_an_8_bit_cache_needs_its_kernels() -> None:
+    fp8 = {"kv_dtype": E4M3}
+    assert [kernel.keys for kernel in prefill_kernels(BF16, 64, **fp8)] == ["slots"]
+    assert prefill_kernels(BF16, 96, **fp8) == []
+    many = prefill_kernels(BF16, 128, **fp8, batch_invariant=False)
+    assert [kernel.warpgroups for kernel in many] == [3, 0]
+    of_tokens = prefill_kernels(BF16, 128, **fp8, token_scales=True, batch_invariant=False)
+    assert [(kernel.token_scales, kernel.warpgroups) for kernel in of_tokens] == [(True, 0)]
+    assert prefill_kernels(BF16, 128, kv_dtype=BF16) == prefill_kernels(BF16, 128)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +382,23 @@ def test_a_launch_has_the_strides_of_values_of_another_dim(launches: list[dict[s
     assert launch["k"] == (k.data_ptr(), 0, 2 * 192, 192)
     assert launch["v"] == (v.data_ptr(), 0, 6 * 128, 128)
     assert launch["out"] == (out.data_ptr(), 6 * 128, 128)
+
+
+def test_a_launch_has_the_strides_of_scales(launches: list[dict[str, Any]]) -> None:
+    q, k, v, out = packed_8_bit(E4M3)
+    offsets, rule = torch.tensor([0, 5], dtype=torch.int32), LogitRule(1.0, True, -1, -1, 0.0)
+    by_head, by_token = torch.ones(2, 3)[:, 1], torch.ones(5, 2, 3)[..., 1]
+    for scales in (KvScales(torch.ones(()), by_head), KvScales(by_head, by_token)):
+        kernel = packed_variant(q, k, v, out, scales=scales)
+        assert kernel is not None
+        how = (offsets, offsets, 5, 5, rule, None, out, None, None, scales)
+        attend_packed(kernel, q, k, v, *how)
+    static, of_tokens = launches
+    assert (static["k_scale_stride"], static["v_scale_stride"]) == (0, 3)
+    assert static["v_scale"] == by_head.data_ptr()
+    assert of_tokens["k_token_scale"] == (by_head.data_ptr(), 0, 0, 3)
+    assert of_tokens["v_token_scale"] == (by_token.data_ptr(), 0, 6, 3)
+    assert "k_scale" not in of_tokens
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

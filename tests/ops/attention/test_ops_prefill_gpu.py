@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ops_cases import PagedCase, assert_same_bits, int32, packed
+from prefill_checks import check
 
 from ostinato import ops
 from ostinato.ops import reference
@@ -49,16 +50,6 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Of keys with head dims of 128, packed or in pages, whose kernels are two."""
     larger = request.param == "tiles of 192"
     monkeypatch.setattr(prefill_cuda, "prefers_many_rows", lambda *_: larger)
-
-
-def check(out: torch.Tensor, lse: torch.Tensor, twin: Any, dtype: torch.dtype) -> None:
-    """Demand at most twice torch's error in the same dtype, of all elements and of the worst."""
-    exact, exact_lse = twin(torch.float64)
-    torchs = (twin(dtype)[0].double() - exact).abs()
-    error = (out.double() - exact).abs()
-    assert error.square().mean().sqrt() <= 2 * torchs.square().mean().sqrt() + 1e-6
-    assert error.amax() <= 2 * torchs.amax() + 1e-6
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-4)
 
 
 def check_packed(args: list[Any], **options: Any) -> None:

@@ -58,7 +58,9 @@ def varlen_arguments(device: torch.device, draw: int) -> list[Any]:
 def append_arguments(device: torch.device, draw: int) -> list[Any]:
     q, k, v = (torch.randn(3, heads, 8).to(device) for heads in (4, 2, 2))
     caches = [torch.zeros(2, 4, 2, 8, device=device, dtype=torch.int8) for _ in range(2)]
-    scales = [torch.zeros(2, 4, 2, device=device) for _ in range(2)]
+    # Of keys by token, of values fixed and written besides.
+    written = [torch.zeros(2, 4, 2, device=device) for _ in range(2)]
+    scales = (written[0], torch.rand(2).to(device) + 0.01, None, written[1])
     slots = torch.tensor([(5, -1, 0), (-1, 7, 2)][draw], device=device)
     positions = int32([(0, 3, 2), (1, 1, 0)][draw], device)
     cos_sin, *weights = (torch.randn(shape).to(device) for shape in ((4, 6), (8,), (8,)))

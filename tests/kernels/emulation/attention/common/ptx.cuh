@@ -23,6 +23,15 @@ inline void arrive_when_copied(uint64_t* barrier) {
   arrive(barrier);
 }
 
+inline void store_matrices(void* row, const uint32_t (&words)[4]) {
+  const emulator::Words* const rows = emulator::exchange({shared_address(row)});
+  const int lane = emulator::lane();
+  for (int m = 0; m < 4; ++m) {
+    std::memcpy(emulator::shared + rows[m * 8 + lane / 4][0] + lane % 4 * 4, &words[m], 4);
+  }
+  __syncwarp();
+}
+
 // One of the two values in a word.
 template <class T>
 float half_of(uint32_t word, int half) {
