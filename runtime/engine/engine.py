@@ -33,12 +33,10 @@ from .new_request import Prompt, new_request, prompts_with_params
 from .prefill_step import Prefill
 from .request import Request
 from .sampling_params import Completion, FinishReason, SamplingParams, TokenEvent
-from .scheduler import PrefillChunk, Scheduler
+from .scheduler import PrefillChunk, Scheduler, checked_chunk
 from .stats import EngineStats
 from .stream import TokenStream
 from .upload import by_default_on_the_host
-
-_DEFAULT_CHUNK = 512
 
 
 class Engine:
@@ -112,12 +110,7 @@ class Engine:
         max_context = as_integer("max_context", own if max_context is None else max_context)
         if not 2 <= max_context <= own:
             raise ValueError(f"max_context: got {max_context}, expected 2 to the model's {own}")
-        chunk = -(-_DEFAULT_CHUNK // page_size) * page_size
-        prefill_chunk = as_integer("prefill_chunk", chunk if prefill_chunk is None else prefill_chunk)
-        if prefill_chunk < 1 or prefill_chunk % page_size:
-            raise ValueError(
-                f"prefill_chunk: got {prefill_chunk}, expected a multiple of page_size={page_size}"
-            )
+        prefill_chunk = checked_chunk(prefill_chunk, page_size)
         max_pages = -(-max_context // page_size)
         device = model.device
         num_pages = checked_pages(

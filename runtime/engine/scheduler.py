@@ -6,8 +6,28 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ostinato.graphs.arguments import as_integer
+
 from ..models import OutOfPagesError, PagedKVCache
 from .request import Request
+
+_DEFAULT_CHUNK = 512
+
+
+def checked_chunk(given: int | None, page_size: int) -> int:
+    """Return the tokens of a prompt that are computed at once, by default 512 or a few more.
+
+    Raises:
+        TypeError, ValueError: naming `prefill_chunk`, for what is no multiple of a page.
+    """
+    if given is None:
+        return -(-_DEFAULT_CHUNK // page_size) * page_size
+    chunk = as_integer("prefill_chunk", given)
+    if chunk < 1 or chunk % page_size:
+        raise ValueError(
+            f"prefill_chunk: got {chunk}, expected a multiple of page_size={page_size}"
+        )
+    return chunk
 
 
 @dataclass(frozen=True)
