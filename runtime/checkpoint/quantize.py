@@ -14,8 +14,9 @@ from tqdm import tqdm
 from ..models import KVScales, ModelConfig
 from ..models.parts import DecoderLayout, TensorSpec
 from ..ops.common.sizes import ceil_div
-from .calibrate import observe, read_tokens
-from .calibrate_kv_cache import calibrate_kv_cache
+from .calibration.kv_cache import calibrate_kv_cache
+from .calibration.observe import observe, read_tokens
+from .calibration.smooth import Smoothing, smoothing
 from .companions import copy_companions, find_companions, require_own
 from .config import load_config
 from .errors import CheckpointError, UnsupportedCheckpointError
@@ -28,7 +29,6 @@ from .patterns import PatternMatcher
 from .quantization import load_quantization, quantization_config
 from .reader import CheckpointReader, require_finite
 from .section import CONFIG_FILE, Section
-from .smooth import Smoothing, smoothing
 from .storage.base import StoredScheme
 from .storage.dense import DENSE, unquantized
 from .storage.fp8_block import BLOCK, FP8BlockScheme

@@ -21,12 +21,12 @@ import torch
 
 from ostinato.bench.report import Report
 from ostinato.checkpoint import load_config, load_model, load_tokenizer
-from ostinato.checkpoint.calibrate import observe, read_tokens
-from ostinato.checkpoint.calibrate_kv_cache import calibrate_kv_cache
+from ostinato.checkpoint.calibration.kv_cache import calibrate_kv_cache
+from ostinato.checkpoint.calibration.observe import observe, read_tokens
+from ostinato.checkpoint.calibration.smooth import Smoothing
 from ostinato.checkpoint.layout import checked_layout
 from ostinato.checkpoint.quantization import load_quantization
 from ostinato.checkpoint.reader import CheckpointReader
-from ostinato.checkpoint.smooth import Smoothing
 from ostinato.models import Decoder, KVFormat, KVScales, PagedKVCache, ScaleKind, kv_format
 from ostinato.models.scoring import sequence_inputs
 

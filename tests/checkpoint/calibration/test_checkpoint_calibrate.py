@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from ostinato.checkpoint import CheckpointError, load_config, load_model, quantize_checkpoint
-from ostinato.checkpoint.calibrate import observe, read_tokens
+from ostinato.checkpoint.calibration.observe import observe, read_tokens
+from ostinato.checkpoint.calibration.smooth import smoothing
 from ostinato.checkpoint.layout import checked_layout
 from ostinato.checkpoint.reader import CheckpointReader
-from ostinato.checkpoint.smooth import smoothing
 from ostinato.checkpoint.storage.dense import DENSE, unquantized
 from ostinato.models import sequence_logits
 from tiny import byte_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from ..models import (
+from ...models import (
     Decoder,
     DenseLinear,
     KVFormat,
@@ -19,14 +19,14 @@ from ..models import (
     compile_kernels,
     family_of,
 )
-from ..models.parts import DecoderLayout, LinearPart
-from ..models.scoring import sequence_inputs
-from .files import open_regular
-from .format import StoredSchemeOf
-from .load import CheckpointLoader
-from .reader import CheckpointReader
-from .storage.base import Target
-from .tokenizer import load_tokenizer
+from ...models.parts import DecoderLayout, LinearPart
+from ...models.scoring import sequence_inputs
+from ..files import open_regular
+from ..format import StoredSchemeOf
+from ..load import CheckpointLoader
+from ..reader import CheckpointReader
+from ..storage.base import Target
+from ..tokenizer import load_tokenizer
 
 _MAX_BYTES = 1 << 20  # of a text, of which the first tokens count
 _MAX_TOKENS, _PIECE = 2048, 512

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..models.parts import DecoderLayout, LinearPart, Module, NormPart
+from ...models.parts import DecoderLayout, LinearPart, Module, NormPart
 
 
 @dataclass

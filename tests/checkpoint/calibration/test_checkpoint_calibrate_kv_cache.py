@@ -24,10 +24,10 @@ from ostinato.checkpoint import (
     quantize_checkpoint,
 )
 from ostinato.checkpoint import calibrate as calibration
-from ostinato.checkpoint.calibrate import observe, read_tokens
+from ostinato.checkpoint.calibration.observe import observe, read_tokens
+from ostinato.checkpoint.calibration.smooth import smoothing
 from ostinato.checkpoint.layout import checked_layout
 from ostinato.checkpoint.reader import CheckpointReader
-from ostinato.checkpoint.smooth import smoothing
 from ostinato.checkpoint.storage.dense import DENSE, unquantized
 from ostinato.engine import Engine
 from ostinato.models import Decoder, KVFormat, PagedKVCache, kv_format, sequence_logits
