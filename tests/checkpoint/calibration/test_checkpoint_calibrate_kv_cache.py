@@ -23,7 +23,7 @@ from ostinato.checkpoint import (
     load_model,
     quantize_checkpoint,
 )
-from ostinato.checkpoint import calibrate as calibration
+from ostinato.checkpoint.calibration import observe as calibration
 from ostinato.checkpoint.calibration.observe import observe, read_tokens
 from ostinato.checkpoint.calibration.smooth import smoothing
 from ostinato.checkpoint.layout import checked_layout

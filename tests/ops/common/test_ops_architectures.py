@@ -80,7 +80,7 @@ def test_a_new_gpu_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 0), 8, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 6), 8, "torch (_int_mm)", "torch (e4m3 dequantised to fp16)"),
         ((8, 9), 8, "torch (_int_mm)", "torch (_scaled_mm)"),
-        (HOPPER, 15, "kernel (sm_90a)", "kernel (sm_90a)"),
+        (HOPPER, 17, "kernel (sm_90a)", "kernel (sm_90a)"),
         ((10, 0), 8, "torch (_int_mm)", "torch (_scaled_mm)"),
         ((12, 1), 8, "torch (_int_mm)", "torch (_scaled_mm)"),
     ],
