@@ -14,6 +14,7 @@ from types import FunctionType
 _DOCUMENTED = (type, FunctionType)
 # Functions that a submodule has the name of stand under the submodule's.
 _RENAMED = {
+    "ostinato.models.kv_format": "ostinato.models.kv_format.kv_format",
     "ostinato.ops.embed": "ostinato.ops.embed.embed",
     "ostinato.ops.linear": "ostinato.ops.linear.linear.linear",
 }
