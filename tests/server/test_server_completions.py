@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from effort import effort
 from ostinato.engine import Engine, SamplingParams
 from serving import JSON_HEAD, MODEL, TOKENIZER, Client, make_engine, make_service, serving, sse
 from tiny import tiny_llama
@@ -71,7 +70,7 @@ def _leave(client: Client, body: dict[str, Any], after: int) -> None:
 
 def test_texts_equal_generate_under_load_and_cancels(client: Client, engine: Engine) -> None:
     draw = random.Random(1)
-    cases = [(_prompt(draw), _fields(draw)) for _ in range(effort(60, 500))]
+    cases = [(_prompt(draw), _fields(draw)) for _ in range(60)]
     kinds = [draw.choice(["whole", "stream", "stream", "leave"]) for _ in cases]
 
     def ask(at: int) -> str | None:
