@@ -350,9 +350,12 @@ def _garbage_collection_paused() -> Iterator[None]:
 def _bar(keys: Iterable[Key], label: str, *, backend: Backend, progress: bool) -> Iterator[Key]:
     # None shows the bar on a terminal only. A program without a console has no standard error, or
     # has closed it.
-    shown = progress and not getattr(sys.stderr, "closed", True)
-    disable = None if shown else True
-    with tqdm(keys, disable=disable, leave=False) as bar:
+    if not progress or getattr(sys.stderr, "closed", True):
+        # Not a bar that is disabled: even that takes tqdm's lock, which an exception from a signal
+        # handler can leave with this thread, so that captures of other threads would wait forever.
+        yield from keys
+        return
+    with tqdm(keys, disable=None, leave=False) as bar:
         for key in bar:
             memory = None if bar.disable else backend.inspector.memory()
             free = "" if memory is None else f" | avail_mem = {memory.free_bytes / 2**30:.2f} GiB"
