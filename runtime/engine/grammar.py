@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
 
+from ..line_process import LineProcess, NoAnswerError, Silence
 from .structured import StructuredOutput
 
 if TYPE_CHECKING:
@@ -208,15 +206,8 @@ class _Worker:
     """The process of `grammar_worker.py`."""
 
     def __init__(self, description: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": os.environ.get("PATH", ""), "CUDA_VISIBLE_DEVICES": ""},
-        )
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # see the deadline of `ask`
+        environment = {"PATH": os.environ.get("PATH", ""), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = LineProcess(_WORKER, "-I", environment, quiet=True)
         try:
             self.ask([description, _WORKER_BYTES], _START_SECONDS)
         except BaseException:
@@ -225,42 +216,21 @@ class _Worker:
 
     def ask(self, question: list[object], seconds: float) -> dict[str, str]:
         """Return the answer to a line."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        deadline = time.monotonic() + seconds
-        left = memoryview(json.dumps(question).encode() + b"\n")
-        while left:
-            if not _ready(stdin, select.POLLOUT, deadline):
-                raise _WorkerError(f"is not read within {seconds:g} s")
-            try:
-                left = left[os.write(stdin.fileno(), left) :]
-            except BrokenPipeError as error:
-                raise _WorkerError("could not be compiled: its process has ended") from error
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            if not _ready(stdout, select.POLLIN, deadline):
-                raise _WorkerError(f"takes longer than {seconds:g} s to compile")
-            piece = os.read(stdout.fileno(), 1 << 20)
-            if not piece:
-                raise _WorkerError("ended the process that compiles it, which has 2 GiB of memory")
-            line += piece
-            if len(line) > _MOST_ANSWER:
-                raise _WorkerError(f"is larger than {_MOST_ANSWER} bytes")
-        answer: dict[str, str] = json.loads(line)
+        line = json.dumps(question).encode()
+        try:
+            answered = self._process.ask(line, seconds, most_bytes=_MOST_ANSWER)
+        except NoAnswerError as error:
+            predicates = {
+                Silence.UNREAD: f"is not read within {seconds:g} s",
+                Silence.GONE: "could not be compiled: its process has ended",
+                Silence.LATE: f"takes longer than {seconds:g} s to compile",
+                Silence.ENDED: "ended the process that compiles it, which has 2 GiB of memory",
+                Silence.LONG: f"is larger than {_MOST_ANSWER} bytes",
+            }
+            raise _WorkerError(predicates[error.reason]) from error
+        answer: dict[str, str] = json.loads(answered)
         return answer
 
     def end(self) -> None:
         """Kill the process and wait for its end."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
-def _ready(pipe: IO[bytes], event: int, deadline: float) -> bool:
-    """Wait until a pipe can be read or written, or has been closed; return whether it is so."""
-    poll = select.poll()  # which knows more files than select, as a server may have
-    poll.register(pipe, event)
-    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        self._process.end()

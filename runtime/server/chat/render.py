@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...line_process import LineProcess, NoAnswerError, Silence
+
 _WORKER = Path(__file__).with_name("worker.py")
 _START_TIMEOUT = 30.0  # seconds for Python and jinja2 to be there
-_PIECE = 1 << 20
 
 
 class TemplateFault(ValueError):
@@ -41,7 +38,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LineProcess | None = None
 
     @property
     def thinks(self) -> bool:
@@ -69,12 +66,14 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         names = {**variables, **self._special_tokens, "messages": messages, "tools": tools}
         order = {"template": name, "variables": names, "seconds": self._timeout}
-        line = json.dumps(order).encode() + b"\n"
+        line = json.dumps(order).encode()
         with self._lock:
             try:
                 answer = json.loads(self._ask(line))
-            except BaseException:
+            except BaseException as error:
                 self._end()  # it may be anywhere in its work
+                if isinstance(error, NoAnswerError):
+                    raise TemplateFault(f"messages: {self._fault(error.reason)}") from None
                 raise
         if "error" in answer:
             raise TemplateFault(f"messages: the chat template refuses them: {answer['error']}")
@@ -88,51 +87,20 @@ class ChatTemplate:
 
     def _ask(self, line: bytes) -> bytes:
         if self._process is None:
-            self._start(json.dumps(self._templates).encode() + b"\n")
-        return self._exchange(line, self._timeout)
+            environment = {k: v for k, v in os.environ.items() if k != "OSTINATO_API_KEY"}
+            # -P: the folder of the program is no place to import from.
+            self._process = LineProcess(_WORKER, "-P", environment)
+            self._process.ask(json.dumps(self._templates).encode(), _START_TIMEOUT)
+        return self._process.ask(line, self._timeout)
 
-    def _exchange(self, line: bytes, seconds: float) -> bytes:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        try:
-            process.stdin.write(line)
-            process.stdin.flush()
-        except BrokenPipeError:
-            raise TemplateFault("messages: the chat template has ended its process") from None
-        return self._read_line(process, seconds)
-
-    def _start(self, line: bytes) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "OSTINATO_API_KEY"}
-        # -P: the folder of the program is no place to import from.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the server
-        )
-        self._exchange(line, _START_TIMEOUT)
-
-    def _read_line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
-        assert process.stdout is not None
-        deadline = time.monotonic() + seconds
-        pieces = []
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while True:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TemplateFault(f"messages: the chat template took longer than {seconds} s")
-                piece = os.read(process.stdout.fileno(), _PIECE)
-                if not piece:
-                    raise TemplateFault("messages: the chat template took too much memory or time")
-                pieces.append(piece)
-                if piece.endswith(b"\n"):
-                    return b"".join(pieces)
+    def _fault(self, reason: Silence) -> str:
+        if reason is Silence.GONE:
+            return "the chat template has ended its process"
+        if reason is Silence.ENDED:
+            return "the chat template took too much memory or time"
+        return f"the chat template took longer than {self._timeout} s"
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.communicate()
+        if process is not None:
+            process.end()
