@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from .. import ops
-from ..jit.variant import Variant
-from ..ops.linear.precompile import layer_kernels
-from .kinds import Activation, InputKind
-from .layers import Linear, Sampling, W8A8Linear
+from .kinds import Activation
+from .layers import W8A8Linear
 from .norms import Norm
 
 
@@ -22,23 +21,12 @@ class AsymmetricLinear(W8A8Linear):
     from `weight` when None, which must be plain then.
     """
 
+    _asymmetric: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.weight_sum is None and isinstance(self.weight, torch.Tensor):
             self.weight_sum = self.weight.sum(1, dtype=torch.int32)
         super().__post_init__()
-
-    def kernels(self, kind: InputKind, dtype: torch.dtype) -> list[Variant]:
-        device = self.weight_scale.device
-        return layer_kernels(
-            kind,
-            self.shape,
-            self.weight_dtype,
-            dtype,
-            out_dtype=self.out_dtype,
-            batch_invariant=self.batch_invariant,
-            asymmetric=True,
-            device=device if device.type == "cuda" else None,
-        )
 
     def __call__(self, x: torch.Tensor, n_active: torch.Tensor | None = None) -> torch.Tensor:
         """Map x [M, K] (16- or 32-bit) to [M, N] in `out_dtype`."""
@@ -56,16 +44,6 @@ class AsymmetricLinear(W8A8Linear):
             x, residual, n_active=n_active
         )
         return self._matmul(quantized, scale, n_active, zero_point), total
-
-    def logits_after_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: Norm,
-        sampling: Sampling,
-        n_active: torch.Tensor | None = None,
-    ) -> ops.Logits:
-        return Linear.logits_after_norm(self, x, residual, norm, sampling, n_active)
 
     def after_activation(
         self, x: torch.Tensor, kind: Activation, n_active: torch.Tensor | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -201,6 +201,8 @@ class W8A8Linear(Linear):
     input_zero_point: torch.Tensor | None = None
     weight_sum: torch.Tensor | None = None
     batch_invariant: bool = True
+    # Whether activations get a zero point per token as well (`AsymmetricLinear`).
+    _asymmetric: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.weight, torch.Tensor) and has_kernel(GemmTiled, self.weight):
@@ -224,6 +226,7 @@ class W8A8Linear(Linear):
             dtype,
             out_dtype=self.out_dtype,
             batch_invariant=self.batch_invariant,
+            asymmetric=self._asymmetric,
             device=device if device.type == "cuda" else None,
         )
 
@@ -289,7 +292,7 @@ class W8A8Linear(Linear):
         sampling: Sampling,
         n_active: torch.Tensor | None = None,
     ) -> ops.Logits:
-        fused = self.input_scale is None and norm.kind == "rms_norm"
+        fused = self.input_scale is None and norm.kind == "rms_norm" and not self._asymmetric
         if not fused or self.out_dtype is not torch.float32:
             return super().logits_after_norm(x, residual, norm, sampling, n_active)
         return ops.rms_norm_w8a8_logits(
