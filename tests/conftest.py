@@ -34,8 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         compiles = item.get_closest_marker("nvcc") is not None
         return (HAS_NVCC or not compiles) and (not LONG or _is_sampled(item))
 
-    config.hook.pytest_deselected(items=[item for item in items if not is_run(item)])
-    items[:] = [item for item in items if is_run(item)]
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    for item in items:
+        (kept if is_run(item) else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:

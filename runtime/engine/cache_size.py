@@ -52,6 +52,16 @@ def default_pages(
     return 1 + min(wanted, budget // each)
 
 
+def check_memory_fraction(value: float) -> None:
+    """Check a share of a GPU's free memory.
+
+    Raises:
+        ValueError: naming `memory_fraction`.
+    """
+    if not 0 < value <= 1:
+        raise ValueError(f"memory_fraction: got {value}, expected a number in (0, 1]")
+
+
 def checked_pages(
     config: ModelConfig,
     kv_format: KVFormat,
@@ -68,8 +78,7 @@ def checked_pages(
     Raises:
         TypeError, ValueError: naming `num_pages` or `memory_fraction`.
     """
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction: got {memory_fraction}, expected a number in (0, 1]")
+    check_memory_fraction(memory_fraction)
     each = page_bytes(config, kv_format, page_size)
     if given is None:
         given = default_pages(config.num_layers, each, wanted, device, memory_fraction)

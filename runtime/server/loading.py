@@ -12,7 +12,7 @@ from ostinato.graphs import CaptureReport
 
 from ..checkpoint import load_config, load_model, load_tokenizer
 from ..engine import Engine
-from ..engine.cache_size import MEMORY_FRACTION
+from ..engine.cache_size import MEMORY_FRACTION, check_memory_fraction
 from ..models import ScaleKind
 from .chat.parsers import AUTO, Parsers
 from .chat.templates import load_chat_template
@@ -56,10 +56,7 @@ class EngineOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(
-                f"memory_fraction: got {self.memory_fraction}, expected a number in (0, 1]"
-            )
+        check_memory_fraction(self.memory_fraction)  # before the model is loaded
 
 
 def load_service(
