@@ -40,6 +40,8 @@ def _read(
         ("<tool_call>{broken</tool_call>!", HERMES, "<tool_call>{broken</tool_call>!", []),
         ('<tool_call>{"name": "rm"}</tool_call>', HERMES, '<tool_call>{"name": "rm"}</tool_call>',
          []),
+        ("\n<tool_call>{broken</tool_call>", HERMES, "\n<tool_call>{broken</tool_call>", []),
+        ("\n \n", HERMES, "\n \n", []),
         ("a < b <tool", HERMES, "a < b <tool", []),
         (CALL, JSON, "", [ADD]),
         (f" [{CALL}, {CALL}]", JSON, "", [ADD, ADD]),
@@ -88,7 +90,32 @@ def test_pieces_make_the_same_message(parts: list[str], data: st.DataObject) -> 
     thinking = data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    whole = _read([text], tools, thinks=thinks, thinking=thinking)
+    _assert_pieces_change_nothing(pieces, tools, thinks=thinks, thinking=thinking)
+
+
+@pytest.mark.parametrize("tools", [None, HERMES, JSON])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>a</think>\n\nb",
+        f"<think>a</think>\n<tool_call>{CALL}</tool_call>",
+        f"\n<tool_call>{CALL}</tool_call>\n",
+        f"a\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>\nb\n",
+        f"<tool_call>{CALL}</tool_call>a\n\n<tool_call>{CALL}</tool_call>",
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>[</tool_call>\n",
+        f"\n{CALL}\n",
+        f"\n[{CALL}]\na",
+    ],
+)
+def test_single_characters_make_the_same_message(text: str, thinking: bool, tools: str) -> None:
+    _assert_pieces_change_nothing([*text, ""], tools, thinks=True, thinking=thinking)
+
+
+def _assert_pieces_change_nothing(
+    pieces: list[str], tools: str | None, *, thinks: bool, thinking: bool
+) -> None:
+    whole = _read(["".join(pieces)], tools, thinks=thinks, thinking=thinking)
     assert _read(pieces, tools, thinks=thinks, thinking=thinking) == whole
 
 

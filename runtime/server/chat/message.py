@@ -45,7 +45,8 @@ class MessageReader:
         if thinking and parsers.reasoning is not None:
             self._state = "reasoning"
         self._text = ""  # not told yet
-        self._began = False  # whether content has been told
+        self._blank = ""  # content that is not told where a call follows, or where one came before
+        self._began = False  # whether content has been told since the last call
         self.calls = 0
 
     def push(self, text: str, *, last: bool = False) -> list[Delta]:
@@ -54,6 +55,8 @@ class MessageReader:
         deltas: list[Delta] = []
         while (more := self._next(last)) is not None:
             deltas += more
+        if last and not self.calls:
+            deltas.append(Delta(content=self._blank))
         return [delta for delta in deltas if delta != Delta()]
 
     def _next(self, last: bool) -> list[Delta] | None:
@@ -61,6 +64,7 @@ class MessageReader:
         step = {
             "start": self._start,
             "reasoning": self._reasoning,
+            "behind reasoning": self._behind_reasoning,
             "content": self._content,
             "call": self._call,
         }[self._state]
@@ -80,10 +84,18 @@ class MessageReader:
     def _reasoning(self, last: bool) -> list[Delta] | None:
         reasoning, end, rest = self._text.partition(_END_THINK)
         if end:
-            self._text, self._state = rest.lstrip("\n"), "content"
+            self._text, self._state = rest, "behind reasoning"
             return [Delta(reasoning=reasoning)]
         told = self._certain(_END_THINK, last)
         return [Delta(reasoning=told)] if told else None
+
+    def _behind_reasoning(self, last: bool) -> list[Delta] | None:
+        """Skip the empty lines between reasoning and content."""
+        self._text = self._text.lstrip("\n")
+        if not self._text and not last:
+            return None
+        self._state = "content"
+        return []
 
     def _content(self, last: bool) -> list[Delta] | None:
         if self._parser == JSON and not self._began:
@@ -94,12 +106,9 @@ class MessageReader:
         content, begins, rest = self._text.partition(_CALL)
         if begins:
             self._text, self._state = rest, "call"
-            # Lines between calls are no content.
-            return [Delta(content=content)] if content.strip() else []
+            return self._tell(content)
         told = self._certain(_CALL, last)
-        if not told.strip() and self.calls:
-            return [] if told else None
-        return [Delta(content=told)] if told else None
+        return self._tell(told) if told else None
 
     def _call(self, last: bool) -> list[Delta] | None:
         inside, end, rest = self._text.partition(_END_CALL)
@@ -107,7 +116,17 @@ class MessageReader:
             return None
         self._text, self._state = rest if end else "", "content"
         calls = self._calls(inside)
-        return calls if calls else [Delta(content=_CALL + inside + end)]
+        if not calls:
+            return self._tell(_CALL + inside + end)
+        self._blank, self._began = "", False
+        return calls
+
+    def _tell(self, content: str) -> list[Delta]:
+        """Return content, but for blank lines around calls: they are held back until words come."""
+        told = self._blank + content
+        self._began = self._began or bool(told.strip())
+        self._blank = "" if self._began else told
+        return [Delta(content=told)] if self._began else []
 
     def _only_calls(self, last: bool) -> list[Delta] | None:
         """Read a text that is either calls and nothing else, or content."""
