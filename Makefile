@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-gpu test-real test-real-gpu gpu-kernels lint format install dist \
-        docs kernels-wheel
+.PHONY: demo test test-long test-search test-gpu test-real test-real-gpu gpu-kernels lint format \
+        install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -32,6 +32,13 @@ test: $(VENV)/.test
 test-long: $(VENV)/.test
 	OSTINATO_TEST_EFFORT=long OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    $(COVERAGE)
+
+# Properties alone, each with new random examples.
+EXAMPLES ?= 1000
+
+test-search: $(VENV)/.test
+	OSTINATO_TEST_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
+	    --dist worksteal --timeout 3600
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"

@@ -6,33 +6,43 @@ import pytest
 import torch
 from hypothesis import settings
 
-from effort import LONG, effort
+from effort import EXAMPLES, LONG, effort
 from ostinato.jit.toolchain import find_nvcc
 
 HAS_NVCC = find_nvcc() is not None
 
 # A machine that others use, too, stalls at times for longer than any deadline would be worth.
-settings.register_profile("short", deadline=None, max_examples=40)
-settings.register_profile("long", deadline=None, max_examples=200)
-settings.load_profile(effort("short", "long"))
+settings.register_profile(
+    "ostinato",
+    deadline=None,
+    derandomize=EXAMPLES == 0,
+    max_examples=EXAMPLES or effort(40, 200),
+)
+settings.load_profile("ostinato")
 
 
 def pytest_report_header() -> list[str]:
     return [] if HAS_NVCC else ["no nvcc: the tests marked nvcc are deselected"]
 
 
+def _is_property(item: pytest.Item) -> bool:
+    return item.get_closest_marker("hypothesis") is not None
+
+
 def _is_sampled(item: pytest.Item) -> bool:
     """Return whether `make test` may try less of a test than `make test-long` does."""
     module = item.getparent(pytest.Module)
     uses_effort = module is not None and getattr(module.obj, "effort", None) is effort
-    return uses_effort or item.get_closest_marker("hypothesis") is not None
+    return uses_effort or _is_property(item)
 
 
 @pytest.hookimpl(trylast=True)  # behind hypothesis, which marks its tests here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def is_run(item: pytest.Item) -> bool:
         compiles = item.get_closest_marker("nvcc") is not None
-        return (HAS_NVCC or not compiles) and (not LONG or _is_sampled(item))
+        if compiles and not HAS_NVCC:
+            return False
+        return _is_property(item) if EXAMPLES else not LONG or _is_sampled(item)
 
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []

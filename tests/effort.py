@@ -3,6 +3,9 @@
 `make test` has to answer within minutes on two cores, so it samples: hypothesis tries fewer
 examples, and the modules that use `effort` fewer cases. `make test-long`, where
 OSTINATO_TEST_EFFORT is `long`, repeats these tests alone, with all of their cases.
+
+Both try the same examples each time: what passes here passes elsewhere. `make test-search`, where
+OSTINATO_TEST_EXAMPLES is a number, runs the properties alone, with as many new random examples.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LONG = os.environ.get("OSTINATO_TEST_EFFORT", "") == "long"
+EXAMPLES = int(os.environ.get("OSTINATO_TEST_EXAMPLES", "0"))
 
 
 def effort(short: T, long: T) -> T:
