@@ -6,13 +6,15 @@ process of its own, with tools of its own beside it; pip checks the SHA-256 of a
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -62,9 +64,10 @@ class RealModel:
             RuntimeError: with what was said, for another failure.
         """
         folder = cache() / f"{self.name}-{_digest(CONVERTER)}"
-        if not folder.exists():
-            environment = {**os.environ, "PYTHONPATH": str(_tools())}
-            _run([CONVERTER, self.name, folder], environment)
+        with _one_process():
+            if not folder.exists():
+                environment = {**os.environ, "PYTHONPATH": str(_tools())}
+                _run([CONVERTER, self.name, folder], environment)
         return folder
 
 
@@ -113,11 +116,22 @@ def cache() -> Path:
     return Path(named) if named else Path.home() / ".cache" / "ostinato-tests"
 
 
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Let one process at a time fill the cache: others want the same tools."""
+    cache().mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(cache(), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _tools() -> Path:
     """Return a folder with what conversion imports beside transformers."""
     folder = cache() / f"tools-{_digest(TOOLS)}"
     if not folder.exists():
-        cache().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache()) as temporary:
             how = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--retries=2"]
             where = ["--target", f"{temporary}/tools", "--requirement", TOOLS]
