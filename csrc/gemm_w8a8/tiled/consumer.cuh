@@ -242,28 +242,29 @@ class Consumer {
   }
 
   // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
-  // While a piece is scaled, the MMAs of the next ones run, those of the next stage included. All
-  // tiles add in this order and with these roundings.
+  // While a piece is scaled, the MMAs of the next ones run, those of the next stage included, or
+  // those of the other warpgroup. All tiles add in this order and with these roundings.
   template <int kVector, class Fixed>
   __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
                                               Sum (&sums)[kBlocks][kSums], RingPosition& position,
                                               const Fixed& fixed) {
     const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
     const int first_x = place_in_scale_box(work_tile.token);
-    Sum products[kPieces][kBlocks][kPieceSums];
+    Sum products[kPiecesAtOnce][kBlocks][kPieceSums];
     Rows rows[2];
     const auto issue = [&](int slot, auto piece, auto& rows_of_unit) {
       if constexpr (kRowsInRegisters && piece == 0) {
         rows_of_unit.load(tokens_address(slot));
       }
-      pin(products[piece]);
+      auto& of_piece = products[piece % kPiecesAtOnce];
+      pin(of_piece);
       cute::warpgroup_arrive();
       if constexpr (kRowsInRegisters) {
         rows_of_unit.multiply(channels_of(slot), plan_.block_bytes, piece * kPieceColumns,
-                              products[piece]);
+                              of_piece);
       } else {
         multiply_unit(channels_of(slot), tokens_of(slot), piece / kColumnParts,
-                      piece % kColumnParts * kPieceColumns, false, products[piece]);
+                      piece % kColumnParts * kPieceColumns, false, of_piece);
       }
       cute::warpgroup_commit_batch();
     };
@@ -279,14 +280,15 @@ class Consumer {
       ColumnScales column_scales;
       column_scales.template load<kVector>(kTokenRows ? w : x, kPart * kPieceColumns);
       cute::warpgroup_wait<beside>();
-      pin(products[piece]);
+      auto& of_piece = products[piece % kPiecesAtOnce];
+      pin(of_piece);
       if constexpr (piece == kPieces - 1) {
         if constexpr (kRowsInRegisters) {
           rows_of_unit.pin();
         }
         release(slot);
       }
-      column_scales.add_scaled(products[piece], row_scales, kPart * kPieceSums, sums);
+      column_scales.add_scaled(of_piece, row_scales, kPart * kPieceSums, sums);
     };
     // Computes this many stages; none of their MMAs runs on. (Where some did across the edge of a
     // loop, the compiler would make all MMAs wait.)
@@ -314,11 +316,23 @@ class Consumer {
     };
     clear(sums);
     int step = 0;
-    for (; step + kRunStages <= work_tile.steps; step += kRunStages) {
-      run(std::integral_constant<int, kRunStages>());
-    }
-    for (; step < work_tile.steps; ++step) {
-      run(std::integral_constant<int, 1>());
+    if constexpr (kPiecesAtOnce == 1) {
+      for (; step < work_tile.steps; ++step) {
+        OSTINATO_DELAY(consumer, warpgroup_ == 0);
+        wait_full(position);
+        for_each_piece([&](auto piece) {
+          issue(position.slot, piece, rows[0]);
+          add(position.slot, piece, std::integral_constant<int, 0>(), rows[0]);
+        });
+        position.advance(plan_.stages);
+      }
+    } else {
+      for (; step + kRunStages <= work_tile.steps; step += kRunStages) {
+        run(std::integral_constant<int, kRunStages>());
+      }
+      for (; step < work_tile.steps; ++step) {
+        run(std::integral_constant<int, 1>());
+      }
     }
   }
 

@@ -34,6 +34,10 @@ namespace ostinato::tiled {
 #define OSTINATO_MMA_COLUMNS 80
 #elif OSTINATO_COLUMNS == 192
 #define OSTINATO_MMA_COLUMNS 96
+#elif OSTINATO_COLUMNS == 224
+#define OSTINATO_MMA_COLUMNS 112
+#elif OSTINATO_COLUMNS == 256
+#define OSTINATO_MMA_COLUMNS 128
 #endif
 static_assert(OSTINATO_MMA_COLUMNS == kPieceColumns, "an MMA computes the columns of a piece");
 
