@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-gpu test-real test-real-gpu gpu-kernels lint format \
-        install dist docs kernels-wheel
+.PHONY: demo test test-long test-search test-clients test-gpu test-real test-real-gpu gpu-kernels \
+        lint format install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -39,6 +39,12 @@ EXAMPLES ?= 1000
 test-search: $(VENV)/.test
 	OSTINATO_TEST_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	    --dist worksteal --timeout 3600
+
+# Clients that know nothing of this server, in an environment of their own, against `ostinato serve`.
+CLIENTS := $(VENV)/clients
+
+test-clients: $(VENV)/.test $(CLIENTS)/.installed
+	OSTINATO_CLIENTS=$(CLIENTS)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -m clients
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -142,6 +148,11 @@ $(VENV)/.test: $(VENV)/.installed
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
 	touch $(VENV)/.installed $(VENV)/.test $@
+
+$(CLIENTS)/.installed: $(VENV)/.test
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt guidellm 'lm-eval[api]' transformers
+	touch $@
 
 $(VENV)/.docs: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material 'mkdocstrings[python]'
