@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-clients test-gpu test-real test-real-gpu gpu-kernels \
-        lint format install dist docs kernels-wheel
+.PHONY: demo test test-long test-search test-clients test-browser test-gpu test-real test-real-gpu \
+        gpu-kernels lint format install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -45,6 +45,10 @@ CLIENTS := $(VENV)/clients
 
 test-clients: $(VENV)/.test $(CLIENTS)/.installed
 	OSTINATO_CLIENTS=$(CLIENTS)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -m clients
+
+# The page of `ostinato serve`; it needs Debian's chromium-headless-shell, or chromium.
+test-browser: $(VENV)/.browser
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -152,6 +156,10 @@ $(VENV)/.dev: $(VENV)/.test
 $(CLIENTS)/.installed: $(VENV)/.test
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt guidellm 'lm-eval[api]' transformers
+	touch $@
+
+$(VENV)/.browser: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.test
