@@ -16,7 +16,7 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-clients test-browser test-gpu test-real test-real-gpu \
+.PHONY: demo test test-long test-search test-clients test-browser test-ray test-gpu test-real test-real-gpu \
         gpu-kernels lint format install dist docs kernels-wheel
 
 demo: install
@@ -49,6 +49,12 @@ test-clients: $(VENV)/.test $(CLIENTS)/.installed
 # The page of `ostinato serve`; it needs Debian's chromium-headless-shell, or chromium.
 test-browser: $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
+
+# Replicas on a local Ray, in an environment of its own that sees the packages of this one.
+RAY := $(VENV)/ray
+
+test-ray: $(VENV)/.test $(RAY)/.installed
+	OSTINATO_RAY=$(RAY)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale_out -m ray
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -156,6 +162,13 @@ $(VENV)/.dev: $(VENV)/.test
 $(CLIENTS)/.installed: $(VENV)/.test
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet -c constraints.txt guidellm 'lm-eval[api]' transformers
+	touch $@
+
+$(RAY)/.installed: $(VENV)/.test
+	$(BIN)/python -m venv $(RAY)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
+	$(RAY)/bin/python -m pip install --quiet -c constraints.txt 'ray[serve]'
 	touch $@
 
 $(VENV)/.browser: $(VENV)/.test
