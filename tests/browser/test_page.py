@@ -21,28 +21,60 @@ from tiny import tiny_llama
 pytestmark = pytest.mark.browser
 
 KEY = "a-secret-key"
-STEP_SECONDS = 0.01  # so that an answer is seen to grow
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 GREEDY = {"temperature": "0", "max-tokens": "40"}
 
 
-def _engine() -> Engine:
-    engine = make_engine(model=tiny_llama(max_position_embeddings=512))
-    step = engine.step
+expect.set_options(timeout=30_000)  # ms, on a busy machine
 
-    def slow() -> Any:
-        time.sleep(STEP_SECONDS)
-        return step()
 
-    engine.step = slow  # type: ignore[method-assign]
-    return engine
+class Pace:
+    """How fast the server's engine steps.
+
+    Attributes:
+        left: steps that it may still make; None is any number.
+        seconds: that each one takes at least.
+    """
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self.seconds = 0.0
+
+    def engine(self) -> Engine:
+        """Return an engine of this pace."""
+        engine = make_engine(model=tiny_llama(max_position_embeddings=512))
+        step = engine.step
+
+        def paced() -> Any:
+            while self.left == 0:
+                time.sleep(0.005)
+            if self.left is not None:
+                self.left -= 1
+            time.sleep(self.seconds)
+            return step()
+
+        engine.step = paced  # type: ignore[method-assign]
+        return engine
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Client]:
+def paces() -> Pace:
+    """Return the pace of the server that tests share."""
+    return Pace()
+
+
+@pytest.fixture
+def pace(paces: Pace) -> Iterator[Pace]:
+    """Return that pace, to be changed for one test."""
+    yield paces
+    paces.left, paces.seconds = None, 0.0
+
+
+@pytest.fixture(scope="module")
+def served(paces: Pace) -> Iterator[Client]:
     """Serve a chat model that needs a key."""
     service = make_service(
-        _engine,
+        paces.engine,
         template=ChatTemplate({"default": CHATML}, {}, 10.0),
         settings=Settings(port=0, api_keys=(KEY,)),
     )
@@ -124,14 +156,16 @@ def test_key_is_asked_for_and_kept_in_memory_only(page: Page) -> None:
     expect(key).to_be_visible()
 
 
-def test_chat_streams_its_answers(page: Page, served: Client) -> None:
+def test_chat_streams_its_answers(page: Page, pace: Pace) -> None:
     _enter(page)
+    pace.left = 20
     _send(page, "hello", **GREEDY)
     answer = page.locator("#messages .assistant").first
     text = answer.locator(".text")
     expect(answer).to_have_attribute("aria-busy", "true")
     expect(text).not_to_be_empty()
     grown = text.text_content() or ""
+    pace.left = None
     expect(answer).to_have_attribute("aria-busy", "false")
     first = _expected(PROMPT.format("hello"))
     assert text.text_content() == _shown(first)
@@ -150,14 +184,16 @@ def test_chat_streams_its_answers(page: Page, served: Client) -> None:
     assert page.locator("#messages .assistant .text").text_content() == _shown(first)
 
 
-def test_stop_ends_an_answer_on_the_server_too(page: Page, served: Client) -> None:
+def test_stop_ends_an_answer_on_the_server_too(page: Page, served: Client, pace: Pace) -> None:
     _enter(page)
+    pace.left = 20
     _send(page, "hello", **{"temperature": "0", "max-tokens": "400"})
     answer = page.locator("#messages .assistant")
     expect(answer.locator(".text")).not_to_be_empty()
     page.get_by_role("button", name="Stop").click()
     expect(answer.locator(".note")).to_have_text("stopped")
-    served.wait_idle(5)
+    pace.left, pace.seconds = None, 0.05  # 400 tokens would take 20 seconds
+    served.wait_idle(10)
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
@@ -172,8 +208,9 @@ def test_errors_are_told(page: Page) -> None:
     expect(page.locator("#messages .assistant .note").nth(1)).to_contain_text("tokens")
 
 
-def test_figures_are_live(page: Page, served: Client) -> None:
+def test_figures_are_live(page: Page, pace: Pace) -> None:
     _enter(page)
+    pace.seconds = 0.05
 
     def figure(name: str) -> Any:
         return page.locator(f"[data-figure='{name}'] dd")
@@ -217,7 +254,7 @@ def test_policy_lets_nothing_else_in(browser: Browser, served: Client) -> None:
 
 
 def test_model_without_a_template_continues_texts(browser: Browser) -> None:
-    with serving(make_service(_engine)) as client:
+    with serving(make_service(make_engine)) as client:
         context = browser.new_context()
         page = context.new_page()
         page.goto(client.url)
