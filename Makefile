@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-clients test-browser test-ray test-gpu test-real test-real-gpu \
-        gpu-kernels lint format install dist docs kernels-wheel
+.PHONY: demo test test-long test-search test-clients test-browser test-ray test-gpu test-real \
+        test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -40,7 +40,7 @@ test-search: $(VENV)/.test
 	OSTINATO_TEST_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	    --dist worksteal --timeout 3600
 
-# Clients that know nothing of this server, in an environment of their own, against `ostinato serve`.
+# Clients that know nothing of this server, against it; they have an environment of their own.
 CLIENTS := $(VENV)/clients
 
 test-clients: $(VENV)/.test $(CLIENTS)/.installed
@@ -51,7 +51,8 @@ test-browser: $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
 
 # Replicas on a local Ray, in an environment of its own that sees the packages of this one.
-RAY := $(VENV)/ray
+RAY  := $(VENV)/ray
+SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 test-ray: $(VENV)/.test $(RAY)/.installed
 	OSTINATO_RAY=$(RAY)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale_out -m ray
@@ -166,8 +167,8 @@ $(CLIENTS)/.installed: $(VENV)/.test
 
 $(RAY)/.installed: $(VENV)/.test
 	$(BIN)/python -m venv $(RAY)
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(SITE))')" \
+	    > "$$($(RAY)/bin/python -c $(SITE))/outer.pth"
 	$(RAY)/bin/python -m pip install --quiet -c constraints.txt 'ray[serve]'
 	touch $@
 
