@@ -92,6 +92,25 @@ class CheckpointReader:
             CheckpointError: naming file and tensor, for one that is missing, unknown, or of
                 another shape or dtype.
         """
+        known = self.check_tensors(specs)
+        extra = [
+            stored
+            for stored in self._stored.values()
+            if stored.name not in known and not stored.name.endswith(HARMLESS)
+        ]
+        if extra:
+            names = [stored.name for stored in extra]
+            raise CheckpointError(
+                f"{extra[0].file}: {_some(names)} not part of the model that config.json describes"
+            )
+
+    def check_tensors(self, specs: Iterable[TensorSpec]) -> set[str]:
+        """Check that the checkpoint holds these tensors, and return what it calls them.
+
+        Raises:
+            CheckpointError: naming file and tensor, for one that is missing, or of another shape or
+                dtype.
+        """
         known: set[str] = set()
         missing: list[str] = []
         for spec in specs:
@@ -103,16 +122,7 @@ class CheckpointReader:
                 missing.append(" or ".join(map(self.stored_name, spec.names)))
         if missing:
             raise CheckpointError(f"{self._source}: missing {_some(missing)}")
-        extra = [
-            stored
-            for stored in self._stored.values()
-            if stored.name not in known and not stored.name.endswith(HARMLESS)
-        ]
-        if extra:
-            names = [stored.name for stored in extra]
-            raise CheckpointError(
-                f"{extra[0].file}: {_some(names)} not part of the model that config.json describes"
-            )
+        return known
 
     def has(self, spec: TensorSpec) -> bool:
         """Return whether the checkpoint holds a tensor."""

@@ -366,24 +366,6 @@ def test_a_layer_exports(device: torch.device) -> None:
     check_traced(program.module(), device)
 
 
-@pytest.mark.parametrize("name", ["w8a8_linear", "rms_norm_quantize", "sample"])
-def test_other_ops_trace_too(name: str, device: torch.device) -> None:
-    def run(*arguments: torch.Tensor) -> Any:
-        if name == "w8a8_linear":
-            x, w, x_scale, w_scale, *_ = arguments
-            return ops.w8a8_linear(x, w, x_scale, w_scale)
-        if name == "rms_norm_quantize":
-            return ops.rms_norm_quantize(*arguments[:2], 1e-6, torch.int8)
-        columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "counters")
-        return ops.sample(arguments[0], **dict(zip(columns, arguments[1:], strict=False)))
-
-    tensors = [x for x in op_arguments(name, device) if isinstance(x, torch.Tensor)]
-    got, expected = torch.compile(run, fullgraph=True, backend="aot_eager")(*tensors), run(*tensors)
-    got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
-    for result, eager in zip(got, expected, strict=True):
-        assert_same_bits(result, eager)
-
-
 def test_a_number_of_a_module_traces_with_dynamic_shapes(device: torch.device) -> None:
     class Norm(torch.nn.Module):
         eps = 0.0
