@@ -214,7 +214,7 @@ def _time_context(model: Decoder, name: str, plan: StepPlan, context: int) -> It
                 case,
                 impl,
                 seconds=statistics.median(times),
-                num_bytes=weight_bytes(model)
+                num_bytes=weight_bytes(model, batch)
                 + kv_bytes(model.config, batch, context, cache_format),
                 flops=step_flops(model, batch, context),
             )

@@ -48,8 +48,8 @@ def moe_linear(
     plain w is packed for the call, and x copied unless it and its rows are aligned to 16 bytes.
 
     Args:
-        x: of w's dtype, int8, float8_e4m3fn, bf16 or fp16: [T, K] for `to="experts"`, otherwise
-            [T·top_k, K].
+        x: of w's dtype, int8, float8_e4m3fn, bf16, fp16 or fp32: [T, K] for `to="experts"`,
+            otherwise [T·top_k, K]. In fp32 torch's operators multiply.
         w: [experts, N, K], plain or packed (`pack_experts`), with `gated` if there is an
             activation.
         plan: of `moe_route`, for T tokens.
@@ -70,7 +70,7 @@ def moe_linear(
         TypeError, ValueError: naming the argument, before anything is launched.
         MissingKernelError: when the kernel is not compiled, and must or can not be now.
     """
-    checks.tensor("x", x, WEIGHT_DTYPES, ("rows", "K"))
+    checks.tensor("x", x, (*WEIGHT_DTYPES, torch.float32), ("rows", "K"))
     device = x.device
     check_plan(plan, device)
     if to not in DESTINATIONS:
