@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from block_files import hf
 from experts_files import (
     EXPERTS,
     QWEN,
@@ -61,6 +63,44 @@ def test_experts_stored_together_are_the_same(scheme: str | None, tmp_path: Path
     model = load_model(folder)
     assert torch.equal(sequence_logits(model, TOKENS), one_by_one)
     assert {type(use.experts) for use in model.experts()} == {KINDS[scheme]}
+
+
+def test_blocks_of_experts_together_as_transformers_spells_them(tmp_path: Path) -> None:
+    """Its configuration does not list routers, which are no linear modules there."""
+    folder = plain_or_quantized(tmp_path, "fp8-block")
+    expected = logits_of(folder)
+    stack_experts(folder, 4)
+    renamed = {
+        name.replace("_scale", "_scale_inv"): tensor for name, tensor in tensors_in(folder).items()
+    }
+    rewrite(folder, renamed)
+    edit_config(folder, quantization_config=hf(modules_to_not_convert=["lm_head"]))
+    assert f"{EXPERTS}.down_proj_scale_inv" in renamed
+    assert torch.equal(logits_of(folder), expected)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_largest_static_scale_serves_all_experts(together: bool, tmp_path: Path) -> None:
+    folder = plain_or_quantized(tmp_path, "fp8")
+    tensors = tensors_in(folder)
+    for name in list(tensors):
+        if name.endswith("weight_scale"):
+            scale = 0.02 if ".2." in name else 0.01
+            tensors[name.replace("weight_scale", "input_scale")] = torch.tensor([scale])
+    rewrite(folder, tensors)
+    if together:
+        stack_experts(folder, 4)
+        stacked = tensors_in(folder)
+        of_one = re.compile(rf"{EXPERTS}\.\d+\.\w+\.input_scale")
+        stacked = {name: t for name, t in stacked.items() if not of_one.fullmatch(name)}
+        for name in ("gate_up_proj", "down_proj"):
+            stacked[f"{EXPERTS}.{name}_input_scale"] = torch.tensor([0.01, 0.01, 0.02, 0.01])
+        rewrite(folder, stacked)
+    section = compressed_tensors("float", "channel", "tensor")
+    edit_config(folder, quantization_config=section)
+    model = load_model(folder)
+    assert [float(use.experts.input_scale) for use in model.experts()] == [pytest.approx(0.02)] * 2
+    assert sequence_logits(model, TOKENS).isfinite().all()
 
 
 def test_a_quantiser_keeps_experts_together(tmp_path: Path) -> None:

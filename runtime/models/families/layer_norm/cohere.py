@@ -32,6 +32,8 @@ class ParallelLayer:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: None = None
+    all_q_norm: None = None
+    all_k_norm: None = None
 
 
 @dataclass(frozen=True)
