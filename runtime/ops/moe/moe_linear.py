@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.sizes import ceil_div
 from ..common.torch_library import register
 from ..linear.block_scales import SCALE_CHANNELS
 from ..linear.linear import check_int32_sums
 from ..linear.packed_weight import WEIGHT_DTYPES
 from ..linear.quantize_cuda import GROUP
+from .moe_linear_cuda import MoeLinear, moe_gemm
 from .moe_linear_torch import multiply_rows
 from .packed_experts import PackedExperts
 from .plan import MoePlan, check_plan
@@ -154,10 +156,9 @@ def _check_scales(
             if scale is not None:
                 raise ValueError(f"{name}: got a tensor, expected None for {x.dtype}")
         return
-    for name, scale in (("x_scale", x_scale), ("w_scale", w_scale)):
-        if scale is None:
-            raise ValueError(f"{name}: got None, expected a tensor for {x.dtype}")
-    assert x_scale is not None and w_scale is not None
+    if x_scale is None or w_scale is None:
+        name = "x_scale" if x_scale is None else "w_scale"
+        raise ValueError(f"{name}: got None, expected a tensor for {x.dtype}")
     fp32, (rows, k) = (torch.float32,), x.shape
     if x.dtype is torch.int8 or x_scale.dim() == 1:
         checks.tensor("x_scale", x_scale, fp32, (rows,), x.device)
@@ -190,6 +191,10 @@ def _moe_linear(
     out: torch.Tensor,
 ) -> None:
     if out.numel() == 0:
+        return
+    if has_kernel(MoeLinear, x):
+        rest = (ids.size(1), rows, offsets.size(0) - 1, tiles, n_tiles, tile_tokens, out)
+        moe_gemm(x, w, x_scale, w_scale, channels, to_experts, gated, *rest)
         return
     multiply_rows(x, w, x_scale, w_scale, channels, to_experts, gated, ids, rows, offsets, out)
 
