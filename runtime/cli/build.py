@@ -222,7 +222,7 @@ def _model_kernels(
                 )
     for experts in layout.experts():
         scheme = experts.scheme(scheme_of)
-        needed.update(scheme.experts_kernels(experts.gated, config.dtype, out_dtype=config.dtype))
+        needed.update(scheme.experts_kernels(config.dtype, out_dtype=config.dtype))
     if quantizes_head:
         assert lm_head is not None
         needed.update(

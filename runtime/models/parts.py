@@ -152,9 +152,7 @@ class Scheme(Protocol):
         Its results are of `out_dtype`, by default that of the model.
         """
 
-    def experts_kernels(
-        self, gated: bool, dtype: torch.dtype, *, out_dtype: torch.dtype
-    ) -> list[Variant]:
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
         """Return what grouped products launch; see `Experts.kernels`."""
 
 

@@ -64,7 +64,7 @@ class Shape:
 
 def _published(name: str) -> Shape:
     fields: dict[str, Any] = SHAPES[name]
-    experts = fields.get("num_experts", fields.get("num_local_experts"))
+    experts = fields.get("num_experts") or fields["num_local_experts"]
     intermediate = fields.get("moe_intermediate_size", fields["intermediate_size"])
     return Shape(experts, fields["num_experts_per_tok"], fields["hidden_size"], intermediate)
 

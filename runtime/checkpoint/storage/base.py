@@ -64,13 +64,10 @@ class StoredScheme(Scheme, Protocol):
             f"{part.together}: got {self}, expected experts in a scheme that has grouped products"
         )
 
-    def experts_kernels(
-        self, gated: bool, dtype: torch.dtype, *, out_dtype: torch.dtype
-    ) -> list[Variant]:
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
         """Return what grouped products launch; see `Experts.kernels`.
 
         Args:
-            gated: whether they are of gate and up.
             dtype: of the model.
             out_dtype: of results.
         """

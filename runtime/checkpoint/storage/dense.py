@@ -61,11 +61,9 @@ class DenseScheme(StoredScheme):
         weight = self.plain(reader, tuple(part.stored()), target)
         return DenseExperts(weight.view(part.num_experts, *part.shape), part.gated)
 
-    def experts_kernels(
-        self, gated: bool, dtype: torch.dtype, *, out_dtype: torch.dtype
-    ) -> list[Variant]:
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
         """Return what the products launch."""
-        return experts_kernels(dtype, dtype, out_dtype, gated=gated)
+        return experts_kernels(dtype, dtype, out_dtype)
 
     def plain(
         self, reader: CheckpointReader, modules: Sequence[Module], target: Target

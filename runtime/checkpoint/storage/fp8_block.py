@@ -121,11 +121,9 @@ class FP8BlockScheme(StoredScheme):
             power_of_two=self.power_of_two,
         )
 
-    def experts_kernels(
-        self, gated: bool, dtype: torch.dtype, *, out_dtype: torch.dtype
-    ) -> list[Variant]:
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
         """Return what the products launch."""
-        return experts_kernels(self.dtype, dtype, out_dtype, gated=gated, in_blocks=True)
+        return experts_kernels(self.dtype, dtype, out_dtype, in_blocks=True)
 
     def _scales(self, reader: CheckpointReader, modules: Sequence[Module]) -> torch.Tensor:
         """Return the scales of a product's channels; see `ops.channel_scales`."""

@@ -151,11 +151,9 @@ class W8A8Scheme(StoredScheme):
             input_scale=input_scale,
         )
 
-    def experts_kernels(
-        self, gated: bool, dtype: torch.dtype, *, out_dtype: torch.dtype
-    ) -> list[Variant]:
+    def experts_kernels(self, dtype: torch.dtype, *, out_dtype: torch.dtype) -> list[Variant]:
         """Return what the products launch."""
-        return experts_kernels(self.dtype, dtype, out_dtype, gated=gated)
+        return experts_kernels(self.dtype, dtype, out_dtype)
 
     def _weight(
         self, reader: CheckpointReader, modules: Sequence[Module], device: torch.device

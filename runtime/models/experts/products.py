@@ -10,7 +10,11 @@ import torch
 
 from ... import ops
 from ...jit.variant import Variant
+from ...ops.common.device import KERNEL_NAMES
 from ...ops.linear.quantize_cuda import GROUP, input_kernel
+from ...ops.moe.moe_linear import runs_experts_kernel
+from ...ops.moe.moe_linear_cuda import MoeLinear
+from ...ops.moe.plan import TILE_TOKENS
 from ..layers import tensors_of
 
 
@@ -59,11 +63,16 @@ class Experts(Protocol):
 class _StoredExperts(Experts):
     """What all classes have in common.
 
-    `weight` [experts, N, K]. All tensors are constants from then on (see `ops.moe_linear`).
+    `weight` [experts, N, K], packed for GPUs with kernels for it: a plain one is packed here. All
+    tensors are constants from then on (see `ops.moe_linear`).
     """
 
     weight: torch.Tensor | ops.PackedExperts
     gated: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weight, torch.Tensor) and runs_experts_kernel(self.weight):
+            self.weight = ops.pack_experts(self.weight, gated=self.gated)
 
     @property
     def num_experts(self) -> int:
@@ -111,7 +120,7 @@ class DenseExperts(_StoredExperts):
         return self._multiply(x, plan, x.dtype)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
-        return experts_kernels(dtype, dtype, dtype, gated=self.gated)
+        return experts_kernels(dtype, dtype, dtype)
 
 
 @dataclass
@@ -140,7 +149,7 @@ class W8A8Experts(_StoredExperts):
         return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
-        return experts_kernels(self.weight_dtype, dtype, self.out_dtype, gated=self.gated)
+        return experts_kernels(self.weight_dtype, dtype, self.out_dtype)
 
 
 @dataclass
@@ -164,9 +173,7 @@ class BlockFP8Experts(_StoredExperts):
         return self._multiply(quantized, plan, self.out_dtype, scale, self.weight_scale)
 
     def kernels(self, dtype: torch.dtype) -> list[Variant]:
-        return experts_kernels(
-            self.weight_dtype, dtype, self.out_dtype, gated=self.gated, in_blocks=True
-        )
+        return experts_kernels(self.weight_dtype, dtype, self.out_dtype, in_blocks=True)
 
 
 def experts_kernels(
@@ -174,7 +181,6 @@ def experts_kernels(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     *,
-    gated: bool,
     in_blocks: bool = False,
 ) -> list[Variant]:
     """Return what grouped products launch for any number of rows.
@@ -183,9 +189,16 @@ def experts_kernels(
         weight_dtype: of the weights.
         dtype: of what is multiplied by them, before it is quantised.
         out_dtype: of the results.
-        gated: as of `Experts`.
         in_blocks: whether weights have scales of blocks.
     """
-    if weight_dtype == dtype:
-        return []
-    return [input_kernel("per_token", dtype, weight_dtype, GROUP if in_blocks else 0)]
+    found: list[Variant] = []
+    if weight_dtype != dtype:
+        group = GROUP if in_blocks else 0
+        found.append(input_kernel("per_token", dtype, weight_dtype, group))
+    if weight_dtype is not torch.float32:
+        names = (KERNEL_NAMES[weight_dtype], KERNEL_NAMES[out_dtype])
+        found += [
+            MoeLinear(dtype=names[0], out_dtype=names[1], tokens=tokens, block_scales=in_blocks)
+            for tokens in TILE_TOKENS
+        ]
+    return found

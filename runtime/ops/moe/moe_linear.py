@@ -174,6 +174,11 @@ def _check_scales(
         )
 
 
+def runs_experts_kernel(x: torch.Tensor) -> bool:
+    """Return whether x, or weights like it, are multiplied by the kernel of grouped products."""
+    return x.dtype is not torch.float32 and has_kernel(MoeLinear, x)
+
+
 def _moe_linear(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -192,7 +197,7 @@ def _moe_linear(
 ) -> None:
     if out.numel() == 0:
         return
-    if has_kernel(MoeLinear, x):
+    if runs_experts_kernel(x):
         rest = (ids.size(1), rows, offsets.size(0) - 1, tiles, n_tiles, tile_tokens, out)
         moe_gemm(x, w, x_scale, w_scale, channels, to_experts, gated, *rest)
         return

@@ -95,7 +95,8 @@ def pack_experts(w: torch.Tensor, *, gated: bool = False) -> PackedExperts:
     data = pack(w, gated)
     if w.is_cuda:
         torch.cuda.current_stream(w.device).synchronize()
-    return PackedExperts(data, *w.shape, gated=gated)
+    experts, n, k = w.shape
+    return PackedExperts(data, experts, n, k, gated)
 
 
 def packed_shape(
