@@ -11,6 +11,7 @@ from tiny_experts import FAMILIES, tiny_experts
 from effort import effort
 from ostinato.engine import Engine, SamplingParams
 from ostinato.models import Decoder
+from ostinato.models.families.moe.mixture import MixtureLlama
 from serving import make_engine, make_service, serving
 from tiny import KV_CACHES, byte_tokenizer
 
@@ -41,6 +42,23 @@ def test_tokens_are_those_of_a_sequence_alone(
         (alone,) = engine.generate([prompt], PARAMS)
         assert alone.token_ids == tokens
     assert len(set(together)) > 5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_nan_in_a_routers_logits_ends_its_request_alone(
+    precision: str, device: torch.device
+) -> None:
+    model = tiny_experts("qwen3_moe", precision, device)
+    assert isinstance(model, MixtureLlama)
+    model.embedding[7] = torch.nan
+    engine = engine_of(model)
+    engine.capture([1, 3], progress=False)
+    wrong, right = [5, 7, 9], [5, 6, 9, 11]
+    (alone,) = engine.generate([right], PARAMS)
+    broken, beside = engine.generate([wrong, right], PARAMS)
+    assert broken.finish_reason == "error"
+    assert broken.token_ids == ()
+    assert beside.token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("cache", ["fp8", "int8"])
