@@ -42,7 +42,11 @@ _INSTRUCTIONS = {
     ("common/registers.cuh", "give_up_registers"): "",
     ("common/registers.cuh", "take_registers"): "",
 }
-_KERNELS = ("attention/decode/decode_sm90.cu", "attention/prefill/prefill_sm90.cu")
+_KERNELS = (
+    "attention/decode/decode_sm90.cu",
+    "attention/prefill/prefill_sm90.cu",
+    "gemm_w8a8/moe/moe_linear_sm90.cu",
+)
 _SHARED = "extern __shared__ __align__(1024) uint8_t storage[];"
 _FLAGS = (
     "-std=c++20",

@@ -195,7 +195,7 @@ def _outputs(rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, tor
     return codes, empty_scales(ceil_div(k, GROUP), rows, device)
 
 
-def _quantize_into(
+def quantize_groups_into(
     x: torch.Tensor, power_of_two: bool, out: torch.Tensor, scale_out: torch.Tensor
 ) -> None:
     """Quantise x [M, K] fp32 by torch's operators."""
@@ -229,7 +229,7 @@ def _quantize_per_group(
             power_of_two=power_of_two,
         )
     else:
-        _quantize_into(x.float(), power_of_two, out, scale_out)
+        quantize_groups_into(x.float(), power_of_two, out, scale_out)
 
 
 def _norm_quantize_per_group(
@@ -264,7 +264,7 @@ def _norm_quantize_per_group(
         )
     else:
         rows = normalized(kind, x, weight, bias, eps, residual, residual_out)
-        _quantize_into(rows, power_of_two, out, scale_out)
+        quantize_groups_into(rows, power_of_two, out, scale_out)
 
 
 def _activation_quantize_per_group(
@@ -291,7 +291,7 @@ def _activation_quantize_per_group(
             power_of_two=power_of_two,
         )
     else:
-        _quantize_into(activated(x, kind), power_of_two, out, scale_out)
+        quantize_groups_into(activated(x, kind), power_of_two, out, scale_out)
         if discard_x:
             x.fill_(torch.nan)
 
