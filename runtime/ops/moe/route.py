@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from .plan import MoePlan, empty_plan
+from .route_cuda import MoeRoute, route
 from .route_torch import plan_rows, select_experts
 
 SCORINGS = ("softmax", "sigmoid")
@@ -139,18 +141,12 @@ def _moe_route(
     tile_tokens: int,
 ) -> None:
     plan = MoePlan(ids, weights, rows, offsets, tiles, n_tiles, tile_tokens)
-    select_experts(
-        logits,
-        scoring,
-        renormalize,
-        routed_scale,
-        correction_bias,
-        groups,
-        top_groups,
-        group_score,
-        n_active,
-        plan,
-    )
+    options = (scoring, renormalize, routed_scale, correction_bias)
+    of_groups = (groups, top_groups, group_score)
+    if has_kernel(MoeRoute, logits):
+        route(logits, *options, *of_groups, n_active, plan)
+        return
+    select_experts(logits, *options, *of_groups, n_active, plan)
     plan_rows(plan)
 
 

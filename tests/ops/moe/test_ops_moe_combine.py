@@ -64,9 +64,7 @@ def test_sum_and_norm_as_the_twin(
         assert_within(got.normed, normed, 2 * eps, 4 * eps)
 
 
-def assert_within(
-    got: torch.Tensor, exact: torch.Tensor, relative: float, absolute: float
-) -> None:
+def assert_within(got: torch.Tensor, exact: torch.Tensor, relative: float, absolute: float) -> None:
     error = (got.double().cpu() - exact).abs()
     assert (error <= relative * 1.01 * exact.abs() + absolute).all()
 

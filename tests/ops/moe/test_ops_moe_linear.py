@@ -34,9 +34,7 @@ def assert_near(got: torch.Tensor, exact: torch.Tensor, k: int) -> None:
 @pytest.mark.parametrize("to", ["experts", "slots"])
 @pytest.mark.parametrize("activation", [None, "silu_mul"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_each_format_as_its_twin(
-    form: str, activation: str | None, to: str, packed: bool
-) -> None:
+def test_each_format_as_its_twin(form: str, activation: str | None, to: str, packed: bool) -> None:
     device = torch.device("cpu")
     tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
     plan = routing(tokens, experts, top_k, device)
