@@ -21,7 +21,8 @@ namespace {
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * 32;
-constexpr int kMostExperts = 1024;
+constexpr int kMostExperts = 512;
+constexpr int kMostGroups = 32;
 constexpr int kMostTopK = 32;
 constexpr int kFewTokens = 64;  // that one CTA routes
 
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) plan_many(const __grid_constant__ Mo
 bool is_valid(const MoeRouteParams& p) {
   const int64_t slots = int64_t(p.tokens) * p.top_k;
   return p.experts > 0 && p.experts <= kMostExperts && p.top_k > 0 && p.top_k <= kMostTopK &&
-         p.groups > 0 && p.experts % p.groups == 0 && p.top_groups > 0 &&
+         p.groups > 0 && p.groups <= kMostGroups && p.experts % p.groups == 0 && p.top_groups > 0 &&
          p.top_groups <= p.groups && p.top_k <= p.experts / p.groups * p.top_groups &&
          p.tile_tokens > 0 && slots <= INT32_MAX - 1024 && p.tokens >= 0 && p.offsets != nullptr &&
          p.n_tiles != nullptr &&
@@ -129,8 +130,7 @@ OSTINATO_EXPORT int ostinato_prepare(void) {
   OSTINATO_RETURN_IF_ERROR(allow_smem<2>());
   OSTINATO_RETURN_IF_ERROR(allow_smem<4>());
   OSTINATO_RETURN_IF_ERROR(allow_smem<8>());
-  OSTINATO_RETURN_IF_ERROR(allow_smem<16>());
-  return allow_smem<32>();
+  return allow_smem<16>();
 }
 
 OSTINATO_LAUNCH(ostinato::MoeRouteParams) {
@@ -144,6 +144,5 @@ OSTINATO_LAUNCH(ostinato::MoeRouteParams) {
          : p.experts <= 64  ? route<2>(p, on)
          : p.experts <= 128 ? route<4>(p, on)
          : p.experts <= 256 ? route<8>(p, on)
-         : p.experts <= 512 ? route<16>(p, on)
-                            : route<32>(p, on);
+                            : route<16>(p, on);
 }

@@ -191,52 +191,27 @@ class Selection {
     }
     __syncwarp();
     const int size = params_.experts / params_.groups;
-    uint64_t groups[kPerLane];  // there are not more of them than experts
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int group = lane_ + i * 32;
-      groups[i] = 0;
-      if (group < params_.groups) {
-        float best = -INFINITY, second = -INFINITY;
-        for (int j = 0; j < size; ++j) {
-          const float value = memory_[group * size + j];
-          second = fmaxf(second, fminf(best, value));
-          best = fmaxf(best, value);
-        }
-        const bool adds = params_.top2 != 0 && size > 1;
-        groups[i] = key_of(adds ? __fadd_rn(best, second) : best, group);
+    uint64_t key = 0;  // of this lane's group
+    if (lane_ < params_.groups) {
+      float best = -INFINITY, second = -INFINITY;
+      for (int i = 0; i < size; ++i) {
+        const float value = memory_[lane_ * size + i];
+        second = fmaxf(second, fminf(best, value));
+        best = fmaxf(best, value);
       }
+      const bool adds = params_.top2 != 0 && size > 1;
+      key = key_of(adds ? __fadd_rn(best, second) : best, lane_);
     }
-    __syncwarp();
-    // From here on, whether a group is kept.
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int group = lane_ + i * 32;
-      if (group < params_.groups) {
-        memory_[group] = 0.0F;
-      }
-    }
-    __syncwarp();
+    bool kept = false;
     for (int n = 0; n < params_.top_groups; ++n) {
-      uint64_t best = 0;
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        best = groups[i] > best ? groups[i] : best;
-      }
-      best = largest_of_warp(best);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (groups[i] == best && best != 0) {
-          groups[i] = 0;
-          memory_[index_of(best)] = 1.0F;
-        }
-      }
+      const uint64_t best = largest_of_warp(kept ? 0 : key);
+      kept = kept || key == best;
     }
-    __syncwarp();
+    const unsigned kept_groups = __ballot_sync(kAllLanes, kept);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int expert = lane_ + i * 32;
-      if (expert < params_.experts && memory_[expert / size] == 0.0F) {
+      if (expert < params_.experts && (kept_groups >> expert / size & 1U) == 0) {
         keys[i] = 0;
       }
     }

@@ -14,7 +14,7 @@ namespace {
 using ostinato::MoeRouteParams;
 using ostinato::route::Logit;
 
-constexpr int kExpertCounts[] = {1, 4, 8, 60, 128, 160, 1024};
+constexpr int kExpertCounts[] = {1, 4, 8, 60, 128, 160, 512};
 constexpr int kTokenCounts[] = {0, 1, 2, 17, 64, 65, 100};
 constexpr int kTileTokens[] = {8, 16, 32};
 
