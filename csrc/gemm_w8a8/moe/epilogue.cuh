@@ -28,9 +28,35 @@ class Epilogue {
         // Of the MMA's rows, the first of the two that the thread has of each block.
         row_(warpgroup * kBlocks * kMmaRows + threadIdx.x % kWarpgroup / 32 * 16 + lane_ / 4) {}
 
+  // Loads where this thread's rows go, and the scales of its rows and of few channels: before the
+  // mainloop, so that nothing waits for them behind it.
+  __device__ __forceinline__ void fetch(const WorkTile& tile) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int of_columns = i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+      rows_[i] = row_of(tile, kTokenRows ? row_ + i / 2 * kMmaRows + i % 2 * 8 : of_columns);
+    }
+    if constexpr (!kTokenRows) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const int first = row_ + block * kMmaRows;
+        const bool gated = params_.gated != 0;
+        // Gated, 16 channels of the weight are 8 of out.
+        const int channel =
+            gated ? (tile.channel + first / 16 * 16) / 2 + first % 16 : tile.channel + first;
+        w_scales_[block][0] = w_scale_of(tile, channel);
+        w_scales_[block][1] = w_scale_of(tile, channel + (gated ? plan_.width : 8));
+      }
+    }
+  }
+
   __device__ __forceinline__ void store(const WorkTile& tile, const Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kTokenRows) {
-      store_token_rows(tile, sums);
+      if (params_.gated != 0) {
+        store_token_rows<true>(tile, sums);
+      } else {
+        store_token_rows<false>(tile, sums);
+      }
     } else {
       store_channel_rows(tile, sums);
     }
@@ -87,54 +113,88 @@ class Epilogue {
     }
   }
 
-  // Tokens are rows of the MMA: a thread has two of each block, and two adjacent channels of
-  // each 8.
+  // Tokens are rows of the MMA: a thread has two of each block, and of each 8 channels two adjacent
+  // ones. Its quad has four times 8 channels of out at once.
+  template <bool kGated>
   __device__ __forceinline__ void store_token_rows(const WorkTile& tile,
                                                    const Sum (&sums)[kBlocks][kSums]) const {
-    const bool gated = params_.gated != 0;
-    const int end = plan_.tile_channels;  // others are of another tile
+    constexpr int kEight = kGated ? 16 : 8;  // channels of the weight for 8 of out
+    const int in_eight = lane_ % 4 * 2;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const Row rows[2] = {row_of(tile, row_ + block * kMmaRows),
-                           row_of(tile, row_ + block * kMmaRows + 8)};
 #pragma unroll
-      for (int first = 0; first < kChannels; first += 16) {
-        if (first >= end) {
-          break;
+      for (int first = 0; first < kChannels; first += 4 * kEight) {
+        if (first >= plan_.tile_channels) {
+          break;  // of another tile
         }
-        const Sum* const of_pair = &sums[block][first / 2];
-        const int in_eight = lane_ % 4 * 2;
-        if (gated) {
-          const int channel = (tile.channel + first) / 2 + in_eight;
-          float gate[2], up[2];
+        const int channel = (tile.channel + first) / (kEight / 8);
+        float y[2][4][2];  // of a row, 8 channels, and an adjacent one
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+          const Sum* const of_eight = &sums[block][(first + eight * kEight) / 2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            gate[i] = w_scale_of(tile, channel + i);
-            up[i] = w_scale_of(tile, channel + i + plan_.width);
-          }
+            const int at = channel + eight * 8 + in_eight + i;
+            const float w = w_scale_of(tile, at);
+            const float up = kGated ? w_scale_of(tile, at + plan_.width) : 0.0F;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float y[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              y[i] = silu_mul(scaled(of_pair[half * 2 + i], gate[i], rows[half].scale),
-                              scaled(of_pair[4 + half * 2 + i], up[i], rows[half].scale));
+            for (int half = 0; half < 2; ++half) {
+              const float x = rows_[2 * block + half].scale;
+              const float value = scaled(of_eight[half * 2 + i], w, x);
+              y[half][eight][i] =
+                  kGated ? silu_mul(value, scaled(of_eight[4 + half * 2 + i], up, x)) : value;
             }
-            store_pair(rows[half].out, channel, y[0], y[1]);
-          }
-          continue;
-        }
-#pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          const int channel = tile.channel + first + eight * 8 + in_eight;
-          const float w[2] = {w_scale_of(tile, channel), w_scale_of(tile, channel + 1)};
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const Sum* const pair = of_pair + eight * 4 + half * 2;
-            store_pair(rows[half].out, channel, scaled(pair[0], w[0], rows[half].scale),
-                       scaled(pair[1], w[1], rows[half].scale));
           }
         }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int eights = min(4, (plan_.tile_channels - first) / kEight);
+          store_eights(rows_[2 * block + half].out, channel, eights, y[half]);
+        }
+      }
+    }
+  }
+
+  // Stores a quad's 8 channels, `eights` times, of a row of out.
+  __device__ __forceinline__ void store_eights(int64_t row, int channel, int eights,
+                                               const float (&y)[4][2]) const {
+    if constexpr (sizeof(Output) == 2) {
+      if (plan_.vector_out != 0) {
+        uint32_t words[4];
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+          words[eight] = pack_pair<Output>(y[eight][0], y[eight][1]);
+        }
+        transpose_quad(words);
+        const int mine = lane_ % 4;
+        const int at = channel + mine * 8;
+        if (row >= 0 && mine < eights && at < plan_.width) {
+          *reinterpret_cast<uint4*>(static_cast<Output*>(params_.out) + row + at) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int eight = 0; eight < 4; ++eight) {
+      if (eight < eights) {
+        store_pair(row, channel + eight * 8 + lane_ % 4 * 2, y[eight][0], y[eight][1]);
+      }
+    }
+  }
+
+  // Of four lanes with four words each, gives lane i the i-th words of all, in the order of lanes.
+  __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const bool high = (lane_ & distance) != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t& low_word = words[distance == 1 ? 2 * i : i];
+        uint32_t& high_word = words[distance == 1 ? 2 * i + 1 : i + 2];
+        const uint32_t theirs = __shfl_xor_sync(0xffffffff, high ? low_word : high_word, distance);
+        low_word = high ? theirs : low_word;
+        high_word = high ? high_word : theirs;
       }
     }
   }
@@ -149,8 +209,7 @@ class Epilogue {
       if (group * 8 >= tile.rows) {
         break;
       }
-      const int token = group * 8 + lane_ % 4 * 2;
-      const Row rows[2] = {row_of(tile, token), row_of(tile, token + 1)};
+      const Row* const rows = &rows_[2 * group];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int first = row_ + block * kMmaRows;  // of the tile's channels
@@ -159,10 +218,8 @@ class Epilogue {
         }
         const Sum* const of_group = &sums[block][group * 4];
         if (gated) {
-          // 16 channels of the weight are 8 of out.
           const int channel = (tile.channel + first / 16 * 16) / 2 + first % 16;
-          const float gate = w_scale_of(tile, channel);
-          const float up = w_scale_of(tile, channel + plan_.width);
+          const float gate = w_scales_[block][0], up = w_scales_[block][1];
           float y[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -175,7 +232,7 @@ class Epilogue {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int channel = tile.channel + first + half * 8;
-          const float w = w_scale_of(tile, channel);
+          const float w = w_scales_[block][half];
           const float y[2] = {scaled(of_group[half * 2], w, rows[0].scale),
                               scaled(of_group[half * 2 + 1], w, rows[1].scale)};
           store_exchanged(rows, channel, y);
@@ -186,7 +243,7 @@ class Epilogue {
 
   // Stores the results of a channel and two tokens. Exchanges with the lane of the adjacent
   // channel, so that each lane has both channels of one token.
-  __device__ __forceinline__ void store_exchanged(const Row (&rows)[2], int channel,
+  __device__ __forceinline__ void store_exchanged(const Row* rows, int channel,
                                                   const float (&y)[2]) const {
     const bool odd = lane_ / 4 % 2 != 0;
     const float theirs = __shfl_xor_sync(0xffffffff, odd ? y[0] : y[1], 4);
@@ -198,6 +255,10 @@ class Epilogue {
   const Plan& plan_;
   const int lane_;
   const int row_;
+  // Two of each block of rows or, where tokens are columns, of each 8.
+  static constexpr int kRows = 2 * (kTokenRows ? kBlocks : kTokens / 8);
+  Row rows_[kRows];
+  float w_scales_[kBlocks][2];
 };
 
 }  // namespace ostinato::moe
