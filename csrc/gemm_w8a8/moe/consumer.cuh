@@ -26,13 +26,15 @@ class Consumer {
     RingPosition position;
     const int count = tiles * plan_.channel_tiles;
     for (int index = blockIdx.x; index < count; index += gridDim.x) {
+      const WorkTile tile = work_tile_at(params_, plan_, tiles, index);
+      epilogue.fetch(tile);
       Sum sums[kBlocks][kSums];
       if constexpr (kBlockScales) {
         sum_scaling(sums, position);
       } else {
         sum(sums, position);
       }
-      epilogue.store(work_tile_at(params_, plan_, tiles, index), sums);
+      epilogue.store(tile, sums);
     }
   }
 

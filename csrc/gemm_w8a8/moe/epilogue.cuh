@@ -28,6 +28,28 @@ class Epilogue {
         // Of the MMA's rows, the first of the two that the thread has of each block.
         row_(warpgroup * kBlocks * kMmaRows + threadIdx.x % kWarpgroup / 32 * 16 + lane_ / 4) {}
 
+  // Loads where this thread's rows go, and the scales of its rows and of few channels: before the
+  // mainloop, so that nothing waits for them behind it.
+  __device__ __forceinline__ void fetch(const WorkTile& tile) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int of_columns = i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+      rows_[i] = row_of(tile, kTokenRows ? row_ + i / 2 * kMmaRows + i % 2 * 8 : of_columns);
+    }
+    if constexpr (!kTokenRows) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const int first = row_ + block * kMmaRows;
+        const bool gated = params_.gated != 0;
+        // Gated, 16 channels of the weight are 8 of out.
+        const int channel =
+            gated ? (tile.channel + first / 16 * 16) / 2 + first % 16 : tile.channel + first;
+        w_scales_[block][0] = w_scale_of(tile, channel);
+        w_scales_[block][1] = w_scale_of(tile, channel + (gated ? plan_.width : 8));
+      }
+    }
+  }
+
   __device__ __forceinline__ void store(const WorkTile& tile, const Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kTokenRows) {
       store_token_rows(tile, sums);
@@ -95,8 +117,7 @@ class Epilogue {
     const int end = plan_.tile_channels;  // others are of another tile
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const Row rows[2] = {row_of(tile, row_ + block * kMmaRows),
-                           row_of(tile, row_ + block * kMmaRows + 8)};
+      const Row* const rows = &rows_[2 * block];
 #pragma unroll
       for (int first = 0; first < kChannels; first += 16) {
         if (first >= end) {
@@ -149,8 +170,7 @@ class Epilogue {
       if (group * 8 >= tile.rows) {
         break;
       }
-      const int token = group * 8 + lane_ % 4 * 2;
-      const Row rows[2] = {row_of(tile, token), row_of(tile, token + 1)};
+      const Row* const rows = &rows_[2 * group];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int first = row_ + block * kMmaRows;  // of the tile's channels
@@ -159,10 +179,8 @@ class Epilogue {
         }
         const Sum* const of_group = &sums[block][group * 4];
         if (gated) {
-          // 16 channels of the weight are 8 of out.
           const int channel = (tile.channel + first / 16 * 16) / 2 + first % 16;
-          const float gate = w_scale_of(tile, channel);
-          const float up = w_scale_of(tile, channel + plan_.width);
+          const float gate = w_scales_[block][0], up = w_scales_[block][1];
           float y[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -175,7 +193,7 @@ class Epilogue {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int channel = tile.channel + first + half * 8;
-          const float w = w_scale_of(tile, channel);
+          const float w = w_scales_[block][half];
           const float y[2] = {scaled(of_group[half * 2], w, rows[0].scale),
                               scaled(of_group[half * 2 + 1], w, rows[1].scale)};
           store_exchanged(rows, channel, y);
@@ -186,7 +204,7 @@ class Epilogue {
 
   // Stores the results of a channel and two tokens. Exchanges with the lane of the adjacent
   // channel, so that each lane has both channels of one token.
-  __device__ __forceinline__ void store_exchanged(const Row (&rows)[2], int channel,
+  __device__ __forceinline__ void store_exchanged(const Row* rows, int channel,
                                                   const float (&y)[2]) const {
     const bool odd = lane_ / 4 % 2 != 0;
     const float theirs = __shfl_xor_sync(0xffffffff, odd ? y[0] : y[1], 4);
@@ -198,6 +216,10 @@ class Epilogue {
   const Plan& plan_;
   const int lane_;
   const int row_;
+  // Two of each block of rows or, where tokens are columns, of each 8.
+  static constexpr int kRows = 2 * (kTokenRows ? kBlocks : kTokens / 8);
+  Row rows_[kRows];
+  float w_scales_[kBlocks][2];
 };
 
 }  // namespace ostinato::moe

@@ -195,7 +195,7 @@ def _outputs(rows: int, k: int, device: torch.device) -> tuple[torch.Tensor, tor
     return codes, empty_scales(ceil_div(k, GROUP), rows, device)
 
 
-def quantize_groups_into(
+def _quantize_into(
     x: torch.Tensor, power_of_two: bool, out: torch.Tensor, scale_out: torch.Tensor
 ) -> None:
     """Quantise x [M, K] fp32 by torch's operators."""
@@ -229,10 +229,10 @@ def _quantize_per_group(
             power_of_two=power_of_two,
         )
     else:
-        quantize_groups_into(x.float(), power_of_two, out, scale_out)
+        _quantize_into(x.float(), power_of_two, out, scale_out)
 
 
-def _norm_quantize_per_group(
+def norm_quantize_per_group(
     kind: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -264,7 +264,7 @@ def _norm_quantize_per_group(
         )
     else:
         rows = normalized(kind, x, weight, bias, eps, residual, residual_out)
-        quantize_groups_into(rows, power_of_two, out, scale_out)
+        _quantize_into(rows, power_of_two, out, scale_out)
 
 
 def _activation_quantize_per_group(
@@ -291,7 +291,7 @@ def _activation_quantize_per_group(
             power_of_two=power_of_two,
         )
     else:
-        quantize_groups_into(activated(x, kind), power_of_two, out, scale_out)
+        _quantize_into(activated(x, kind), power_of_two, out, scale_out)
         if discard_x:
             x.fill_(torch.nan)
 
@@ -305,13 +305,13 @@ _rms_norm_quantize_per_group_op = register(
     "rms_norm_quantize_per_group(Tensor x, Tensor weight, float eps, Tensor? residual, "
     "bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, Tensor(c!)? residual_out, "
     "Tensor? n_active=None) -> ()",
-    as_rms_norm(_norm_quantize_per_group),
+    as_rms_norm(norm_quantize_per_group),
 )
 _layer_norm_quantize_per_group_op = register(
     "layer_norm_quantize_per_group(Tensor x, Tensor weight, Tensor? bias, float eps, "
     "Tensor? residual, bool power_of_two, Tensor(a!) out, Tensor(b!) scale_out, "
     "Tensor(c!)? residual_out, Tensor? n_active=None) -> ()",
-    partial(_norm_quantize_per_group, "layer_norm"),
+    partial(norm_quantize_per_group, "layer_norm"),
 )
 _activation_quantize_per_group_op = register(
     "activation_quantize_per_group(Tensor x, str kind, bool power_of_two, Tensor(a!) out, "

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.sizes import ceil_div
 from ..common.torch_library import register
 from ..linear.block_scales import empty_scales
-from ..linear.norms import normalized
-from ..linear.quantize import quantize_into
+from ..linear.norms import normalize_and_quantize, normalize_into
 from ..linear.quantize_cuda import GROUP
-from ..linear.quantize_groups import quantize_groups_into
+from ..linear.quantize_groups import norm_quantize_per_group
+from .combine_cuda import MoeCombine, combine
 from .plan import MoePlan, check_plan
 
 
@@ -54,7 +55,7 @@ def moe_combine(
     is then normalised as by `rms_norm`, and with `quantize` quantised as by `rms_norm_quantize` or,
     with `per_group`, `rms_norm_quantize_per_group`.
 
-    On a GPU, from sm_80 on, this is one launch.
+    On a GPU, from sm_80 on, this is one launch, and another with `norm_weight`.
 
     Args:
         y: [T, top_k, H] bf16, fp16 or fp32, as `moe_linear(to="slots")` makes it.
@@ -160,6 +161,33 @@ def _moe_combine(
     normed: torch.Tensor | None,
     scale: torch.Tensor | None,
 ) -> None:
+    if total.numel() == 0:
+        return
+    if has_kernel(MoeCombine, y):
+        combine(y, ids, weights, shared, shared_gate, residual, total)
+    else:
+        _add(y, ids, weights, shared, shared_gate, residual, total)
+    if normed is None or norm_weight is None:
+        return
+    norm = ("rms_norm", total, norm_weight, None, eps, None)
+    if scale is None:
+        normalize_into(*norm, normed, None)
+    elif scale.dim() == 2:
+        norm_quantize_per_group(*norm, power_of_two, normed, scale, None)
+    else:
+        normalize_and_quantize(*norm, None, None, False, normed, scale, None)
+
+
+def _add(
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_gate: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    total: torch.Tensor,
+) -> None:
+    """Write the sum by torch's operators."""
     acc = torch.zeros(total.shape, dtype=torch.float32, device=y.device)
     for slot in range(y.size(1)):
         # What a slot without an expert holds was never written, and may be NaN.
@@ -171,15 +199,6 @@ def _moe_combine(
     if residual is not None:
         acc += residual.float()
     total.copy_(acc)
-    if normed is None or norm_weight is None:
-        return
-    rows = normalized("rms_norm", total, norm_weight, None, eps, None, None)
-    if scale is None:
-        normed.copy_(rows)
-    elif scale.dim() == 2:
-        quantize_groups_into(rows, power_of_two, normed, scale)
-    else:
-        quantize_into(rows, None, None, normed, scale)
 
 
 _op = register(

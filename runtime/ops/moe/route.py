@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
+from ..common.device import has_kernel
 from ..common.torch_library import register
 from .plan import MoePlan, empty_plan
+from .route_cuda import MoeRoute, route
 from .route_torch import plan_rows, select_experts
 
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")
-MOST_EXPERTS = 1024
+MOST_EXPERTS = 512
+MOST_GROUPS = 32
 MOST_TOP_K = 32
 
 
@@ -47,14 +50,14 @@ def moe_route(
     arXiv 2401.04088; DeepSeek-V3, arXiv 2412.19437.)
 
     Args:
-        logits: [T, experts] bf16, fp16 or fp32, with at most 1024 experts; a bias of the router
+        logits: [T, experts] bf16, fp16 or fp32, with at most 512 experts; a bias of the router
             belongs to the product that made them. T·top_k must be below 2³¹.
         top_k: experts of a token, 1 to 32, and at most as many as the kept groups have.
         scoring: "softmax" or "sigmoid".
         renormalize: make the weights of a token add up to `routed_scale`.
         routed_scale: what all weights are multiplied by.
         correction_bias: [experts] fp32, added to scores for the choice.
-        groups: how many groups the experts are in; a divisor of their number.
+        groups: how many groups the experts are in; a divisor of their number, at most 32.
         top_groups: how many groups are kept, 1 to `groups`; with one group, 1.
         group_score: "max", the best expert of a group, or "top2", the sum of its two best.
         n_active: int32 [1], how many tokens are real: those after them are padding, which goes to
@@ -109,6 +112,8 @@ def _check_choice(experts: int, top_k: int, groups: int, top_groups: int) -> Non
     checks.integer("top_groups", top_groups, least=1)
     if experts % groups:
         raise ValueError(f"groups: got {groups}, expected a divisor of {experts} experts")
+    if groups > MOST_GROUPS:
+        raise ValueError(f"groups: got {groups}, expected at most {MOST_GROUPS}")
     if top_groups > groups:
         raise ValueError(f"top_groups: got {top_groups}, expected at most {groups} groups")
     checks.integer("top_k", top_k, least=1)
@@ -139,18 +144,12 @@ def _moe_route(
     tile_tokens: int,
 ) -> None:
     plan = MoePlan(ids, weights, rows, offsets, tiles, n_tiles, tile_tokens)
-    select_experts(
-        logits,
-        scoring,
-        renormalize,
-        routed_scale,
-        correction_bias,
-        groups,
-        top_groups,
-        group_score,
-        n_active,
-        plan,
-    )
+    options = (scoring, renormalize, routed_scale, correction_bias)
+    of_groups = (groups, top_groups, group_score)
+    if has_kernel(MoeRoute, logits):
+        route(logits, *options, *of_groups, n_active, plan)
+        return
+    select_experts(logits, *options, *of_groups, n_active, plan)
     plan_rows(plan)
 
 
