@@ -246,6 +246,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method: got 'greedy', expected 'noaux_tc'"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: got 0, expected an integer"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: got 'softmax', expected 'sigm"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list: got \[1, 0\], expected 1 al"),
         ("minimax_m2", {"rotary_dim": 3, "rope_parameters": None}, "partial_rotary_factor: got 0."),
         ("dots1", {"layer_types": ["full_attention"]}, "layer_types: got .* 2 times"),
     ],

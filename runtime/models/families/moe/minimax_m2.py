@@ -22,6 +22,8 @@ def _config(fields: Fields) -> ModelConfig:
     fields.choice("use_qk_norm", True, default=True)
     fields.choice("qk_norm_type", "per_layer", default="per_layer")
     fields.choice("shared_intermediate_size", 0, default=0)
+    if not set(fields.integers("attn_type_list", least=0)) <= {1}:
+        raise fields.wrong("attn_type_list", "1 alone, which is attention by softmax")
     config = standard_config(
         fields,
         windows=full_attention,
