@@ -37,7 +37,7 @@ def multiply_rows(
     if x.device.type != "cpu":
         if w.dim() == 4:
             w = unpack(w, offsets.size(0) - 1, channels, x.size(1), gated)
-        _multiply_slot_by_slot(
+        multiply_slot_by_slot(
             x, w, x_scale, w_scale, to_experts, gated, ids.flatten(), rows, top_k, out
         )
         return
@@ -90,7 +90,7 @@ def _product(
     return y.mul_(w_scale).mul_(x_scale.unsqueeze(1))
 
 
-def _multiply_slot_by_slot(
+def multiply_slot_by_slot(
     x: torch.Tensor,
     w: torch.Tensor,
     x_scale: torch.Tensor | None,

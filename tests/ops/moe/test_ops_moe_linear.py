@@ -12,6 +12,7 @@ from ops_cases import E4M3, FLOATS, assert_same_bits, int32
 
 from ostinato import ops
 from ostinato.ops import reference
+from ostinato.ops.moe.moe_linear_torch import multiply_slot_by_slot
 
 
 def expected_of(
@@ -182,3 +183,28 @@ def test_bad_experts_are_named() -> None:
         ops.pack_experts(W[:0])
     with pytest.raises(ValueError, match=r"data: got shape"):
         ops.PackedExperts(ops.pack_experts(W).data, 4, 17, 32)
+
+
+@pytest.mark.parametrize("to", ["experts", "slots"])
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_way_of_gpus_without_a_kernel(form: str, activation: str | None, to: str) -> None:
+    """Row by row, by copies of weights: the same, and nothing for slots without an expert."""
+    device = torch.device("cpu")
+    tokens, experts, top_k, n, k = 5, 6, 2, 48, 200
+    logits = torch.randn(tokens, experts)
+    logits[1] = math.nan
+    plan = ops.moe_route(logits, top_k)
+    rows = tokens if to == "experts" else tokens * top_k
+    x, w, scales = operands(form, rows, experts, n, k, device)
+    options: dict[str, Any] = {"to": to, "activation": activation, **scales}
+    exact = expected_of(x, w, plan, torch.float64, **options).flatten(0, -2)
+    out = torch.full(exact.shape, 7.0)
+    given = (scales.get("x_scale"), scales.get("w_scale"), to == "experts", bool(activation))
+    multiply_slot_by_slot(x, w, *given, plan.ids.flatten(), plan.rows, top_k, out)
+    there = torch.zeros(len(out), dtype=torch.bool)
+    used = int(plan.n_rows)
+    there[:used] = to == "experts"
+    there[plan.rows[:used].long()] |= to == "slots"
+    assert_near(out[there], exact[there], k)
+    assert (out[~there] == 7).all()
