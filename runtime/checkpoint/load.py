@@ -45,7 +45,8 @@ def load_model(
     becomes the largest of the parts', so that nothing saturates that did not before. FP8
     activations without a static scale are quantised per token, whatever granularity the file names,
     and whatever bound `fbgemm_fp8` puts on scales. Of a checkpoint made for an 8-bit KV cache the
-    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. No tensor
+    dtype and the scales are the model's `kv_scales`, by which an `Engine` serves it. Experts of a
+    mixture may be stored one by one or together; those of a layer are grouped products. No tensor
     shares memory with the files. On CUDA quantised weights are packed for the kernels, one at a
     time, and kernels that are not compiled yet are compiled side by side.
 

@@ -143,6 +143,8 @@ class CheckpointReader:
             CheckpointError: when the data cannot be read.
         """
         tensor = self._read(self._located(spec))
+        if spec.transposable and tensor.shape != spec.shapes[0]:
+            tensor = tensor.mT
         return tensor if spec.index is None else tensor[spec.index]
 
     def found_name(self, spec: TensorSpec) -> str:

@@ -31,7 +31,7 @@ class TensorSpec:
     """A tensor of a checkpoint: its possible names, shapes and dtypes.
 
     With an `index` it is one entry of the first dimension of the stored tensor, whose `shapes`
-    these are.
+    these are. One that is `transposable` may be stored with its last two dimensions exchanged.
     """
 
     names: tuple[str, ...]
@@ -39,6 +39,7 @@ class TensorSpec:
     dtypes: tuple[torch.dtype, ...] = DENSE_DTYPES
     required: bool = True
     index: int | None = None
+    transposable: bool = False
 
     @property
     def name(self) -> str:
@@ -66,6 +67,7 @@ class Module:
         keeps_bias: whether a rank adds the bias.
         stacked: how many modules of this shape the stored tensors hold, as of experts; 0: this one.
         index: which of these it is; None is all of them.
+        transposable: whether a stacked weight may be stored [stacked, columns, rows].
     """
 
     name: str
@@ -80,6 +82,7 @@ class Module:
     keeps_bias: bool = True
     stacked: int = 0
     index: int | None = None
+    transposable: bool = False
 
     def tensor(
         self,
@@ -370,12 +373,14 @@ class ExpertsPart(Part):
         together: the name that the same modules have where a tensor [experts, rows, columns] holds
             those of all experts.
         gated: whether they are gate and up, whose rows ranks divide; of down they divide columns.
+        transposable: whether these may be [experts, columns, rows] in 16 or 32 bits.
         stacked: whether the checkpoint has the tensors of `together`.
     """
 
     modules: tuple[tuple[Module, ...], ...]
     together: str
     gated: bool
+    transposable: bool = False
     stacked: bool = False
 
     @property
@@ -435,7 +440,13 @@ class ExpertsPart(Part):
         """Return the module that holds all experts, stacked."""
         first = self.modules[0]
         rows = sum(module.rows for module in first)
-        return Module(self.together, rows, first[0].columns, stacked=self.num_experts)
+        return Module(
+            self.together,
+            rows,
+            first[0].columns,
+            stacked=self.num_experts,
+            transposable=self.transposable,
+        )
 
     def found_in(self, holds: Callable[[TensorSpec], bool]) -> ExpertsPart:
         """Return the part with `stacked` as the checkpoint has it."""

@@ -53,6 +53,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -339,6 +340,24 @@ MODELS: dict[str, PreTrainedConfig] = {
         text_config=Qwen2Config(**TIED).to_dict(), vision_config=SIGLIP, tie_word_embeddings=True
     ),
     **WITH_EXPERTS,
+    "qwen3_vl_moe": Qwen3VLMoeConfig(
+        text_config={
+            **SHAPE,
+            **IDS,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "rope_parameters": rope("default", mrope_interleaved=True, **MROPE),
+        },
+        vision_config={
+            **QWEN_VISION,
+            "intermediate_size": 16,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
 }
 
 
@@ -367,7 +386,7 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
 def tensors_of(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return the tensors a checkpoint of the model holds; tied weights are there once."""
     state = model.state_dict()
-    if hasattr(model.config, "num_experts_per_tok"):
+    if hasattr(model.config.get_text_config(), "num_experts_per_tok"):
         state = revert_weight_conversion(model, state)  # experts one by one, under older names
     tensors = {
         file_name(model, name): tensor.to(

@@ -280,7 +280,7 @@ def test_tokens_do_not_depend_on_who_reads_the_logits(precision: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-@pytest.mark.parametrize("family", ["tiny", *FAMILIES])
+@pytest.mark.parametrize("family", ["tiny", *FAMILIES, *WITH_EXPERTS])
 def test_a_step_with_an_8_bit_projection_consists_of_our_kernels(
     family: str, precision: str, logits: bool
 ) -> None:

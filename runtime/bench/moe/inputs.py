@@ -70,11 +70,12 @@ def random_inputs(case: Case, precision: str, device: torch.device) -> Sequence[
     ]
     config = ExpertsConfig(shape.experts, shape.top_k, shape.intermediate, (True,))
     generator = torch.Generator().manual_seed(1)
-    # Sets in sequence read the weights of other experts.
+    # Sets in sequence read the weights of other experts, where not all are read.
+    step = case.distinct % shape.experts or 1
     order = torch.randperm(shape.experts, generator=generator)
     found = []
     for index in range(num_sets(read, device)):
-        ids = order.roll(index * case.distinct)[choices(case)].to(device)
+        ids = order.roll(index * step)[choices(case)].to(device)
         x = torch.randn(case.m, shape.hidden, dtype=torch.bfloat16, device=device)
         logits = torch.full((case.m, shape.experts), _OTHERS, dtype=x.dtype, device=device)
         steps = _FIRST - _STEP * torch.arange(shape.top_k, device=device).to(x.dtype)

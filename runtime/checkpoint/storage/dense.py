@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,7 +26,10 @@ class DenseScheme(StoredScheme):
 
     def weight(self, module: Module) -> TensorSpec:
         """Return the weight of a module."""
-        return module.tensor("weight", (module.rows, module.columns))
+        shape = (module.rows, module.columns)
+        if not module.transposable:
+            return module.tensor("weight", shape)
+        return replace(module.tensor("weight", shape, shape[::-1]), transposable=True)
 
     def tensors(self, module: Module) -> Iterator[TensorSpec]:
         """Yield weight and bias."""

@@ -103,6 +103,27 @@ def test_the_largest_static_scale_serves_all_experts(together: bool, tmp_path: P
     assert sequence_logits(model, TOKENS).isfinite().all()
 
 
+def test_experts_together_may_be_stored_by_columns(tmp_path: Path) -> None:
+    """As Qwen3-VL-MoE's files have them: [experts, columns, rows]."""
+    folder = save_plain(tmp_path / "plain", random_model(MODELS["qwen3_vl_moe"]))
+    tensors, hidden = tensors_in(folder), 32
+    together = [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]
+    expected, logits = [], []
+    for by_columns in (False, True):
+        for name in together:
+            rows = 48 if "gate_up" in name else hidden
+            if (tensors[name].shape[1] == rows) == by_columns:
+                tensors[name] = tensors[name].mT.contiguous()
+        rewrite(folder, tensors)
+        logits.append(logits_of(folder))
+        out = tmp_path / f"int8-{by_columns}"
+        quantize_checkpoint(folder, out, scheme="int8", progress=False)
+        expected.append(logits_of(out))
+    assert len(together) == 4
+    assert torch.equal(*logits)
+    assert torch.equal(*expected)
+
+
 def test_a_quantiser_keeps_experts_together(tmp_path: Path) -> None:
     plain = plain_or_quantized(tmp_path, None)
     stack_experts(plain, 4)
@@ -246,6 +267,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ("glm4_moe", {"topk_method": "greedy"}, "topk_method: got 'greedy', expected 'noaux_tc'"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts: got 0, expected an integer"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: got 'softmax', expected 'sigm"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, r"attn_type_list: got \[1, 0\], expected 1 al"),
         ("minimax_m2", {"rotary_dim": 3, "rope_parameters": None}, "partial_rotary_factor: got 0."),
         ("dots1", {"layer_types": ["full_attention"]}, "layer_types: got .* 2 times"),
     ],

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import pytest
 import torch
+from tiny_experts import FAMILIES, tiny_experts
 
 from ostinato.bench.moe.cases import Case, Shape
 from ostinato.bench.moe.check import CHECK
 from ostinato.bench.moe.inputs import Inputs, random_inputs
 from ostinato.bench.shapes import PRECISIONS
+from ostinato.jit import loader
+from ostinato.jit.variant import Variant
+from ostinato.models import compile_kernels, sequence_logits
+from ostinato.ops.attention import append_kv_cuda, decode_cuda, prefill_cuda
+from ostinato.ops.linear import dense_gemm, quantize_cuda, w8a8_gemm
+from ostinato.ops.moe import combine_cuda, moe_linear_cuda, route_cuda
 
+EMBED = import_module("ostinato.ops.embed")  # `ops.embed` is the function
+MODULES = (append_kv_cuda, combine_cuda, decode_cuda, dense_gemm, EMBED, moe_linear_cuda)
+MODULES += (prefill_cuda, quantize_cuda, route_cuda, w8a8_gemm)
 SHAPE = Shape(experts=24, top_k=4, hidden=208, intermediate=72)
 ROUTINGS = 300
 
@@ -79,3 +92,28 @@ def test_ten_thousand_replays_change_nothing(precision: str) -> None:
         graph.replay()
         changed += (captured != expected).sum()
     assert int(changed) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [*((family, "int8") for family in FAMILIES), *(("qwen2_moe", p) for p in PRECISIONS)],
+)
+def test_no_kernel_is_launched_that_was_not_foreseen(
+    family: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[Variant] = set()
+
+    def load(variant: Any, *, device: int, stream: int) -> Any:
+        launched.add(variant)
+        return loader.load(variant, device=device, stream=stream)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "load", load)
+    model = tiny_experts(family, precision, "cuda")
+    compile_kernels(model)
+    for length in (1, 9, 30, 100):
+        assert sequence_logits(model, [5] * length).isfinite().all()
+    assert {"moe_linear", "moe_route", "moe_combine"} <= {variant.family for variant in launched}
+    assert launched <= set(model.kernels())

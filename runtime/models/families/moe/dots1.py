@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...config import FULL, SLIDING, ModelConfig, layer_types, standard_config, windows_of_kinds
 from ...config_fields import Fields
 from ...registry import Family, register
+from ...required_kernels import kernels_with_experts
 from .glm4_moe import deepseek_experts, deepseek_layout
 from .mixture import MixtureLlama
 
@@ -30,4 +31,13 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return windows_of_kinds(fields, kinds)
 
 
-register(Family("dots1", ("Dots1ForCausalLM",), _config, deepseek_layout, MixtureLlama.load))
+register(
+    Family(
+        "dots1",
+        ("Dots1ForCausalLM",),
+        _config,
+        deepseek_layout,
+        MixtureLlama.load,
+        kernels=kernels_with_experts,
+    )
+)

@@ -10,6 +10,7 @@ from ...config_fields import Fields
 from ...experts.config import ExpertsConfig, layers_from, read_experts
 from ...layout import DecoderLayout
 from ...registry import Family, register
+from ...required_kernels import kernels_with_experts
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
 _layout: Callable[[ModelConfig], DecoderLayout] = mixture_layout(ExpertNames())
@@ -78,6 +79,7 @@ register(
         _config,
         deepseek_layout,
         MixtureLlama.load,
+        kernels=kernels_with_experts,
         defaults=_DEFAULTS,
     )
 )

@@ -8,6 +8,7 @@ from ...config import LLAMA_IDS, ModelConfig, full_attention, standard_config
 from ...config_fields import Fields
 from ...experts.config import read_experts
 from ...registry import Family, register
+from ...required_kernels import kernels_with_experts
 from ..granite import with_multipliers
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
@@ -42,6 +43,7 @@ register(
         granite_config,
         mixture_layout(NAMES),
         MixtureLlama.load,
+        kernels=kernels_with_experts,
         defaults=DEFAULTS,
     )
 )

@@ -8,7 +8,7 @@ from ...config import ModelConfig, full_attention, read_rope, standard_config
 from ...config_fields import Fields
 from ...experts.config import read_experts
 from ...registry import Family, register
-from ...required_kernels import kernels_with_norms
+from ...required_kernels import kernels_with_experts
 from ...rope import RopeConfig
 from .mixture import MIXTRAL_NAMES, MixtureLlama, mixture_layout, with_norms_of_all_heads
 
@@ -22,6 +22,8 @@ def _config(fields: Fields) -> ModelConfig:
     fields.choice("use_qk_norm", True, default=True)
     fields.choice("qk_norm_type", "per_layer", default="per_layer")
     fields.choice("shared_intermediate_size", 0, default=0)
+    if not set(fields.integers("attn_type_list", least=0)) <= {1}:
+        raise fields.wrong("attn_type_list", "1 alone, which is attention by softmax")
     config = standard_config(
         fields,
         windows=full_attention,
@@ -63,7 +65,7 @@ register(
         _config,
         mixture_layout(MIXTRAL_NAMES, with_norms_of_all_heads),
         MixtureLlama.load,
-        kernels=kernels_with_norms,
+        kernels=kernels_with_experts,
         defaults=_DEFAULTS,
     )
 )

@@ -8,6 +8,7 @@ from ...config import LLAMA_IDS, ModelConfig, standard_config, uniform_window
 from ...config_fields import Fields
 from ...experts.config import read_experts
 from ...registry import Family, register
+from ...required_kernels import kernels_with_experts
 from .mixture import MIXTRAL_NAMES, MixtureLlama, mixture_layout
 
 
@@ -42,6 +43,7 @@ register(
         _config,
         mixture_layout(MIXTRAL_NAMES),
         MixtureLlama.load,
+        kernels=kernels_with_experts,
         defaults=_DEFAULTS,
     )
 )

@@ -39,6 +39,7 @@ class ExpertNames:
         expert: the modules of one expert, for its gate, up and down.
         together: what the same are called where one tensor holds those of all experts, first gate
             and up.
+        transposable: whether these tensors may be stored [experts, columns, rows].
         shared: what all tokens go to besides.
         shared_gate: of its weight.
     """
@@ -48,6 +49,7 @@ class ExpertNames:
     correction: str = "gate.e_score_correction_bias"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     together: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    transposable: bool = False
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
 
@@ -193,11 +195,13 @@ def mixture_parts(
             ),
             f"{prefix}{names.together[0]}",
             gated=True,
+            transposable=names.transposable,
         ),
         down=ExpertsPart(
             tuple((of_expert(i, down, hidden, inner),) for i in every),
             f"{prefix}{names.together[1]}",
             gated=False,
+            transposable=names.transposable,
         ),
         correction=TensorPart(correction, dtype=torch.float32) if config.corrected else None,
         shared_gate_up=shared_part("gate_proj", "up_proj"),

@@ -8,7 +8,7 @@ from ...config import ModelConfig, full_attention, standard_config
 from ...config_fields import Fields
 from ...experts.config import read_experts
 from ...registry import Family, register
-from ...required_kernels import kernels_with_norms
+from ...required_kernels import kernels_with_experts
 from .mixture import ExpertNames, MixtureLlama, mixture_layout, with_norms_of_all_heads
 
 
@@ -36,7 +36,7 @@ register(
         _config,
         mixture_layout(ExpertNames(), with_norms_of_all_heads),
         MixtureLlama.load,
-        kernels=kernels_with_norms,
+        kernels=kernels_with_experts,
         defaults=_DEFAULTS,
     )
 )

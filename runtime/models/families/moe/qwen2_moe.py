@@ -15,6 +15,7 @@ from ...config import (
 from ...config_fields import Fields
 from ...experts.config import read_experts, sparse_layers
 from ...registry import Family, register
+from ...required_kernels import kernels_with_experts
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
 
@@ -55,6 +56,7 @@ register(
         _config,
         mixture_layout(ExpertNames(shared="shared_expert")),
         MixtureLlama.load,
+        kernels=kernels_with_experts,
         defaults={"sliding_window": 4096},
     )
 )

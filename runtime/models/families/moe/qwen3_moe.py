@@ -8,6 +8,7 @@ from ...config import ModelConfig, standard_config, uniform_window
 from ...config_fields import Fields
 from ...experts.config import read_experts, sparse_layers
 from ...registry import Family, register
+from ...required_kernels import kernels_with_experts
 from .mixture import ExpertNames, MixtureLlama, mixture_layout
 
 
@@ -37,5 +38,6 @@ register(
         _config,
         mixture_layout(ExpertNames()),
         MixtureLlama.load,
+        kernels=kernels_with_experts,
     )
 )
