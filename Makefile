@@ -16,8 +16,8 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-clients test-browser test-ray test-gpu test-real \
-        test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
+.PHONY: demo test test-long test-search test-clients test-browser test-ray test-vllm test-gpu \
+        test-real test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
 
 demo: install
 	$(BIN)/ostinato generate $(MODEL) $(PROMPTS) --max-tokens 56 --repetition-penalty 1.1
@@ -56,6 +56,12 @@ SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 test-ray: $(VENV)/.test $(RAY)/.installed
 	OSTINATO_RAY=$(RAY)/bin OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/scale_out -m ray
+
+# The vLLM plug-in beside vLLM's own Python classes on the CPU, out of its sdist, without its binaries.
+VLLM := $(VENV)/vllm
+
+test-vllm: $(VENV)/.vllm
+	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -174,6 +180,15 @@ $(RAY)/.installed: $(VENV)/.test
 
 $(VENV)/.browser: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
+
+# No cache: pip would take the wheel without binaries for vLLM elsewhere on this machine, too.
+$(VENV)/.vllm: $(VENV)/.test tests/compat/vllm/requirements.txt
+	rm -rf $(VLLM)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VLLM) \
+	    -r tests/compat/vllm/requirements.txt
+	PYTHONPATH=$(abspath $(VLLM)) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 \
+	    $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir \
+	    --no-binary vllm --target $(VLLM) vllm==0.33.0
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.test

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .. import ops
-from ..ops.common import checks
-from ..ops.common.sizes import round_up
+from ... import ops
+from ...ops.common import checks
+from ...ops.common.sizes import round_up
 
 NAME = "ostinato"  # of the attention implementation
 _PLACES = 16  # tokens; our kernels copy pages of a multiple of it at once

@@ -8,8 +8,8 @@ from inspect import signature
 
 import torch
 
-from .. import ops
-from .transformers_replace import Forward, is_known_to_agree, replace_forwards
+from ... import ops
+from .replace import Forward, is_known_to_agree, replace_forwards
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 

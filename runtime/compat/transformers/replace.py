@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..jit.errors import KernelError
+from ...jit.errors import KernelError
 
 Forward = Callable[..., Any]  # of a module, which is its first argument
 

@@ -1,26 +1,4 @@
-"""Our attention for models of transformers: `attn_implementation="ostinato"`.
-
-Importing this module registers `attention` and `lengths_mask` under that name, with every model
-that looks its attention up in transformers' `AttentionInterface`, as nearly all do:
-
-    import ostinato.compat.transformers
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="ostinato")
-
-A model's mask then is no tensor of queries times keys but how many keys each sequence has, computed
-on the device from what the cache says: nothing is copied to the host, no keys are repeated for the
-query heads that share them, and of a `StaticCache` only what it holds is read, so that a step can
-be captured in a graph. `seq_lens=` of the model's call says it instead of the cache, for each
-sequence by itself: a row of 0 attends to nothing and costs next to nothing, as the padding of a
-batch should. `docs/graphs/transformers.md` has an example.
-
-What would change the result and is not built is refused by name: dropout, attention weights as an
-output, additive masks and biases, 2D masks with padding, packed sequences, chunked attention.
-There is no backward pass.
-
-`replace_norms(model)` lets `ostinato.ops.rms_norm` compute the model's RMS norms, too: one kernel
-each on a Hopper GPU. `replace_attention(model)` lets `ostinato.ops.append_kv` rotate queries and
-keys and fill a `RaggedStaticCache`: one kernel in each layer instead of eleven.
-"""
+"""The attention function and the mask that transformers calls under our name."""
 
 from __future__ import annotations
 
@@ -34,21 +12,9 @@ from transformers import __version__ as version
 from transformers.cache_utils import Cache
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from .. import ops
-from ..ops.common.device import current_stream
-from .transformers_attention import replace_attention
-from .transformers_cache import NAME, RaggedStaticCache
-from .transformers_norms import replace_norms
-
-__all__ = [
-    "NAME",
-    "RaggedStaticCache",
-    "attention",
-    "lengths_mask",
-    "replace_attention",
-    "replace_norms",
-]
-
+from ... import ops
+from ...ops.common.device import current_stream
+from .cache import NAME
 
 # Arguments of other attention functions that change the result: None or False here.
 _NOT_BUILT = ("output_attentions", "position_bias", "head_mask", "cache", "cu_seq_lens_q")

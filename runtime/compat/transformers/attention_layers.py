@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from inspect import Parameter, signature
+from itertools import chain
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .transformers_cache import NAME, Rows, RowsLayer
-from .transformers_replace import Forward, is_known_to_agree, replace_forwards
+from .cache import NAME, Rows, RowsLayer
+from .linear_module import QuantizedLinear
+from .replace import Forward, is_known_to_agree, replace_forwards
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ATTRIBUTES = ("head_dim", "scaling", "layer_idx", "config")
@@ -200,10 +202,12 @@ class _Trial:
 
     def __init__(self, module: Any) -> None:
         projections = {name: getattr(module, name) for name in _PROJECTIONS}
-        weight, dim = module.q_proj.weight, module.head_dim
-        # Compressed weights are of integers or FP8, and become numbers of the config's dtype.
-        self._dtype = module.config.dtype if weight.itemsize == 1 else weight.dtype
-        self._device = device = weight.device
+        dim = module.head_dim
+        held = next(chain(module.q_proj.parameters(), module.q_proj.buffers()))
+        # Quantised weights are of integers or FP8, and results of the config's dtype.
+        quantized = held.itemsize == 1 or isinstance(module.q_proj, QuantizedLinear)
+        self._dtype = module.config.dtype if quantized else held.dtype
+        self._device = device = held.device
         # The caller's random numbers stay as they are.
         self._generator = torch.Generator().manual_seed(0)
         powers = torch.tensor([[12, 0, -10], [0, -10, 12]], device="cpu").unsqueeze(2)

@@ -1,0 +1,208 @@
+"""`accelerate`: one call that replaces what it can, and says what it left."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hf_models import MODELS, random_model, save
+from quantized_files import FORMATS, write_quantized
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from effort import effort
+from ostinato import ops
+from ostinato.compat.transformers import (
+    NAME,
+    QuantizedLinear,
+    RaggedStaticCache,
+    Report,
+    accelerate,
+    replace_attention,
+    replace_batching,
+    replace_linears,
+)
+from ostinato.compat.transformers import batching as module_of_batching
+
+transformers.logging.set_verbosity_error()
+
+IDS = torch.tensor([[3, 41, 17, 8, 60]])
+PROMPTS = [[3, 41, 17, 8, 60], [1, 2, 3], [9] * 21]
+GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+PROJECTIONS = [
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+]
+
+
+def load(folder: Path, **options: Any) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    return model.eval()
+
+
+def write(folder: Path, name: str = "llama") -> None:
+    write_quantized(folder, random_model(MODELS[name]), FORMATS["ct-int8-dynamic"], margins={})
+
+
+def generated(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    out = model.generate(torch.tensor([prompt]), **GREEDY, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+def batched(model: Any) -> list[list[int]]:
+    config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1)
+    # Without these it takes most of the machine's memory.
+    sizes = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+    results = model.generate_batch(
+        PROMPTS, generation_config=config, continuous_batching_config=sizes, progress_bar=False
+    )
+    assert all(result.error is None for result in results.values())
+    return [result.generated_tokens for result in results.values()]
+
+
+def test_a_report_says_what_was_done(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = load(tmp_path)
+    report = accelerate(model)
+    assert report.attention == model.config._attn_implementation == NAME
+    assert report.batching
+    names = [f"model.layers.{i}.{projection}" for i in range(2) for projection in PROJECTIONS]
+    assert list(report.linears) == names
+    assert all(isinstance(model.get_submodule(name), QuantizedLinear) for name in names)
+    assert len(report.norms) == 5
+    assert report.attention_layers == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert report.left == {"lm_head": "the checkpoint has no 8-bit weight of it"}
+    assert str(report).splitlines() == [
+        "attention: ostinato",
+        "generate_batch: ostinato",
+        "8-bit linear modules: 14 (model.layers.0.self_attn.q_proj, "
+        "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj and 11 more)",
+        "RMS norms: 5 (model.layers.0.input_layernorm, "
+        "model.layers.0.post_attention_layernorm, model.layers.1.input_layernorm and 2 more)",
+        "RoPE and append in one kernel: 2 (model.layers.0.self_attn, model.layers.1.self_attn)",
+        "left: 1 (lm_head): the checkpoint has no 8-bit weight of it",
+    ]
+    again = accelerate(model)
+    assert (again.linears, again.norms, again.attention_layers) == ((), (), ())
+
+
+def test_what_computes_something_else_is_left_and_said() -> None:
+    report = accelerate(random_model(MODELS["gemma2"]))
+    assert isinstance(report, Report)
+    assert report.norms == report.linears == report.attention_layers == ()
+    assert report.left["model.norm"] == "Gemma2RMSNorm computes something else than ops.rms_norm"
+    assert report.left["model.layers.0.self_attn"].startswith("Gemma2Attention does something")
+    assert report.left["model.layers.0.mlp.up_proj"] == "the checkpoint has no 8-bit weight of it"
+
+
+def test_another_quantization_is_left_and_said(tmp_path: Path) -> None:
+    plain = random_model(MODELS["llama"])
+    config = {**plain.config.to_dict(), "quantization_config": {"quant_method": "awq"}}
+    save(tmp_path, config, {})
+    report = accelerate(plain, tmp_path)
+    assert report.linears == ()
+    assert "quant_method: got 'awq'" in report.left["linear modules"]
+    assert len(report.norms) == 5
+
+
+def test_only_models_of_transformers_are_taken() -> None:
+    for function in (accelerate, replace_batching):
+        with pytest.raises(TypeError, match="model: got Linear, expected a model of transformers"):
+            function(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", effort(["qwen3"], ["llama", "qwen3", "mistral-window"]))
+def test_an_accelerated_model_generates(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever cache and batching, the tokens are those of the same model called by itself."""
+    write(tmp_path, name)
+    model = load(tmp_path)
+    expected = []
+    with torch.no_grad():
+        replace_linears(model)  # the rest as transformers has it, with eager attention
+        model.set_attn_implementation("eager")
+        for prompt in PROMPTS:
+            tokens = list(prompt)
+            for _ in range(8):
+                logits = model(torch.tensor([tokens]), use_cache=False).logits
+                tokens.append(int(logits[0, -1].argmax()))
+            expected.append(tokens[len(prompt) :])
+    accelerate(model)
+    calls: dict[str, int] = {}
+    for op in ("paged_attention", "varlen_attention"):
+        original = getattr(ops, op)
+
+        def counted(*given: Any, _op: str = op, _call: Any = original, **options: Any) -> Any:
+            calls[_op] = calls.get(_op, 0) + 1
+            return _call(*given, **options)
+
+        monkeypatch.setattr(ops, op, counted)
+    assert [generated(model, prompt) for prompt in PROMPTS] == expected
+    static = [generated(model, prompt, cache_implementation="static") for prompt in PROMPTS]
+    assert static == expected
+    assert calls.keys() == {"paged_attention"}
+    assert batched(model) == expected
+    assert calls["varlen_attention"] >= 8 * 2
+    # The model is as it was, for generate and for another batch.
+    assert model.config._attn_implementation == NAME
+    assert batched(model) == expected
+
+
+def test_a_refused_manager_changes_nothing(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = load(tmp_path)
+    accelerate(model)
+    with pytest.raises(TypeError):
+        model.init_continuous_batching(generation_config=None, unknown=1)
+    assert model.config._attn_implementation == NAME
+
+
+def test_batches_of_another_attention_are_as_they_were(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = load(tmp_path)
+    accelerate(model)
+    model.set_attn_implementation("paged|eager")
+    manager = model.init_continuous_batching(GenerationConfig(eos_token_id=-1))
+    assert manager._original_attn_impl is None
+    assert model.config._attn_implementation == "paged|eager"
+
+
+def test_a_version_without_these_functions_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_of_batching, "_their_functions", None)
+    write(tmp_path)
+    report = accelerate(load(tmp_path))
+    assert not report.batching
+    assert report.left["generate_batch"].startswith(f"transformers {transformers.__version__} ")
+
+
+def test_copies_batch_for_themselves(tmp_path: Path) -> None:
+    write(tmp_path)
+    model = load(tmp_path)
+    accelerate(model)
+    expected = batched(model)
+    copied = copy.deepcopy(model)
+    model.set_attn_implementation("eager")
+    assert batched(copied) == expected
+    assert copied.config._attn_implementation == NAME
+
+
+def test_attention_layers_may_be_replaced_after_linears(tmp_path: Path) -> None:
+    write(tmp_path)
+    model, plain = load(tmp_path, attn_implementation=NAME), load(tmp_path)
+    assert len(replace_linears(model)) == 14
+    assert len(replace_attention(model)) == 2
+    accelerate(plain)
+    logits = []
+    with torch.no_grad():
+        for each in (model, plain):
+            cache = RaggedStaticCache(each, max_batch=1, max_length=16)
+            rows = cache.rows(torch.tensor([5], dtype=torch.int32), tokens=5)
+            logits.append(each(IDS, past_key_values=rows, position_ids=rows.position_ids).logits)
+            assert cache.storage.any()
+    torch.testing.assert_close(*logits, rtol=0.0, atol=1e-5)
