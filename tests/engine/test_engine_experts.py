@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_beginnings import check_shared_beginnings
 from tiny_experts import FAMILIES, tiny_experts
 
 from effort import effort
@@ -75,6 +76,14 @@ def test_prefixes_are_shared_whatever_the_cache(cache: str, device: torch.device
         fresh = engine_of(model, **options)
         fresh.capture([1], progress=False)
         assert fresh.generate([prompt], PARAMS)[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(("family", "precision"), CASES)
+def test_prefixes_shared_by_the_page_change_no_bit(family: str, precision: str) -> None:
+    engine = engine_of(tiny_experts(family, precision), prefill_chunk=32, logits_processing=True)
+    engine.capture([1], progress=False)
+    base = [(7 * at + at // 11) % 200 + 40 for at in range(91)]
+    check_shared_beginnings(engine, base, [4, 28, 32, 44, 88])
 
 
 def test_a_server_gives_the_engines_texts() -> None:
