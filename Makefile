@@ -16,7 +16,7 @@ PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/REA
            $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
              docs/notebooks/*.md)
 
-.PHONY: demo test test-long test-search test-gpu test-real test-real-gpu gpu-kernels lint format \
+.PHONY: demo test test-long test-search test-vllm test-gpu test-real test-real-gpu gpu-kernels lint format \
         install dist docs kernels-wheel
 
 demo: install
@@ -39,6 +39,12 @@ EXAMPLES ?= 1000
 test-search: $(VENV)/.test
 	OSTINATO_TEST_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 \
 	    --dist worksteal --timeout 3600
+
+# The vLLM plug-in beside vLLM's own Python classes on the CPU, out of its sdist, without its binaries.
+VLLM := $(VENV)/vllm
+
+test-vllm: $(VENV)/.vllm
+	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -142,6 +148,16 @@ $(VENV)/.test: $(VENV)/.installed
 $(VENV)/.dev: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
 	touch $(VENV)/.installed $(VENV)/.test $@
+
+# No cache: pip would take the wheel without binaries for vLLM elsewhere on this machine, too.
+$(VENV)/.vllm: $(VENV)/.test tests/compat/vllm/requirements.txt
+	rm -rf $(VLLM)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VLLM) \
+	    -r tests/compat/vllm/requirements.txt
+	PYTHONPATH=$(abspath $(VLLM)) VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 \
+	    $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir \
+	    --no-binary vllm --target $(VLLM) vllm==0.33.0
+	touch $@
 
 $(VENV)/.docs: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt mkdocs-material 'mkdocstrings[python]'
