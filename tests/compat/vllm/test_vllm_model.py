@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -26,6 +29,7 @@ from vllm_batches import LAYOUTS, cache_of, common_of
 from ostinato.checkpoint import load_model, load_tokenizer
 from ostinato.compat.vllm.attention_metadata import OstinatoMetadataBuilder
 from ostinato.compat.vllm.attention_registry import PATH
+from ostinato.compat.vllm.dense import OstinatoLinearMethod
 from ostinato.compat.vllm.int8_kernel import OstinatoInt8LinearKernel
 from ostinato.engine import Engine, SamplingParams
 
@@ -39,9 +43,13 @@ CPU = torch.device("cpu")
 class Server:
     """vLLM's model with what its runner does: caches, page tables, metadata, greedy tokens."""
 
-    def __init__(self, kv_cache_dtype: str) -> None:
+    def __init__(
+        self, folder: Path, kv_cache_dtype: str = "auto", quantization: Any = None
+    ) -> None:
         self.config = VllmConfig(
-            model_config=ModelConfig(str(FOLDER), dtype="bfloat16", skip_tokenizer_init=True),
+            model_config=ModelConfig(
+                str(folder), dtype="bfloat16", quantization=quantization, skip_tokenizer_init=True
+            ),
             cache_config=CacheConfig(cache_dtype=kv_cache_dtype, block_size=16),
             device_config=DeviceConfig(device="cpu"),
             compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
@@ -94,18 +102,40 @@ def _as_on_cuda(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.set_default_dtype(torch.float32)
 
 
+def continued(folder: Path, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the prompts' tokens, and how our engine goes on with a checkpoint's model."""
+    tokenizer = load_tokenizer(folder)
+    engine = Engine(load_model(folder, device="cpu"), tokenizer, max_batch=4)
+    engine.capture([4], progress=False)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    after = [list(completion.token_ids) for completion in engine.generate(PROMPTS, params)]
+    return [tokenizer.encode(prompt).ids for prompt in PROMPTS], after
+
+
 @pytest.mark.usefixtures("_as_on_cuda")
 @pytest.mark.parametrize("kv_cache_dtype", SAME)
 def test_vllms_model_continues_as_our_engine_does(kv_cache_dtype: str) -> None:
-    tokenizer = load_tokenizer(str(FOLDER))
-    engine = Engine(load_model(str(FOLDER), device="cpu"), tokenizer, max_batch=4)
-    engine.capture([4], progress=False)
-    params = SamplingParams(max_tokens=SAME[kv_cache_dtype], ignore_eos=True)
-    expected = [list(c.token_ids) for c in engine.generate(PROMPTS, params)]
-    server = Server(kv_cache_dtype)
-    kernels = [
-        type(module.scheme.kernel) for module in server.model.modules() if hasattr(module, "scheme")
-    ]
-    assert kernels == [OstinatoInt8LinearKernel] * 16
-    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    prompts, expected = continued(FOLDER, SAME[kv_cache_dtype])
+    server = Server(FOLDER, kv_cache_dtype)
+    schemes = [m.scheme for m in server.model.modules() if hasattr(m, "scheme")]
+    assert [type(s.kernel) for s in schemes] == [OstinatoInt8LinearKernel] * 16
     assert server.greedy(prompts, SAME[kv_cache_dtype]) == expected
+
+
+@pytest.mark.usefixtures("_as_on_cuda")
+def test_a_16_bit_model_continues_as_our_engine_does(tmp_path: Path) -> None:
+    weights = load_file(FOLDER / "model.safetensors")
+    scales = {name: weights.pop(name) for name in list(weights) if name.endswith("_scale")}
+    for name, scale in scales.items():
+        of = name.removesuffix("_scale")
+        weights[of] = (weights[of].float() * scale.float()).to(torch.bfloat16)
+    config = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+    del config["quantization_config"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    prompts, expected = continued(tmp_path, 8)
+    server = Server(tmp_path, quantization="ostinato")
+    methods = [getattr(m, "quant_method", None) for m in server.model.modules()]
+    assert sum(isinstance(method, OstinatoLinearMethod) for method in methods) == 16
+    assert server.greedy(prompts, 8) == expected
