@@ -217,7 +217,7 @@ def test_a_cache_of_another_content_is_refused() -> None:
     case = Case([(1, 1)], torch.device("cpu"))
     wrong = torch.zeros(2, HEADS_KV, 16, DIM, dtype=BF16)
     with pytest.raises(
-        ValueError, match=r"kv_cache: got 64 bytes of a token and head, expected 128"
+        ValueError, match="kv_cache: got 128 bytes of a token and head, expected 256"
     ):
         case.impl._views(case.layer, wrong)
 

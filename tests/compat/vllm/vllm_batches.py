@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from ostinato.compat.vllm.attention_backend import OstinatoAttentionBackend
 
 BF16 = torch.bfloat16
-HEADS, HEADS_KV, DIM, BLOCK = 4, 2, 32, 16
+HEADS, HEADS_KV, DIM, BLOCK = 4, 2, 64, 16
 STORED = {"int8_per_token_head": torch.int8, "auto": BF16}
 CACHES = ("auto", "fp8", "int8_per_token_head", "fp8_per_token_head")
 LAYOUTS = (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
