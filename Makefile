@@ -61,7 +61,7 @@ test-ray: $(VENV)/.test $(RAY)/.installed
 VLLM := $(VENV)/vllm
 
 test-vllm: $(VENV)/.vllm
-	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm
+	PYTHONPATH=$(VLLM) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compat/vllm $(COVERAGE)
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m "gpu and not real"
@@ -180,6 +180,7 @@ $(RAY)/.installed: $(VENV)/.test
 
 $(VENV)/.browser: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet -c constraints.txt playwright
+	touch $@
 
 # No cache: pip would take the wheel without binaries for vLLM elsewhere on this machine, too.
 $(VENV)/.vllm: $(VENV)/.test tests/compat/vllm/requirements.txt
