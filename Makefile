@@ -13,8 +13,8 @@ CPP     := $(shell git ls-files 'csrc/*.h' 'csrc/*.cuh' 'csrc/*.cu' 'csrc/*.cpp'
 
 # Results are records, and not held to it.
 PROSE   := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md csrc/attention/README.md \
-           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/kernels/*.md \
-             docs/notebooks/*.md)
+           $(wildcard docs/*.md docs/graphs/*.md docs/how-to/*.md docs/integrations/*.md \
+             docs/kernels/*.md docs/notebooks/*.md)
 
 .PHONY: demo test test-long test-search test-clients test-browser test-ray test-vllm test-gpu \
         test-real test-real-gpu gpu-kernels lint format install dist docs kernels-wheel
