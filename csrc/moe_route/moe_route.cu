@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) route_few(const __grid_constant__ Mo
   let_successor_start();
   select_tokens<kPerLane>(p, storage, 0, kWarps);
   __syncthreads();
-  Planner planner(p, storage + selection_bytes(p));
+  Planner planner(p, storage + selection_bytes(p), kWarps, true);
   planner.count(kThreads);
   planner.store_sizes(kThreads);
   for (int expert = static_cast<int>(threadIdx.x) / 32; expert <= p.experts; expert += kWarps) {
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) plan_many(const __grid_constant__ Mo
   extern __shared__ __align__(1024) uint8_t storage[];
   wait_for_predecessor();
   let_successor_start();
-  Planner planner(p, storage);
+  Planner planner(p, storage, kWarps, false);
   planner.count(kThreads);
   const int expert = static_cast<int>(blockIdx.x);
   if (expert == 0) {
@@ -98,10 +98,10 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   LaunchConfig config;
   config.block = dim3(kThreads);
   config.pdl = p.pdl != 0;
-  const int plan_bytes = PlanMemory::bytes(p.experts, kWarps);
   if (p.tokens <= kFewTokens) {
     config.grid = dim3(1);
-    config.dynamic_smem = selection_bytes(p) + plan_bytes;
+    config.dynamic_smem =
+        selection_bytes(p) + PlanMemory::bytes(p.experts, kWarps, p.tokens * p.top_k);
     return launch(route_few<kPerLane>, config, stream, p);
   }
   constexpr int kMostCtas = 1 << 16;
@@ -110,15 +110,16 @@ cudaError_t route(const MoeRouteParams& p, cudaStream_t stream) {
   config.dynamic_smem = selection_bytes(p);
   OSTINATO_RETURN_IF_ERROR(launch(select_many<kPerLane>, config, stream, p));
   config.grid = dim3(static_cast<uint32_t>(p.experts + 1));
-  config.dynamic_smem = plan_bytes;
+  config.dynamic_smem = PlanMemory::bytes(p.experts, kWarps, 0);
   return launch(plan_many, config, stream, p);
 }
 
 template <int kPerLane>
 cudaError_t allow_smem() {
-  constexpr int kMost = kWarps * kMostExperts * 4 + (3 * (kMostExperts + 2) + kWarps) * 4;
-  OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(route_few<kPerLane>, kMost));
-  return allow_dynamic_smem(select_many<kPerLane>, kMost);
+  const int most = kWarps * kMostExperts * static_cast<int>(sizeof(float)) +
+                   PlanMemory::bytes(kMostExperts, kWarps, kFewTokens * kMostTopK);
+  OSTINATO_RETURN_IF_ERROR(allow_dynamic_smem(route_few<kPerLane>, most));
+  return allow_dynamic_smem(select_many<kPerLane>, most);
 }
 
 }  // namespace

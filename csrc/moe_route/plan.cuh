@@ -16,24 +16,28 @@ struct PlanMemory {
   int* offsets;      // [experts + 2], the first row of each
   int* tiles;        // [experts + 1], the first tile of each
   int* of_warps;     // [warps], rows of one expert that each warp has found
+  int* ids;          // [slots], those of all slots, if there is room for them
 
-  __host__ __device__ static int bytes(int experts, int warps) {
-    return (3 * (experts + 2) + warps) * static_cast<int>(sizeof(int));
+  __host__ __device__ static int bytes(int experts, int warps, int slots) {
+    return (3 * (experts + 2) + warps + slots) * static_cast<int>(sizeof(int));
   }
 
-  __device__ PlanMemory(uint8_t* memory, int experts) {
+  __device__ PlanMemory(uint8_t* memory, int experts, int warps) {
     counts = reinterpret_cast<unsigned*>(memory);
     offsets = reinterpret_cast<int*>(memory) + experts + 2;
     tiles = offsets + experts + 2;
     of_warps = tiles + experts + 2;
+    ids = of_warps + warps;
   }
 };
 
 class Planner {
  public:
-  __device__ Planner(const MoeRouteParams& params, uint8_t* memory)
+  // `copies_ids`: the memory has room for the ids of all slots, which every warp reads often.
+  __device__ Planner(const MoeRouteParams& params, uint8_t* memory, int warps, bool copies_ids)
       : params_(params),
-        memory_(memory, params.experts),
+        memory_(memory, params.experts, warps),
+        copies_ids_(copies_ids),
         slots_(params.tokens * params.top_k),
         thread_(static_cast<int>(threadIdx.x)),
         lane_(thread_ % 32),
@@ -48,6 +52,9 @@ class Planner {
     __syncthreads();
     for (int slot = thread_; slot < slots_; slot += threads) {
       const int id = params_.ids[slot];
+      if (copies_ids_) {
+        memory_.ids[slot] = id;
+      }
       atomicAdd(&memory_.counts[id < 0 ? experts : id], 1U);
     }
     __syncthreads();
@@ -96,7 +103,7 @@ class Planner {
 
  private:
   __device__ __forceinline__ bool belongs(int slot, int expert) const {
-    const int id = params_.ids[slot];
+    const int id = copies_ids_ ? memory_.ids[slot] : params_.ids[slot];
     return expert == params_.experts ? id < 0 : id == expert;
   }
 
@@ -158,6 +165,7 @@ class Planner {
 
   const MoeRouteParams& params_;
   PlanMemory memory_;
+  bool copies_ids_;
   int slots_, thread_, lane_, warp_;
 };
 

@@ -42,6 +42,7 @@ struct Plan {
   int width;          // channels of out
   int k_bytes;
   int aligned_out;  // two adjacent channels can be stored at once
+  int vector_out;   // 8 adjacent channels of 16 bits can be, wherever 8 of them begin
 };
 
 // A tile of rows of one expert and of its channels.

@@ -52,7 +52,11 @@ class Epilogue {
 
   __device__ __forceinline__ void store(const WorkTile& tile, const Sum (&sums)[kBlocks][kSums]) {
     if constexpr (kTokenRows) {
-      store_token_rows(tile, sums);
+      if (params_.gated != 0) {
+        store_token_rows<true>(tile, sums);
+      } else {
+        store_token_rows<false>(tile, sums);
+      }
     } else {
       store_channel_rows(tile, sums);
     }
@@ -109,53 +113,88 @@ class Epilogue {
     }
   }
 
-  // Tokens are rows of the MMA: a thread has two of each block, and two adjacent channels of
-  // each 8.
+  // Tokens are rows of the MMA: a thread has two of each block, and of each 8 channels two adjacent
+  // ones. Its quad has four times 8 channels of out at once.
+  template <bool kGated>
   __device__ __forceinline__ void store_token_rows(const WorkTile& tile,
                                                    const Sum (&sums)[kBlocks][kSums]) const {
-    const bool gated = params_.gated != 0;
-    const int end = plan_.tile_channels;  // others are of another tile
+    constexpr int kEight = kGated ? 16 : 8;  // channels of the weight for 8 of out
+    const int in_eight = lane_ % 4 * 2;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const Row* const rows = &rows_[2 * block];
 #pragma unroll
-      for (int first = 0; first < kChannels; first += 16) {
-        if (first >= end) {
-          break;
+      for (int first = 0; first < kChannels; first += 4 * kEight) {
+        if (first >= plan_.tile_channels) {
+          break;  // of another tile
         }
-        const Sum* const of_pair = &sums[block][first / 2];
-        const int in_eight = lane_ % 4 * 2;
-        if (gated) {
-          const int channel = (tile.channel + first) / 2 + in_eight;
-          float gate[2], up[2];
+        const int channel = (tile.channel + first) / (kEight / 8);
+        float y[2][4][2];  // of a row, 8 channels, and an adjacent one
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+          const Sum* const of_eight = &sums[block][(first + eight * kEight) / 2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            gate[i] = w_scale_of(tile, channel + i);
-            up[i] = w_scale_of(tile, channel + i + plan_.width);
-          }
+            const int at = channel + eight * 8 + in_eight + i;
+            const float w = w_scale_of(tile, at);
+            const float up = kGated ? w_scale_of(tile, at + plan_.width) : 0.0F;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float y[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              y[i] = silu_mul(scaled(of_pair[half * 2 + i], gate[i], rows[half].scale),
-                              scaled(of_pair[4 + half * 2 + i], up[i], rows[half].scale));
+            for (int half = 0; half < 2; ++half) {
+              const float x = rows_[2 * block + half].scale;
+              const float value = scaled(of_eight[half * 2 + i], w, x);
+              y[half][eight][i] =
+                  kGated ? silu_mul(value, scaled(of_eight[4 + half * 2 + i], up, x)) : value;
             }
-            store_pair(rows[half].out, channel, y[0], y[1]);
-          }
-          continue;
-        }
-#pragma unroll
-        for (int eight = 0; eight < 2; ++eight) {
-          const int channel = tile.channel + first + eight * 8 + in_eight;
-          const float w[2] = {w_scale_of(tile, channel), w_scale_of(tile, channel + 1)};
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const Sum* const pair = of_pair + eight * 4 + half * 2;
-            store_pair(rows[half].out, channel, scaled(pair[0], w[0], rows[half].scale),
-                       scaled(pair[1], w[1], rows[half].scale));
           }
         }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int eights = min(4, (plan_.tile_channels - first) / kEight);
+          store_eights(rows_[2 * block + half].out, channel, eights, y[half]);
+        }
+      }
+    }
+  }
+
+  // Stores a quad's 8 channels, `eights` times, of a row of out.
+  __device__ __forceinline__ void store_eights(int64_t row, int channel, int eights,
+                                               const float (&y)[4][2]) const {
+    if constexpr (sizeof(Output) == 2) {
+      if (plan_.vector_out != 0) {
+        uint32_t words[4];
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+          words[eight] = pack_pair<Output>(y[eight][0], y[eight][1]);
+        }
+        transpose_quad(words);
+        const int mine = lane_ % 4;
+        const int at = channel + mine * 8;
+        if (row >= 0 && mine < eights && at < plan_.width) {
+          *reinterpret_cast<uint4*>(static_cast<Output*>(params_.out) + row + at) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        return;
+      }
+    }
+#pragma unroll
+    for (int eight = 0; eight < 4; ++eight) {
+      if (eight < eights) {
+        store_pair(row, channel + eight * 8 + lane_ % 4 * 2, y[eight][0], y[eight][1]);
+      }
+    }
+  }
+
+  // Of four lanes with four words each, gives lane i the i-th words of all, in the order of lanes.
+  __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) const {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const bool high = (lane_ & distance) != 0;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t& low_word = words[distance == 1 ? 2 * i : i];
+        uint32_t& high_word = words[distance == 1 ? 2 * i + 1 : i + 2];
+        const uint32_t theirs = __shfl_xor_sync(0xffffffff, high ? low_word : high_word, distance);
+        low_word = high ? theirs : low_word;
+        high_word = high ? high_word : theirs;
       }
     }
   }

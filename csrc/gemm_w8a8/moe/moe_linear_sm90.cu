@@ -103,6 +103,7 @@ bool make_plan(const MoeLinearParams& params, Plan* plan) {
   const int64_t pair = 2 * sizeof(Output);
   plan->aligned_out =
       row_bytes % pair == 0 && reinterpret_cast<uintptr_t>(params.out) % pair == 0 ? 1 : 0;
+  plan->vector_out = aligned(params.out, row_bytes) && plan->width % 8 == 0 ? 1 : 0;
   return plan->stages >= 2 && int64_t(params.max_tiles) * plan->channel_tiles <= kLargestSize &&
          int64_t(params.experts) * plan->expert_tiles <= kLargestSize;
 }

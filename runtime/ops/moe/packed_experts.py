@@ -95,8 +95,7 @@ def pack_experts(w: torch.Tensor, *, gated: bool = False) -> PackedExperts:
     data = pack(w, gated)
     if w.is_cuda:
         torch.cuda.current_stream(w.device).synchronize()
-    experts, n, k = w.shape
-    return PackedExperts(data, experts, n, k, gated)
+    return PackedExperts(data, w.size(0), w.size(1), w.size(2), gated=gated)
 
 
 def packed_shape(

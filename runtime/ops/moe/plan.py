@@ -76,7 +76,7 @@ def tile_tokens_for(slots: int, experts: int) -> int:
 
 def most_tiles(slots: int, experts: int, tile_tokens: int) -> int:
     """Return how many token tiles `slots` rows make at most, however they are divided."""
-    return min(experts, slots) + slots // tile_tokens
+    return min(slots, min(experts, slots) + slots // tile_tokens)
 
 
 def empty_plan(tokens: int, top_k: int, experts: int, device: torch.device) -> MoePlan:
