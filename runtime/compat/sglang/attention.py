@@ -207,12 +207,14 @@ class OstinatoBackend(AttentionBackend):  # type: ignore[misc]
             v_scale=self._scale(layer.v_scale) if eight_bits else None,
             batch_invariant=self._deterministic,
         )
+        assert isinstance(out, torch.Tensor), "return_lse is not asked for"
         return out.flatten(1)
 
     def _pages_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [rows, pages of the longest context] int32, the pages of requests' tokens."""
         slots = self._req_to_token[:, :: self._page_size][:, : self._max_pages]
-        return (slots.index_select(0, rows) // self._page_size).contiguous()
+        pages: torch.Tensor = slots.index_select(0, rows) // self._page_size
+        return pages.contiguous()
 
     def _scale(self, scale: torch.Tensor | None) -> torch.Tensor:
         """Return the factor of an 8-bit cache, 1 for a checkpoint that has none."""
