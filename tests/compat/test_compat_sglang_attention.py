@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt import plugins
 from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -20,6 +25,7 @@ from ostinato.compat.sglang.attention import OstinatoBackend
 
 plugin.register()
 
+ROOT = Path(__file__).parents[2]
 BEFORE = (0, 21, 5)  # tokens of each request in the pool
 NEW = (7, 1, 12)  # tokens of a prompt's part
 ROWS = (2, 4, 1)  # of the requests' table
@@ -226,3 +232,51 @@ def test_a_version_without_an_interface_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(choices, "add_attention_backend_choices")
     with pytest.raises(RuntimeError, match=r"sglang: got 0\.5\.23, expected 0\.5\.23: .*add_att"):
         plugin.register()
+
+
+def test_sglang_finds_the_plug_in_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ((group, found),) = (
+        (group, names)
+        for group, names in project["entry-points"].items()
+        if group == plugins.GENERAL_PLUGINS_GROUP
+    )
+    points = [EntryPoint(name, value, group) for name, value in found.items()]
+    called: list[int] = []
+    monkeypatch.setattr(plugins, "entry_points", lambda group: points)
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.setattr(plugin, "register", lambda: called.append(1))
+    plugins.load_plugins()
+    assert called == [1]
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    plugins.load_plugins()
+    assert called == [1]
+
+
+def test_decoding_alone_beside_another_backend() -> None:
+    """Prompts by SGLang's backend on torch, steps by ours: as SGLang's own steps."""
+    held = runner(16)
+    held.taken, held.device = {}, "cpu"
+    layer = RadixAttention(HEADS, DIM, 0.2, KV_HEADS, layer_id=1)
+    theirs, ours = TorchNativeAttnBackend(held), OstinatoBackend(held)
+    lengths = [23, 1, 40]
+    slots = [slots_of(held, row, n + 1) for row, n in zip(ROWS, lengths, strict=True)]
+
+    def random(count: int) -> list[torch.Tensor]:
+        shapes = ((HEADS * DIM,), (KV_HEADS, DIM), (KV_HEADS, DIM))
+        return [torch.randn(count, *shape).bfloat16() for shape in shapes]
+
+    where = torch.cat([own[:n] for own, n in zip(slots, lengths, strict=True)])
+    prompt = batch_of(ForwardMode.EXTEND, lengths, lengths, where)
+    prompt.extend_prefix_lens = torch.zeros(3, dtype=torch.int64)
+    theirs.init_forward_metadata(prompt)
+    theirs.forward_extend(*random(sum(lengths)), layer, prompt)
+    where = torch.stack([own[-1] for own in slots])
+    step = batch_of(ForwardMode.DECODE, [n + 1 for n in lengths], [1, 1, 1], where)
+    qkv = random(3)
+    results = []
+    for backend in (theirs, ours):
+        backend.init_forward_metadata(step)
+        results.append(backend.forward_decode(*(x.clone() for x in qkv), layer, step))
+    torch.testing.assert_close(*results, rtol=0.02, atol=0.02)
