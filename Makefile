@@ -48,7 +48,7 @@ test-gpu: $(VENV)/.test
 SGLANG := $(VENV)/sglang-site
 
 test-sglang: $(SGLANG)/.installed
-	PYTHONPATH=$(SGLANG) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -W ignore \
+	PYTHONPATH=$(SGLANG) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -W ignore $(COVERAGE) \
 	    tests/compat/test_compat_sglang_*.py
 
 $(SGLANG)/.installed: tests/compat/sglang_requirements.txt | $(VENV)/.test
