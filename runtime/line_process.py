@@ -37,21 +37,21 @@ class LineProcess:
     """A Python program that reads lines from standard input and answers each with a line.
 
     Args:
-        program: its file.
-        isolation: flags of Python, such as -I.
-        env: its environment.
+        program: its file. It imports from where this process does, not from the current folder.
+        env: its environment, to which PYTHONPATH is added.
         quiet: whether what it writes to standard error is dropped.
     """
 
     def __init__(
-        self, program: Path, isolation: str, env: Mapping[str, str], *, quiet: bool = False
+        self, program: Path, env: Mapping[str, str], *, quiet: bool = False
     ) -> None:
+        folders = [folder for folder in sys.path if os.path.isabs(folder)]
         self._process = subprocess.Popen(
-            [sys.executable, isolation, str(program)],
+            [sys.executable, "-P", "-s", str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
-            env=dict(env),
+            env={**env, "PYTHONPATH": os.pathsep.join(folders)},
             start_new_session=True,  # Ctrl-C is for its parent
         )
         os.set_blocking(self._pipes[0].fileno(), False)  # see the deadline of `ask`

@@ -20,7 +20,7 @@ def started(tmp_path: Path) -> Iterator[Callable[[str], LineProcess]]:
     def start(source: str) -> LineProcess:
         program = tmp_path / f"{len(made)}.py"
         program.write_text(source)
-        made.append(LineProcess(program, "-I", {}))
+        made.append(LineProcess(program, {}))
         return made[-1]
 
     yield start
@@ -62,3 +62,19 @@ def test_a_process_that_has_ended_is_gone(started: Callable[[str], LineProcess])
     with pytest.raises(NoAnswerError) as caught:
         process.ask(b"x", 30.0)
     assert caught.value.reason is Silence.GONE
+
+
+def test_programs_import_what_this_process_can(
+    started: Callable[[str], LineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From folders that PYTHONPATH named, say; not from the current one."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "of_the_parent.py").write_text("")
+    (tmp_path / "current").mkdir()
+    (tmp_path / "current" / "of_a_stranger.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.chdir(tmp_path / "current")
+    monkeypatch.syspath_prepend("")
+    found = "import importlib.util as u; print(u.find_spec(input()) is not None, flush=True)"
+    assert started(found).ask(b"of_the_parent", 30.0) == b"True"
+    assert started(found).ask(b"of_a_stranger", 30.0) == b"False"

@@ -207,11 +207,13 @@ class _Worker:
 
     def __init__(self, description: str) -> None:
         environment = {"PATH": os.environ.get("PATH", ""), "CUDA_VISIBLE_DEVICES": ""}
-        self._process = LineProcess(_WORKER, "-I", environment, quiet=True)
+        self._process = LineProcess(_WORKER, environment, quiet=True)
         try:
             self.ask([description, _WORKER_BYTES], _START_SECONDS)
-        except BaseException:
+        except BaseException as error:
             self.end()
+            if isinstance(error, _WorkerError):
+                raise _WorkerError("cannot be compiled: no process starts for it") from error
             raise
 
     def ask(self, question: list[object], seconds: float) -> dict[str, str]:
@@ -224,7 +226,7 @@ class _Worker:
                 Silence.UNREAD: f"is not read within {seconds:g} s",
                 Silence.GONE: "could not be compiled: its process has ended",
                 Silence.LATE: f"takes longer than {seconds:g} s to compile",
-                Silence.ENDED: "ended the process that compiles it, which has 2 GiB of memory",
+                Silence.ENDED: "ended the process that compiles it, which has 2 GiB of memory for it",
                 Silence.LONG: f"is larger than {_MOST_ANSWER} bytes",
             }
             raise _WorkerError(predicates[error.reason]) from error

@@ -1,7 +1,7 @@
 """A process that compiles grammars of strangers, with little memory and nothing of the engine.
 
 Run as a file. Each line of standard input is a JSON list: first a tokenizer's description and the
-bytes that the process may allocate, then a kind of grammar and its text. To each line belongs a
+bytes that it may allocate for grammars, then a kind of grammar and its text. To each line belongs a
 line of standard output: `{"grammar": …}` or `{"error": …}`.
 """
 
@@ -13,6 +13,13 @@ import resource
 import sys
 
 
+def _data_bytes() -> int:
+    """Return what of RLIMIT_DATA this process has taken."""
+    with open("/proc/self/status") as lines:
+        kib = next(line.split()[1] for line in lines if line.startswith("VmData:"))
+    return int(kib) << 10
+
+
 def main() -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
@@ -20,7 +27,9 @@ def main() -> None:
     from xgrammar import Grammar, GrammarCompiler, TokenizerInfo
 
     description, most_bytes = json.loads(sys.stdin.readline())
-    resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+    # Libraries take some already, the more the more cores there are.
+    limit = _data_bytes() + most_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     info = TokenizerInfo.deserialize_json(description)
     print(json.dumps({"grammar": ""}), file=answers, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -202,9 +203,10 @@ def test_our_prefill_kernel_changes_no_token(
 ) -> None:
     """Nor do neighbours, shared prefixes and, at multiples of 384, the size of chunks."""
     launches: list[bool] = []
+    signature = inspect.signature(attend_paged)
 
     def attend(*args: Any) -> None:
-        launches.append(args[-4])  # batch_invariant
+        launches.append(signature.bind(*args).arguments["batch_invariant"])
         attend_paged(*args)
 
     monkeypatch.setattr(prefill_cuda, "attend_paged", attend)

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,3 +272,24 @@ def test_forms_can_be_keys() -> None:
     one = StructuredOutput(json_schema={"a": [1]})
     assert one == StructuredOutput(json_schema='{"a":  [1]}')
     assert len({one, StructuredOutput(choice=["a"]), StructuredOutput(choice=("a",))}) == 2
+
+
+def test_memory_of_grammars_is_beyond_that_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_WORKER_BYTES", 64 << 20)
+    compiler = GrammarCompiler(TOKENIZER, 257, [256])
+    try:
+        assert Matcher(compiler.compile(StructuredOutput(regex="[0-9]"))).accept(TOKENIZER.encode("7").ids[0])
+    finally:
+        compiler.close()
+
+
+def test_a_process_that_does_not_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text("raise SystemExit")
+    monkeypatch.setattr(grammar_module, "_WORKER", program)
+    compiler = GrammarCompiler(TOKENIZER, 257, [256])
+    with pytest.raises(ValueError, match="cannot be compiled: no process starts for it"):
+        compiler.compile(StructuredOutput(regex="[0-9]"))
+    compiler.close()

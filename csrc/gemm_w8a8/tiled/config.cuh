@@ -95,24 +95,30 @@ inline constexpr int kUnitBlocks = kUnitDepth / kPackedDepth;
 inline constexpr int kStageBlocks = kUnits * kUnitBlocks;
 // Block scales have a ring of their own: without this limit it would take the room of a stage.
 inline constexpr int kMaxStages = kBlockScales && kUnits == 1 ? 8 : 16;
-// With block scales, products are scaled piece by piece, while the MMAs of other pieces run: a
-// piece is a unit, or half of its columns where a stage has one unit.
+// With block scales, products are scaled piece by piece, while other MMAs run: a piece is a unit,
+// or half of its columns where a stage has one unit.
 #define OSTINATO_HALF_PIECES (OSTINATO_BLOCK_SCALES && OSTINATO_CHANNELS + OSTINATO_TOKENS > 160)
 inline constexpr int kColumnParts = OSTINATO_HALF_PIECES ? 2 : 1;
-// Whether rows are in registers for both halves; beside the sums of the widest tile they do not
-// fit.
+// Whether rows are in registers for both halves; beside the sums of wide tiles they do not fit.
 #define OSTINATO_ROWS_IN_REGISTERS (OSTINATO_HALF_PIECES && OSTINATO_CHANNELS <= 160)
 inline constexpr bool kRowsInRegisters = OSTINATO_ROWS_IN_REGISTERS;
-static_assert(!kBlockScales || kUnits * kColumnParts > 1, "a piece alone has nothing beside it");
 inline constexpr int kPieceColumns = kTileColumns / kColumnParts;
 inline constexpr int kPieceSums = kPieceColumns / 2;  // per thread and block
 inline constexpr int kPieces = kUnits * kColumnParts;
+// Pieces whose products are in registers at once. Beside the sums of the widest tiles that is one:
+// while a warpgroup scales it, the MMAs of the other one run.
+inline constexpr int kPiecesAtOnce = OSTINATO_CHANNELS > 192 ? 1 : kPieces;
+static_assert(!kBlockScales || kPiecesAtOnce > 1 || kConsumers > 1,
+              "no MMAs run while a piece is scaled");
+// Whether warpgroups issue MMAs by turns.
+inline constexpr bool kTakesTurns = kPingPong || (kBlockScales && kPiecesAtOnce == 1);
 // Stages whose pieces follow one another without a wait for all of them.
 inline constexpr int kRunStages = kUnits == 4 ? 2 : 4;
-// Sums in registers: one set, one that sums of 128 products are added to, or one of these for each
-// unit of a stage.
-inline constexpr int kSumSets = kBlockScales ? 1 + kUnits : kPromote ? 2 : 1;
-static_assert(kBlocks * kSums * kSumSets <= (kBlockScales ? 192 : 128),
+// Sums in registers: those of the tile and, where they are added to these, those of 128 products.
+inline constexpr int kProductSums = kBlockScales ? kPiecesAtOnce * kPieceSums
+                                    : kPromote   ? kSums
+                                                 : 0;
+static_assert(kBlocks * (kSums + kProductSums) <= (kBlockScales ? 192 : 128),
               "sums must fit in the registers");
 static_assert(!kBlockScales || !kPingPong, "two sets of sums of a ping-pong tile do not fit");
 // Weights are loaded before x, while the preceding kernel runs. With small tiles, launches are
@@ -188,7 +194,7 @@ struct alignas(1024) FixedStorage
   uint64_t full[kMaxStages];         // of weights and tokens; of weights alone if kThrottled
   uint64_t full_tokens[kMaxStages];  // if kThrottled
   uint64_t empty[kMaxStages];
-  uint64_t turn[2];    // ping-pong: the warpgroup may issue MMAs
+  uint64_t turn[2];    // if kTakesTurns: the warpgroup may issue MMAs
   uint64_t prefilled;  // the first tokens have been requested
 };
 

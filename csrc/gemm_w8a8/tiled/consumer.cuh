@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "block_scales.cuh"
+#include "cluster_reduce.cuh"
 #include "common/cluster.cuh"
 #include "common/launch.cuh"
 #include "common/ring.cuh"
@@ -50,11 +51,9 @@ class Consumer {
       Sum sums[kBlocks][kSums];
       if constexpr (kBlockScales) {
         constexpr int kWidest = ColumnScales::kWidest;
-        if (place_in_scale_box(work_tile.channel / kScaleChannels) % kWidest == 0) {
-          sum_scaling<kWidest>(work_tile, sums, position, fixed_);
-        } else {
-          sum_scaling<2>(work_tile, sums, position, fixed_);
-        }
+        const int first = place_in_scale_box(work_tile.channel / kScaleChannels);
+        first % kWidest == 0 ? sum_scaled<kWidest>(work_tile, sums, position, fixed_)
+                             : sum_scaled<2>(work_tile, sums, position, fixed_);
       } else if constexpr (kPromote) {
         sum_promoting(work_tile.steps, sums, position);
       } else {
@@ -88,7 +87,7 @@ class Consumer {
     if constexpr (kCanSplit) {
       if (work_tile.shared) {
         Sum reduced[kBlocks][kSums / 2];
-        cluster_reduce(sums, reduced);
+        cluster_reduce(ring_, warpgroup_, rank(), sums, reduced);
         epilogue.template store<kTileColumns / 2>(work_tile, rank() * (kTileColumns / 2), reduced);
         return;
       }
@@ -96,7 +95,6 @@ class Consumer {
     epilogue.store_tile(work_tile, sums);
   }
 
-  // This warpgroup's channels and tokens in a stage.
   __device__ __forceinline__ Channels channels_of(int slot) const {
     return Channels(
         ring_ + slot * plan_.stage_bytes +
@@ -158,16 +156,17 @@ class Consumer {
     }
   }
 
-  // Ping-pong: one warpgroup issues MMAs while the other stores its tile. The turn also keeps a
-  // warpgroup from running ahead by a whole ring, where the parity of a barrier would be ambiguous.
+  // Ping-pong: one warpgroup issues MMAs while the other stores its tile, or scales products. The
+  // turn also keeps a warpgroup from running ahead by a whole ring, where the parity of a barrier
+  // would be ambiguous.
   __device__ __forceinline__ void wait_turn() {
-    if (kPingPong) {
+    if (kTakesTurns) {
       wait(&fixed_.turn[warpgroup_], turn_parity_);
       turn_parity_ ^= 1;
     }
   }
   __device__ __forceinline__ void give_turn() {
-    if (kPingPong && threadIdx.x % 32 == 0) {
+    if (kTakesTurns && threadIdx.x % 32 == 0) {
       arrive(&fixed_.turn[warpgroup_ ^ 1]);
     }
   }
@@ -242,8 +241,66 @@ class Consumer {
   }
 
   // Two-level accumulation with block scales: sums of 128 products are scaled, and added in fp32.
-  // While a piece is scaled, the MMAs of the next ones run, those of the next stage included. All
-  // tiles add in this order and with these roundings.
+  // All tiles add in the same order and with the same roundings.
+  template <int kVector, class Fixed>
+  __device__ __forceinline__ void sum_scaled(const WorkTile& work_tile, Sum (&sums)[kBlocks][kSums],
+                                             RingPosition& position, const Fixed& fixed) {
+    clear(sums);
+    if constexpr (kPiecesAtOnce == 1) {
+      sum_scaling_each<kVector>(work_tile, sums, position, fixed);
+    } else {
+      sum_scaling<kVector>(work_tile, sums, position, fixed);
+    }
+  }
+
+  // One piece at a time: while it is scaled, the MMAs of the other warpgroup run. Warpgroups take
+  // turns: MMAs of both would share the tensor cores, end together, and leave them idle meanwhile.
+  // A turn ends before the last MMA, which covers the way to the other warpgroup.
+  template <int kVector, class Fixed>
+  __device__ __forceinline__ void sum_scaling_each(const WorkTile& work_tile,
+                                                   Sum (&sums)[kBlocks][kSums],
+                                                   RingPosition& position, const Fixed& fixed) {
+    static_assert(kTokenRows && kUnits == 1, "columns are channels, and a stage has 128 of K");
+    constexpr int kTurn = kUnitDepth - kMmaDepth;
+    const int first_w = place_in_scale_box(work_tile.channel / kScaleChannels);
+    const int first_x = place_in_scale_box(work_tile.token);
+    Sum products[kBlocks][kPieceSums];
+    for (int step = 0; step < work_tile.steps; ++step) {
+      OSTINATO_DELAY(consumer, warpgroup_ == 0);
+      wait_full(position);
+      const Channels channels = channels_of(position.slot);
+      const Tokens tokens = tokens_of(position.slot);
+      RowScales row_scales;
+      row_scales.load(fixed.x_scales[position.slot].of[0] + first_x, warpgroup_);
+      for_each_piece([&](auto piece) {
+        constexpr int kColumn = piece * kPieceColumns;
+        ColumnScales column_scales;
+        column_scales.template load<kVector>(fixed.w_scales[position.slot].of[0] + first_w,
+                                             kColumn);
+        wait_turn();
+        pin(products);
+        cute::warpgroup_arrive();
+        tiled::multiply_unit<0, kTurn>(channels, 0, plan_.block_bytes, tokens, 0, kColumn, false,
+                                       products);
+        cute::warpgroup_commit_batch();
+        tiled::multiply_unit<kTurn>(channels, 0, plan_.block_bytes, tokens, 0, kColumn, true,
+                                    products);
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();
+        give_turn();
+        cute::warpgroup_wait<0>();
+        pin(products);
+        if constexpr (piece == kPieces - 1) {
+          release(position.slot);
+        }
+        column_scales.add_scaled(products, row_scales, piece * kPieceSums, sums);
+      });
+      position.advance(plan_.stages);
+    }
+  }
+
+  // Several pieces at once: while one is scaled, the MMAs of the next ones run, those of the next
+  // stage included.
   template <int kVector, class Fixed>
   __device__ __forceinline__ void sum_scaling(const WorkTile& work_tile,
                                               Sum (&sums)[kBlocks][kSums], RingPosition& position,
@@ -312,7 +369,6 @@ class Consumer {
       });
       position.advance(plan_.stages);
     };
-    clear(sums);
     int step = 0;
     for (; step + kRunStages <= work_tile.steps; step += kRunStages) {
       run(std::integral_constant<int, kRunStages>());
@@ -328,46 +384,6 @@ class Consumer {
     visit(std::integral_constant<int, kPiece>());
     if constexpr (kPiece + 1 < kPieces) {
       for_each_piece<kPiece + 1>(visit);
-    }
-  }
-
-  // Adds the partner's accumulators to this CTA's; each CTA keeps half of the columns. The data is
-  // sent through the receiver's ring, which is idle once both CTAs have finished their MMAs.
-  __device__ __forceinline__ void cluster_reduce(Sum (&sums)[kBlocks][kSums],
-                                                 Sum (&reduced)[kBlocks][kSums / 2]) {
-    constexpr int kHalf = kSums / 2;
-    constexpr int kVector = 4;
-    const uint32_t mine =
-        ring_ + (warpgroup_ * kBlocks * kHalf * kWarpgroup + threadIdx.x % kWarpgroup * kVector) *
-                    sizeof(Sum);
-    const bool first = rank() == 0;
-    const uint32_t theirs = remote_address(mine, first ? 1 : 0);
-    sync_cluster();
-#pragma unroll
-    for (int i = 0; i < kBlocks * kHalf; i += kVector) {
-      Sum* const low = &sums[i / kHalf][i % kHalf];
-      Sum* const high = low + kHalf;
-      uint32_t words[kVector];
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        // Moves this CTA's half to `low`, so that the other half of the registers becomes free.
-        const Sum sent = first ? high[j] : low[j];
-        low[j] = first ? low[j] : high[j];
-        words[j] = reinterpret_cast<const uint32_t&>(sent);
-      }
-      store_remote(theirs + i * kWarpgroup * sizeof(Sum), words);
-    }
-    OSTINATO_DELAY(cluster_reduce, warpgroup_ == 0);
-    sync_cluster();
-#pragma unroll
-    for (int i = 0; i < kBlocks * kHalf; i += kVector) {
-      uint32_t words[kVector];
-      load_shared(mine + i * kWarpgroup * sizeof(Sum), words);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        reduced[i / kHalf][i % kHalf + j] =
-            sums[i / kHalf][i % kHalf + j] + reinterpret_cast<const Sum&>(words[j]);
-      }
     }
   }
 

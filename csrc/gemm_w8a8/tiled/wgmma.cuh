@@ -34,6 +34,10 @@ namespace ostinato::tiled {
 #define OSTINATO_MMA_COLUMNS 80
 #elif OSTINATO_COLUMNS == 192
 #define OSTINATO_MMA_COLUMNS 96
+#elif OSTINATO_COLUMNS == 224
+#define OSTINATO_MMA_COLUMNS 112
+#elif OSTINATO_COLUMNS == 256
+#define OSTINATO_MMA_COLUMNS 128
 #endif
 static_assert(OSTINATO_MMA_COLUMNS == kPieceColumns, "an MMA computes the columns of a piece");
 
@@ -122,13 +126,14 @@ using Tokens = Operand<kUnitDepth>;
 // Issues sums += channels · tokensᵀ, or its transpose, for one unit of K and the columns from
 // `first_column` on, at `channel_offset` and `token_offset` bytes from the operands. Blocks of K of
 // channels are `block_bytes` apart. All tiles accumulate K in this order, so that floating-point
-// sums have the same bits in each.
+// sums have the same bits in each. kFirst and kEnd bound the bytes of K.
+template <int kFirst = 0, int kEnd = kUnitDepth>
 __device__ __forceinline__ void multiply_unit(Channels channels, int channel_offset,
                                               int block_bytes, Tokens tokens, int token_offset,
                                               int first_column, bool accumulate,
                                               Sum (&sums)[kBlocks][kPieceSums]) {
 #pragma unroll
-  for (int depth = 0; depth < kUnitDepth; depth += kMmaDepth) {
+  for (int depth = kFirst; depth < kEnd; depth += kMmaDepth) {
     const uint32_t in_block = depth / kPackedDepth * block_bytes + depth % kPackedDepth;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {

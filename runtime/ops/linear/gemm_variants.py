@@ -200,7 +200,7 @@ _BLOCK_TILES = (
     *((64, 8, False), (128, 8, False), (64, 16, False), (128, 16, False)),
     *((64, 32, False), (128, 32, False)),
     *((channels, 64, False) for channels in (64, 96, 128, 160)),
-    *((channels, 128, False) for channels in (64, 96, 128, 160, 192)),
+    *((channels, 128, False) for channels in (64, 96, 128, 160, 192, 224, 256)),
 )
 GEMM_TILED = tuple(
     GemmTiled(

@@ -88,8 +88,7 @@ class ChatTemplate:
     def _ask(self, line: bytes) -> bytes:
         if self._process is None:
             environment = {k: v for k, v in os.environ.items() if k != "OSTINATO_API_KEY"}
-            # -P: the folder of the program is no place to import from.
-            self._process = LineProcess(_WORKER, "-P", environment)
+            self._process = LineProcess(_WORKER, environment)
             self._process.ask(json.dumps(self._templates).encode(), _START_TIMEOUT)
         return self._process.ask(line, self._timeout)
 

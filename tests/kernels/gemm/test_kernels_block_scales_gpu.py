@@ -40,8 +40,9 @@ _CUTS: tuple[dict[str, int], ...] = (
     {"cluster": 2, "share_weights": 1, "tile_channels": 48, "tile_tokens": 7},
     {"band": 2, "tile_channels": 32},
 )
-# One tile for few tokens, one that turns results, one with tokens as rows.
-_LATE = ((64, 16), (128, 32), (128, 64), (128, 128))
+# One tile for few tokens, one that turns results, two with tokens as rows, and one whose pieces are
+# multiplied one at a time.
+_LATE = ((64, 16), (128, 32), (128, 64), (128, 128), (256, 128))
 
 Launch = Callable[..., torch.Tensor]
 

@@ -313,7 +313,7 @@ def _texts(device: torch.device, l2_partitioned: bool, kv_cache_dtype: str) -> l
         number_tokenizer(config.vocab_size),
         max_batch=64,
         max_context=400,
-        num_pages=_PAGES,
+        num_pages=_PAGES if kv_cache_dtype == "bf16" else 2 * _PAGES,
         l2_partitioned=l2_partitioned,
         kv_cache_dtype=kv_cache_dtype,
     )
